@@ -76,8 +76,8 @@ class Family:
         down_proj: the MLP's last projection.
         attn_out, mlp_out: children of a decoder layer with outputs that are added to the residual stream; "": attention and MLP.
         resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.
-        mixers: children of decoder layers that mix tokens, by layer; in a row of the table, those that a layer may have. Their
-            outputs are `attn_out`. Empty: each layer has the same attention.
+        mixers: children of decoder layers that mix tokens, by layer. Their outputs are `attn_out`. A row of the table has the
+            names that a layer may have. Empty: each layer has the same attention.
         missing: kinds of sites that the family does not have.
         sliding_window: whether the config's `sliding_window` counts.
     """

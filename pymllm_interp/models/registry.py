@@ -64,6 +64,8 @@ def architecture_of(config: PretrainedConfig) -> str:
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)
 
 
+INDEXED = frozenset({"qwen4_exp", "qwen4_exp_text"})
+"""Model types with an attention that picks its keys by an index of its own."""
 OWN_STATES = frozenset({"recurrent_gemma", "rwkv"})
 """Model types with recurrent layers that keep their states outside of transformers' cache."""
 NOT_GENERATIVE = (
@@ -86,6 +88,8 @@ def check_supported(config: PretrainedConfig) -> None:
         kind = f"a multimodal model: {MULTIMODAL}"
     elif config.model_type == "whisper":
         kind = "the decoder of a speech model: audio is not supported"
+    elif config.model_type in INDEXED:
+        kind = "a model with sparse attention: its attention takes indices"
     elif config.model_type in OWN_STATES:
         kind = "a model with recurrent layers: it keeps its states outside of transformers' cache"
     elif getattr(config, "use_bidirectional_attention", None) is True:

@@ -58,7 +58,7 @@ def source_of(envoy: Envoy) -> EngineSource:
     """The operations of the envoy's module.
 
     Raises:
-        ValueError: the operations are in an attention, and the trace runs the engine's kernels; or its module has a recurrent
+        ValueError: the operations are in an attention, and the trace runs the engine's kernels. Or the module has a recurrent
             state.
     """
     if hasattr(envoy._module, "recurrent_module"):
