@@ -338,8 +338,9 @@ def serve_states(model: nn.Module) -> list[RecurrentModule]:
         if "forward" not in vars(module) and ASKED_OF_CACHES & set(
             getattr(forward, "__code__", serve_states.__code__).co_names
         ):
-            own = module.recurrent_module = module.forward = RecurrentModule(path, module)  # pyright: ignore[reportAttributeAccessIssue]
-            found.append(own)
+            found.append(own := RecurrentModule(path, module))
+            module.forward = own  # pyright: ignore[reportAttributeAccessIssue]
+            vars(module)["recurrent_module"] = own  # traces wrap `forward`
     return found
 
 
