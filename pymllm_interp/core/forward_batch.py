@@ -269,7 +269,6 @@ class ForwardBatch:
     req_to_token_pool: RequestTable | None = None
     token_to_kv_pool:  PagedKV | None = None
     attn_backend:      PassAttention | None = None
-    state_pool:        LayerStatePool | None = None  # slots are `req_pool_indices`; None: no layer has states
 
     # Multimodal inputs: refused for text models.
     mrope_position_deltas: torch.Tensor | None = None
@@ -277,6 +276,7 @@ class ForwardBatch:
     image_grid_thw:        torch.Tensor | None = None
 
     # Ours.
+    state_pool:      LayerStatePool | None = None  # set by the runner; slots are `req_pool_indices`; None: no layer has states
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
     rope_lens:       torch.Tensor | None = None  # [tokens] int64, the lengths that length-dependent RoPE scalings see
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)
