@@ -94,3 +94,41 @@ def test_traces_beside_others_see_and_edit_their_own_rows_only(pair: Pair, insid
     for (i, step), value in found.items():
         torch.testing.assert_close(value, alone[i][step], **TOLERANCE, msg=lambda m, at=(i, step): f"{at}: {m}")
     assert len(found) == 18 and handle.result().token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "zaya"])
+def test_weights_of_the_layers_with_attention_are_transformers(name: str) -> None:
+    config = registry_config(name)
+    config._attn_implementation = "eager"
+    lm = LM(hf_config=config, load_format="dummy", device="cpu", dtype="float32", kv_cache_tokens=512, max_model_len=64)
+    oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    oracle.load_state_dict(lm.runner.get_model().state_dict())
+    with lm.trace(PROMPTS[2], output_attentions=True, output_hidden_states=True) as tracer:
+        found = tracer.result.save()
+    expected = oracle(
+        input_ids=torch.tensor([PROMPTS[2]]), output_attentions=True, output_hidden_states=True, use_cache=False
+    )
+    assert len(found.hidden_states) == len(expected.hidden_states)
+    for ours, theirs in zip(found.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    lm.shutdown()
+
+
+def test_a_block_of_several_prompts_does_not_see_inside(pair: Pair) -> None:
+    lm, path = pair.lm, pair.path
+    with lm.generate(max_new_tokens=2, ignore_eos=True) as tracer:
+        for prompt in PROMPTS[:2]:
+            with tracer.invoke(prompt):
+                pass
+        with tracer.invoke():
+            whole = lm.get(path).output.save()
+    assert whole.shape[:2] == (2, 5)
+    with pytest.raises(ValueError, match=r"waits inside model\..*runs prompt by prompt"):
+        with lm.generate(max_new_tokens=2, ignore_eos=True) as tracer:
+            for prompt in PROMPTS[:2]:
+                with tracer.invoke(prompt):
+                    pass
+            with tracer.invoke():
+                lm.get(f"{path}.{pair.inner}").output.save()
