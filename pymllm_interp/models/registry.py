@@ -66,7 +66,7 @@ def architecture_of(config: PretrainedConfig) -> str:
 
 INDEXED = frozenset({"qwen4_exp", "qwen4_exp_text"})
 """Model types with an attention that picks its keys by an index of its own."""
-OWN_STATES = frozenset({"recurrent_gemma", "rwkv"})
+OWN_STATES = frozenset({"rwkv"})
 """Model types with recurrent layers that keep their states outside of transformers' cache."""
 NOT_GENERATIVE = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",

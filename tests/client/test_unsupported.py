@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import CONFIGS
 from helpers_runner import make_runner
-from transformers import BertConfig, LlavaConfig, PretrainedConfig, RecurrentGemmaConfig, RwkvConfig, T5Config
+from transformers import BertConfig, LlavaConfig, PretrainedConfig, RwkvConfig, T5Config
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -60,7 +60,6 @@ MODELS = [
         "T5.* is an encoder-decoder model.*cross-attention",
     ),
     ("V50", RwkvConfig(), "RwkvForCausalLM is a model with recurrent layers.*outside of transformers' cache"),
-    ("V50", RecurrentGemmaConfig(), "RecurrentGemmaForCausalLM is a model with recurrent layers"),
 ]
 
 

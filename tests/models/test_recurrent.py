@@ -20,6 +20,8 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.unsupported import UnsupportedModelError
 from pymllm_interp.mem_cache.state_pool import StateLayout, StatePool, slot_bytes
 from pymllm_interp.models.adapters.peft_config import AdapterError
+from pymllm_interp.models.transformers.structure import config_spec
+from pymllm_interp.models.transformers.transformers_model import load_transformers_model
 from pymllm_interp.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -152,6 +154,15 @@ def test_a_failed_pass_updates_no_state_twice(monkeypatch: pytest.MonkeyPatch) -
         tokens += piece.token_ids
     assert tokens == greedily(oracle, prompts[0], 40)
     lm.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["mamba", "zamba", "recurrent_gemma", "nemotron_h", "qwen3_next", "minimax"])
+def test_modules_that_ignore_their_state_are_found_in_each_dtype(name: str, dtype: str) -> None:
+    config = registry_config(name)
+    model = load_transformers_model(config, config_spec(config, getattr(torch, dtype)), "cpu", None, 0)
+    found = {module.recurrent_module.by_token for module in model.modules() if hasattr(module, "recurrent_module")}  # pyright: ignore
+    assert found == {name in ("mamba", "zamba", "recurrent_gemma")}
 
 
 def test_samples_of_one_prompt_are_samples_of_it_alone() -> None:

@@ -36,6 +36,9 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {**DELTA, "linear_num_key_heads": 4},
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA),
+    "recurrent_gemma": {
+        "num_hidden_layers": 3, "block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 16,
+    },
     "zamba": {
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
         "attention_head_dim": 16, "n_mamba_heads": 2,

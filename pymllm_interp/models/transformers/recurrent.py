@@ -27,7 +27,7 @@ from ...core.forward_batch import ForwardBatch, LayerStatePool, PartQuery
 from ...core.unsupported import UnsupportedModelError
 from ...mem_cache.state_pool import StateKind, StateLayout
 from ...utils.upload import upload
-from .cache_probe import differ, probed_positions
+from .cache_probe import probed_positions
 
 CACHES = ("cache_params", "past_key_values")
 """Names of the parameter that takes the cache."""
@@ -145,6 +145,9 @@ class CallRows(NamedTuple):
 class RecurrentModule:
     """In place of the forward of a module with a recurrent state.
 
+    Args:
+        path: of the module in the model.
+
     Attributes:
         layouts: of its states, by key, once a first pass has shown them.
         first: number of its first state in the pool.
@@ -153,10 +156,10 @@ class RecurrentModule:
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
-        self._path = path
+        self.path = path
         self._forward: Any = module.forward
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self._names, self._cache = names, next(name for name in CACHES if name in names)
+        self._module = module
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
         self.layouts: dict[StateKey, StateLayout] = {}
         self.first, self.by_token = 0, False
         self.arguments: dict[str, Any] | None = None
@@ -170,13 +173,13 @@ class RecurrentModule:
         if batch is None:
             return self._probe(given, rows)
         query = batch.hook_query if isinstance(batch.hook_query, PartQuery) and batch.batch_size > 1 else None
-        apart = [] if query is None else query.rows_inside(self._path)
+        apart = [] if query is None else query.rows_inside(self.path)
         parts = _parts(batch, batch.state_pool is not None and not batch.fresh_kv_only, {start for start, _ in apart})
         if len(parts) == 1 and not parts[0].batched:  # one request
             return _padded(self._call(given, rows, parts[0], batch), rows)
         outs = []
         for part in parts:
-            with query.serve_part(self._path, part.span(apart)) if query is not None else nullcontext():
+            with query.serve_part(self.path, part.span(apart)) if query is not None else nullcontext():
                 outs.append((part, _flat(self._call(given, rows, part, batch), part.batched)))
         return _padded(outs[0][1], rows) if len(outs) == 1 else _joined(outs, rows)
 
@@ -185,7 +188,7 @@ class RecurrentModule:
         own = {name: _taken(value, rows, part) for name, value in given.items()}
         pool = None if batch.fresh_kv_only else batch.state_pool
         if pool is None:
-            return self._forward(**own | {self._cache: None})
+            return self.call(own, None)
         slots = batch.req_pool_indices[part.requests]
         states = LayerStates(self._read(pool, slots) if part.continued else None)
         out = self.run(own, states)
@@ -193,17 +196,32 @@ class RecurrentModule:
             pool.write(index, slots, states.states[key])
         return out
 
+    @property
+    def kind(self) -> type[nn.Module]:
+        """The module's class in transformers."""
+        return type(self._module)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the first pass had float32."""
+        return self.arguments is not None and self.arguments[self._names[0]].dtype is torch.float32
+
+    def call(self, given: dict[str, Any], states: LayerStates | None) -> Any:
+        """The module's own forward. Without states it keeps none."""
+        cache = next(name for name in CACHES if name in self._names)
+        return self._forward(**given | {cache: states})
+
     def run(self, given: dict[str, Any], states: LayerStates) -> Any:
         """The module's output for [batch, tokens, ...]; updates `states`."""
         tokens = given[self._names[0]].shape[1]
         if not (self.by_token and states.has_previous_state() and tokens > 1):
-            return self._forward(**given | {self._cache: states})
+            return self.call(given, states)
         whole = slice(0, 1)
         outs = []
         for token in range(tokens):
             part = CallRows(slice(token, token + 1), whole, True, False)
             own = {name: _taken(value, tokens, part) for name, value in given.items()}
-            outs.append((part, self._forward(**own | {self._cache: states})))
+            outs.append((part, self.call(own, states)))
         return _joined(outs, tokens)
 
     def _probe(self, given: dict[str, Any], rows: int) -> Any:
@@ -215,18 +233,22 @@ class RecurrentModule:
             for key, layout in self.layouts.items()
         }
         states = LayerStates(zeros if _probed.continued else None)
-        out = self._forward(**own | {self._cache: states})
+        out = self.call(own, states)
         if self.arguments is None:
             self.arguments = given
             for key, state in states.states.items():
                 self.layouts[key] = StateLayout(key[0], tuple(state.shape[1:]), state.dtype)
         return _flat(out, True)
 
-    def continues(self) -> bool:
-        """Whether a chunk behind another gives the outputs and states of the whole, for the tokens of the first pass."""
-        given, ends = self.arguments, []
+    def continuation_error(self) -> float:
+        """How far a chunk behind another is from the whole, for the tokens of the first pass.
+
+        Returns:
+            the largest difference of outputs and states, over their largest value.
+        """
+        given, ends, outs = self.arguments, [], []
         assert given is not None
-        tokens, outs = given[self._names[0]].shape[1], []
+        tokens = given[self._names[0]].shape[1]
         for sizes in ((tokens,), (1, tokens - 1)):
             states, start, parts = LayerStates(), 0, []
             for size in sizes:
@@ -240,10 +262,38 @@ class RecurrentModule:
         first, second = (out if isinstance(out, tuple) else (out,) for out in outs)
         pairs = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(b, torch.Tensor)]
         pairs += [(ends[0][key], ends[1][key]) for key in self.layouts]
-        return not any(differ(a, b) for a, b in pairs)
+        return max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) for a, b in pairs)
 
     def _read(self, pool: LayerStatePool, slots: torch.Tensor) -> dict[StateKey, torch.Tensor]:
         return {key: pool.read(index, slots) for index, key in enumerate(self.layouts, self.first)}
+
+
+class RecurrentGemmaModule(RecurrentModule):
+    """RecurrentGemma keeps its states in attributes of its modules: here only while they run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_batch() is None and probed_positions() is None:
+            return self.call({**dict(zip(self._names, args, strict=False)), **kwargs}, None)
+        return super().__call__(*args, **kwargs)
+
+    def call(self, given: dict[str, Any], states: LayerStates | None) -> Any:
+        kept = LayerStates() if states is None else states
+        block: Any = self._module
+        before = (
+            vars(block).get("conv1d_state"),
+            vars(block.rg_lru).get("recurrent_states"),
+        )  # a block of a trace calls it
+        block.conv1d_state, block.rg_lru.recurrent_states = kept.conv_states.get(0), kept.recurrent_states.get(0)
+        try:
+            out = self._forward(**given | {"use_cache": states is not None})
+            if states is not None:
+                own: list[Any] = [block.conv1d_state, block.rg_lru.recurrent_states]
+                states.states |= {("conv", 0): own[0], ("recurrent", 0): own[1]}
+        finally:
+            del vars(block)["conv1d_state"], vars(block.rg_lru)["recurrent_states"]
+            if before[0] is not None:
+                block.conv1d_state, block.rg_lru.recurrent_states = before
+        return out
 
 
 def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[CallRows]:
@@ -334,13 +384,18 @@ def serve_states(model: nn.Module) -> list[RecurrentModule]:
     """Put a `RecurrentModule` in place of the forward of each module with a recurrent state."""
     found = []
     for path, module in model.named_modules():
+        if "forward" in vars(module):
+            continue
         forward = inspect.unwrap(type(module).forward)
-        if "forward" not in vars(module) and ASKED_OF_CACHES & set(
-            getattr(forward, "__code__", serve_states.__code__).co_names
-        ):
+        names = set(getattr(forward, "__code__", serve_states.__code__).co_names)
+        if hasattr(module, "conv1d_state") and hasattr(module, "rg_lru"):
+            found.append(own := RecurrentGemmaModule(path, module))
+        elif names & ASKED_OF_CACHES:
             found.append(own := RecurrentModule(path, module))
-            module.forward = own  # pyright: ignore[reportAttributeAccessIssue]
-            vars(module)["recurrent_module"] = own  # traces wrap `forward`
+        else:
+            continue
+        module.forward = own  # pyright: ignore[reportAttributeAccessIssue]
+        vars(module)["recurrent_module"] = own  # traces wrap `forward`
     return found
 
 
@@ -357,14 +412,20 @@ def check_states(name: str, modules: Sequence[RecurrentModule]) -> list[StateLay
         UnsupportedModelError: chunks of a prompt give other outputs or states than the whole.
     """
     layouts: list[StateLayout] = []
-    for module in modules:
-        if module.arguments is None:
-            continue  # no pass runs it
-        if not module.continues():
+    modules = [module for module in modules if module.arguments is not None]  # that a pass runs
+    for kind in {module.kind for module in modules}:
+        alike = [module for module in modules if module.kind is kind]
+        errors = [module.continuation_error() for module in alike]
+        for module in alike:
             module.by_token = True
-            if not module.continues():
-                raise UnsupportedModelError(f"{name} cannot be served: {module} does not continue from its state")
-        module.arguments = None
-        module.first = len(layouts)
+        of_tokens = [module.continuation_error() for module in alike]
+        exact, most = (1e-4, 1e-3) if alike[0].is_exact else (2e-3, 5e-2)
+        by_token = any(a > max(3 * b, exact) for a, b in zip(errors, of_tokens, strict=True))
+        for module, error in zip(alike, of_tokens if by_token else errors, strict=True):
+            module.by_token = by_token
+            if error > most:
+                raise UnsupportedModelError(f"{name} cannot be served: {module.path} does not continue from its state")
+    for module in modules:
+        module.first, module.arguments = len(layouts), None
         layouts += module.layouts.values()
     return layouts
