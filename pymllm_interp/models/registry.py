@@ -97,7 +97,7 @@ def check_supported(config: PretrainedConfig) -> None:
     elif architecture.endswith(NOT_GENERATIVE):
         kind = f"not a generative model: {POOLING}"
     if kind is not None:
-        raise UnsupportedModelError(f"{architecture} is {kind}. Decoder-only language models with attention are served")
+        raise UnsupportedModelError(f"{architecture} is {kind}. Decoder-only language models are served")
 
 
 def is_native(config: PretrainedConfig, impl: str) -> bool:
