@@ -92,9 +92,7 @@ def test_a_kind_of_model_that_is_not_supported_is_refused_by_its_name(
     row: str, config: PretrainedConfig, message: str
 ) -> None:
     runner = ModelRunner(ServerConfig(device="cpu"), ModelConfig(model="dummy", load_format="dummy", hf_config=config))
-    with pytest.raises(
-        UnsupportedModelError, match=rf"{message}.*Decoder-only language models are served"
-    ):
+    with pytest.raises(UnsupportedModelError, match=rf"{message}.*Decoder-only language models are served"):
         runner.initialize()
 
 
