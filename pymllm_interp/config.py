@@ -85,6 +85,8 @@ class ServerConfig:
     """Slots of the KV pool. None: derived from the free memory. More than the device holds is an error."""
     kv_cache_dtype: str = "auto"
     """The KV pool's dtype; "auto" is the model's. "fp8" is E4M3, with a checkpoint's scales, else 1; torch's attention only."""
+    state_dtype: str = "float32"
+    """The dtype of recurrent states between steps, in models that have them: "float32", or "bfloat16" for half of the memory."""
     page_size: int = 16
     """Slots of one KV page."""
     enable_prefix_caching: bool = True
@@ -165,6 +167,7 @@ class ServerConfig:
             if kind not in INNER_SITES:
                 raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")
         SpeculativeConfig.of(self.speculative)
+        _one_of(self, "state_dtype", ("float32", "bfloat16"))
         _one_of(self, "capture_when_full", ("block", "fail"))
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "scheduling_policy", ("fcfs", "lpm"))

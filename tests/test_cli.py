@@ -143,7 +143,8 @@ def test_doctor_says_how_a_model_would_run(tmp_path: Path, capsys: pytest.Captur
     for model_type, status, said in [
         ("llama", 0, "native:"),
         ("opt", 0, "transformers:"),
-        ("mamba", 1, "recurrent"),
+        ("mamba", 0, "transformers:"),
+        ("rwkv", 1, "recurrent"),
     ]:
         folder = tmp_path / model_type
         AutoConfig.for_model(model_type).save_pretrained(folder)

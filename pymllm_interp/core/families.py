@@ -33,6 +33,27 @@ class SiteLike(Protocol):
     def layer(self) -> int | None: ...
 
 
+class LayerPath(str):
+    """A template of module paths, where layers differ in the last name.
+
+    Args:
+        prefix: with `{}` in place of the layer.
+        children: the last name, by layer.
+    """
+
+    def __new__(cls, prefix: str, children: tuple[str, ...]) -> LayerPath:
+        path = super().__new__(cls, prefix + "|".join(dict.fromkeys(children)))
+        path.prefix, path.children = prefix, children
+        return path
+
+    prefix: str
+    children: tuple[str, ...]
+
+    def format(self, layer: int) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The path in a layer."""
+        return self.prefix.format(layer) + self.children[layer]
+
+
 class SitePoint(NamedTuple):
     """Where a site's value can be read: at one end of a module."""
 
@@ -55,6 +76,8 @@ class Family:
         down_proj: the MLP's last projection.
         attn_out, mlp_out: children of a decoder layer with outputs that are added to the residual stream; "": attention and MLP.
         resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.
+        mixers: children of decoder layers that mix tokens, by layer. Their outputs are `attn_out`. A row of the table has the
+            names that a layer may have. Empty: each layer has the same attention.
         missing: kinds of sites that the family does not have.
         sliding_window: whether the config's `sliding_window` counts.
     """
@@ -78,6 +101,7 @@ class Family:
     attn_out: str = ""
     mlp_out: str = ""
     resid_mid: str = ""
+    mixers: tuple[str, ...] = ()
     missing: frozenset[str] = frozenset()
     sliding_window: bool = True
 
@@ -98,7 +122,10 @@ class Family:
             "k": SitePoint(f"{attention}.{self.qkv or self.k_proj}", "output"),
             "v": SitePoint(f"{attention}.{self.qkv or self.v_proj}", "output"),
             "z": SitePoint(f"{attention}.{self.o_proj}", "input"),
-            "attn_out": SitePoint(f"{layer}.{self.attn_out or self.attention}", "output"),
+            "attn_out": SitePoint(
+                LayerPath(f"{layer}.", self.mixers) if self.mixers else f"{layer}.{self.attn_out or self.attention}",
+                "output",
+            ),
             "resid_mid": SitePoint(f"{layer}.{self.resid_mid or self.mlp_norm}", "input"),
             "mlp_in": SitePoint(f"{layer}.{self.mlp_norm}", "output"),
             "mlp_act": SitePoint(f"{mlp}.{self.down_proj}", "input"),
@@ -113,6 +140,8 @@ class Family:
     def other_points(self) -> Mapping[str, str]:
         """Further module paths with the same values -> kind of site."""
         layer = self.layers + ".{}"
+        if self.mixers:
+            return {f"{layer}.{self.attention_norm}.input": "resid_pre", f"{layer}.{self.mlp}.input": "mlp_in"}
         points = {
             f"{layer}.{self.attention_norm}.input": "resid_pre",
             f"{layer}.{self.attention}.input": "attn_in",
@@ -154,6 +183,25 @@ _LATENT = frozenset({"q", "k", "v", "z"})
 """Multi-head latent attention: the heads of q, k and v differ in size."""
 _EXPERTS = frozenset({"mlp_act"})
 """Each expert has neurons of its own."""
+
+_MIXED = frozenset({"q", "k", "v", "z"})
+"""Only some layers have attention."""
+_ALL_MIXERS: dict[str, Any] = {
+    "attention_norm": "norm",
+    "attention": "mixer",
+    "mixers": ("mixer",),
+    "missing": _MIXED | {"resid_mid", "mlp_in", "mlp_act", "mlp_out"},
+}
+"""A layer is a mixer: a state-space model, an attention or an MLP."""
+_LFM2: dict[str, Any] = {
+    "final_norm": "model.embedding_norm",
+    "attention_norm": "operator_norm",
+    "mixers": ("conv", "self_attn"),
+    "mlp_norm": "ffn_norm",
+    "mlp": "feed_forward",
+    "down_proj": "w2",
+    "missing": _MIXED,
+}
 
 _SANDWICH: dict[str, Any] = {
     "attn_out": "post_attention_layernorm",
@@ -256,6 +304,31 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
             attention_norm="norm_1", attention="attn", o_proj="out_proj", mlp_norm="norm_2", mlp="ffn",
             mlp_out="ffn.down_proj", qkv="Wqkv",
         ),
+        *(
+            Family(name=name, mixers=("linear_attn", "self_attn"), missing=_MIXED)
+            for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+        ),
+        *(
+            Family(
+                name=name, final_norm="model.final_layernorm", mixers=("mamba", "self_attn"), mlp_norm="pre_ff_layernorm",
+                mlp="feed_forward", missing=_MIXED,
+            )
+            for name in ("bamba", "jamba")
+        ),
+        Family(
+            name="falcon_h1", final_norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward",
+            missing=_MIXED | {"attn_out"},
+        ),
+        Family(name="granitemoehybrid", mlp="shared_mlp", missing=_MIXED | _SCALED | {"mlp_act"}),
+        Family(name="kimi_linear", mixers=("self_attn",), missing=_MIXED),
+        *(Family(name=name, **_LFM2) for name in ("lfm2", "lfm2_moe")),
+        *(
+            Family(
+                name=name, embed="backbone.embeddings", layers="backbone.layers", final_norm="backbone.norm_f", **_ALL_MIXERS
+            )
+            for name in ("falcon_mamba", "mamba", "mamba2")
+        ),
+        Family(name="nemotron_h", embed="model.embeddings", final_norm="model.norm_f", **_ALL_MIXERS),
     )
 }  # fmt: skip
 """Families that run through transformers' own classes. A kind is left out when a model is loaded that lacks its modules."""

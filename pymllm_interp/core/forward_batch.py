@@ -11,9 +11,10 @@ The batch is flat: the token rows of all requests are concatenated. Request ``i`
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -78,6 +79,23 @@ class HookQuery(Protocol):
 
     def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Serve the hooks at the layer's output. Returns the hidden states that the pass continues with."""
+        ...
+
+
+@runtime_checkable
+class PartQuery(Protocol):
+    """Serves hooks inside a module that runs once for each of some requests."""
+
+    def rows_inside(self, path: str) -> list[tuple[int, int]]:
+        """(first row, number of rows) of each request with a hook that waits inside a module.
+
+        Args:
+            path: of the module in the model.
+        """
+        ...
+
+    def serve_part(self, path: str, span: tuple[int, int] | None) -> AbstractContextManager[None]:
+        """Within the block, the module's call for the request with these rows; None: for other requests, without hooks."""
         ...
 
 
@@ -185,6 +203,18 @@ class PagedKV(Protocol):
         ...
 
 
+class LayerStatePool(Protocol):
+    """The convolution and recurrent states of layers, by slot (`mem_cache.state_pool.StatePool`)."""
+
+    def read(self, index: int, slots: torch.Tensor) -> torch.Tensor:
+        """A copy of a state of `slots` [batch]: [batch, *shape]."""
+        ...
+
+    def write(self, index: int, slots: torch.Tensor, value: torch.Tensor) -> None:
+        """Write a state [batch, *shape] to `slots` [batch]."""
+        ...
+
+
 class RequestTable(Protocol):
     """The KV slots of each request's positions (`mem_cache.memory_pool.ReqToTokenPool`)."""
 
@@ -246,6 +276,7 @@ class ForwardBatch:
     image_grid_thw:        torch.Tensor | None = None
 
     # Ours.
+    state_pool:      LayerStatePool | None = None  # set by the runner; slots are `req_pool_indices`; None: no layer has states
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
     rope_lens:       torch.Tensor | None = None  # [tokens] int64, the lengths that length-dependent RoPE scalings see
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)

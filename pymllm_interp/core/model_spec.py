@@ -161,6 +161,8 @@ class ModelSpec:
     """dtype of weights and hidden states."""
     cuts_edges: bool = True
     """Whether edges of attention can be cut (`Knockout`)."""
+    has_states: bool = False
+    """Whether layers have recurrent states, of the whole sequence so far, in place of K and V by position."""
     num_projected_kv_heads: int | None = None
     """Heads of the sites `k` and `v`, where attention repeats them for its queries; None: `num_key_value_heads`."""
 

@@ -9,6 +9,7 @@ Invariant (`check_integrity`): a page is exactly one of free, a live request's, 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ..core.step import PageWrite
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..mem_cache.radix_cache import Match, RadixCache
+from ..mem_cache.state_pool import StatePool
 from ..runner.interp_model_runner import InterpModelRunner
 from .prefix_sharing import PrefixSharing
 
@@ -29,6 +31,7 @@ class KVManager:
         allocator: pages of the pool.
         kv_pool: the K and V themselves.
         sharing: what requests share; None: nothing.
+        states: recurrent states, by row; None where no layer has any.
 
     Attributes:
         sharing: the rules and counts of the prefix cache.
@@ -40,7 +43,9 @@ class KVManager:
         allocator: TokenToKVPoolAllocator,
         kv_pool: KVPool,
         sharing: PrefixSharing | None = None,
+        states: StatePool | None = None,
     ) -> None:
+        self.states = states
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
         self.page_size = allocator.page_size
         self.sharing = sharing or PrefixSharing(RadixCache(self.page_size), None)
@@ -54,10 +59,9 @@ class KVManager:
         """The pools of an initialised runner."""
         rows, allocator, kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
         assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
-        # With such RoPE the KV of a position depends on the length of its request.
-        enabled = runner.server_config.enable_prefix_caching and not runner.model_spec.rope_depends_on_length
-        sharing = PrefixSharing(RadixCache(allocator.page_size), runner.model_state if enabled else None)
-        return cls(rows, allocator, kv_pool, sharing)
+        why_off = _why_no_prefixes(runner)
+        sharing = PrefixSharing(RadixCache(allocator.page_size), None if why_off else runner.model_state, why_off)
+        return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool)
 
     # -- pages -------------------------------------------------------------------------
 
@@ -219,20 +223,25 @@ class KVManager:
     # -- moving KV ---------------------------------------------------------------------------
 
     def swap_out(self, request: Request) -> None:
-        """Copy the request's KV to host memory.
+        """Copy the request's KV and states to host memory.
 
         Raises:
             RuntimeError, MemoryError: no memory for the copy.
         """
-        request.host_kv = self.kv_pool.swap_out(self._slots(request, request.kv_len))
+        host = self.kv_pool.swap_out(self._slots(request, request.kv_len))
+        if self.states is not None and request.req_pool_idx is not None:
+            host = replace(host, states=self.states.swap_out(request.req_pool_idx))
+        request.host_kv = host
 
     def swap_in(self, request: Request) -> None:
-        """Copy the request's KV from host memory to its pages.
+        """Copy the request's KV from host memory to its pages, and its states to its slot.
 
         Raises:
             RuntimeError, MemoryError: no memory for the copy.
         """
         self.kv_pool.swap_in(self._slots(request, request.kv_len), request.host_kv)
+        if self.states is not None and request.req_pool_idx is not None:
+            self.states.swap_in(request.req_pool_idx, request.host_kv.states)
         request.host_kv = None
 
     def _slots(self, request: Request, stop: int) -> np.ndarray:
@@ -263,3 +272,12 @@ class KVManager:
         assert not wrong, f"rows or pages held by requests that do not run: {wrong}"
         started = [r for r in idle if r.kv_len and r.status is not RequestStatus.SWAPPED]
         assert not started, f"{[r.request_id for r in started]} wait, and have KV"
+
+
+def _why_no_prefixes(runner: InterpModelRunner) -> str:
+    """Why requests share no prefixes; "" where they do."""
+    if not runner.server_config.enable_prefix_caching:
+        return "enable_prefix_caching=False"
+    if runner.gdn_pool is not None:
+        return "a recurrent state holds the whole sequence: it cannot be cut at a page"
+    return "a position's rotation depends on its sequence's length" if runner.model_spec.rope_depends_on_length else ""

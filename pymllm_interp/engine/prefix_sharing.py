@@ -49,13 +49,14 @@ class PrefixSharing:
     Args:
         tree: of the pages.
         model: an edit of it drops the tree; None: nothing is shared.
+        why_off: why nothing is shared; "" where requests share.
 
     Attributes:
         num_recomputed: tokens that were computed though their KV was in the tree, or had been before a preemption.
     """
 
-    def __init__(self, tree: RadixCache, model: ModelState | None) -> None:
-        self.tree, self._model = tree, model
+    def __init__(self, tree: RadixCache, model: ModelState | None, why_off: str = "") -> None:
+        self.tree, self._model, self._why_off = tree, model, why_off
         self.num_recomputed = 0
         self._version = 0 if model is None else model.version
         self._asked: Counter[str] = Counter()
@@ -155,9 +156,13 @@ class PrefixSharing:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counts in tokens: asked for and found by kind of namespace, recomputed, evicted; and reasons for no reuse in requests."""
+        """Counts in tokens: asked for and found by kind of namespace, recomputed, evicted; and reasons for no reuse in requests.
+
+        `off` says why requests share nothing; "" where they do.
+        """
         size, asked, cached = self.tree.page_size, dict(self._asked), dict(self._cached)
         return {
+            "off": self._why_off,
             "hit_rate": {kind: cached.get(kind, 0) / tokens for kind, tokens in asked.items()},
             "asked_tokens": asked,
             "cached_tokens": cached,

@@ -380,7 +380,7 @@ class Scheduler:
             request = self.requests.get(entry.request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue
-            decodes = entry.decodes
+            decodes = entry.decodes and self.kv.states is None  # a pass that stopped halfway has changed some states
             if self._drafts is not None and entry.request_id in step.drafts:
                 self._drafts.failed(request)
                 self.kv.trim(request, request.kv_len)

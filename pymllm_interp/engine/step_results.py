@@ -100,6 +100,7 @@ def runner_counters(runner: InterpModelRunner) -> dict[str, Any]:
         "execution": {f"{how}: {why}": n for (how, why), n in Counter(runner.partition.counts).items()},
         "segments": None if runner.segments is None else runner.segments.stats(),
         "prompt_segments": None if runner.prompt_segments is None else runner.prompt_segments.stats(),
+        "states": None if runner.gdn_pool is None else runner.gdn_pool.stats(),
         "eager_parts": dict(runner.interleaver.eager_parts),
         "block_seconds": runner.interleaver.blocks.seconds,
     }

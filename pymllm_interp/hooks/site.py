@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 
+from ..core.families import LayerPath
 from ..core.limits import MAX_SITE_LENGTH
 from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, Family
 from ..utils.arguments import shown
@@ -68,7 +69,7 @@ def path_names(family: Family) -> dict[str, str]:
     """Module path -> kind, of a family's modules."""
     names = dict(family.other_points)
     for kind, (module, end) in family.points.items():
-        if family.is_slice(kind):
+        if family.is_slice(kind) or isinstance(module, LayerPath):
             continue
         names[f"{module}.{end}"] = kind
         if end == "output":

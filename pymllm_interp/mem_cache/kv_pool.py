@@ -10,13 +10,19 @@ import torch
 
 from ..utils.kv_rows import memory_of, write_rows
 from .memory_pool import _num_pages
+from .state_pool import HostState
 
 
 @dataclass(frozen=True)
 class HostKV:
-    """The K and V of some tokens, all layers, on the host; what `KVPool.swap_out` made."""
+    """The K and V of some tokens, all layers, on the host; what `KVPool.swap_out` made.
+
+    Attributes:
+        states: of the request's layers without KV; None where it has none.
+    """
 
     kv: torch.Tensor  # [layers, 2, tokens, kv_heads, head_dim] on the CPU
+    states: HostState | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -24,7 +30,7 @@ class HostKV:
 
     @property
     def nbytes(self) -> int:
-        return self.kv.nbytes
+        return self.kv.nbytes + (0 if self.states is None else self.states.nbytes)
 
 
 class KVPool:

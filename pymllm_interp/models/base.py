@@ -26,6 +26,7 @@ from ..core.model_spec import ModelSpec, input_add
 from ..layers.edits.base import apply_at, residual_sum
 from ..layers.linear import Linear, Product
 from ..layers.rope import rotation_of
+from ..mem_cache.state_pool import StateLayout
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, each [1, tokens, channels that are rotated]."""
@@ -43,6 +44,7 @@ class CausalLM(nn.Module, ABC):
         fuses_ops: the fused pass calls no module, and declared ops are part of its kernels.
         why_no_graphs: why passes cannot be captured in CUDA graphs; None where they can.
         largest_step: requests and token rows of a step at most; None: as configured.
+        state_layouts: the states of layers without KV that a request has.
         kv_scales: the checkpoint's scales of an FP8 cache, of K and of V by layer.
     """
 
@@ -52,6 +54,7 @@ class CausalLM(nn.Module, ABC):
     fuses_ops = True
     why_no_graphs: str | None = None
     largest_step: tuple[int, int] | None = None
+    state_layouts: Sequence[StateLayout] = ()
     kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:

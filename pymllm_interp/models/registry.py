@@ -68,15 +68,10 @@ def architecture_of(config: PretrainedConfig) -> str:
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)
 
 
-RECURRENT = frozenset(
-    {
-        "bamba", "falcon_h1", "falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h",
-        "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
-    }
-)  # fmt: skip
-"""Model types with recurrent layers (state-space models, linear attention)."""
-RECURRENT_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "recurrent"})
-"""Entries of a config's `layer_types`."""
+INDEXED = frozenset({"qwen4_exp", "qwen4_exp_text"})
+"""Model types with an attention that picks its keys by an index of its own."""
+OWN_STATES = frozenset({"rwkv"})
+"""Model types with recurrent layers that keep their states outside of transformers' cache."""
 NOT_GENERATIVE = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",
     "BertModel", "RobertaModel",
@@ -97,18 +92,16 @@ def check_supported(config: PretrainedConfig) -> None:
         kind = f"a multimodal model: {MULTIMODAL}"
     elif config.model_type == "whisper":
         kind = "the decoder of a speech model: audio is not supported"
-    elif config.model_type in RECURRENT or RECURRENT_LAYERS & set(_layer_types(config)):
-        kind = "a model with recurrent layers: state-space models and linear attention are not supported"
+    elif config.model_type in INDEXED:
+        kind = "a model with sparse attention: its attention takes indices"
+    elif config.model_type in OWN_STATES:
+        kind = "a model with recurrent layers: it keeps its states outside of transformers' cache"
     elif getattr(config, "use_bidirectional_attention", None) is True:
         kind = "an encoder: bidirectional attention is not supported"
     elif architecture.endswith(NOT_GENERATIVE):
         kind = f"not a generative model: {POOLING}"
     if kind is not None:
-        raise UnsupportedModelError(f"{architecture} is {kind}. Decoder-only language models with attention are served")
-
-
-def _layer_types(config: PretrainedConfig) -> list[str]:
-    return getattr(config.get_text_config(), "layer_types", None) or []
+        raise UnsupportedModelError(f"{architecture} is {kind}. Decoder-only language models are served")
 
 
 def is_native(config: PretrainedConfig, impl: str) -> bool:

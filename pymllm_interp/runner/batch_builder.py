@@ -10,11 +10,14 @@ from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.model_spec import ModelSpec
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool
+from ..mem_cache.state_pool import StatePool
 from ..utils.upload import upload
 
 
 class BatchBuilder:
     """Makes batches over some pools. A `ModelRunner` is one, over its own."""
+
+    gdn_pool: StatePool | None
 
     def __init__(
         self,
@@ -22,9 +25,11 @@ class BatchBuilder:
         req_to_token_pool: ReqToTokenPool | None,
         token_to_kv_pool: KVPool | None,
         attn_backend: AttentionBackend | None,
+        gdn_pool: StatePool | None = None,
     ) -> None:
         self.model_spec, self.attn_backend = model_spec, attn_backend
         self.req_to_token_pool, self.token_to_kv_pool = req_to_token_pool, token_to_kv_pool
+        self.gdn_pool = gdn_pool
 
     def prepare_forward_batch_extend(
         self,
@@ -86,6 +91,7 @@ class BatchBuilder:
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool=self.token_to_kv_pool,
             attn_backend=self.attn_backend,
+            state_pool=self.gdn_pool,
             logits_indices=last_rows,
             rope_lens=rope_lens if self.model_spec.rope_depends_on_length else None,
         )
@@ -125,6 +131,7 @@ class BatchBuilder:
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool=self.token_to_kv_pool,
             attn_backend=self.attn_backend,
+            state_pool=self.gdn_pool,
             mrope_position_deltas=mrope_position_deltas,
             rope_lens=seq_lens.to(torch.int64) if self.model_spec.rope_depends_on_length else None,
         )

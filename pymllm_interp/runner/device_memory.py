@@ -19,8 +19,11 @@ from ..attention.attention_backend import AttentionBackend
 from ..attention.torch_backend import TorchAttnBackend
 from ..config import ServerConfig
 from ..core.model_spec import ModelSpec
+from ..core.unsupported import UnsupportedModelError
 from ..mem_cache.kv_pool import KVPool
+from ..mem_cache.state_pool import StatePool, slot_bytes
 from ..models.base import CausalLM
+from ..utils.device import resolve_dtype
 from ..utils.out_of_memory import within_memory
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,10 @@ GRAPH_OVERHEAD_BYTES = 1 << 30
 TOKENS_PER_REQUEST = 512
 """KV tokens that a request is expected to take, where the number of running requests is derived."""
 MAX_DERIVED_REQUESTS = 1024
+MAX_STATE_SHARE = 0.5
+"""Of the memory for KV and recurrent states, at most this much is for states."""
+MAX_TOKENS_WITHOUT_KV = 1 << 20
+"""Tokens of all requests in a model without attention: slots without memory."""
 
 
 class PoolOwner(Protocol):
@@ -53,6 +60,8 @@ class PoolOwner(Protocol):
     max_total_num_tokens: int
 
     def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]: ...
+
+    def get_model(self) -> CausalLM: ...
 
     def profile_run(self) -> None: ...
 
@@ -161,11 +170,18 @@ def num_running_requests(runner: PoolOwner) -> int:
         return config.max_running_requests
     if config.kv_cache_tokens is not None:
         tokens = config.kv_cache_tokens
+    elif not kv_bytes_per_token(runner):
+        return MAX_DERIVED_REQUESTS
     elif runner.device.startswith("cuda"):
         tokens = int(_within_utilization(runner) // kv_bytes_per_token(runner))
     else:
         tokens = _default_cpu_kv_tokens(runner)
     return max(1, min(MAX_DERIVED_REQUESTS, tokens // min(TOKENS_PER_REQUEST, runner.context_len)))
+
+
+def pool_room(runner: PoolOwner) -> float:
+    """Bytes for KV and states."""
+    return _within_utilization(runner) if runner.device.startswith("cuda") else _host_memory() / 4
 
 
 def num_kv_tokens(runner: PoolOwner) -> int:
@@ -179,6 +195,8 @@ def num_kv_tokens(runner: PoolOwner) -> int:
     if config.kv_cache_tokens is not None:
         _check_kv_tokens(runner, config.kv_cache_tokens)
         tokens = config.kv_cache_tokens
+    elif not kv_bytes_per_token(runner):
+        tokens = min(runner.max_running_requests * runner.context_len, MAX_TOKENS_WITHOUT_KV)
     elif runner.device.startswith("cuda"):
         tokens = _profiled_kv_tokens(runner)
     else:
@@ -227,6 +245,8 @@ def _default_cpu_kv_tokens(runner: PoolOwner) -> int:
 def _check_kv_tokens(runner: PoolOwner, tokens: int) -> None:
     """Refuse a pool that exceeds the memory that is there; warn of one that exceeds `gpu_memory_utilization`."""
     kv_bytes, config, on_cuda = kv_bytes_per_token(runner), runner.server_config, runner.device.startswith("cuda")
+    if not kv_bytes:
+        return
     if on_cuda:
         room = (torch.cuda.mem_get_info(runner.gpu_id)[0] + _unused_by_tensors(runner)) // kv_bytes
     else:
@@ -258,6 +278,51 @@ def _profiled_kv_tokens(runner: PoolOwner) -> int:
     # The allocator keeps the peak of the run for later steps.
     room = _within_utilization(runner) - _unused_by_tensors(runner) - workspace - runner.profile_cudagraph_memory()
     return int(room // kv_bytes_per_token(runner))
+
+
+# -- recurrent states ---------------------------------------------------------------------
+
+
+def state_dtype(config: ServerConfig) -> torch.dtype:
+    """The dtype of recurrent states in the pool."""
+    return resolve_dtype(config.state_dtype, "cpu")
+
+
+def num_served_requests(runner: PoolOwner) -> int:
+    """Requests in one step at most: `num_running_requests`, or fewer where the states of so many have no room."""
+    asked = num_running_requests(runner)
+    state_bytes = slot_bytes(runner.get_model().state_layouts, state_dtype(runner.server_config))
+    if not state_bytes:
+        return asked
+    fit = max(1, int(pool_room(runner) * MAX_STATE_SHARE // state_bytes) - 1)  # slot 0 comes on top
+    if fit < asked:
+        logger.warning(
+            "max_running_requests is %d in place of %d: the recurrent states of a request take %.1f MiB",
+            fit, asked, state_bytes / 2**20,
+        )  # fmt: skip
+    return min(asked, fit)
+
+
+def make_state_pool(runner: PoolOwner) -> StatePool | None:
+    """The states of `max_running_requests` requests; None where no layer has any.
+
+    Raises:
+        UnsupportedModelError: speculative decoding is asked for.
+        torch.OutOfMemoryError: they do not fit.
+    """
+    layouts, config, size = runner.get_model().state_layouts, runner.server_config, runner.max_running_requests
+    if not layouts:
+        return None
+    if config.speculative is not None:
+        raise UnsupportedModelError(
+            f"speculative={config.speculative!r}: {runner.get_model().spec.family.name} models have recurrent states, which cannot "
+            "take drafts back: use speculative=None"
+        )
+    return within_memory(
+        lambda: StatePool(layouts, size, state_dtype(config), runner.device),
+        f"the recurrent states of {size} requests do not fit on {runner.device}{memory_left(runner.device, runner.gpu_id)}; what "
+        "helps: a lower max_running_requests, or state_dtype='bfloat16'",
+    )
 
 
 def return_freed_memory(device: str) -> None:

@@ -73,7 +73,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
         demands: what they demand of the pass of the step under way.
         executions: how passes of steps run.
         plain_graphs: of decode passes without declared ops, where `wants_plain_graphs`; else None.
-        gdn_pool: of recurrent models, which are not served: None.
+        gdn_pool: the recurrent states of requests; None where no layer has any.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
         is_capturing: CUDA graphs of this runner are being captured right now.
@@ -100,10 +100,8 @@ class ModelRunner(AdaptedPasses, SeedNames):
         self.plain_graphs: CudaGraphRunner | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
-        self.num_hidden_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
-        self.num_kv_layers = 0
-        self.hidden_size = self.vocab_size = self.context_len = 0
-        self.forward_pass_id = 0
+        self.num_hidden_layers = self.num_kv_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
+        self.hidden_size = self.vocab_size = self.context_len = self.forward_pass_id = 0
         self.is_capturing = False
         self.model_memory_usage = 0.0
         self.stages: Sequence[Stage] = ()
@@ -181,7 +179,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
             ValueError: no room for a single page of KV.
             torch.OutOfMemoryError: the tables, the largest step or the KV pool do not fit.
         """
-        self.max_running_requests = device_memory.num_running_requests(self)
+        self.max_running_requests = device_memory.num_served_requests(self)
         if (largest := self.get_model().largest_step) is not None:
             self.max_running_requests = min(self.max_running_requests, largest[0])
         # The tables first: the KV pool gets what they leave.
@@ -212,6 +210,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
 
     def _init_tables(self) -> None:
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
+        self.gdn_pool = device_memory.make_state_pool(self)
         self.req_states = RequestState(self.max_running_requests, self.context_len, self.device)
         # A traced prompt may be longer than all other steps.
         rows = max(self.max_num_tokens, self.max_running_requests, self.context_len)
@@ -311,10 +310,10 @@ class ModelRunner(AdaptedPasses, SeedNames):
                 part.close()
         self.model = self.model_state = self.adapters = None
         self.attn_backend = self.execute_model_state = None
-        for pool in (self.req_to_token_pool, self.token_to_kv_pool):
+        for pool in (self.req_to_token_pool, self.token_to_kv_pool, self.gdn_pool):
             if pool is not None:
                 pool.close()  # the engine's scheduler holds it, too
-        self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = None
+        self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = self.gdn_pool = None
         for name in ("req_states", "input_buffers", "step_inputs"):  # as many as there came to be
             vars(self).pop(name, None)
         return_freed_memory(self.device)

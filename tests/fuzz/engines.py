@@ -13,13 +13,16 @@ import torch
 from conftest import CONFIGS, random_model, tiny_tokenizer
 from family_configs import tiny_config
 from helpers_graphs import use_eager_graphs
+from registry_configs import registry_config
 from transformers import PretrainedConfig
 
 from pymllm_interp import LM
 from pymllm_interp.hooks.declared_stage import DeclaredStage
 
-FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "mistral", "olmo2", "deepseek_v3")
-"""The last two run by transformers' classes."""
+RECURRENT = ("qwen3_next", "jamba", "lfm2")
+"""Families with recurrent states."""
+FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "mistral", "olmo2", "deepseek_v3", *RECURRENT)
+"""From OLMo 2 on by transformers' classes."""
 PRESSURE: dict[str, Any] = {
     "kv_cache_tokens": 72, "page_size": 4, "max_num_tokens": 24, "max_running_requests": 8, "trace_step_timeout": None,
 }  # fmt: skip
@@ -52,6 +55,8 @@ WAYS = {
 
 
 def config_of(family: str) -> PretrainedConfig:
+    if family in RECURRENT:
+        return registry_config(family)
     config = CONFIGS[family]() if family in CONFIGS else tiny_config(family)
     config.initializer_range = 0.2  # logits that are far apart
     return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from family_configs import SETTINGS, tiny_config
+from recurrent_configs import RECURRENT
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -56,9 +57,6 @@ EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
-    "granitemoehybrid": {
-        "layer_types": ["attention", "attention"], "shared_intermediate_size": 24, "mamba_n_heads": 8, "mamba_d_head": 8,
-    },
     "xlnet": {"d_head": 8, "d_inner": 48},
     "reformer": {
         "is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "attn_layers": ["local", "lsh"],
@@ -67,6 +65,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 8},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"]},
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    **RECURRENT,
 }  # fmt: skip
 
 

@@ -157,6 +157,10 @@ def bind_knockouts(specs: Iterable[Knockout], model: ModelSpec, prompt_len: int,
         UnsupportedModelError: the model's edges cannot be cut.
     """
     specs = list(specs)
+    if specs and model.has_states:
+        raise UnsupportedModelError(
+            f"{specs[0].name}: {model.family.name} models have layers with recurrent states, which have no edges of attention"
+        )
     if specs and not model.cuts_edges:
         raise UnsupportedModelError(
             f"{specs[0].name}: {model.family.name} models compute attention in their own modules, whose edges cannot be cut"

@@ -44,13 +44,24 @@ class Target(NamedTuple):
 
 
 def targets_of(model: CausalLM) -> dict[str, Target]:
-    """The modules by path. The head and experts are left out: their rows are not the rows of the pass."""
+    """The modules by path, without those with rows that are not the rows of the pass.
+
+    These are the head, experts, and modules inside of a module with a recurrent state.
+    """
     head = model.get_submodule(model.spec.family.head)
     found: dict[str, Target] = {}
     for path, module in model.named_modules():
-        if module is not head and "experts" not in path.split(".") and (target := _target(module)) is not None:
+        left_out = module is head or "experts" in path.split(".") or _state_around(model, path)
+        if not left_out and (target := _target(module)) is not None:
             found[path] = target
     return found
+
+
+def _state_around(model: nn.Module, path: str) -> str:
+    """The module with a recurrent state that the module at `path` lies in; "" for none."""
+    parts = path.split(".")
+    around = (".".join(parts[:size]) for size in range(1, len(parts)))
+    return next((outer for outer in around if hasattr(model.get_submodule(outer), "recurrent_module")), "")
 
 
 def _target(module: nn.Module) -> Target | None:
@@ -75,6 +86,8 @@ def unsupported_reason(model: nn.Module, path: str) -> str:
         module = model.get_submodule(path)
     except AttributeError:
         return "the model has no such module"
+    if outer := _state_around(model, path):
+        return f"it lies inside {outer}, which has a recurrent state, and runs prompt by prompt"
     if isinstance(module, nn.Embedding):
         return "it is an embedding, and adapters change linear layers only"
     return f"it is a {type(module).__name__}, and adapters change linear layers other than the head"

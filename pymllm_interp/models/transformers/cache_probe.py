@@ -119,12 +119,22 @@ def mixed_requests_differ(model: PreTrainedModel, use_attention: Callable[[PreTr
 
 
 def run_flat(
-    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, cache: RequestsCache | None = None
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: RequestsCache | None = None,
+    with_mask: bool = True,
 ) -> torch.Tensor:
-    """The logits [1, tokens, vocab] of ids [1, tokens] at positions [tokens]."""
+    """The logits [1, tokens, vocab] of ids [1, tokens] at positions [tokens].
+
+    Args:
+        with_mask: give it a mask of the padding, where it has no cache.
+    """
     arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions[None]}
-    arguments["attention_mask"] = torch.ones_like(ids) if cache is None else cache.padding_mask()
-    if cache is not None:
+    if cache is None:
+        arguments["attention_mask"] = torch.ones_like(ids) if with_mask else None
+    else:
+        arguments["attention_mask"] = cache.padding_mask()
         arguments["past_key_values"] = cache
     takes = inspect.signature(type(model).forward).parameters
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())

@@ -157,7 +157,7 @@ class PoolCache(RequestsCache):
 def cache_windows(config: PretrainedConfig) -> dict[int, int]:
     """The sliding windows of transformers' cache by layer index, of the layers that have one."""
     layers: Any = DynamicCache(config=config.get_text_config(decoder=True)).layers
-    return {i: layer.sliding_window for i, layer in enumerate(layers) if layer.is_sliding}
+    return {i: layer.sliding_window for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
 def request_mask(*, mask_function: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:

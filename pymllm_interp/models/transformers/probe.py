@@ -25,8 +25,10 @@ from .cache_probe import FAILURES, ProbeCache, differ, mixed_requests_differ, re
 from .cache_route import CACHED
 from .graph_check import WaitsForDevice
 from .probed import AttentionCall, Probe
+from .recurrent import as_decoding
 
-PROBE = "pymllm_interp_probe"
+PROBE, PROBE_DECODE = "pymllm_interp_probe", "pymllm_interp_probe_decode"
+"""Attention functions of a probe. The second one has no mask function, so that models make no masks."""
 PROBE_TOKENS = 4
 NOT_SERVED = ("position_bias", "indices")
 """Arguments of attention functions that change which keys a query sees, or their scores, by the token."""
@@ -39,11 +41,12 @@ class _ProbeOfThread(local):
 _recording = _ProbeOfThread()
 
 
-def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:
+def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: bool = False) -> Probe:
     """Run `model` over a few tokens, on its own device: with an attention function, or else with a cache.
 
     Args:
         spec: what the config says.
+        has_states: the model has modules with a recurrent state, which run request by request. It may have no attention.
 
     Raises:
         UnsupportedModelError: its attention cannot run over the KV pool.
@@ -54,13 +57,14 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:
         use_attention(model, CACHED if cached else PROBE)
         try:
             with torch.no_grad():
-                backwards = _both_ways(model, family, found, spec.num_attention_heads)
-            if found.calls and differ(found.logits, backwards.flip(1)):
+                backwards = _both_ways(model, family, found, spec.num_attention_heads, has_states)
+            is_served = bool(found.calls) or (has_states and not cached)
+            if is_served and differ(found.logits, backwards.flip(1)):
                 problem = (
                     "a token's state depends on other tokens outside of attention (recurrent layers, convolutions), or on its "
                     "place in the batch"
                 )
-            elif found.calls and not (cached and mixed_requests_differ(model, use_attention)):
+            elif is_served and not (cached and mixed_requests_differ(model, use_attention)):
                 return found
             elif found.calls:
                 problem = "attention through its cache gives a batch of requests other results than each alone"
@@ -76,7 +80,7 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:
     raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {problem}")
 
 
-def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: int) -> torch.Tensor:
+def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: int, has_states: bool) -> torch.Tensor:
     """Fill `found` by a pass over a few tokens. Returns the logits of the same tokens in the opposite order."""
     positions = list(range(PROBE_TOKENS))
     with _recorded(model, family, found.states):
@@ -84,11 +88,19 @@ def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: 
     again = Probe(found.context_len, found.cached, reads_rules=False)
     with WaitsForDevice() as waits:
         logits = _run(model, again, positions[::-1], num_heads)
+    if (
+        has_states and not found.cached
+    ):  # a decode pass begins with states, and runs other code than a prompt's first chunk
+        use_attention(model, PROBE_DECODE)
+        with as_decoding(), WaitsForDevice() as waits:
+            _run(model, again, positions, num_heads, with_mask=False)
     found.waits = list(waits.found)
     return logits
 
 
-def _run(model: PreTrainedModel, found: Probe, positions: list[int], num_heads: int) -> torch.Tensor:
+def _run(
+    model: PreTrainedModel, found: Probe, positions: list[int], num_heads: int, with_mask: bool = True
+) -> torch.Tensor:
     """The logits [1, tokens, vocab] of tokens at these positions, each a function of its own token and position.
 
     Each token is a request of its own: attention returns the token's own values. So the order of the tokens must not matter.
@@ -98,7 +110,7 @@ def _run(model: PreTrainedModel, found: Probe, positions: list[int], num_heads: 
     _recording.probe = found
     try:
         if not found.cached:
-            return run_flat(model, ids, at)
+            return run_flat(model, ids, at, with_mask=with_mask)
         with recording_modules(model) as modules:
             cache = ProbeCache(at, lambda *call: _record_update(found, modules[-1], num_heads, *call))
             with cache.serve():
@@ -239,4 +251,5 @@ def first_tensor(value: Any) -> torch.Tensor:
 
 
 AttentionInterface.register(PROBE, _probe_attention)
+AttentionInterface.register(PROBE_DECODE, _probe_attention)
 AttentionMaskInterface.register(PROBE, _probe_mask)

@@ -73,7 +73,7 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
     row = _row(model.config.get_text_config())
     paths = {module: path for path, module in model.named_modules()}
     if row is not None and all(path in paths.values() for path in (row.layers, row.head)):
-        return row
+        return replace(row, mixers=_mixers_of(model, row)) if row.mixers else row
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     lists = [
         (path.count("."), path, module)
@@ -104,16 +104,25 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
     )
 
 
-def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, found: Probe) -> ModelSpec:
+def _mixers_of(model: PreTrainedModel, row: Family) -> tuple[str, ...]:
+    """The child that mixes tokens, of each layer."""
+    layers = model.get_submodule(row.layers).children()
+    return tuple(next(name for name in row.mixers if getattr(layer, name, None) is not None) for layer in layers)
+
+
+def model_spec(
+    model: PreTrainedModel, family: Family, declared: ModelSpec, found: Probe, has_states: bool = False
+) -> ModelSpec:
     """What the model is, by its first pass. Kinds of sites are left out if their values are not where the family has them.
 
     Args:
         declared: of the config.
+        has_states: it has modules with recurrent states.
 
     Raises:
         UnsupportedModelError: the pool cannot hold the heads of all its layers, or they run more than once.
     """
-    num_kv_heads = max(call.num_kv_heads for call in found.calls)
+    num_kv_heads = max((call.num_kv_heads for call in found.calls), default=declared.num_key_value_heads)
     if any(num_kv_heads % call.num_kv_heads or call.num_heads % num_kv_heads for call in found.calls):
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be served: the heads of its attention layers are no multiples of each other"
@@ -130,12 +139,13 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
         declared,
         num_hidden_layers=num_layers,
         hidden_size=resid.shape[-1],
-        num_attention_heads=max(call.num_heads for call in found.calls),
+        num_attention_heads=max((call.num_heads for call in found.calls), default=declared.num_attention_heads),
         num_key_value_heads=num_kv_heads,
-        head_dim=max(max(call.head_dims) for call in found.calls),
+        head_dim=max((max(call.head_dims) for call in found.calls), default=declared.head_dim),
         vocab_size=found.logits.shape[-1],
         sliding_windows=tuple(windows) if one_each else (None,) * num_layers,
-        cuts_edges=one_each and not found.cached,
+        cuts_edges=one_each and not found.cached and not has_states,
+        has_states=has_states,
     )
     points = {point: found.states.get((point.module.format(0), point.end)) for point in family.points.values()}
     neurons = points.get(family.points["mlp_act"]) if "mlp_act" in family.points else None

@@ -39,6 +39,7 @@ from .fused_parts import fuse_parts
 from .position_rules import serve_lengths, serve_positions
 from .probe import attention_configs, probe, set_paged_calls, use_attention
 from .probed import Probe
+from .recurrent import check_states, serve_states
 from .structure import family_of, model_spec
 
 LARGEST_CACHED_STEP = 32, 512
@@ -65,8 +66,10 @@ class TransformersModel(CausalLM):
         declared = replace(declared, context_len=declared.context_len - serve_positions(served))
         serve_methods(served)
         serve_biases(served)
-        found = probe(served, family, declared)
-        self.spec = model_spec(served, family, declared, found)
+        recurrent = serve_states(served)
+        found = probe(served, family, declared, bool(recurrent))
+        self.state_layouts = check_states(type(served).__name__, recurrent)
+        self.spec = model_spec(served, family, declared, found, bool(recurrent))
         self.why_no_graphs = found.why_no_graphs
         fuse_parts(served)
         self._layers = set_paged_calls(found, self.spec)

@@ -32,6 +32,7 @@ from ...core.step import LogitsProcessorOutput
 from ...layers.edits.table import TableOps
 from ...mem_cache.kv_pool import KVPool
 from ...mem_cache.memory_pool import ReqToTokenPool
+from ...mem_cache.state_pool import StatePool
 from ...models.base import CausalLM
 from ..input_batch import PAD_SEQ_LEN, InputBuffers
 from . import graph_capture
@@ -67,6 +68,7 @@ class GraphOwner(Capturing, Protocol):
     model: CausalLM | None
     req_to_token_pool: ReqToTokenPool | None
     token_to_kv_pool: KVPool | None
+    gdn_pool: StatePool | None
     attn_backend: AttentionBackend | None
     input_buffers: InputBuffers
 
@@ -243,6 +245,7 @@ class CudaGraphRunner:
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=runner.token_to_kv_pool,
             attn_backend=runner.attn_backend,
+            state_pool=runner.gdn_pool,
             site_ops=runner.captured_site_ops(bs) if self._declares else None,
             adapters=None if self._adapted is None else runner.captured_adapters(bs),
         )

@@ -82,6 +82,11 @@ class PatternCaptures:
         self._layers: dict[int, _Layer] = {}
         self.num_layers, self._prompt_len, self._longest = model.num_hidden_layers, prompt_len, longest
         for spec in specs:
+            if model.has_states:
+                raise UnsupportedModelError(
+                    f"{spec.name}: {model.family.name} models have layers with recurrent states, which have no patterns; in their "
+                    "other layers `with lm.trace(prompt, output_attentions=True)` has them in the attention's output"
+                )
             if not model.cuts_edges:
                 raise UnsupportedModelError(
                     f"{spec.name}: {model.family.name} models compute attention in their own modules, whose patterns are not "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -32,6 +33,7 @@ from ..saves.save_transfer import SaveTransfer
 from ..saves.saved import give_own_storage
 from ..syntax.pass_options import NONE, options_of
 from .handover import Handover
+from .module_parts import rows_inside, serve_part
 from .module_state import serve_sites
 from .nan_check import NaNCheck
 from .points import Point, Points
@@ -74,7 +76,7 @@ class EngineInterleaver(Interleaver):
         self._output = ""
         self._model_paths: set[str] = set()
         self._with_attention: set[str] = set()
-        self._layers = ""
+        self._root = self._layers = ""
         self.traces: list[RequestTrace] = []
         self.visits = PassVisits()
         self.pass_options = NONE
@@ -95,7 +97,7 @@ class EngineInterleaver(Interleaver):
         self._with_attention = {
             path for path in self._model_paths if any(attention.startswith(f"{path}.") for attention in attentions)
         }
-        self._layers = f"{model.path}.{family.layers}."
+        self._root, self._layers = model.path, f"{model.path}.{family.layers}."
         self.samples, self.streamer = f"{model.path}.samples", f"{model.path}.generator.streamer.output"
         self.result_locations = (f"{model.path}.generator.output", "result")
         self._recorded = frozenset({self.streamer, self.result_locations[0]})
@@ -276,6 +278,12 @@ class EngineInterleaver(Interleaver):
 
     def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return self.visit(f"{self._layers}{layer}.output", hidden)
+
+    def rows_inside(self, path: str) -> list[tuple[int, int]]:
+        return rows_inside(self, f"{self._root}.{path}")
+
+    def serve_part(self, path: str, span: tuple[int, int] | None) -> AbstractContextManager[None]:
+        return serve_part(self, f"{self._root}.{path}", span)
 
     # -- tokens ----------------------------------------------------------------------
 

@@ -90,6 +90,11 @@ class PassVisits:
         """Count the locations inside a layer's `module` as visited (see `Location.lies_inside`)."""
         self._fused_parts.setdefault(layer, set()).add((module, but))
 
+    def unfuse_part(self, layer: int | None, module: str) -> None:
+        """Undo `fuse_part` of a whole module, which runs again."""
+        if layer is not None and (parts := self._fused_parts.get(layer)) is not None:
+            parts.discard((module, ""))
+
     def of(self, location: Location) -> int:
         """How many times the pass has reached `location`."""
         count = self.counts.get(location.name)
@@ -151,7 +156,7 @@ class VisitCounts:
 
     def skips(self, name: str) -> bool:
         """Whether the location `name` lies inside a module that is skipped in the current pass."""
-        return any(_inside(path, name) for path in self.skipping)
+        return any(is_inside(path, name) for path in self.skipping)
 
     def before_pass(self, location: Location, per_pass: dict[str, int]) -> int:
         """Visits of `location` before the current pass.
@@ -165,7 +170,7 @@ class VisitCounts:
         if per_pass:
             count *= per_pass.get(location.name, 1)
         if self._missed:
-            count -= sum(missed for path, missed in self._missed.items() if _inside(path, location.name))
+            count -= sum(missed for path, missed in self._missed.items() if is_inside(path, location.name))
         return count
 
     def occurrence(self, location: Location, visits: PassVisits) -> int:
@@ -182,6 +187,6 @@ class VisitCounts:
         return visits.event_count, self.pass_index
 
 
-def _inside(path: str, name: str) -> bool:
+def is_inside(path: str, name: str) -> bool:
     """Whether the location `name` lies inside the module at `path`, and is not its own input, skip gate or output."""
     return name.startswith(path + ".") and name[len(path) + 1 :] not in ("input", "skip", "output")

@@ -33,6 +33,12 @@ NOT_EAGER = (
 )
 
 
+OF_STATES = (
+    "`{0}.source`: the module has a recurrent state, and runs several times in a pass: its operations are not served. Its input, "
+    "its output and the modules inside of it are"
+)
+
+
 class EngineSource(Source):
     """The operations of a forward. The error of an unknown name says which forward it was looked up in."""
 
@@ -52,8 +58,11 @@ def source_of(envoy: Envoy) -> EngineSource:
     """The operations of the envoy's module.
 
     Raises:
-        ValueError: the operations are in an attention, and the trace runs the engine's kernels.
+        ValueError: the operations are in an attention, and the trace runs the engine's kernels. Or the module has a recurrent
+            state.
     """
+    if hasattr(envoy._module, "recurrent_module"):
+        raise ValueError(OF_STATES.format(envoy.path))
     if not _is_attention(envoy):
         return EngineSource(envoy, envoy.path, install_source(envoy))
     mediator = getattr(getcurrent(), "mediator", None)

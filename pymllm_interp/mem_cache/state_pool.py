@@ -1,0 +1,124 @@
+"""`StatePool`: the convolution and recurrent states of layers without KV, a slot for each running request.
+
+A state-space or linear-attention layer keeps one state of fixed size in place of K and V of every position. A slot holds the states
+of all such layers. Its number is the request's row in the `ReqToTokenPool`. Slot 0 is padding's: no request reads it.
+
+A slot is not cleared when it changes hands. The first chunk of a request starts without a state, and writes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+
+StateKind = Literal["conv", "recurrent"]
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """One state of a layer: what its code in transformers keeps for each sequence.
+
+    Attributes:
+        kind: "conv" for the last inputs of a convolution.
+        shape: of one request's state.
+        dtype: in which the layer's code reads and writes it.
+    """
+
+    kind: StateKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def stored(self, recurrent: torch.dtype) -> torch.dtype:
+        """The pool's dtype of it: `recurrent` for recurrent states. Convolutions keep inputs, in the dtype that these have."""
+        return recurrent if self.kind == "recurrent" else self.dtype
+
+
+@dataclass(frozen=True)
+class HostState:
+    """The states of one slot on the host; what `StatePool.swap_out` made."""
+
+    states: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for state in self.states)
+
+
+def slot_bytes(layouts: Sequence[StateLayout], dtype: torch.dtype) -> int:
+    """Bytes of one slot.
+
+    Args:
+        dtype: of recurrent states in the pool.
+    """
+    return sum(prod(layout.shape) * layout.stored(dtype).itemsize for layout in layouts)
+
+
+class StatePool:
+    """States of all layers, an allocation for each.
+
+    Args:
+        layouts: of each state of each layer; their order numbers them.
+        size: slots to hand out, numbered 1..size; slot 0 comes on top.
+        dtype: of recurrent states.
+        device: of the memory.
+
+    Attributes:
+        states: [size + 1, *shape] of each state.
+    """
+
+    def __init__(
+        self, layouts: Sequence[StateLayout], size: int, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
+        self.layouts, self.size, self.dtype = tuple(layouts), size, dtype
+        self.states = [
+            torch.zeros(size + 1, *layout.shape, dtype=layout.stored(dtype), device=device) for layout in self.layouts
+        ]
+
+    def close(self) -> None:
+        """Free the memory, whoever still holds the pool."""
+        self.states = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(state.nbytes for state in self.states)
+
+    def read(self, index: int, slots: torch.Tensor) -> torch.Tensor:
+        """A copy of a state of some slots, in the dtype of the layer's code.
+
+        Args:
+            slots: [batch] int64.
+
+        Returns:
+            [batch, *shape].
+        """
+        return self.states[index].index_select(0, slots).to(self.layouts[index].dtype)
+
+    def write(self, index: int, slots: torch.Tensor, value: torch.Tensor) -> None:
+        """Write a state [batch, *shape] to `slots` [batch] int64. Slot 0 may come more than once.
+
+        Raises:
+            ValueError: a state of another shape.
+        """
+        own = self.states[index]
+        if value.shape[1:] != own.shape[1:]:
+            raise ValueError(f"a state of shape {tuple(value.shape[1:])}, but the slots have {tuple(own.shape[1:])}")
+        own.index_copy_(0, slots, value.to(own.dtype))
+
+    def swap_out(self, slot: int) -> HostState:
+        """A copy of a slot on the host, bit for bit."""
+        return HostState(tuple(state[slot].to("cpu", copy=True) for state in self.states))
+
+    def swap_in(self, slot: int, host: HostState) -> None:
+        """Write what `swap_out` made to a slot, bit for bit."""
+        for state, saved in zip(self.states, host.states, strict=True):
+            state[slot].copy_(saved)
+
+    def stats(self) -> dict[str, int]:
+        """Slots to hand out, and bytes of all."""
+        return {"slots": self.size, "bytes": self.nbytes}

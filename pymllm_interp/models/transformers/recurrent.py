@@ -1,0 +1,431 @@
+"""Modules of transformers with a recurrent state, over the slots of a pass's requests.
+
+State-space layers, linear attention and short convolutions carry a state from token to token. Their modules take a batch of
+sequences of one length, and the pass is flat. So `RecurrentModule` stands in place of the forward of such a module. It runs the
+module for all requests with one row as one batch, and once for each other request. All other modules see the flat batch.
+
+The module's cache is a `LayerStates`: copies of the slots' states, which are written back after the module ran.
+
+Some modules ignore their state in a call with several tokens, such as Mamba's in transformers. `check_states` finds them. Later
+chunks of a prompt run token by token there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from threading import local
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...core.current_pass import current_batch
+from ...core.forward_batch import ForwardBatch, LayerStatePool, PartQuery
+from ...core.unsupported import UnsupportedModelError
+from ...mem_cache.state_pool import StateKind, StateLayout
+from ...utils.upload import upload
+from .cache_probe import probed_positions
+
+CACHES = ("cache_params", "past_key_values")
+"""Names of the parameter that takes the cache."""
+ASKED_OF_CACHES = {"has_previous_state", "get_linear_cache"}
+"""Methods of a cache by which a module finds its state. Attention layers do not call them."""
+
+StateKey = tuple[StateKind, int]
+"""Kind of a state, and its index among the states of this kind in a layer."""
+
+
+class LayerStates:
+    """What a module takes for a cache: the states of one layer, of the requests of one call.
+
+    Args:
+        states: [batch, *shape] each; None where the requests are at their start.
+    """
+
+    record_past = False
+
+    def __init__(self, states: dict[StateKey, torch.Tensor] | None = None) -> None:
+        self._is_continued = states is not None
+        self.states = {} if states is None else states
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        """By index; a module may write to them in place."""
+        return {index: state for (kind, index), state in self.states.items() if kind == "conv"}
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        """By index; a module may write to them in place."""
+        return {index: state for (kind, index), state in self.states.items() if kind == "recurrent"}
+
+    @property
+    def layers(self) -> LayerStates:
+        """The cache as a list of layers: each is this one."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> LayerStates:
+        return self
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the requests have computed positions."""
+        return self._is_continued
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Keep the last inputs of a convolution [batch, channels, tokens]. Returns them, behind the ones from before."""
+        key: StateKey = ("conv", state_idx)
+        if self._is_continued:
+            size, inputs = self.states[key].shape[-1], torch.cat((self.states[key], conv_states), -1)
+        else:
+            size, inputs = conv_kernel_size or conv_states.shape[-1], conv_states
+            if inputs.shape[-1] < size:
+                inputs = nn.functional.pad(inputs, (size - inputs.shape[-1], 0))
+        self.states[key] = inputs[..., -size:]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Keep a recurrent state [batch, ...]."""
+        self.states["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """MiniMax's name of the recurrent state."""
+        return self.states.get(("recurrent", 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """MiniMax's `update_recurrent_state`."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+
+class _Probed(local):
+    continued = False
+
+
+_probed = _Probed()
+
+
+@contextmanager
+def as_decoding() -> Iterator[None]:
+    """Within the block, the tokens of a probe have states, which are zeros, as in a decode pass."""
+    _probed.continued = True
+    try:
+        yield
+    finally:
+        _probed.continued = False
+
+
+class CallRows(NamedTuple):
+    """Rows of the pass that one call of a module computes."""
+
+    # fmt: off
+    rows:      torch.Tensor | slice  # of the flat batch: of several requests with one row each, or of one request
+    requests:  torch.Tensor | slice  # their indices in the batch
+    continued: bool                  # they have states
+    batched:   bool                  # [rows, 1, ...]; else [1, rows, ...]
+    # fmt: on
+
+    def span(self, spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """Which of `spans`, (first row, number of rows), the part is; None: none of them."""
+        rows = self.rows
+        found = None if isinstance(rows, torch.Tensor) else (rows.start, rows.stop - rows.start)
+        return found if found in spans else None
+
+
+class RecurrentModule:
+    """In place of the forward of a module with a recurrent state.
+
+    Args:
+        path: of the module in the model.
+
+    Attributes:
+        layouts: of its states, by key, once a first pass has shown them.
+        first: number of its first state in the pool.
+        by_token: later chunks of a prompt run token by token.
+        arguments: of its call in the first pass, by name.
+    """
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self._forward: Any = module.forward
+        self._module = module
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self.layouts: dict[StateKey, StateLayout] = {}
+        self.first, self.by_token = 0, False
+        self.arguments: dict[str, Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batch, probed = current_batch(), probed_positions()
+        if batch is None and probed is None:
+            return self._forward(*args, **kwargs)
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        rows = given[self._names[0]].shape[1]
+        if batch is None:
+            return self._probe(given, rows)
+        query = batch.hook_query if isinstance(batch.hook_query, PartQuery) and batch.batch_size > 1 else None
+        apart = [] if query is None else query.rows_inside(self.path)
+        parts = _parts(batch, batch.state_pool is not None and not batch.fresh_kv_only, {start for start, _ in apart})
+        if len(parts) == 1 and not parts[0].batched:  # one request
+            return _padded(self._call(given, rows, parts[0], batch), rows)
+        outs = []
+        for part in parts:
+            with query.serve_part(self.path, part.span(apart)) if query is not None else nullcontext():
+                outs.append((part, _flat(self._call(given, rows, part, batch), part.batched)))
+        return _padded(outs[0][1], rows) if len(outs) == 1 else _joined(outs, rows)
+
+    def _call(self, given: dict[str, Any], rows: int, part: CallRows, batch: ForwardBatch) -> Any:
+        """The module's output for a part: [rows, 1, ...] where it is `batched`, else [1, rows, ...]."""
+        own = {name: _taken(value, rows, part) for name, value in given.items()}
+        pool = None if batch.fresh_kv_only else batch.state_pool
+        if pool is None:
+            return self.call(own, None)
+        slots = batch.req_pool_indices[part.requests]
+        states = LayerStates(self._read(pool, slots) if part.continued else None)
+        out = self.run(own, states)
+        for index, key in enumerate(self.layouts, self.first):
+            pool.write(index, slots, states.states[key])
+        return out
+
+    @property
+    def kind(self) -> type[nn.Module]:
+        """The module's class in transformers."""
+        return type(self._module)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the first pass had float32."""
+        return self.arguments is not None and self.arguments[self._names[0]].dtype is torch.float32
+
+    def call(self, given: dict[str, Any], states: LayerStates | None) -> Any:
+        """The module's own forward. Without states it keeps none."""
+        cache = next(name for name in CACHES if name in self._names)
+        return self._forward(**given | {cache: states})
+
+    def run(self, given: dict[str, Any], states: LayerStates) -> Any:
+        """The module's output for [batch, tokens, ...]; updates `states`."""
+        tokens = given[self._names[0]].shape[1]
+        if not (self.by_token and states.has_previous_state() and tokens > 1):
+            return self.call(given, states)
+        whole = slice(0, 1)
+        outs = []
+        for token in range(tokens):
+            part = CallRows(slice(token, token + 1), whole, True, False)
+            own = {name: _taken(value, tokens, part) for name, value in given.items()}
+            outs.append((part, self.call(own, states)))
+        return _joined(outs, tokens)
+
+    def _probe(self, given: dict[str, Any], rows: int) -> Any:
+        """The output where each token is a request of its own, outside of the engine's passes."""
+        every = CallRows(slice(0, rows), slice(0, rows), False, True)
+        own = {name: _taken(value, rows, every) for name, value in given.items()}
+        zeros = {
+            key: torch.zeros(rows, *layout.shape, dtype=layout.dtype, device=given[self._names[0]].device)
+            for key, layout in self.layouts.items()
+        }
+        states = LayerStates(zeros if _probed.continued else None)
+        out = self.call(own, states)
+        if self.arguments is None:
+            self.arguments = given
+            for key, state in states.states.items():
+                self.layouts[key] = StateLayout(key[0], tuple(state.shape[1:]), state.dtype)
+        return _flat(out, True)
+
+    def continuation_error(self) -> float:
+        """How far a chunk behind another is from the whole, for the tokens of the first pass.
+
+        Returns:
+            the largest difference of outputs and states, over their largest value.
+        """
+        given, ends, outs = self.arguments, [], []
+        assert given is not None
+        tokens = given[self._names[0]].shape[1]
+        for sizes in ((tokens,), (1, tokens - 1)):
+            states, start, parts = LayerStates(), 0, []
+            for size in sizes:
+                part = CallRows(slice(start, start + size), slice(0, 1), start > 0, False)
+                states = LayerStates(states.states if start else None)
+                own = {name: _taken(value, tokens, part) for name, value in given.items()}
+                parts.append((part, self.run(own, states)))
+                start += size
+            outs.append(_joined(parts, tokens) if len(parts) > 1 else parts[0][1])
+            ends.append(states.states)
+        first, second = (out if isinstance(out, tuple) else (out,) for out in outs)
+        pairs = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(b, torch.Tensor)]
+        pairs += [(ends[0][key], ends[1][key]) for key in self.layouts]
+        return max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+    def _read(self, pool: LayerStatePool, slots: torch.Tensor) -> dict[StateKey, torch.Tensor]:
+        return {key: pool.read(index, slots) for index, key in enumerate(self.layouts, self.first)}
+
+
+class RecurrentGemmaModule(RecurrentModule):
+    """RecurrentGemma keeps its states in attributes of its modules: here only while they run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_batch() is None and probed_positions() is None:
+            return self.call({**dict(zip(self._names, args, strict=False)), **kwargs}, None)
+        return super().__call__(*args, **kwargs)
+
+    def call(self, given: dict[str, Any], states: LayerStates | None) -> Any:
+        kept = LayerStates() if states is None else states
+        block: Any = self._module
+        before = (
+            vars(block).get("conv1d_state"),
+            vars(block.rg_lru).get("recurrent_states"),
+        )  # a block of a trace calls it
+        block.conv1d_state, block.rg_lru.recurrent_states = kept.conv_states.get(0), kept.recurrent_states.get(0)
+        try:
+            out = self._forward(**given | {"use_cache": states is not None})
+            if states is not None:
+                own: list[Any] = [block.conv1d_state, block.rg_lru.recurrent_states]
+                states.states |= {("conv", 0): own[0], ("recurrent", 0): own[1]}
+        finally:
+            del vars(block)["conv1d_state"], vars(block.rg_lru)["recurrent_states"]
+            if before[0] is not None:
+                block.conv1d_state, block.rg_lru.recurrent_states = before
+        return out
+
+
+def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[CallRows]:
+    """The calls for a pass: requests with one row that continue, then each other request.
+
+    Args:
+        with_states: requests have states, unless they are at their start.
+        apart: first rows of requests that come last, in calls of their own.
+    """
+    if batch.forward_mode.is_decode() and with_states and not apart:
+        every = slice(0, batch.batch_size)
+        return [CallRows(every, every, True, True)]
+    prefixes = batch.extend_prefix_lens_cpu or [1] * batch.batch_size
+    single, others, last = [], [], []
+    for request, ((start, size), prefix) in enumerate(zip(batch.batch_groups, prefixes, strict=True)):
+        continued = with_states and prefix > 0
+        if size == 1 and continued and start not in apart:
+            single.append((start, request))
+        else:
+            part = CallRows(slice(start, start + size), slice(request, request + 1), continued, False)
+            (last if start in apart else others).append(part)
+    first = []
+    if single:
+        rows, requests = (list(numbers) for numbers in zip(*single, strict=True))
+        if rows == requests == list(range(len(rows))):  # as the scheduler has it
+            first = [CallRows(slice(0, len(rows)), slice(0, len(rows)), True, True)]
+        else:
+            at, of = upload(batch.input_ids.device, np.array(rows), np.array(requests))
+            first = [CallRows(at, of, True, True)]
+    return [*first, *others, *last]
+
+
+def _taken(value: Any, rows: int, part: CallRows) -> Any:
+    """The part's rows of an argument: of tensors [1, rows, ...], also in tuples."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_taken(each, rows, part) for each in value)
+    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, rows):
+        return value
+    own = value[:, part.rows]
+    return own.transpose(0, 1) if part.batched else own
+
+
+def _flat(value: Any, batched: bool) -> Any:
+    """[rows, 1, ...] -> [1, rows, ...], also in tuples. What has no such rows is None."""
+    if isinstance(value, tuple):
+        return tuple(_flat(each, batched) for each in value)
+    if not isinstance(value, torch.Tensor) or value.ndim < 3:
+        return None
+    return value.transpose(0, 1) if batched else value
+
+
+def _padded(value: Any, rows: int) -> Any:
+    """With rows of zeros up to `rows`."""
+    if isinstance(value, tuple):
+        return tuple(_padded(each, rows) for each in value)
+    if not isinstance(value, torch.Tensor) or value.ndim < 3 or value.shape[0] != 1 or value.shape[1] >= rows:
+        return value
+    return torch.cat((value, value.new_zeros(1, rows - value.shape[1], *value.shape[2:])), 1)
+
+
+def _joined(outs: list[tuple[CallRows, Any]], rows: int) -> Any:
+    """The outputs of all parts, in the order of the pass."""
+    first = outs[0][1]
+    if isinstance(first, tuple):
+        return tuple(_joined([(part, out[i]) for part, out in outs], rows) for i in range(len(first)))
+    sizes = [
+        len(part.rows) if isinstance(part.rows, torch.Tensor) else part.rows.stop - part.rows.start for part, _ in outs
+    ]
+    if any(out is None or out.shape[1] != size for (_, out), size in zip(outs, sizes, strict=True)):
+        return None
+    starts = [part.rows.start for part, _ in outs if isinstance(part.rows, slice)]
+    if len(starts) == len(outs):
+        in_order = sorted(zip(starts, outs, strict=True), key=lambda entry: entry[0])
+        return _padded(torch.cat([out for _, (_, out) in in_order], 1), rows)
+    whole = first.new_zeros(1, rows, *first.shape[2:])
+    for part, out in outs:
+        whole = (
+            whole.index_copy(1, part.rows, out) if isinstance(part.rows, torch.Tensor) else _with(whole, part.rows, out)
+        )
+    return whole
+
+
+def _with(whole: torch.Tensor, rows: slice, out: torch.Tensor) -> torch.Tensor:
+    return torch.cat((whole[:, : rows.start], out, whole[:, rows.stop :]), 1)
+
+
+def serve_states(model: nn.Module) -> list[RecurrentModule]:
+    """Put a `RecurrentModule` in place of the forward of each module with a recurrent state."""
+    found = []
+    for path, module in model.named_modules():
+        if "forward" in vars(module):
+            continue
+        forward = inspect.unwrap(type(module).forward)
+        names = set(getattr(forward, "__code__", serve_states.__code__).co_names)
+        if hasattr(module, "conv1d_state") and hasattr(module, "rg_lru"):
+            found.append(own := RecurrentGemmaModule(path, module))
+        elif names & ASKED_OF_CACHES:
+            found.append(own := RecurrentModule(path, module))
+        else:
+            continue
+        module.forward = own  # pyright: ignore[reportAttributeAccessIssue]
+        vars(module)["recurrent_module"] = own  # traces wrap `forward`
+    return found
+
+
+def check_states(name: str, modules: Sequence[RecurrentModule]) -> list[StateLayout]:
+    """Find out how the states of all modules continue. A first pass has run them.
+
+    Args:
+        name: of the model's class.
+
+    Returns:
+        the states of all modules, as a pool numbers them.
+
+    Raises:
+        UnsupportedModelError: chunks of a prompt give other outputs or states than the whole.
+    """
+    layouts: list[StateLayout] = []
+    modules = [module for module in modules if module.arguments is not None]  # that a pass runs
+    for kind in {module.kind for module in modules}:
+        alike = [module for module in modules if module.kind is kind]
+        errors = [module.continuation_error() for module in alike]
+        for module in alike:
+            module.by_token = True
+        of_tokens = [module.continuation_error() for module in alike]
+        exact, most = (1e-4, 1e-3) if alike[0].is_exact else (2e-3, 5e-2)
+        by_token = any(a > max(3 * b, exact) for a, b in zip(errors, of_tokens, strict=True))
+        for module, error in zip(alike, of_tokens if by_token else errors, strict=True):
+            module.by_token = by_token
+            if error > most:
+                raise UnsupportedModelError(f"{name} cannot be served: {module.path} does not continue from its state")
+    for module in modules:
+        module.first, module.arguments = len(layouts), None
+        layouts += module.layouts.values()
+    return layouts

@@ -1,0 +1,318 @@
+"""Models with recurrent states, by their transformers classes: equal to transformers in chunks, batches, slots and preemptions."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_adapters import write_adapter
+from helpers_families import points_of, states_of
+from recurrent_configs import RECURRENT
+from registry_configs import registry_config
+from transformers import AutoModelForCausalLM
+
+from pymllm_interp import LM, Knockout, SamplingParams, Steer
+from pymllm_interp.client.handle import RequestError
+from pymllm_interp.config import ModelConfig, ServerConfig
+from pymllm_interp.core.unsupported import UnsupportedModelError
+from pymllm_interp.mem_cache.state_pool import StateLayout, StatePool, slot_bytes
+from pymllm_interp.models.adapters.peft_config import AdapterError
+from pymllm_interp.models.transformers.structure import config_spec
+from pymllm_interp.models.transformers.transformers_model import load_transformers_model
+from pymllm_interp.runner.model_runner import ModelRunner
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+PILOTS = "qwen3_next", "nemotron_h", "mamba", "zaya", "minimax"
+"""One of each kind: delta rule, state-space with and without attention, two states in an attention, a cache of its own."""
+SIZES: dict[str, Any] = {"kv_cache_tokens": 512, "page_size": 4, "max_num_tokens": 16, "max_running_requests": 4}
+TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def load(name: str, **options: Any) -> LM:
+    given = {"load_format": "dummy", "device": "cpu", "dtype": "float32", **SIZES, **options}
+    return LM(hf_config=registry_config(name), **given)
+
+
+def oracle_of(lm: LM, name: str) -> Any:
+    config = copy.deepcopy(registry_config(name))
+    config._attn_implementation = "eager"
+    oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    oracle.load_state_dict(lm.runner.get_model().state_dict())
+    return oracle
+
+
+def greedily(oracle: Any, ids: list[int], new: int) -> list[int]:
+    """What transformers generates."""
+    oracle.generation_config.eos_token_id = None
+    tokens = torch.tensor([ids])
+    found = oracle.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False, pad_token_id=0
+    )
+    return found[0, len(ids) :].tolist()
+
+
+def random_prompt(size: int, seed: int) -> list[int]:
+    return torch.randint(3, 97, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def check_chunks(name: str) -> None:
+    """Prompts in chunks of 1, 63, 64, 65 tokens and whole, beside others: tokens and residual sites of transformers."""
+    prompts, expected = [random_prompt(n, n) for n in (70, 1, 5)], {}
+    for rows in (1, 63, 64, 65, 128):
+        lm = load(name, max_num_tokens=rows, max_running_requests=None if rows == 1 else 3, max_model_len=128)
+        oracle, points = oracle_of(lm, name), points_of(lm.model_spec)
+        outs = lm.generate(prompts, GREEDY, capture=list(points))
+        for ids, out in zip(prompts, outs, strict=True):
+            if len(ids) not in expected:
+                expected[len(ids)] = greedily(oracle, ids, 6)
+            assert out.token_ids == expected[len(ids)], rows
+            found, _ = states_of(oracle, points, ids + out.token_ids[:-1])
+            for site, state in found.items():
+                scale = float(state.abs().max())
+                error = float((out.activations[site].flatten(1) - state).abs().max()) / scale
+                assert error < 1e-4, (rows, site)
+        lm.shutdown()
+
+
+@pytest.mark.parametrize("name", PILOTS)
+def test_chunks_of_any_size_are_transformers(name: str) -> None:
+    check_chunks(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RECURRENT if name not in PILOTS])
+def test_chunks_of_any_size_are_transformers_in_every_family(name: str) -> None:
+    check_chunks(name)
+
+
+@pytest.mark.parametrize("name", PILOTS)
+def test_preempted_requests_end_as_they_would_alone(name: str) -> None:
+    lm = load(name, kv_cache_tokens=48, max_model_len=40)
+    oracle, prompts = oracle_of(lm, name), [random_prompt(12, n) for n in range(4)]
+    outs = lm.generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
+    assert lm.engine.scheduler.num_preempted > 0
+    assert [out.token_ids for out in outs] == [greedily(oracle, prompt, 16) for prompt in prompts]
+    lm.shutdown()
+
+
+def test_a_traced_request_takes_its_states_to_the_host_and_back() -> None:
+    lm = load("qwen3_next", kv_cache_tokens=48, max_model_len=40, lower_traces="off")
+    oracle, prompts = oracle_of(lm, "qwen3_next"), [random_prompt(12, n) for n in range(4)]
+    with lm.generate(max_new_tokens=16, ignore_eos=True) as tracer:
+        found = dict().save()
+        for i in range(4):
+            with tracer.invoke(prompts[i]):
+                for step in tracer.iter[0:16]:
+                    found[i, step] = lm.lm_head.output[0, -1].argmax(-1)
+    assert lm.engine.scheduler.num_swapped > 0
+    for i, prompt in enumerate(prompts):
+        assert [int(found[i, step]) for step in range(16)] == greedily(oracle, prompt, 16)
+    lm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
+def test_1000_requests_through_three_slots_leave_nothing_behind(name: str) -> None:
+    """All memory of states is NaN at first, and again after each tenth of the requests."""
+    lm = load(name, max_running_requests=3, max_num_tokens=32)
+    oracle, prompts = oracle_of(lm, name), [random_prompt(1 + n % 9, n) for n in range(10)]
+    expected = [greedily(oracle, prompt, 2) for prompt in prompts]
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    for _ in range(10):
+        for state in lm.runner.gdn_pool.states:
+            state.fill_(float("nan"))
+        outs = lm.generate(prompts * 10, params)
+        assert [out.token_ids for out in outs] == expected * 10
+    lm.engine.call(lm.engine.scheduler.check_integrity)
+    lm.shutdown()
+
+
+def test_a_failed_pass_updates_no_state_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's step runs out of memory behind the first state of a request that decodes beside it, which starts over."""
+    lm = load("qwen3_next")
+    oracle, prompts = oracle_of(lm, "qwen3_next"), [random_prompt(n, n) for n in (5, 9)]
+    pool: Any = lm.runner.gdn_pool
+    written: list[Any] = [0]
+    write = pool.write
+
+    def fail(index: int, *args: Any) -> None:
+        written.append(index)
+        if written[-2:] == [1, 0] and "out" not in written:  # the second call of the first module in one pass
+            written.append("out")
+            raise torch.OutOfMemoryError("once")
+        write(index, *args)
+
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    pieces = lm.stream(prompts[0], params)
+    tokens = list(next(pieces).token_ids)
+    monkeypatch.setattr(pool, "write", fail)
+    with pytest.raises(RequestError, match="ran out of memory"):
+        lm.submit(prompts[1], params).result()
+    for piece in pieces:
+        tokens += piece.token_ids
+    assert tokens == greedily(oracle, prompts[0], 40)
+    lm.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["mamba", "zamba", "recurrent_gemma", "nemotron_h", "qwen3_next", "minimax"])
+def test_modules_that_ignore_their_state_are_found_in_each_dtype(name: str, dtype: str) -> None:
+    config = registry_config(name)
+    model = load_transformers_model(config, config_spec(config, getattr(torch, dtype)), "cpu", None, 0)
+    found = {module.recurrent_module.by_token for module in model.modules() if hasattr(module, "recurrent_module")}  # pyright: ignore
+    assert found == {name in ("mamba", "zamba", "recurrent_gemma")}
+
+
+def test_samples_of_one_prompt_are_samples_of_it_alone() -> None:
+    lm, prompt = load("nemotron_h"), random_prompt(20, 3)
+    params = [SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True, seed=3, n=n) for n in (1, 3)]
+    alone, several = (lm.generate([prompt], each)[0] for each in params)
+    assert several.outputs[0].token_ids == alone.token_ids
+    assert len({tuple(out.token_ids) for out in several.outputs}) == 3
+    lm.shutdown()
+
+
+def test_a_steered_request_leaves_others_as_they_are() -> None:
+    lm = load("qwen3_next")
+    oracle, prompts = oracle_of(lm, "qwen3_next"), [random_prompt(n, n) for n in (20, 7)]
+    steer = Steer("resid_post.0", torch.ones(32) * 4)
+    layer = oracle.get_submodule("model.layers.0")
+    plain = [greedily(oracle, prompt, 6) for prompt in prompts]
+    handle = layer.register_forward_hook(lambda module, args, output: output + 4)
+    steered = greedily(oracle, prompts[0], 6)
+    handle.remove()
+    handles = [
+        lm.submit(prompts[0], GREEDY, interventions=[steer]), lm.submit(prompts[0], GREEDY), lm.submit(prompts[1], GREEDY)
+    ]  # fmt: skip
+    assert [handle.result().token_ids for handle in handles] == [steered, *plain]
+    assert steered != plain[0]
+    lm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear"])
+def test_ops_at_the_mixers_of_all_layers_are_hooks_of_transformers(name: str) -> None:
+    """Of layers with states, and of layers with attention, which return tuples."""
+    lm = load(name)
+    oracle, prompt, point = oracle_of(lm, name), random_prompt(20, 4), lm.model_spec.family.points["attn_out"]
+    plain = greedily(oracle, prompt, 6)
+
+    def edit(module: Any, args: Any, output: Any) -> Any:
+        return (output[0] + 3, *output[1:]) if isinstance(output, tuple) else output + 3
+
+    for layer in range(lm.model_spec.num_hidden_layers):
+        handle = oracle.get_submodule(point.module.format(layer)).register_forward_hook(edit)
+        expected = greedily(oracle, prompt, 6)
+        handle.remove()
+        steer = Steer(f"attn_out.{layer}", torch.full((32,), 3.0))
+        handles = [lm.submit(prompt, GREEDY, interventions=[steer]), lm.submit(prompt, GREEDY)]
+        assert [handle.result().token_ids for handle in handles] == [expected, plain] and expected != plain
+    lm.shutdown()
+
+
+def test_gradients_of_a_prompt_are_those_of_transformers() -> None:
+    lm = load("nemotron_h", max_num_tokens=64)
+    oracle, prompt = oracle_of(lm, "nemotron_h"), random_prompt(9, 1)
+    with lm.trace(prompt):
+        hidden = lm.get("model.layers.0").output
+        with lm.lm_head.output[0, -1].square().sum().backward():
+            found = hidden.grad.save()
+    states: list[torch.Tensor] = []
+    layer = oracle.get_submodule("model.layers.0")
+    handle = layer.register_forward_hook(lambda module, args, output: states.append(output.requires_grad_()))
+    oracle.requires_grad_(False)
+    oracle(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].square().sum().backward()
+    handle.remove()
+    torch.testing.assert_close(found, states[0].grad, **TOLERANCE)
+    lm.shutdown()
+
+
+def test_r08_v50_the_pool_of_states_is_there_between_initialize_and_shutdown() -> None:
+    """R8, V50."""
+    config = ModelConfig(model="dummy", load_format="dummy", hf_config=registry_config("qwen3_next"), dtype="float32")
+    runner = ModelRunner(
+        ServerConfig(device="cpu", kv_cache_tokens=64, max_running_requests=2, max_model_len=32), config
+    )
+    assert runner.gdn_pool is None
+    runner.initialize()
+    pool = runner.gdn_pool
+    assert isinstance(pool, StatePool) and pool.size == 2 and pool.nbytes > 0
+    assert runner.get_model().spec.has_states and runner.num_kv_layers == 1
+    runner.shutdown()
+    assert runner.gdn_pool is None and pool.nbytes == 0
+
+
+def test_a_slot_holds_what_was_written_and_no_state_of_another_shape() -> None:
+    layouts = [StateLayout("conv", (3, 4), torch.float32), StateLayout("recurrent", (2, 5), torch.float32)]
+    pool = StatePool(layouts, 2, torch.bfloat16, "cpu")
+    assert pool.nbytes == 3 * slot_bytes(layouts, torch.bfloat16) == 3 * (12 * 4 + 10 * 2)
+    slots, values = torch.tensor([2, 0]), torch.randn(2, 2, 5)
+    pool.write(1, slots, values)
+    torch.testing.assert_close(pool.read(1, slots), values.bfloat16().float())
+    assert not pool.states[1][1].any()
+    host = pool.swap_out(2)
+    pool.swap_in(1, host)
+    assert torch.equal(pool.states[1][1], pool.states[1][2]) and host.nbytes == 12 * 4 + 10 * 2
+    with pytest.raises(ValueError, match=r"a state of shape \(5, 2\), but the slots have \(2, 5\)"):
+        pool.write(1, slots, values.transpose(1, 2))
+
+
+def test_states_in_half_precision_take_half_the_memory() -> None:
+    pools = []
+    for dtype in ("float32", "bfloat16"):
+        lm = load("nemotron_h", state_dtype=dtype)
+        (out,) = lm.generate([random_prompt(20, 1)], GREEDY)
+        assert len(out.token_ids) == 6
+        pools.append([state.nbytes for state in lm.runner.gdn_pool.states if state.ndim == 4])
+        lm.shutdown()
+    assert pools[0] == [2 * size for size in pools[1]] != []
+
+
+def test_stats_say_that_no_prefix_is_reused() -> None:
+    lm = load("qwen3_next")
+    prompt = random_prompt(30, 2)
+    outs = [lm.generate([prompt], GREEDY)[0] for _ in range(2)]
+    stats = lm.engine.stats()
+    assert outs[1].num_cached_tokens == 0 and stats["prefix_cache"]["kept_tokens"] == 0
+    assert stats["states"] == {"slots": 4, "bytes": lm.runner.gdn_pool.nbytes}
+    assert "recurrent state" in stats["prefix_cache"]["off"]
+    lm.shutdown()
+
+
+def test_the_kv_pool_has_the_attention_layers_only() -> None:
+    lm = load("qwen3_next")
+    assert lm.model_spec.num_hidden_layers == 3 and lm.runner.token_to_kv_pool.num_layers == 1
+    lm.shutdown()
+    lm = load("mamba")
+    assert lm.runner.token_to_kv_pool.num_layers == 0
+    lm.shutdown()
+
+
+def test_requests_without_room_for_their_states_do_not_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = load("nemotron_h")
+    a_slot = lm.runner.gdn_pool.nbytes // 5
+    lm.shutdown()
+    monkeypatch.setattr("pymllm_interp.runner.device_memory.pool_room", lambda runner: 8 * a_slot)
+    lm = load("nemotron_h")
+    assert lm.runner.max_running_requests == lm.runner.gdn_pool.size == 3
+    lm.shutdown()
+
+
+def test_what_states_do_not_allow_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"speculative=.*qwen3_next.*recurrent states"):
+        load("qwen3_next", speculative={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(ValueError, match="state_dtype='float16'"):
+        load("qwen3_next", state_dtype="float16")
+    lm = load("qwen3_next")
+    prompt = random_prompt(9, 1)
+    with pytest.raises(ValueError, match=r"Knockout\(.*qwen3_next.*recurrent states.*no edges"):
+        lm.generate([prompt], GREEDY, interventions=[Knockout(layer=0, from_=[3], to=[1])])
+    with pytest.raises(ValueError, match=r"qwen3_next.*recurrent states.*no patterns"):
+        lm.generate([prompt], GREEDY, capture=["pattern.0"])
+    with pytest.raises(ValueError, match=r"linear_attn\.source.*recurrent state"):
+        lm.get("model.layers.0.linear_attn").source  # noqa: B018
+    folder = write_adapter(tmp_path, oracle_of(lm, "qwen3_next"), targets=["in_proj_ba"])
+    with pytest.raises(AdapterError, match=r"inside model\.layers\.0\.linear_attn, which has a recurrent state"):
+        lm.load_adapter("a", folder)
+    lm.shutdown()
