@@ -9,9 +9,11 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema, m
 
 from ..core.limits import MAX_CALL_SPECS, MAX_LISTED, MAX_SPECS
 from ..core.sampling_params import MAX_BAD_WORDS, MAX_STOPS, MAX_TOKEN_IDS, SamplingParams
+from ..core.structured.structured_outputs import StructuredOutputs
 from ..utils.arguments import PromptError
 from ..wire.strict import Strict
 from .http.body import at_most, checked
+from .response_format import ResponseFormat, form_of
 from .routes.refused_fields import without_neutral
 
 SAME_NAMES = (
@@ -86,6 +88,10 @@ class GenerationRequest(Strict):
     speculate: bool | None = Field(
         None, description="false: no drafts are proposed; true: refused where they cannot be"
     )
+    response_format: ResponseFormat | None = Field(None, description="the form of the text, as of OpenAI's")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="vLLM's: json, regex, choice, grammar, json_object or structural_tag"
+    )
     prompt_logprobs: StrictInt | None = None
     return_token_ids: bool | None = Field(None, description="token_ids in each choice, and prompt_token_ids")
     priority: StrictInt | None = None
@@ -131,6 +137,10 @@ class GenerationRequest(Strict):
         """SamplingParams.logprobs."""
         raise NotImplementedError
 
+    def form(self) -> StructuredOutputs | None:
+        """The form of the text."""
+        return form_of(self.response_format, self.structured_outputs)
+
     def sampling_params(self, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
         """The sampling parameters.
 
@@ -150,8 +160,9 @@ class GenerationRequest(Strict):
             except ValueError:
                 raise PromptError("logit_bias: its keys are token ids") from None
         try:
+            given["structured_outputs"] = self.form()
             return SamplingParams(logprobs=self.logprobs_wanted(), **given)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise PromptError(str(error)) from error
 
 
