@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Literal
@@ -113,3 +114,109 @@ def test_a_connected_lm_sends_forms(server):
             assert found.outputs[0].receipt.masked_argmax > 0
     finally:
         lm.shutdown()
+
+
+# -- tools -----------------------------------------------------------------------------
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "of a test",
+            "parameters": {"type": "object", "properties": {key: schema}, "required": [key]},
+        },
+    }
+    for name, key, schema in (
+        ("get_weather", "unit", {"enum": ["C", "F"]}),
+        ("add", "n", {"type": "integer", "minimum": 0, "maximum": 99}),
+    )
+]
+EXPECTED = {"get_weather": {"unit"}, "add": {"n"}}
+FORMATS = ["hermes", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3_json", "mistral", "openai"))]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def tools(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A server with a format of tool calls."""
+    folder = save_model(tmp_path_factory.mktemp("bytes"))
+    options = ("--served-model-name", "tiny", "--device", "cpu", "--tool-call-parser", request.param)
+    with (
+        serving(folder, *options, folder=folder) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="plain-key-0000", timeout=SECONDS, max_retries=0) as client,
+    ):
+        yield client
+
+
+def arguments(seed: int, **more) -> dict:
+    return dict(model="tiny", messages=MESSAGES, tools=TOOLS, seed=seed, max_tokens=500, logit_bias=BIAS) | more
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=["required", "named"]
+)
+@pytest.mark.parametrize("several", [True, False])
+def test_required_calls_come_and_have_valid_arguments(tools, choice, several):
+    counts = []
+    for seed in range(3):
+        asked = arguments(seed, tool_choice=choice, parallel_tool_calls=several)
+        (choice_,) = tools.chat.completions.create(**asked).choices
+        if choice_.finish_reason == "length":
+            continue
+        assert choice_.finish_reason == "tool_calls" and not choice_.message.content
+        for call in choice_.message.tool_calls:
+            assert call.type == "function" and call.id
+            assert json.loads(call.function.arguments).keys() == EXPECTED[call.function.name]
+            assert choice == "required" or call.function.name == "add"
+        counts.append(len(choice_.message.tool_calls))
+        with tools.chat.completions.stream(**asked) as stream:
+            events = list(stream)
+            last = stream.get_final_completion().choices[0]
+        assert last.finish_reason == "tool_calls"
+        assert [(c.function.name, c.function.arguments) for c in last.message.tool_calls] == [
+            (c.function.name, c.function.arguments) for c in choice_.message.tool_calls
+        ]
+        assert sum(event.type == "tool_calls.function.arguments.delta" for event in events) > 1, "as they come"
+    assert counts and (several or set(counts) == {1})
+
+
+def test_a_text_without_calls_is_content(tools):
+    asked = arguments(1, max_tokens=20, tool_choice="auto", temperature=0)
+    (choice,) = tools.chat.completions.create(**asked).choices
+    plain = tools.chat.completions.create(**arguments(1, max_tokens=20, tool_choice="none", temperature=0))
+    assert choice.message.tool_calls is None and isinstance(choice.message.content, str)
+    assert plain.choices[0].message.tool_calls is None
+
+
+def test_a_conversation_with_calls_renders(tools):
+    """OpenAI's second turn: content null, arguments as text, and the tool's answer."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"n": 3}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "4"},
+    ]
+    more = {"extra_body": {"return_token_ids": True}}
+    (choice,) = tools.chat.completions.create(**arguments(1, messages=messages, max_tokens=3), **more).choices
+    text = byte_tokenizer().decode(choice.prompt_token_ids)
+    assert (
+        '<tool_call>{"arguments": {"n": 3}, "name": "add"}' in text or '{"name": "add", "arguments": {"n": 3}}' in text
+    )
+    assert "None" not in text
+    call["function"]["arguments"] = "{"
+    with pytest.raises(openai.BadRequestError, match="are no JSON"):
+        tools.chat.completions.create(**arguments(1, messages=messages))
+
+
+def test_choices_that_cannot_be_are_a_400(tools, api):
+    named = {"type": "function", "function": {"name": "nothing"}}
+    for client, more, message in (
+        (tools, {"tool_choice": named}, "there is no tool 'nothing'"),
+        (tools, {"tool_choice": "required", "tools": []}, "the request has no tools"),
+        (tools, {"tool_choice": "required", "response_format": {"type": "json_object"}}, "two constraints"),
+        (tools, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+        (api, {"tool_choice": "required"}, "--tool-call-parser"),
+        (api, {"parallel_tool_calls": False}, "--tool-call-parser"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**arguments(1, **more))
