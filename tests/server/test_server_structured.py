@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
+import threading
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -15,6 +17,12 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from pymllm_interp import LM, SamplingParams, StructuredOutputs
+from pymllm_interp.config import ModelConfig, ServerConfig
+from pymllm_interp.engine.grammars import grammars
+from pymllm_interp.server.process.engine_process import SUBMITTERS, EngineServer
+from pymllm_interp.server.process.outbox import Outbox
+from pymllm_interp.server.process.served_model import ServedModel
+from pymllm_interp.wire import messages as m
 
 pytest.importorskip("xgrammar")
 BIAS = {str(token): bias for token, bias in ending_bias(byte_tokenizer()).items()}
@@ -220,3 +228,66 @@ def test_choices_that_cannot_be_are_a_400(tools, api):
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             client.chat.completions.create(**arguments(1, **more))
+
+
+def chat_model(client: OpenAI) -> Any:
+    """LangChain's chat model over the client's server."""
+    langchain_openai = pytest.importorskip("langchain_openai")
+    bias = {int(token): value for token, value in BIAS.items()}
+    return langchain_openai.ChatOpenAI(
+        model="tiny", base_url=str(client.base_url), api_key=client.api_key, seed=1, max_tokens=500, logit_bias=bias,
+        max_retries=0,
+    )  # fmt: skip
+
+
+def test_langchain_with_structured_output(api):
+    found = chat_model(api).with_structured_output(Person, method="json_schema").invoke("who?")
+    assert isinstance(found, Person)
+
+
+def test_langchain_calls_tools(tools):
+    class Add(BaseModel):
+        """Add a number."""
+
+        n: Literal[1, 2, 3]
+
+    model = chat_model(tools)
+    assert isinstance(model.with_structured_output(Add, method="function_calling").invoke("add"), Add)
+    (call,) = model.bind_tools([Add], tool_choice="Add", parallel_tool_calls=False).invoke("add").tool_calls
+    assert call["name"] == "Add" and call["args"]["n"] in (1, 2, 3)
+
+
+# -- the engine process ------------------------------------------------------------------
+
+
+@pytest.mark.local
+def test_only_the_requests_of_a_grammar_wait_for_it(tmp_path, monkeypatch):
+    """More grammars than there are submitting threads are compiled: a plain call passes them, and an abort reaches them."""
+    release, compiled = threading.Event(), grammars._compiled
+
+    def slow(compiler: Any, spec: StructuredOutputs) -> Any:
+        assert release.wait(SECONDS)
+        return compiled(compiler, spec)
+
+    monkeypatch.setattr(grammars, "_compiled", slow)
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", SECONDS)
+    config = ModelConfig(model=str(save_model(tmp_path)), dtype="float32")
+    served = ServedModel(config, ServerConfig(device="cpu", kv_cache_tokens=2048))
+    sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    outbox = Outbox(lambda found: [sent.put(one) for one in found], tmp_path, 1 << 20)
+    server = EngineServer(served, outbox)
+    try:
+        waiting = SUBMITTERS + 2
+        for call in range(waiting):
+            server.handle(m.Submit(call, "", [[3]], [{"structured_outputs": {"regex": f"a{{{call + 1}}}"}}]))
+        server.handle(m.Submit(99, "", [[3]], [{"max_tokens": 2}]))
+        assert [sent.get(timeout=SECONDS).call for _ in range(2)] == [99, 99]
+        server.handle(m.Abort(0))
+        release.set()
+        ends = [one for _ in range(2 * waiting) if isinstance(one := sent.get(timeout=SECONDS), m.Finished)]
+        assert {end.call: end.finish_reason for end in ends} == {0: "abort"} | dict.fromkeys(range(1, waiting), "stop")
+    finally:
+        release.set()
+        server.close()
+        served.engine.shutdown()
+        outbox.close()
