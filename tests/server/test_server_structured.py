@@ -257,6 +257,20 @@ def test_langchain_calls_tools(tools):
     assert call["name"] == "Add" and call["args"]["n"] in (1, 2, 3)
 
 
+@pytest.mark.slow
+def test_reasoning_is_split_off(tmp_path):
+    options = ("--served-model-name", "tiny", "--device", "cpu", "--reasoning-parser", "deepseek_r1")
+    asked = dict(model="tiny", messages=MESSAGES, seed=1, max_tokens=20)
+    with (
+        serving(save_model(tmp_path), *options, folder=tmp_path) as running,
+        OpenAI(base_url=f"{running.url}/v1", api_key="plain-key-0000", timeout=SECONDS, max_retries=0) as client,
+    ):
+        (choice,) = client.chat.completions.create(**asked).choices
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert choice.message.content == "" and choice.message.reasoning, "its text has no </think>"
+    assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == choice.message.reasoning
+
+
 # -- the engine process ------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ...core.structured.json_schema import with_plain_strings, with_plain_tags
 from ...core.structured.structured_outputs import StructuredOutputs
-from ...sampling.token_constraint import allow_only, empty_bitmask
+from ...sampling.token_constraint import empty_bitmask
 from ...utils.extras import library_of_extra
 from .grammar_constraint import GrammarConstraint
 
@@ -175,10 +175,11 @@ class Grammars:
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def _allowed(self, text: str) -> torch.Tensor:
-        banned = {token for token, word in self._special.items() if token not in self._end_ids and word not in text}
         row = empty_bitmask(1, self._vocab_size)[0]
-        if banned:
-            allow_only(row, (token for token in range(self._vocab_size) if token not in banned))
+        eights = row.view(torch.uint8).numpy()
+        for token, word in self._special.items():
+            if token < self._vocab_size and token not in self._end_ids and word not in text:
+                eights[token // 8] &= 255 ^ (1 << token % 8)
         return row
 
     @cached_property
