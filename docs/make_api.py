@@ -59,7 +59,7 @@ SECTIONS = [
     ),
     Section(
         "Sampling", "", ("SamplingParams", "sampling.token_constraint:ConstraintSpec", "sampling.token_constraint:TokenConstraint",
-        "allow_only", "ConstraintError"),
+        "StructuredOutputs", "allow_only", "ConstraintError"),
         ("greedy", "stop_strings"),
     ),
     Section(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .core.output import RequestOutput
     from .core.sampling_params import SamplingParams
+    from .core.structured.structured_outputs import StructuredOutputs
     from .harvest.reader import Harvest, open_harvest
     from .harvest.result import HarvestError
     from .hooks.captures.activations import Activations, CaptureError
@@ -64,6 +65,7 @@ _HOMES = {
     "SetFeature": "hooks.interventions.set_feature",
     "Site": "hooks.site",
     "Steer": "hooks.interventions.specs",
+    "StructuredOutputs": "core.structured.structured_outputs",
     "TunedLens": "hooks.captures.lens_files",
     "allow_only": "sampling.token_constraint",
     "contrast": "toolkit.contrast",
@@ -74,7 +76,7 @@ __all__ = [
     "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "ConstraintError",
     "ControlVectors", "Features", "Gate", "Generated", "Harvest", "HarvestError", "InterpModelRunner", "JacobianLens", "Knockout",
     "Lens", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "SavedSteps", "Scale", "SetFeature", "Site",
-    "Steer", "TunedLens", "allow_only", "contrast", "open_harvest",
+    "Steer", "StructuredOutputs", "TunedLens", "allow_only", "contrast", "open_harvest",
 ]  # fmt: skip
 
 

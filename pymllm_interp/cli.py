@@ -180,6 +180,13 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         help="a sparse autoencoder that captures may name, a file or folder of SAE.load; repeatable",
     )  # fmt: skip
     serve.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template in place of the model's")
+    serve.add_argument(
+        "--tool-call-parser", metavar="NAME",
+        help="how the model writes tool calls, which are parsed: hermes (Qwen's, too), llama3_json, mistral, openai (gpt-oss)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--reasoning-parser", metavar="NAME", help="split reasoning off: qwen3, deepseek_r1 (<think>), openai_gptoss"
+    )
     _add_http(serve.add_argument_group("HTTP, with vLLM's names"))
     limits = serve.add_argument_group("limits, each answered with a 4xx (docs/serving.md)")
     for name, (kind, default) in SERVE_LIMITS.items():

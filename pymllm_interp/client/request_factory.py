@@ -21,6 +21,7 @@ from ..engine.bad_words import bad_word_ids, check_allowed
 from ..engine.constraints import constraint_of
 from ..engine.drafts import check_speculate
 from ..engine.exclusive import check_gang
+from ..engine.grammars.grammars import Grammars
 from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
@@ -63,6 +64,7 @@ class RequestFactory:
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
         saes: SAEs by name, likewise: the runner's.
+        grammars: structured outputs, compiled.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class RequestFactory:
         defaults: GenerationDefaults,
         seed: int,
         cache_owner: str | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.cache_owner = cache_owner
+        self.grammars = grammars or Grammars(tokenizer, runner.vocab_size, defaults.eos_token_ids)
         self.runner, self.tokenizer, self.defaults, self.seed = runner, tokenizer, defaults, seed
         self.vectors = VectorRegistry(runner.model_spec)
         assert runner.saes is not None and runner.declarations is not None, "call initialize() first"
@@ -83,19 +87,16 @@ class RequestFactory:
 
     def for_owner(self, cache_owner: str | None) -> RequestFactory:
         """A factory of the same engine, with vectors and a prefix cache of another owner."""
-        return RequestFactory(self.runner, self.tokenizer, self.defaults, self.seed, cache_owner)
+        return RequestFactory(self.runner, self.tokenizer, self.defaults, self.seed, cache_owner, self.grammars)
 
     @property
     def limits(self) -> EngineLimits:
         """The limits as they are now: `ModelRunner.update_max_model_len` may change them."""
         runner = self.runner
         return EngineLimits(
-            vocab_size=runner.vocab_size,
-            max_model_len=runner.context_len,
-            max_num_tokens=runner.max_num_tokens,
-            kv_tokens=runner.max_total_num_tokens,
-            max_running=runner.max_running_requests,
-        )
+            vocab_size=runner.vocab_size, max_model_len=runner.context_len, max_num_tokens=runner.max_num_tokens,
+            kv_tokens=runner.max_total_num_tokens, max_running=runner.max_running_requests,
+        )  # fmt: skip
 
     @cached_property
     def pad_token_id(self) -> int:
@@ -197,7 +198,7 @@ class RequestFactory:
         if params.stop_token_ids:
             stops |= frozenset(params.stop_token_ids)
         check_allowed(params, bad_words, stops, what)
-        requests: list[Request] = []
+        requests = list[Request]()
         for index in range(params.n):
             requests.append(
                 Request(
@@ -211,7 +212,7 @@ class RequestFactory:
                     eos_token_ids=stops,
                     cache_owner=self.cache_owner,
                     bad_words=bad_words,
-                    constraint=constraint_of(params, size, what),
+                    constraint=constraint_of(params, self.grammars, size, what),
                     eos_token_id=None if params.ignore_eos else self.eos_token_id,
                     forward_only=forward_only,
                     logprobs=None if params.logprobs is None else [],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..utils.arguments import check_names, shown
 from . import unsupported
+from .structured.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from ..sampling.token_constraint import ConstraintSpec
@@ -115,6 +116,8 @@ class SamplingParams:
     """Compute the whole prompt, whatever the prefix cache has of it."""
     constraint: ConstraintSpec | None = None
     """Makes the constraint of each completion: the tokens that may come next, by those before (sampling/token_constraint.py)."""
+    structured_outputs: StructuredOutputs | dict[str, Any] | None = None
+    """The form of the text: a JSON schema, a pattern, choices or a grammar (docs/structured.md). A dict has its fields."""
     speculate: bool | None = None
     """False: no drafts are proposed (docs/speculative.md). None: where the engine has a drafter, and the request allows it. True:
     the request is refused where they cannot be. The tokens are the same in any case."""
@@ -141,6 +144,9 @@ class SamplingParams:
         )
         self._check("logit_bias", biases, "a dict from token id to number")
         self._check_token_sets()
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        if self.constraint is not None and self.structured_outputs is not None:
+            raise ValueError("SamplingParams: constraint and structured_outputs are two constraints: give one of them")
         self._check("speculate", self.speculate in (None, True, False), "True, False or None")
         self._check("n", 1 <= self.n <= MAX_N, f"at least 1, and at most {MAX_N}")
         self._check("temperature", self.temperature >= 0, "0 (greedy) or above")

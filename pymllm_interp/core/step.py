@@ -203,6 +203,8 @@ class ModelRunnerOutput:
     """Of each of these tokens; empty where they are not asked for."""
     prompt_logprobs: dict[str, list[SampledLogprobs]] = field(default_factory=dict)
     """Request id -> log probabilities of the prompt tokens after the step's positions; position 0 has none."""
+    masked: dict[str, list[bool]] = field(default_factory=dict)
+    """Constrained request -> of each of these tokens, whether its mask forbade the likeliest one."""
     execution: str = ""
     """How the forward pass ran (value of a `runner.partition.Execution`)."""
     errors: dict[str, BaseException] = field(default_factory=dict)

@@ -28,9 +28,18 @@ POOLING = (
     "SamplingParams(max_tokens=0), capture=['final_norm']) and pool them"
 )
 STRUCTURED = (
-    "structured outputs are not supported: use allowed_token_ids or logit_bias, or a trace that masks lm.logits, or "
-    "SamplingParams(constraint=...) with a constraint in Python"
+    "it is not supported: a request sets its structured outputs, and xgrammar compiles them: "
+    "SamplingParams(structured_outputs=StructuredOutputs(json=...)), or regex, choice, grammar, json_object, structural_tag"
 )
+PROCESSORS = (
+    "logits processors are not supported: use SamplingParams(constraint=...), logit_bias or allowed_token_ids, or a trace "
+    "that edits lm.logits"
+)
+_FORMS = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "guided_json_object": "json_object", "structural_tag": "structural_tag", "grammar": "grammar",
+}  # fmt: skip
+"""Names of structured outputs in older versions of vLLM, and elsewhere -> the field."""
 MULTIMODAL = "multimodal inputs are not supported: the models here take text, or token ids"
 KV_QUANTISATION = (
     "computing scales of K and V is not supported: kv_cache_dtype='fp8' takes those of the checkpoint, else 1"
@@ -61,7 +70,9 @@ OPTIONS: dict[str, str] = {
     **dict.fromkeys(("kv_transfer_config", "kv_events_config", "kv_connector"), KV_TRANSFER),
     "enable_sleep_mode": SLEEP,
     **dict.fromkeys(("task", "runner", "convert", "pooler_config", "override_pooler_config"), POOLING),
-    **dict.fromkeys(("guided_decoding_backend", "structured_outputs_config", "reasoning_parser", "logits_processors"), STRUCTURED),
+    **dict.fromkeys(("guided_decoding_backend", "structured_outputs_config"), STRUCTURED),
+    "logits_processors": PROCESSORS,
+    "reasoning_parser": "an LM returns the text as it is: pymllm-interp serve --reasoning-parser splits reasoning off",
     **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "mm_encoder_tp_mode", "enable_prompt_embeds"), MULTIMODAL),
     "calculate_kv_scales": KV_QUANTISATION,
     **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), QUANTISATION),
@@ -69,13 +80,9 @@ OPTIONS: dict[str, str] = {
 """Keywords of an engine -> why not, and what serves instead."""
 
 OF_REQUESTS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "guided_decoding", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-            "response_format", "grammar", "logits_processors", "logits_processor", "prefix_allowed_tokens_fn",
-        ),
-        STRUCTURED,
-    ),
+    **{name: f"it is not supported: use structured_outputs, with {field}" for name, field in _FORMS.items()},
+    **dict.fromkeys(("guided_decoding", "response_format"), STRUCTURED),
+    **dict.fromkeys(("logits_processors", "logits_processor", "prefix_allowed_tokens_fn"), PROCESSORS),
     **dict.fromkeys(("adapter", "lora_request", "lora_name"), LORA),
     **dict.fromkeys(("assistant_model", "num_assistant_tokens"), SPECULATION),
     "prompt_lookup_num_tokens": "it is set for all requests: LM(..., speculative={'method': 'ngram', 'num_speculative_tokens': k})",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from . import unsupported
 
 _ONE_DEVICE = "one device holds the model; --device cuda:N chooses it"
-_NO_TOOLS = "tool calls are not parsed: the text has them as the model writes them"
 _LOG = "--log-level sets what is logged; prompts and texts never are"
 
 SAME: dict[str, str] = {
@@ -32,7 +31,7 @@ OTHERS: dict[str, str] = {
     "disable_log_stats": "/metrics has the counters, and nothing of them is logged",
     "disable_uvicorn_access_log": _LOG,
     "download_dir": "the environment variable HF_HOME says where models are",
-    "enable_auto_tool_choice": _NO_TOOLS,
+    "enable_auto_tool_choice": "--tool-call-parser NAME says how the model writes tool calls, and that they are parsed",
     "enable_chunked_prefill": "use --option schedule_policy=NAME",
     "enable_log_requests": _LOG,
     "enable_server_load_tracking": "/load is always there",
@@ -46,7 +45,6 @@ OTHERS: dict[str, str] = {
     "swap_space": "swapped KV takes what host memory it needs",
     "tensor_parallel_size": f"our own engine has no tensor parallelism: {_ONE_DEVICE}; with --engine vllm the option is known",
     "tokenizer": "the tokenizer is the model's: put its files into the model's folder",
-    "tool_call_parser": _NO_TOOLS,
     "trust_remote_code": "code of a model's folder is not run: its architecture must be one of transformers'",
     "uds": "listen on 127.0.0.1 (--host), behind a proxy",
     "uvicorn_log_level": _LOG,

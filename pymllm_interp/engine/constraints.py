@@ -8,8 +8,11 @@ import torch
 
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
+from ..core.structured.structured_outputs import StructuredOutputs
+from ..hooks.receipt import Receipt
 from ..sampling.token_constraint import ConstraintError, TokenConstraint, TokenMasks, allows, empty_bitmask
 from ..utils.arguments import PromptError
+from .grammars.grammars import GrammarError, Grammars
 
 
 class RequestConstraint:
@@ -19,16 +22,18 @@ class RequestConstraint:
         constraint: of this request only.
     """
 
-    __slots__ = ("_constraint", "_masks")
+    __slots__ = ("_constraint", "_masks", "num_masked")
 
     def __init__(self, constraint: TokenConstraint) -> None:
         self._constraint = constraint
+        self.num_masked = 0
+        """Tokens of the request at which the mask forbade the likeliest one."""
         self._masks: list[torch.Tensor | ConstraintError] = []  # of the next tokens, in their order
 
     @property
     def name(self) -> str:
         """Names the constraint in messages."""
-        return type(self._constraint).__name__
+        return getattr(self._constraint, "name", type(self._constraint).__name__)
 
     def mask(self, rows: torch.Tensor, drafts: Sequence[int] = ()) -> None:
         """Have the constraint write the masks of the next token, and of the token behind each draft. They are kept until then.
@@ -88,22 +93,37 @@ class RequestConstraint:
             raise ConstraintError(f"{method}() of the constraint {self.name} raised {error!r}") from error
 
 
-def constraint_of(params: SamplingParams, vocab_size: int, what: str) -> RequestConstraint | None:
+def constraint_of(params: SamplingParams, grammars: Grammars, vocab_size: int, what: str) -> RequestConstraint | None:
     """A constraint for a new request; None where its parameters name none, or it generates nothing.
 
     Args:
+        grammars: of the engine; the first request of a grammar waits until it is compiled.
         what: names the prompt in messages.
 
     Raises:
-        PromptError: `params.constraint` cannot be made.
+        PromptError: `params.constraint` cannot be made, or `params.structured_outputs` not compiled.
     """
-    if params.constraint is None or params.max_tokens == 0:
+    form = params.structured_outputs
+    if params.max_tokens == 0 or (params.constraint is None and form is None):
         return None
+    if isinstance(form, StructuredOutputs):
+        try:
+            return RequestConstraint(grammars.compiled(form).constraint())
+        except (GrammarError, ImportError) as error:
+            raise PromptError(f"{what}: {error}") from error
+    assert params.constraint is not None
     try:
         return RequestConstraint(params.constraint.make(vocab_size))
     except Exception as error:
         name = type(params.constraint).__name__
         raise PromptError(f"{what}: the constraint {name} could not be made: {error!r}") from error
+
+
+def note_masked(request: Request) -> None:
+    """Write into the receipt of a request that ended how often its constraint forbade the likeliest token."""
+    if request.constraint is not None:
+        request.receipt = request.receipt or Receipt()
+        request.receipt.masked_argmax = request.constraint.num_masked
 
 
 def masks_of(

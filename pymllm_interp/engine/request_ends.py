@@ -16,6 +16,7 @@ from ..hooks.binding import fingerprint_of
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..runner.interp_model_runner import InterpModelRunner
 from .callbacks import Callbacks
+from .constraints import note_masked
 from .scheduler import Scheduler
 from .step_results import finished_event
 
@@ -146,6 +147,7 @@ class RequestEnds:
             ids.discard(request.request_id)
         if request.adapter_hold is not None:
             request.adapter_hold.release()
+        note_masked(request)
         self._emit(request.request_id, finished_event(request))
         self._subscribers.pop(request.request_id, None)
 

@@ -16,6 +16,7 @@ def take(
         return "error"
     if not request.generates:
         return "length" if token_ids else None
+    before = len(request.output_token_ids)
     try:
         for token in token_ids:
             reason = _append(request, token, output, accepted)
@@ -23,6 +24,9 @@ def take(
                 return reason
         return None
     finally:  # a constraint's or a tokenizer's error, too
+        if request.constraint is not None:
+            kept = len(request.output_token_ids) - before
+            request.constraint.num_masked += sum(output.masked.get(request.request_id, ())[:kept])
         if request.logprobs:
             del request.logprobs[len(request.output_token_ids) :]
 

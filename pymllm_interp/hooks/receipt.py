@@ -93,6 +93,8 @@ class Receipt(_Brief, Shown):
     """Number of draft tokens that were computed."""
     accepted: int = 0
     """Number of them that became tokens of the request."""
+    masked_argmax: int = 0
+    """Number of generated tokens at which a constraint forbade the likeliest one."""
     replica: str = ""
     """Name of the replica that served the request, in a cluster."""
 
@@ -118,6 +120,7 @@ class Receipt(_Brief, Shown):
             "not_reused",
             "drafted",
             "accepted",
+            "masked_argmax",
         ):
             if value := getattr(self, name):
                 counts.append((name, "", value))

@@ -30,6 +30,8 @@ class SamplerOutput:
     """[rows] int32, on the logits' device."""
     logprobs: LogprobTensors | None = None
     """None where no row asks."""
+    masked: torch.Tensor | None = None
+    """[rows] bool: whether a constraint forbade the largest logit. None where no row has one."""
 
 
 class Sampler:
@@ -62,21 +64,23 @@ class Sampler:
             raise ValueError(
                 f"logits has shape {tuple(logits.shape)}, expected ({batch.rows}, vocab): one row a request"
             )
-        scores = _adjusted(logits, batch)
-        output = SamplerOutput(_sample(scores, batch))
+        scores, masked = _adjusted(logits, batch)
+        output = SamplerOutput(_sample(scores, batch), masked=masked)
         if batch.any_logprobs:
             values = _processed(scores, batch) if self._processed else logits
             output.logprobs = gather_logprobs(values, output.token_ids, batch.num_logprobs, self.as_logits)
         return output
 
 
-def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The logits after constraints, bias, bans and penalties: a float32 copy, or `logits` themselves without any of these."""
+def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logits after constraints, bias, bans and penalties: a float32 copy, or `logits` themselves without any of these.
+
+    With constraints also [rows] bool: rows in which the largest logit is forbidden.
+    """
     if batch.logit_bias is None and batch.penalties is None and batch.allowed is None and batch.constrained is None:
-        return logits
+        return logits, None
     scores = logits.to(torch.float32, copy=True)
-    if batch.constrained is not None:
-        batch.constrained.apply_(scores)
+    masked = None if batch.constrained is None else batch.constrained.apply_(scores)
     if batch.logit_bias is not None:
         rows, tokens, values = batch.logit_bias
         scores[rows, tokens] += values
@@ -84,7 +88,7 @@ def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         batch.penalties.apply_(scores)
     if batch.allowed is not None:
         batch.allowed.apply_(scores)
-    return scores
+    return scores, masked
 
 
 def _sample(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -96,12 +96,19 @@ class BitmaskRows(NamedTuple):
     rows: torch.Tensor  # [k] int64
     bits: torch.Tensor  # [k, ceil(vocab / 32)] int32
 
-    def apply_(self, scores: torch.Tensor) -> None:
-        """Set the forbidden tokens of these rows of `scores` [batch, vocab] to -inf."""
-        places = torch.arange(WORD, dtype=torch.int32, device=self.bits.device)
-        allowed = (self.bits[:, :, None] >> places & 1).flatten(1)[:, : scores.shape[1]]
-        kept = scores.index_select(0, self.rows).masked_fill_(allowed == 0, -torch.inf)
-        scores.index_copy_(0, self.rows, kept)
+    def apply_(self, scores: torch.Tensor) -> torch.Tensor:
+        """Set the forbidden tokens of these rows of `scores` [batch, vocab] to -inf.
+
+        Returns:
+            [batch] bool: rows in which the largest score was forbidden.
+        """
+        places = 1 << torch.arange(8, dtype=torch.uint8, device=self.bits.device)
+        # By bytes, the lowest first as on all machines that torch runs on: a quarter of the memory of words.
+        forbidden = (self.bits.view(torch.uint8)[:, :, None] & places).flatten(1)[:, : scores.shape[1]] == 0
+        found = scores.index_select(0, self.rows)
+        largest = forbidden.gather(1, found.max(dim=-1).indices[:, None])[:, 0]
+        scores.index_copy_(0, self.rows, found.masked_fill_(forbidden, -torch.inf))
+        return torch.zeros(len(scores), dtype=torch.bool, device=scores.device).index_copy_(0, self.rows, largest)
 
 
 @dataclass(frozen=True, slots=True)

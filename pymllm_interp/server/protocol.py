@@ -9,10 +9,13 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema, m
 
 from ..core.limits import MAX_CALL_SPECS, MAX_LISTED, MAX_SPECS
 from ..core.sampling_params import MAX_BAD_WORDS, MAX_STOPS, MAX_TOKEN_IDS, SamplingParams
+from ..core.structured.structured_outputs import StructuredOutputs
 from ..utils.arguments import PromptError
 from ..wire.strict import Strict
 from .http.body import at_most, checked
+from .response_format import ResponseFormat, form_of
 from .routes.refused_fields import without_neutral
+from .tools.request import NamedTool, Tool, ToolPlan
 
 SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
@@ -86,6 +89,10 @@ class GenerationRequest(Strict):
     speculate: bool | None = Field(
         None, description="false: no drafts are proposed; true: refused where they cannot be"
     )
+    response_format: ResponseFormat | None = Field(None, description="the form of the text, as of OpenAI's")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="vLLM's: json, regex, choice, grammar, json_object or structural_tag"
+    )
     prompt_logprobs: StrictInt | None = None
     return_token_ids: bool | None = Field(None, description="token_ids in each choice, and prompt_token_ids")
     priority: StrictInt | None = None
@@ -131,6 +138,10 @@ class GenerationRequest(Strict):
         """SamplingParams.logprobs."""
         raise NotImplementedError
 
+    def form(self) -> StructuredOutputs | None:
+        """The form of the text."""
+        return form_of(self.response_format, self.structured_outputs)
+
     def sampling_params(self, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
         """The sampling parameters.
 
@@ -150,8 +161,9 @@ class GenerationRequest(Strict):
             except ValueError:
                 raise PromptError("logit_bias: its keys are token ids") from None
         try:
+            given["structured_outputs"] = self.form()
             return SamplingParams(logprobs=self.logprobs_wanted(), **given)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise PromptError(str(error)) from error
 
 
@@ -207,14 +219,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: StrictInt | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: StrictInt | None = None
-    tools: Annotated[list[dict[str, Any]] | None, at_most(MAX_TOOLS)] = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = Field(
-        None, description="the model writes as many tool calls as it does"
-    )
+    tools: Annotated[list[Tool] | None, at_most(MAX_TOOLS)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = Field(None, description="false: one tool call at most")
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    _plan: ToolPlan | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -223,6 +234,23 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         return self
+
+    def planned(self, tool_format: str | None, reasoning: str | None) -> ToolPlan:
+        """How its messages are written and read, in the formats of the server.
+
+        Raises:
+            PromptError: it asks for calls that there cannot be.
+        """
+        several = self.parallel_tool_calls is not False
+        self._plan = plan = ToolPlan(self.tools, self.tool_choice, several, tool_format, reasoning)
+        if plan.keeps_special:
+            self.skip_special_tokens = False
+        return plan
+
+    def form(self) -> StructuredOutputs | None:
+        """The form of the text: that of the calls, where they must come."""
+        asked = super().form()
+        return asked if self._plan is None else self._plan.form(asked)
 
     def logprobs_wanted(self) -> int | None:
         """`top_logprobs`, where `logprobs` is asked for."""
@@ -279,7 +307,7 @@ class TokenizeRequest(Strict):
     return_token_strs: StrictBool | None = Field(None, description="token_strs, the tokens as the vocabulary has them")
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="before")

@@ -8,6 +8,7 @@ from typing import Any
 
 from .http.origins import is_loopback
 from .http.trust import Keys, Trust
+from .tools.formats import REASONING, TOOL_FORMATS
 
 MIB = 1 << 20
 
@@ -93,6 +94,10 @@ class ServeSettings:
     log_level: str = "info"
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's."""
+    tool_call_parser: str | None = None
+    """Format of the model's tool calls (tools/formats.py); None: they are not parsed."""
+    reasoning_parser: str | None = None
+    """Format of its reasoning; None: it is a part of the text."""
     root_path: str = ""
     """Path under which a proxy serves this server, such as "/llm"."""
     ssl_keyfile: Path | None = None
@@ -111,6 +116,16 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if self.on_engine_exit not in ("restart", "exit"):
             raise ValueError(f"on_engine_exit={self.on_engine_exit!r}: expected 'restart' or 'exit'")
+        for name, known in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING)):
+            if (given := getattr(self, name)) is not None and given not in known:
+                raise ValueError(f"{name}={given!r}: expected one of {', '.join(known)}")
+        if (self.tool_call_parser, self.reasoning_parser) != (None, None):
+            harmony = {self.tool_call_parser in ("openai", None), self.reasoning_parser in ("openai_gptoss", None)}
+            others = {self.tool_call_parser, self.reasoning_parser} & {"openai", "openai_gptoss"}
+            if others and harmony != {True}:
+                raise ValueError(
+                    "tool_call_parser='openai' and reasoning_parser='openai_gptoss' go together: both are gpt-oss'"
+                )
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: expected 0 (any free one) to 65535")
         self._check_tls()

@@ -29,7 +29,7 @@ OPTIONS = [
     ("V12", "draft_model", "tiny", "speculative decoding"),
     ("V14", "task", "embed", r"pooling and embedding.*capture=\['final_norm'\]"),
     ("V14", "runner", "pooling", "pooling and embedding"),
-    ("V21", "guided_decoding_backend", "xgrammar", r"structured outputs.*a trace that masks lm\.logits"),
+    ("V21", "guided_decoding_backend", "xgrammar", "structured outputs, and xgrammar compiles them"),
     ("V22", "enable_lora", True, r"LoRA adapters.*lm\.load_adapter"),
     ("V22", "lora_modules", [], r"LoRA adapters.*lora=name"),
     ("V23", "kv_transfer_config", {}, "KV transfer"),
@@ -43,8 +43,8 @@ OF_REQUESTS = [
     ("V9", "inputs_embeds", torch.zeros(1), "multimodal inputs"),
     ("V10", "assistant_model", "tiny", "speculative decoding"),
     ("V14", "pooling_params", {}, "pooling and embedding"),
-    ("V21", "guided_decoding", {"json": {}}, "structured outputs.*allowed_token_ids or logit_bias, or a trace"),
-    ("V21", "structured_outputs", {}, "structured outputs"),
+    ("V21", "guided_decoding", {"json": {}}, "structured outputs, and xgrammar.*StructuredOutputs"),
+    ("V21", "guided_json", {}, "use structured_outputs, with json"),
     ("V22", "lora_request", "name", "LoRA adapters"),
 ]
 MODELS = [

@@ -124,8 +124,10 @@ def test_other_values_are_refused_with_what_serves_instead(name):
 
 def test_refusals_reach_the_client(post):
     assert message_of(post(best_of=2)) == f"best_of: {REFUSED['best_of'].reason}"
-    assert "structured outputs" in message_of(post(guided_json={"type": "object"}))
-    assert "structured outputs" in message_of(post(messages=MESSAGES, response_format={"type": "json_object"}))
+    assert (
+        message_of(post(guided_json={"type": "object"}))
+        == "guided_json: it is not supported: use structured_outputs, with json"
+    )
     assert "parallel_tool_calls" in message_of(post(messages=MESSAGES, parallel_tool_calls=False))
     assert "nonsense" in message_of(post(nonsense=None))
     neutral = {"logit_bias": {}, "tool_choice": "none", "parallel_tool_calls": True}

@@ -216,7 +216,7 @@ def test_named_vectors_are_stored_listed_fetched_and_private(api, server, lm, tm
         ({"interventions": [{"op": "scale", "site": "resid_post.1", "factor": 2, "position": 1}]}, "has no field 'position'"),
         ({"capture": ["residue.1"]}, "residue"),
         ({"max_tokens": 100000}, "max_model_len|context"),
-        ({"guided_json": {}}, "structured outputs are not supported"),
+        ({"guided_json": {}}, "use structured_outputs, with json"),
         ({"nonsense": 1}, "nonsense"),
         ({"prompt": []}, "empty|token"),
         ({"prompt": [1000]}, "vocabulary"),

@@ -6,7 +6,7 @@ import base64
 import io
 import tarfile
 import tempfile
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from ...config import LOWER_TRACES
 from ...core.limits import EngineLimits
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
+from ...core.structured.structured_outputs import StructuredOutputs
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.tracer import EngineTracer
@@ -213,7 +214,10 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
         raise PromptError(
             "SamplingParams(constraint=...): a constraint is code, which a server does not take: use a local LM"
         )
-    return {field.name: value for field in fields(params) if (value := getattr(params, field.name)) != field.default}
+    found = {field.name: value for field in fields(params) if (value := getattr(params, field.name)) != field.default}
+    if isinstance(form := params.structured_outputs, StructuredOutputs):
+        found["structured_outputs"] = {name: value for name, value in asdict(form).items() if value is not None}
+    return found
 
 
 def _params_of(given: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Messages are data (messages.py). Code comes in one of them, `RunTrace`, whose se
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -31,6 +32,7 @@ from ...client.prompts import names_of
 from ...config import ModelConfig, ServerConfig
 from ...core.limits import MAX_NAMED
 from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
+from ...core.structured.structured_outputs import StructuredOutputs
 from ...utils.arguments import PromptError
 from ...wire import messages as m
 from ...wire.failures import failure_of
@@ -128,7 +130,23 @@ class EngineServer:
     def _start(self, message: m.Submit) -> None:
         """Have a call submitted by another thread: it may take long, and other messages do not wait for it."""
         self._starting[message.call] = []
-        self._submitters.submit(self._serve, message, self._stored.get(message.owner))
+        stored = self._stored.get(message.owner)
+        if any(given is not None and given.get("structured_outputs") is not None for given in message.params):
+            self._submitters.submit(self._compile, message, stored)
+        else:
+            self._submitters.submit(self._serve, message, stored)
+
+    def _compile(self, message: m.Submit, stored: Future[None] | None) -> None:
+        """Have the grammars of a call compiled, and the call submitted then. No submitter waits for them."""
+        with contextlib.suppress(TypeError, ValueError):  # `_serve` answers with what is wrong
+            found = [
+                StructuredOutputs.of(given.get("structured_outputs")) for given in message.params if given is not None
+            ]
+            forms = [form for form in found if form is not None]
+            grammars = self.model.backend.factory.grammars
+            grammars.when_ready(forms, lambda: self._submitters.submit(self._serve, message, stored))
+            return
+        self._serve(message, stored)
 
     def _serve(self, message: m.Submit, stored: Future[None] | None) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...client.detokenizer import Detokenizer
@@ -13,6 +13,7 @@ from ...core.output import Logprob
 from ...wire import messages as m
 from ..http.state import ServerState
 from ..http.trust import Client
+from ..tools.messages import MessageParser
 from .generation import CompletionPiece, Prompt
 from .token_text import is_text, token_bytes, token_word
 
@@ -30,15 +31,18 @@ class Format:
         logprobs: whether log probabilities were asked for.
         top: of each position, beside the token's own.
         echo: the prompt before each completion.
+        parser: makes the parser of a message from the prompt's text; None: the text is its content.
     """
 
     def __init__(
         self, kind: str, name: str, request_id: str, state: ServerState, client: Client, *, return_token_ids: bool,
-        logprobs: bool, top: int, echo: bool = False,
+        logprobs: bool, top: int, echo: bool = False, parser: Callable[[str | None], MessageParser] | None = None,
     ) -> None:  # fmt: skip
         self.kind, self.name, self.id, self._state, self._client = kind, name, f"{kind}-{request_id}", state, client
         self.return_token_ids, self.logprobs, self._top, self.echo = return_token_ids, logprobs, top, echo
         self.chat = kind == "chatcmpl"
+        self._parser = parser
+        self._messages: dict[int, MessageParser] = {}
         self.created = int(time.time())
         self._texts: dict[int, TextSoFar] = {}
 
@@ -57,12 +61,11 @@ class Format:
             text = self._text_of(prompt) + text
         found: dict[str, Any] = {"index": index}
         if self.chat:
-            content: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
-            found["delta" if chunk else "message"] = content
+            found["delta" if chunk else "message"] = self._message(index, prompt, piece, first, chunk)
         else:
             found["text"] = text
         found["logprobs"] = self._logprobs(index, prompt, piece, ids, logprobs, echoed) if self.logprobs else None
-        found["finish_reason"] = None if piece.end is None else piece.end.finish_reason
+        found["finish_reason"] = None if piece.end is None else self._finish_reason(index, piece.end)
         found["stop_reason"] = None if piece.end is None else piece.end.stop_reason
         if self.return_token_ids:
             found["token_ids"] = ids
@@ -71,6 +74,22 @@ class Format:
         if piece.end is not None:
             self._end(found, index, piece.end)
         return found
+
+    def _message(self, index: int, prompt: Prompt, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
+        """The message of a choice, or what a chunk adds to it."""
+        if self._parser is None:
+            return {"role": "assistant", "content": piece.text} if first else {"content": piece.text}
+        parser = self._messages.get(index)
+        if parser is None:
+            parser = self._messages[index] = self._parser(prompt.text)
+        if not chunk:
+            return parser.message(piece.text)
+        delta = parser.delta(piece.text, ended=piece.end is not None)
+        return {"role": "assistant", "content": ""} | delta if first else delta
+
+    def _finish_reason(self, index: int, end: m.Finished) -> str:
+        called = index in self._messages and self._messages[index].num_calls
+        return "tool_calls" if called and end.finish_reason == "stop" else end.finish_reason
 
     def _end(self, found: dict[str, Any], index: int, end: m.Finished) -> None:
         """What belongs to a completion as a whole."""

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from ...client.chat import RenderedPrompt, render, tokenized
+from ...client.chat import RenderedPrompt, tokenized
 from ...client.request_limits import truncated
 from ...core.sampling_params import SamplingParams
-from ...utils.arguments import PromptError
 from ...wire import messages as m
 from ...wire.failures import EngineError
 from ..http.body import JsonRoute
@@ -24,6 +23,8 @@ from ..http.errors import ApiError, api_error
 from ..http.state import ServerState, check_priority, require
 from ..http.trust import Client, Trust
 from ..protocol import ChatRequest, CompletionRequest, GenerationRequest
+from ..tools.messages import MessageParser
+from .conversations import conversation
 from .generation import CompletionPiece, Generation, Prompt
 from .openai_format import Format, usage_of
 from .prompt_text import check_length, last_part
@@ -91,7 +92,10 @@ def openai_routes(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Write the next message of a conversation, by the model's chat template."""
+        plan = body.planned(state.settings.tool_call_parser, state.settings.reasoning_parser)
         asked = _asked(state, body, 1, None, lambda: [conversation(state, body)])
+        if plan.parses:
+            asked = asked._replace(parser=plan.parser)
         return await _serve(state, body, request, asked, "chatcmpl", bool(body.logprobs), body.top_logprobs or 0, False)
 
     return router
@@ -134,6 +138,8 @@ class _Asked(NamedTuple):
     """LoRA adapter that the prompts run with."""
     read: Callable[[], list[RenderedPrompt]]
     """Tokenizes the prompts: takes long."""
+    parser: Callable[[str | None], MessageParser] | None = None
+    """Parsers of the messages, from the prompt's text."""
 
 
 def _asked(
@@ -175,34 +181,6 @@ def texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list
     return found
 
 
-def conversation(state: ServerState, body: ChatRequest) -> Any:
-    """A conversation as the chat template writes it, with its token ids."""
-    messages = [_message(i, message.model_dump(exclude_unset=True)) for i, message in enumerate(body.messages)]
-    characters = sum(len(message.get("content") or "") for message in messages)
-    check_length(state.tokenizer, characters, state.info["limits"]["max_model_len"], "messages")
-    return render(
-        state.tokenizer, messages, "the conversation",
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        continue_final_message=body.continue_final_message, tools=None if body.tool_choice == "none" else body.tools,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )  # fmt: skip
-
-
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its parts as one text, which is what templates read."""
-    parts = message.get("content")
-    if isinstance(parts, list):
-        texts = []
-        for part in parts:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise PromptError(
-                    f"messages.{index}: its content has a part that is no text; the model reads text alone"
-                )
-            texts.append(part["text"])
-        message["content"] = "".join(texts)
-    return message
-
-
 async def _serve(
     state: ServerState, body: GenerationRequest, request: Request, asked: _Asked, kind: str, logprobs: bool, top: int,
     echo: bool,
@@ -211,7 +189,7 @@ async def _serve(
     check_priority(client, [body.priority or 0])
     format_ = Format(
         kind, asked.adapter or state.settings.name, request.state.request_id, state, client,
-        return_token_ids=bool(body.return_token_ids), logprobs=logprobs, top=top, echo=echo,
+        return_token_ids=bool(body.return_token_ids), logprobs=logprobs, top=top, echo=echo, parser=asked.parser,
     )  # fmt: skip
     state.metrics.totals["hooked_requests"] += body.hooked
     work = _Work(state, body, request, client, asked, format_)

@@ -28,7 +28,7 @@ _TEMPLATE = "a request brings no template: the operator gives one, with serve --
 _FUNCTIONS = "functions is OpenAI's old name: use tools"
 
 REFUSED: dict[str, Refused] = {
-    **{name: Refused(reason) for name, reason in unsupported.OF_REQUESTS.items()},
+    **{name: Refused(reason) for name, reason in unsupported.OF_REQUESTS.items() if name != "response_format"},
     # OpenAI's
     "audio": Refused(unsupported.MULTIMODAL),
     "best_of": Refused("there is no best_of: n draws as many completions", (1,)),
@@ -39,7 +39,6 @@ REFUSED: dict[str, Refused] = {
     "prediction": Refused(unsupported.SPECULATION),
     "prompt_cache_options": Refused("the prefix cache has no options of a request; cache_salt keeps requests apart", ({},)),
     "reasoning_effort": Refused(_REASONING),
-    "response_format": Refused(unsupported.STRUCTURED, ({"type": "text"},)),
     "suffix": Refused("suffix is not supported: the models here continue a prompt", ("",)),
     "verbosity": Refused("verbosity is not supported: ask for it in a message", ("medium",)),
     "web_search_options": Refused("there is no web search"),
@@ -50,12 +49,12 @@ REFUSED: dict[str, Refused] = {
     "early_stopping": Refused(_BEAMS, (False,)),
     "ec_transfer_params": Refused(_TRANSFER),
     "guided_decoding_backend": Refused(unsupported.STRUCTURED),
-    "guided_json_object": Refused(unsupported.STRUCTURED, (False,)),
-    "guided_whitespace_pattern": Refused(unsupported.STRUCTURED),
+    "guided_json_object": Refused("use structured_outputs, with json_object", (False,)),
+    "guided_whitespace_pattern": Refused("use structured_outputs, with disable_any_whitespace"),
     "include_reasoning": Refused(_REASONING, (True,)),
     "kv_transfer_params": Refused(_TRANSFER),
     "length_penalty": Refused(_BEAMS, (1,)),
-    "logits_processors": Refused(unsupported.STRUCTURED, ([],)),
+    "logits_processors": Refused(unsupported.PROCESSORS, ([],)),
     "logprob_token_ids": Refused("log probabilities are of the likeliest tokens: use logprobs"),
     "max_repetition_pattern_size": Refused(_REPETITION, (0,)),
     "media_io_kwargs": Refused(unsupported.MULTIMODAL, ({},)),
@@ -71,7 +70,6 @@ REFUSED: dict[str, Refused] = {
     "session_id": Refused("requests have no sessions; the prefix cache shares equal beginnings"),
     "spaces_between_special_tokens": Refused("special tokens are decoded as the tokenizer does", (True,)),
     "stream_interval": Refused("a stream has an event for each token", (1,)),
-    "structural_tag": Refused(unsupported.STRUCTURED),
     "thinking_token_budget": Refused(_REASONING, (-1,)),
     "truncation_side": Refused("truncate_prompt_tokens keeps the last tokens", ("left",)),
     "use_beam_search": Refused(_BEAMS, (False,)),

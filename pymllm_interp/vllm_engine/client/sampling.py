@@ -23,6 +23,10 @@ def check_params(params: SamplingParams, what: str) -> None:
             f"{what}: SamplingParams(constraint=...): a constraint is code of this process, and vLLM samples in another: use "
             "allowed_token_ids, or LM(model), whose engine is our own"
         )
+    if params.structured_outputs is not None:
+        raise PromptError(
+            f"{what}: SamplingParams(structured_outputs=...) is not passed to vLLM: use LM(model), whose engine is our own"
+        )
 
 
 def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: Any) -> Any:

@@ -1,0 +1,60 @@
+"""`GrammarConstraint`: xgrammar's matcher of one request, as a `TokenConstraint`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from ...sampling.token_constraint import ConstraintError, allow_only
+
+MASK_SECONDS = 0.25
+"""Time of the processor that a mask, or a token, may take. A grammar with many readings of a text takes longer with each token."""
+
+
+class GrammarConstraint:
+    """The tokens that continue a text of a grammar. Where the text is complete, it may end.
+
+    Args:
+        compiled: xgrammar's CompiledGrammar.
+        allowed: [words] int32, tokens that may come at all.
+        end_ids: end-of-sequence tokens.
+        name: of the form, for messages.
+    """
+
+    def __init__(self, compiled: Any, allowed: torch.Tensor, end_ids: Collection[int], name: str) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher = GrammarMatcher(compiled, override_stop_tokens=list(end_ids))
+        self._allowed, self._end_ids, self.name = allowed, frozenset(end_ids), f"structured_outputs ({name})"
+        self._past_end = 0  # tokens after the one that ended the text: of a request with ignore_eos
+
+    def mask(self, row: torch.Tensor) -> None:
+        if self._matcher.is_terminated():
+            allow_only(row, self._end_ids)
+            return
+        started = time.thread_time()
+        self._matcher.fill_next_token_bitmask(row[None], 0)
+        row &= self._allowed
+        self._check_time(started)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        started = time.thread_time()
+        for token in token_ids:
+            if self._matcher.is_terminated():
+                self._past_end += 1
+            elif not self._matcher.accept_token(token):
+                raise ConstraintError(f"token {token} does not continue the text")
+        self._check_time(started)
+
+    def rollback(self, num_tokens: int) -> None:
+        past = min(num_tokens, self._past_end)
+        self._past_end -= past
+        if num_tokens > past:
+            self._matcher.rollback(num_tokens - past)
+
+    def _check_time(self, started: float) -> None:
+        if (seconds := time.thread_time() - started) > MASK_SECONDS:
+            raise ConstraintError(f"a token took {seconds:.2g} s; at most {MASK_SECONDS:g}: write a simpler grammar")

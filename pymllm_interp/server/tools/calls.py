@@ -1,0 +1,276 @@
+"""Tool calls in the texts of models, by the format that a model writes them in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from .parts import JsonEnd, Part, before_mark
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+class JsonCall:
+    """One call as a JSON object with `name`, and `arguments` or `parameters`. Its arguments are passed on as they come.
+
+    Attributes:
+        raw: the text so far.
+        rest: the text behind the object, once `done`.
+    """
+
+    def __init__(self) -> None:
+        self.raw, self.rest = "", ""
+        self.done = self.begun = self.failed = False
+        self._object, self._arguments = JsonEnd(), JsonEnd()
+        self._open = False  # its arguments are not complete
+
+    def push(self, text: str) -> list[Part]:
+        """Take more text."""
+        known = len(self.raw)
+        end = self._object.find(text)
+        self.raw += text if end is None else text[:end]
+        parts: list[Part] = []
+        new = self.raw[known:]
+        if not self.begun and (head := _HEAD.match(self.raw)):
+            self.begun = self._open = True
+            parts.append(Part("call", json.loads(head[1])))
+            new = self.raw[head.end() :]
+        if self._open and new:
+            stop = self._arguments.find(new)
+            self._open = stop is None
+            parts.append(Part("arguments", new[:stop]))
+        if end is not None:
+            self.done, self.rest = True, text[end:]
+            if not self.begun:
+                parts += self._whole()
+        return parts
+
+    def _whole(self) -> list[Part]:
+        """The call of an object with its fields in another order; none where it is no call."""
+        try:
+            found = json.loads(self.raw)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+            self.failed = True
+            return []
+        arguments = found.get("arguments", found.get("parameters", {}))
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return [Part("call", found["name"]), Part("arguments", text)]
+
+
+class HermesCalls:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3."""
+
+    BEGIN, END = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        self._text, self._called = "", False
+        self._call: JsonCall | None = None
+        self._after = False  # a call is complete, its end mark has not come
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Take what can be taken of the text; whether more may follow."""
+        text, self._text = self._text, ""
+        if self._call is not None:
+            parts += self._call.push(text)
+            if not self._call.done:
+                return False
+            if self._call.failed:
+                parts.append(Part("content", self.BEGIN + self._call.raw))
+            self._text, self._after, self._call = self._call.rest, not self._call.failed, None
+            return True
+        if self._after:
+            _, mark, self._text = before_mark(text, [self.END, self.BEGIN])
+            if mark is not None:
+                self._after = False
+                self._text = self._text if mark == self.END else mark + self._text
+            return mark is not None
+        before, mark, self._text = before_mark(text, [self.BEGIN])
+        if self._called and not before.strip():  # white space between calls
+            before, self._text = ("", before + self._text) if mark is None and before else ("", self._text)
+            if mark is None:
+                return False
+        if before:
+            parts.append(Part("content", before))
+        if mark is None:
+            return False
+        self._call, self._called = JsonCall(), True
+        return True
+
+    def end(self) -> list[Part]:
+        if self._call is not None and not self._call.begun:
+            return [Part("content", self.BEGIN + self._call.raw)]
+        left = "" if self._called and not self._text.strip() else self._text
+        return [] if self._after or not left else [Part("content", left)]
+
+
+class LlamaCalls:
+    """`{"name": ..., "parameters": {...}}` in place of a text, several with `;` between them: Llama 3.
+
+    Args:
+        names: of the tools: an object with another name is a text.
+    """
+
+    TAG = "<|python_tag|>"
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names, self._text, self._plain = names, "", False
+        self._call: JsonCall | None = None
+        self._num_calls = 0
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        text, self._text = self._text, ""
+        if self._plain:
+            parts += [Part("content", text)] if text else []
+            return False
+        if self._call is None:
+            found = text.lstrip(" \n\t;" if self._num_calls else " \n\t").removeprefix(self.TAG).lstrip()
+            if not found or self.TAG.startswith(found):
+                self._text = text
+                return False
+            if not found.startswith("{"):
+                self._text, self._plain = text, True
+                return True
+            self._call, self._text = JsonCall(), found
+            return True
+        found = self._call.push(text)
+        if any(part.kind == "call" and part.text not in self._names for part in found) or self._call.failed:
+            self._text, self._plain, self._call = self._call.raw + self._call.rest, True, None
+            return True
+        parts += found
+        if not self._call.done:
+            return False
+        self._text, self._call, self._num_calls = self._call.rest, None, self._num_calls + 1
+        return True
+
+    def end(self) -> list[Part]:
+        left = self._text if self._call is None else "" if self._call.begun else self._call.raw
+        return [Part("content", left)] if left.strip(" \n\t;" if self._num_calls else "") else []
+
+
+class MistralCalls:
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`: Mistral."""
+
+    BEGIN, ARGS = "[TOOL_CALLS]", "[ARGS]"
+
+    def __init__(self) -> None:
+        self._text, self._in = "", ""  # in: "" the text, "mark" behind a mark, "list", "name", "arguments"
+        self._call: JsonCall | None = None
+        self._arguments = JsonEnd()
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        text, self._text = self._text, ""
+        if self._call is not None:
+            parts += self._call.push(text)
+            if self._call.done:
+                self._text, self._call = self._call.rest, None
+                return True
+            return False
+        if self._in == "":
+            before, mark, self._text = before_mark(text, [self.BEGIN])
+            if before:
+                parts.append(Part("content", before))
+            self._in = "" if mark is None else "mark"
+            return mark is not None
+        if self._in == "mark":
+            found = text.lstrip()
+            self._in = "list" if found[:1] == "[" else "name" if found else "mark"
+            self._text = found[1:] if self._in == "list" else found
+            return bool(found)
+        if self._in == "list":
+            found = text.lstrip(" \n\t,")
+            if found[:1] == "{":
+                self._call, self._text = JsonCall(), found
+                return True
+            self._in, self._text = ("", found[1:]) if found[:1] == "]" else ("list", found)
+            return found[:1] == "]"
+        if self._in == "name":
+            brace = text.find("{")
+            if brace < 0:
+                self._text = text
+                return False
+            name = text[:brace].partition("[CALL_ID]")[0].removesuffix(self.ARGS).strip()
+            parts.append(Part("call", name))
+            self._in, self._text, self._arguments = "arguments", text[brace:], JsonEnd()
+            return True
+        end = self._arguments.find(text)
+        if text:
+            parts.append(Part("arguments", text[:end]))
+        if end is None:
+            return False
+        self._in, self._text = "", text[end:]
+        return bool(self._text)
+
+    def end(self) -> list[Part]:
+        if self._call is not None:
+            return [] if self._call.begun else [Part("content", self._call.raw)]
+        left = self._text if self._in in ("", "name") else ""
+        return [Part("content", left)] if left.strip() else []
+
+
+class HarmonyParts:
+    """Channels of gpt-oss: `<|channel|>analysis<|message|>...<|end|>`, its calls (`commentary to=functions.NAME`) and `final`."""
+
+    MESSAGE = "<|message|>"
+    ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+    _NAME = re.compile(r"to=functions\.([^\s<]+)")
+
+    def __init__(self) -> None:
+        self._text, self._head = "", True
+        self._kind: Any = "content"
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        text, self._text = self._text, ""
+        if self._head:
+            head, message, behind = text.partition(self.MESSAGE)
+            if not message:
+                self._text = text
+                return False
+            self._head, self._text = False, behind
+            name, channel = self._NAME.search(head), head.rpartition("<|channel|>")[2].strip()
+            self._kind = "arguments" if name else "reasoning" if channel.startswith("analysis") else "content"
+            if name:
+                parts.append(Part("call", name[1]))
+            return True
+        before, mark, self._text = before_mark(text, self.ENDS)
+        if before:
+            parts.append(Part(self._kind, before))
+        self._head = mark is not None
+        return mark is not None
+
+    def end(self) -> list[Part]:
+        if self._head:
+            plain = self._text if "<|" not in self._text else ""  # a text without channels
+            return [Part("content", plain)] if plain else []
+        return [Part(self._kind, self._text)] if self._text else []

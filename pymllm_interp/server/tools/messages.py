@@ -1,0 +1,96 @@
+"""The assistant's messages as OpenAI's JSON, from the text of a model: reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection
+from typing import Any
+
+from .calls import HarmonyParts
+from .formats import TOOL_FORMATS
+from .parts import Part, TextParser
+from .reasoning import ThinkParts
+
+
+class MessageParser:
+    """One message, from its text.
+
+    Args:
+        tool_format: name of the format of its tool calls; None: they are not parsed.
+        names: of the tools.
+        reasoning: name of the format of its reasoning; None: it is not split off.
+        inside: the text begins inside of its reasoning.
+        several: more than one call may come; others are left out.
+    """
+
+    def __init__(
+        self, tool_format: str | None, names: Collection[str], reasoning: str | None, inside: bool, several: bool
+    ) -> None:
+        harmony = tool_format == "openai" or reasoning == "openai_gptoss"
+        self._thoughts: TextParser | None = None if harmony or reasoning is None else ThinkParts(inside)
+        self._calls: TextParser | None = HarmonyParts() if harmony else None
+        if tool_format is not None and not harmony:
+            self._calls = TOOL_FORMATS[tool_format].parser(names)
+        self._several, self._short_ids = several, tool_format == "mistral"
+        self.num_calls = 0
+
+    def push(self, text: str, ended: bool) -> list[Part]:
+        """The parts of more text.
+
+        Args:
+            ended: no more follows.
+        """
+        first = [Part("content", text)] if self._thoughts is None else self._thoughts.push(text)
+        if ended and self._thoughts is not None:
+            first += self._thoughts.end()
+        if self._calls is None:
+            return first
+        parts: list[Part] = []
+        for part in first:
+            parts += self._calls.push(part.text) if part.kind == "content" else [part]
+        return parts + self._calls.end() if ended else parts
+
+    def delta(self, text: str, ended: bool) -> dict[str, Any]:
+        """What more text adds to the message, as a stream's delta."""
+        found: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for part in self.push(text, ended):
+            if part.kind == "call":
+                self.num_calls += 1
+                if self._counts:
+                    calls.append(self._new_call(part.text))
+            elif part.kind == "arguments":
+                if self._counts:
+                    _add_arguments(calls, self.num_calls - 1, part.text)
+            elif part.text:
+                found[part.kind] = found.get(part.kind, "") + part.text
+        return found | ({"tool_calls": calls} if calls else {})
+
+    @property
+    def _counts(self) -> bool:
+        return self._several or self.num_calls == 1
+
+    def _new_call(self, name: str) -> dict[str, Any]:
+        number = uuid.uuid4().hex
+        made = number[:9] if self._short_ids else f"call_{number[:24]}"
+        function = {"name": name, "arguments": ""}
+        return {"index": self.num_calls - 1, "id": made, "type": "function", "function": function}
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The whole message of a text."""
+        found = self.delta(text, ended=True)
+        message: dict[str, Any] = {"role": "assistant", "content": found.get("content")}
+        if calls := found.get("tool_calls"):
+            message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+        elif message["content"] is None:
+            message["content"] = ""
+        if "reasoning" in found:
+            message["reasoning"] = found["reasoning"]
+        return message
+
+
+def _add_arguments(calls: list[dict[str, Any]], index: int, text: str) -> None:
+    if calls and calls[-1]["index"] == index:
+        calls[-1]["function"]["arguments"] += text
+    else:
+        calls.append({"index": index, "function": {"arguments": text}})
