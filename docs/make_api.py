@@ -111,6 +111,7 @@ SECTIONS = [
         "client.handle:RequestError",
         "client.handle:EngineClosedError", "CaptureError", "HarvestError",
         "hooks.traces.blocks.errors:TraceError", "hooks.traces.blocks.errors:EditError", "hooks.traces.blocks.errors:GangError",
+        "hooks.traces.blocks.errors:MixedRowsError",
         "hooks.traces.blocks.errors:TraceTimeoutError"),
     ),
     Section(

@@ -68,8 +68,10 @@ class Experts(nn.Module):
         self, layer_idx: int, experts: int, hidden: int, intermediate: int, act: str, dtype: torch.dtype, device: str
     ) -> None:
         super().__init__()
-        self.layer_idx, self.num_experts, self.hidden_dim, self.intermediate_dim = layer_idx, experts, hidden, intermediate
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden, dtype=dtype, device=device), False)
+        self.layer_idx, self.num_experts = layer_idx, experts
+        self.hidden_dim, self.intermediate_dim = hidden, intermediate
+        gate_up = torch.empty(experts, 2 * intermediate, hidden, dtype=dtype, device=device)
+        self.gate_up_proj = nn.Parameter(gate_up, False)
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate, dtype=dtype, device=device), False)
         self.act_fn = activation_module(act)
         # The fused pass has its own copy: hooks may wait at the module `act_fn`.
@@ -107,20 +109,20 @@ class Experts(nn.Module):
     def _one_by_one(
         self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Sums are in the order of a token's choices, whichever expert runs first: a row's bits depend on no other row."""
-        entries, top_k = ids.reshape(-1), ids.shape[1]
-        order = torch.argsort(entries, stable=True)
+        """A token's choices are added in their order, whichever expert runs first. So a row's bits depend on no other row."""
+        tokens, entries, weights = len(x), ids.t().reshape(-1), scores.t().reshape(-1)
+        order = torch.argsort(entries, stable=True)  # an expert's rows: by choice, then by token, as in transformers
         parts: list[torch.Tensor] = []
         start, (first, last) = 0, self._gemms
         for expert, count in enumerate(torch.bincount(entries, minlength=self.num_experts).tolist()):
             if count:
                 own = order[start : start + count]
-                out = last[expert](act(first[expert](x[own // top_k])))
-                parts.append((out * scores.reshape(-1)[own, None]).to(x.dtype))
+                out = last[expert](act(first[expert](x[own % tokens])))
+                parts.append((out * weights[own, None]).to(x.dtype))
                 start += count
         if not parts:
             return torch.empty_like(x)
-        by_choice = torch.cat(parts)[torch.argsort(order)].view(-1, top_k, x.shape[-1]).float().unbind(1)
+        by_choice = torch.cat(parts)[torch.argsort(order)].view(-1, *x.shape).float()
         total = by_choice[0]
         for part in by_choice[1:]:
             total = total + part

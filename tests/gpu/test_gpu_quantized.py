@@ -50,7 +50,9 @@ def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def angle(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """1 less the lowest cosine of rows."""
-    return 1 - float(torch.nn.functional.cosine_similarity(ours.double().flatten(1), theirs.double().flatten(1), dim=-1).min())
+    return 1 - float(
+        torch.nn.functional.cosine_similarity(ours.double().flatten(1), theirs.double().flatten(1), dim=-1).min()
+    )
 
 
 def close(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, what: str) -> None:

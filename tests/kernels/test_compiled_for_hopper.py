@@ -31,7 +31,8 @@ for kind, width, group, zeros in [("fp8", 4096, 4096, False), ("uint4", 4096, 12
     bits = 4 if kind.endswith("4") else 8
     pointers = {"x": HALF, "codes": "*u8", "scales": HALF, "zeros": "*u8", "bias": HALF, "out": HALF}
     shared = {
-        "N": 4096, "K": width, "GROUP": group, "GROUPS": width // group, "KIND": kind, "PACKED": 8 // bits, "PAIR": 64 if bits == 4 else 1, "HAS_ZEROS": zeros,
+        "N": 4096, "K": width, "GROUP": group, "GROUPS": width // group, "KIND": kind, "PACKED": 8 // bits,
+        "PAIR": 64 if bits == 4 else 1, "HAS_ZEROS": zeros,
         "MIDDLE": float(1 << (bits - 1)), "HAS_BIAS": True, "PDL": True,
     }
     one = {"ROWS": kernels.ROW_CHANNELS, "BLOCK": kernels.ROW_BLOCK}

@@ -60,7 +60,9 @@ def test_a_row_without_numbers_spoils_no_other_row():
 @pytest.mark.parametrize("tokens", [1, 5, 40, 300])
 def test_each_entry_is_in_one_tile_of_its_expert(tokens, kind):
     experts, top_k = 7, 3
-    ids = torch.stack([torch.randperm(experts, generator=torch.Generator().manual_seed(i))[:top_k] for i in range(tokens)])
+    ids = torch.stack(
+        [torch.randperm(experts, generator=torch.Generator().manual_seed(i))[:top_k] for i in range(tokens)]
+    )
     if kind == "one has all":
         ids[:] = 6
     elif kind == "some have none":
@@ -115,4 +117,5 @@ def test_no_rows_give_no_rows():
     module = made(3, 16, 8, torch.float32)
     none = torch.empty(0, 2, device=DEVICE)
     assert module.fused(none.new_empty(0, 16), none.long(), none).shape == (0, 16)
-    assert kernels.experts(none.new_empty(0, 16), none.long(), none, module.gate_up_proj, module.down_proj).shape == (0, 16)
+    found = kernels.experts(none.new_empty(0, 16), none.long(), none, module.gate_up_proj, module.down_proj)
+    assert found.shape == (0, 16)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.kernels.products.quantized_blocks import block_of
 from pymllm_interp.kernels.products.quantized import dequantize, parts_of, product
+from pymllm_interp.kernels.products.quantized_blocks import block_of
 from pymllm_interp.layers.quantization.weight import QuantizedWeight, quantized
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,7 +84,8 @@ def test_wide_weights_are_summed_in_parts_in_one_order(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("bits", "width", "group", "block"),
-    [(8, 4096, 4096, 128), (8, 4096, 128, 128), (4, 4096, 64, 64), (4, 4096, 32, 32), (4, 64, 16, None), (4, 96, 96, 32), (4, 72, 72, None), (8, 64, 16, 16),
+    [(8, 4096, 4096, 128), (8, 4096, 128, 128), (4, 4096, 64, 64), (4, 4096, 32, 32), (4, 64, 16, None), (8, 64, 16, 16),
+     (4, 96, 96, 32), (4, 72, 72, None),
      (8, 96, 24, None), (4, 33, 33, None)],
 )  # fmt: skip
 def test_blocks_do_not_cross_groups(bits: int, width: int, group: int, block: int | None) -> None:
@@ -103,13 +104,16 @@ def test_a_weight_is_the_same_however_its_codes_are_paired(kind: str, pair: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("kind", "width", "group", "zeros"),
-    [("fp8", 96, None, False), ("fp8", 200, 128, False), ("uint8", 160, 32, True), ("uint4", 192, 64, True), ("fp4", 96, 32, False)],
-)
-def test_the_kernel_dequantises_as_torch_does(kind: str, width: int, group: int | None, zeros: bool, dtype: torch.dtype) -> None:
+    [
+        ("fp8", 96, None, False), ("fp8", 200, 128, False), ("uint8", 160, 32, True), ("uint4", 192, 64, True),
+        ("fp4", 96, 32, False),
+    ],
+)  # fmt: skip
+def test_the_kernel_dequantises_as_torch_does(
+    kind: str, width: int, group: int | None, zeros: bool, dtype: torch.dtype
+) -> None:
     weight = weight_of(kind, 7, width, group, zeros)
-    found = dequantize(
-        weight.kind, weight.codes, weight.scales, weight.zeros, weight.group_size, weight.pair, dtype
-    )
+    found = dequantize(weight.kind, weight.codes, weight.scales, weight.zeros, weight.group_size, weight.pair, dtype)
     assert torch.equal(found.cpu(), weight.to("cpu").dequantize(dtype))
 
 
@@ -121,7 +125,9 @@ def test_every_code_is_exact() -> None:
         own = own[: len(own) // 32 * 32].view(-1, 32).to(DEVICE)
         width, pair = (64, 16) if kind.endswith("4") else (32, 1)
         stored = own.view(torch.float8_e4m3fn) if kind == "fp8" else own
-        weight = QuantizedWeight(kind, stored, torch.ones(len(own), width // 32, device=DEVICE), None, 32, torch.float32, pair)
+        weight = QuantizedWeight(
+            kind, stored, torch.ones(len(own), width // 32, device=DEVICE), None, 32, torch.float32, pair
+        )
         exact = weight.to("cpu").dequantize(torch.float32)
         one = torch.eye(width, device=DEVICE, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float16)
         assert torch.equal(multiplied(one, weight, None).float().cpu().T, exact), kind

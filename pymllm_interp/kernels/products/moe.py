@@ -37,8 +37,8 @@ TILINGS = (Tiling(16, 32, 256, 4, 3), Tiling(32, 128, 128, 8, 3), Tiling(64, 128
 
 @triton.jit
 def _route(
-    logits, scores, ids, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, scores, ids, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+    CHOICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     grid_wait(PDL)

@@ -30,7 +30,7 @@ TILES = {
     "8": {16: (16, 32, 4, 5), 32: (32, 64, 4, 4), 64: (64, 128, 8, 3), 128: (128, 128, 8, 3), 256: (256, 128, 8, 3)},
     "4": {16: (16, 128, 8, 3), 32: (32, 128, 8, 3), 64: (64, 128, 4, 3), 128: (128, 64, 4, 3), 256: (128, 64, 4, 3)},
 }
-"""Bits of a code -> rows, up to which -> `Tile`: the fastest of 8 to 16 over the products of an 8B model on an H200."""
+"""Bits of a code -> rows, up to which -> `Tile`. The fastest of 8 to 16 for an 8B model on an H200."""
 
 
 @triton.jit
@@ -101,8 +101,8 @@ def _one_row(
 def _few_rows(
     x, codes, scales, zeros, bias, out, rows,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
-    PAIR: tl.constexpr, HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    PAIR: tl.constexpr, HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -125,8 +125,9 @@ def _few_rows(
             half = start + tl.arange(0, BLOCK_K // 2)[None, :]
             low = tl.load(x + where_x + half, mask=mask, other=0.0)
             high = tl.load(x + where_x + half + BLOCK_K // 2, mask=mask, other=0.0)
-            product = tl.dot(_decoded(code & 15, zero, KIND, low.dtype), tl.trans(low), input_precision="ieee")
-            product = tl.dot(_decoded(code >> 4, zero, KIND, low.dtype), tl.trans(high), product, input_precision="ieee")
+            first, second = _decoded(code & 15, zero, KIND, low.dtype), _decoded(code >> 4, zero, KIND, low.dtype)
+            product = tl.dot(first, tl.trans(low), input_precision="ieee")
+            product = tl.dot(second, tl.trans(high), product, input_precision="ieee")
         else:
             values = tl.load(x + where_x + column, mask=mask, other=0.0)
             product = tl.dot(_decoded(code, zero, KIND, values.dtype), tl.trans(values), input_precision="ieee")
@@ -191,7 +192,8 @@ class Tile(NamedTuple):
 
 _one_row_launch = Launcher(_one_row, pdl=True, enable_fp_fusion=True)
 _few_rows_launch = cache(lambda stages: Launcher(_few_rows, pdl=True, num_stages=stages))
-_sum_launch, _dequantize_launch = Launcher(_sum_parts, pdl=True), Launcher(_dequantize, pdl=True, enable_fp_fusion=False)
+_sum_launch = Launcher(_sum_parts, pdl=True)
+_dequantize_launch = Launcher(_dequantize, pdl=True, enable_fp_fusion=False)
 
 
 def tile_of(kind: str, rows: int) -> Tile:
@@ -229,9 +231,11 @@ def product(
     out = x.new_empty(*x.shape[:-1], channels)
     codes = codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
     middle = float(1 << (bits - 1))
-    shape = (channels, width, group_size, scales.shape[1], kind, 8 // bits, pair, zeros is not None, middle, bias is not None)
+    groups = group_size, scales.shape[1]
+    shape = (channels, width, *groups, kind, 8 // bits, pair, zeros is not None, middle, bias is not None)
     weights = x, codes, scales, codes if zeros is None else zeros, scales if bias is None else bias
-    if rows == 1 and bits == 8 and tile is None and width <= ROW_BLOCK * MAX_ROW_BLOCKS:  # tensor cores decode 4 bits faster
+    # Tensor cores decode 4 bits faster.
+    if rows == 1 and bits == 8 and tile is None and width <= ROW_BLOCK * MAX_ROW_BLOCKS:
         grid = -(-channels // ROW_CHANNELS), 1, 1
         _one_row_launch(grid, (*weights, out), (), (*shape, ROW_CHANNELS, ROW_BLOCK), ROW_WARPS)
         return out
@@ -250,8 +254,9 @@ def product(
 
 
 def dequantize(
-    kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, pair: int, dtype: torch.dtype
-) -> torch.Tensor:
+    kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, pair: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """The weight [out, in] in `dtype`: computed in float32, rounded once. Arguments as of `product`."""
     packed = 2 if kind.endswith("4") else 1
     codes = codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)

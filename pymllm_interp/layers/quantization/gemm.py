@@ -48,8 +48,8 @@ class QuantizedGemm:
             from ...kernels.products.quantized import has_kernel, product
 
             if has_kernel(weight.kind, x.shape[-1], weight.group_size, x.get_device()):
-                parts = weight.kind, weight.codes, weight.scales, weight.zeros, self.bias, weight.group_size, weight.pair
-                return product(x.contiguous(), *parts)
+                codes = weight.kind, weight.codes, weight.scales, weight.zeros
+                return product(x.contiguous(), *codes, self.bias, weight.group_size, weight.pair)
         if self.rounds_rows and x.is_cuda and not torch.is_grad_enabled():
             return scaled_product(x, weight, self.bias)
         if torch.is_grad_enabled() and x.requires_grad:

@@ -31,7 +31,7 @@ class SparseMoeBlock(ResidualBranch):
         experts, hidden, dtype = self.num_experts_of(config), spec.hidden_size, spec.dtype
         self.gate = TopKRouter(
             experts, hidden, config.num_experts_per_tok, self.normalises(config), dtype, self.score_dtype_of(spec), device
-        )
+        )  # fmt: skip
         self.experts = Experts(
             layer_idx, experts, hidden, self.intermediate_size_of(config), self.activation_of(config), dtype, device
         )
@@ -106,7 +106,8 @@ class SparseForCausalLM(LlamaForCausalLM):
     @property
     def num_experts(self) -> int:
         """Experts of a layer."""
-        return self.model.layers[0].mlp.gate.num_experts  # pyright: ignore[reportAttributeAccessIssue]
+        mlp: SparseMoeBlock = self.model.layers[0].mlp  # pyright: ignore
+        return mlp.gate.num_experts
 
 
 class MixtralMoe(SparseMoeBlock):
@@ -183,9 +184,7 @@ class OlmoeAttention(LlamaAttention):
 
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
         super().__init__(config, spec, layer_idx, device)
-        self.q_norm, self.k_norm = (
-            RMSNorm(spec.width(kind), config.rms_norm_eps, spec.dtype, device) for kind in "qk"
-        )
+        self.q_norm, self.k_norm = (RMSNorm(spec.width(kind), config.rms_norm_eps, spec.dtype, device) for kind in "qk")
 
     def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
         return super().normed(getattr(self, norm)(projected), norm)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...layers.fused_qkv import Conv1D
 from ...layers.linear import Linear, MergedLinear, Projection
-from ...layers.quantization.gemm import laid_out, QuantizedGemm, takes_rounded_rows
+from ...layers.quantization.gemm import QuantizedGemm, laid_out, takes_rounded_rows
 from ...layers.quantization.weight import QuantizedWeight, concatenated, quantized
 from .formats import LEAVES, QuantizationFormat
 from .loading import MARKS, WeightsError, draw, is_harmless, load_weights

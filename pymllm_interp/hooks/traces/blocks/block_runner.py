@@ -15,7 +15,7 @@ from ..serving.attention_mask import READ_ONLY
 from ..serving.points import Points
 from ..serving.rows import BatchRows
 from ..serving.shared_value import SharedValue, leaves, same_objects, versions_of
-from .errors import EditError, TraceTimeoutError
+from .errors import EditError, MixedRowsError, TraceTimeoutError
 from .torch_modes import NO_AUTOCAST, Modes, autocast_by_device, is_any_autocast_enabled
 from .trace import Block, RequestTrace
 from .watchdog import Watchdog
@@ -225,7 +225,11 @@ class BlockScope:
                 error = _swap(block, location, shared, pending[3])
             return self.switch(block, worker.switch if error is None else worker.throw, error)
         trace.receipt.reads += 1
-        served = shared.served_to(trace)
+        try:
+            served = shared.served_to(trace)
+        except MixedRowsError as error:
+            named = MixedRowsError(f"request {trace.request_id}: `{location}`: {error}")
+            return self.switch(block, worker.throw, named)
         if type(served) is Tensor:
             version = served._version
             following = self.switch(block, worker.switch, served)
@@ -264,13 +268,13 @@ def _warn_of(block: Block, raised: BaseException) -> None:
     block.trace.warn(f"the block raised {raised!r} while it was unwound")
 
 
-def _swap(block: Block, location: str, shared: SharedValue, edited: Any) -> EditError | None:
+def _swap(block: Block, location: str, shared: SharedValue, edited: Any) -> EditError | MixedRowsError | None:
     """Replace the request's rows. Returns the error of an edit that does not fit."""
     try:
         shared.replace(block.trace.rows, edited)
         shared.containers = {} if isinstance(edited, Tensor) else {block.trace: edited}
-    except EditError as error:
-        return EditError(f"request {block.trace.request_id}: edit of `{location}`: {error}")
+    except (EditError, MixedRowsError) as error:
+        return type(error)(f"request {block.trace.request_id}: edit of `{location}`: {error}")
     shared.count_edit(block.trace)
     return None
 

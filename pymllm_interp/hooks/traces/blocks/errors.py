@@ -13,6 +13,10 @@ class EditError(TraceError, ValueError):
     """An edit does not fit the value that it replaces: another type, shape, dtype or device."""
 
 
+class MixedRowsError(TraceError, RuntimeError):
+    """A value mixes the rows of several requests, as inside experts: those of one request cannot be told."""
+
+
 class GangError(TraceError, RuntimeError):
     """Another request of the same gang failed."""
 

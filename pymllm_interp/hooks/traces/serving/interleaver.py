@@ -25,7 +25,7 @@ import torch
 from ....core.forward_batch import Waits
 from ....core.model_spec import Family
 from ..blocks.block_runner import BlockRunner
-from ..blocks.errors import EditError
+from ..blocks.errors import EditError, MixedRowsError
 from ..blocks.trace import Block, RequestTrace
 from ..blocks.watchdog import Watchdog
 from ..nnsight_compat import Controller, Envoy, Interleaver, apply, install_controller
@@ -375,14 +375,17 @@ def _replace_skipped(point: Point, shared: SharedValue) -> None:
         try:
             shared.replace(block.trace.rows, replacement)
             shared.count_edit(block.trace)
-        except EditError as error:
-            message = f"request {block.trace.request_id}: skip of `{point.name}`: {error}"
-            block.trace.fail(EditError(message))
+        except (EditError, MixedRowsError) as error:
+            block.trace.fail(type(error)(f"request {block.trace.request_id}: skip of `{point.name}`: {error}"))
     point.skips.clear()
 
 
 def _fill_caches(caches: Iterable[tuple[Block, Any, tuple[str, str]]], shared: SharedValue) -> None:
     for block, cache, slot in caches:
         if block.trace.error is None:
-            served = without_batch(shared.rows_of(block.trace.rows))
+            try:
+                served = without_batch(shared.rows_of(block.trace.rows))
+            except MixedRowsError as error:
+                block.trace.fail(MixedRowsError(f"request {block.trace.request_id}: cache of `{slot[0]}`: {error}"))
+                continue
             cache.observe_selected(slot, apply(served, torch.Tensor.clone, torch.Tensor))

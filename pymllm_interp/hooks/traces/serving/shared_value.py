@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ....core.forward_batch import ForwardBatch
-from ..blocks.errors import EditError
+from ..blocks.errors import EditError, MixedRowsError
 from ..blocks.trace import RequestTrace
 from ..nnsight_compat import apply
 from .attention_mask import ServedMasks, takes_token_ids
@@ -130,6 +130,11 @@ class SharedValue:
         cut = self._cuts.get(id(tensor))
         if cut is None:
             place = rows.layout(tensor, self.of_logits)
+            if place[0] is None and tensor.numel() > 1 and not isinstance(tensor, torch.nn.Parameter):
+                raise MixedRowsError(
+                    f"it is {list(tensor.shape)} in a pass of {rows.total} rows of several requests, and does not say which "
+                    "rows are this request's. A request alone in its pass can read it, as with max_running_requests=1"
+                )
             cut = self._cuts[id(tensor)] = BatchCut(tensor, *place, self.readers, tensor is self.value)
             self.row_memory += cut.row_memory()
         return cut

@@ -1,0 +1,187 @@
+"""Native mixtures of experts: checkpoints, routing, traces inside them, and what runs by its class instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_configs import tiny_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.models.weights.loading import WeightsError
+
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
+PROMPTS = [[5, 17, 3, 9, 40], [6, 2], [7, 8, 9, 10, 11, 12, 13, 14]]
+CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}
+SIZES: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_tokens": 512, "max_running_requests": 4}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A model of transformers, and its checkpoint, which has three tensors for each expert."""
+    torch.manual_seed(3)
+    config = tiny_config(request.param)
+    config.tie_word_embeddings = request.param == "mixtral"
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():  # experts are told apart
+        torch.nn.init.normal_(parameter, std=0.3)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = load_file(folder / "model.safetensors")
+    assert sum(".experts.1." in name for name in found) == 6, "transformers writes another format now"
+    return found
+
+
+def with_tensors(folder: Path, tensors: dict[str, torch.Tensor], to: Path) -> Path:
+    to.mkdir()
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_a_checkpoint_of_experts_is_read(saved: tuple[Any, Path]) -> None:
+    model, folder = saved
+    with LM(folder, impl="native", **SIZES) as lm, torch.no_grad():
+        for prompt, out in zip(PROMPTS, lm.forward(PROMPTS), strict=True):
+            torch.testing.assert_close(out.logits, model(torch.tensor([prompt])).logits[0], **CLOSE)
+
+
+def test_tensors_in_any_order_and_in_transformers_own_format_are_read(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = saved
+    with LM(folder, impl="native", **SIZES) as lm:
+        (expected,) = lm.forward(PROMPTS[:1])
+    merged = {
+        name: tensor.contiguous() for name, tensor in model.state_dict().items()
+        if not (model.config.tie_word_embeddings and name == "lm_head.weight")
+    }  # fmt: skip
+    with LM(with_tensors(folder, merged, tmp_path / "merged"), impl="native", **SIZES) as lm:
+        assert torch.equal(lm.forward(PROMPTS[:1])[0].logits, expected.logits)
+
+
+@pytest.mark.parametrize("fault", ["missing", "one too many", "misshapen"])
+def test_experts_that_do_not_fit_are_named(saved: tuple[Any, Path], fault: str, tmp_path: Path) -> None:
+    _, folder = saved
+    tensors = tensors_of(folder)
+    name = next(name for name in tensors if ".experts.2." in name)
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "one too many":
+        tensors[name.replace(".2.", ".4.")] = tensors[name].clone()
+    else:
+        tensors[name] = tensors[name][:-1].clone()
+    with pytest.raises(WeightsError, match=re.escape("experts.")) as error:
+        LM(with_tensors(folder, tensors, tmp_path / "m"), impl="native", **SIZES)
+    assert "gate_up_proj" in str(error.value) or "down_proj" in str(error.value) or ".experts.4." in str(error.value)
+
+
+def test_a_row_is_routed_alike_whatever_else_is_in_the_batch(saved: tuple[Any, Path]) -> None:
+    _, folder = saved
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LM(folder, impl="native", **SIZES) as lm:
+        together = lm.generate(PROMPTS, params, capture=["resid_post.*"])
+        for prompt, out in zip(PROMPTS, together, strict=True):
+            (alone,) = lm.generate([prompt], params, capture=["resid_post.*"])
+            assert alone.token_ids == out.token_ids
+            for site, states in alone.activations.items():
+                torch.testing.assert_close(states, out.activations[site], **CLOSE)
+
+
+@pytest.mark.parametrize("path", ["mlp.gate", "mlp.experts", "mlp"])
+def test_blocks_read_and_edit_the_modules_of_experts(saved: tuple[Any, Path], path: str) -> None:
+    """The router gives logits, scores and ids; the edit bans the expert that each token likes best."""
+    model, folder = saved
+    name = f"model.layers.0.{path}"
+
+    def edited(found: Any) -> Any:
+        if not isinstance(found, tuple):
+            return found * 0.5
+        return (found[0], found[1] * torch.tensor([0.0, 1.0]), found[2])
+
+    kept: list[Any] = []
+
+    def hook(module: Any, args: Any, out: Any) -> Any:
+        kept.append(out)
+        return edited(out)
+
+    with LM(folder, impl="native", **SIZES) as lm, torch.no_grad():
+        with lm.trace() as tracer:
+            for prompt in PROMPTS:
+                with tracer.invoke(prompt):
+                    read = lm.get(name).output.save()
+            with tracer.invoke(PROMPTS[0]):
+                lm.get(name).output = edited(lm.get(name).output)
+                logits = lm.lm_head.output.save()
+        model(torch.tensor([PROMPTS[-1]]))
+        handle = model.get_submodule(name).register_forward_hook(hook)
+        expected = model(torch.tensor([PROMPTS[0]])).logits
+        model(torch.tensor([PROMPTS[-1]]))
+        handle.remove()
+        torch.testing.assert_close(logits, expected, **CLOSE)
+        ours, theirs = (value if isinstance(value, tuple) else (value,) for value in (read, kept[-1]))
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.reshape(other.shape), other, **CLOSE)
+
+
+def test_rows_inside_experts_go_to_a_request_that_is_alone(saved: tuple[Any, Path]) -> None:
+    """An expert gets the rows of all requests that chose it: no block may read or edit those of another request."""
+    model, folder = saved
+    kept: list[torch.Tensor] = []
+    path = "model.layers.1.mlp.experts.act_fn"
+    act = model.get_submodule(path)
+    with LM(folder, impl="native", **SIZES) as lm, torch.no_grad():
+        with lm.trace(PROMPTS[2]) as tracer:
+            seen = lm.get(path).output.save()
+        assert tracer.receipt.eager_parts or tracer.receipt.steps == {"modules": 1}
+        handle = act.register_forward_hook(lambda _, args, out: kept.append(out))
+        model.set_experts_implementation("eager")
+        model(torch.tensor([PROMPTS[2]]))
+        handle.remove()
+        torch.testing.assert_close(seen, kept[0], **CLOSE)  # of the first expert that a token chose
+        plain = lm.forward([PROMPTS[1]])[0].logits
+
+        def read() -> None:
+            lm.get(path).output.save()
+
+        def assign() -> None:
+            lm.get(path).output = torch.zeros(1, 48)
+
+        def skip() -> None:
+            lm.get(path).skip(torch.zeros(1, 48))
+
+        for wrong in (read, assign, skip):
+            with pytest.raises(RuntimeError, match=r"act_fn.*: it is \[.*several requests.*max_running_requests=1"):
+                with lm.trace() as tracer:
+                    with tracer.invoke(PROMPTS[0]):
+                        wrong()
+                    with tracer.invoke(PROMPTS[1]):
+                        logits = lm.lm_head.output.save()
+            lm.engine.scheduler.check_integrity()
+        with lm.trace() as tracer:
+            with tracer.invoke(PROMPTS[0]):
+                lm.model.layers[0].output.save()
+            with tracer.invoke(PROMPTS[1]):
+                logits = lm.lm_head.output.save()
+        torch.testing.assert_close(logits[0], plain, **CLOSE)
+
+
+def test_what_the_native_classes_do_not_compute_runs_by_its_class() -> None:
+    dense = tiny_config("qwen3_moe")
+    dense.mlp_only_layers = [0]
+    clipped = tiny_config("olmoe")
+    clipped.clip_qkv = 0.5
+    for config in (dense, clipped):
+        with LM(hf_config=config, load_format="dummy", **SIZES) as lm:
+            assert type(lm.runner.get_model()).__module__.startswith("pymllm_interp.models.transformers")
+        with pytest.raises(ValueError, match="no native implementation for this config"):
+            LM(hf_config=config, load_format="dummy", impl="native", **SIZES)
+    with pytest.raises(ValueError, match="the experts of MixtralForCausalLM cannot be quantised"):
+        LM(hf_config=tiny_config("mixtral"), load_format="dummy", quantize="fp8", **SIZES)
