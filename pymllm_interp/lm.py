@@ -308,6 +308,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         how: str = "auto",
         stream: bool = False,
         progress: bool | None = None,
+        lora: str | None = None,
     ) -> PatchSweep:
         """Activation patching at every layer and position: the base prompt, each time with one state of the source prompt.
 
@@ -326,6 +327,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
             how: "wavefront", "requests", or "auto": the wavefront where it serves.
             stream: return after the two unpatched runs. Iterating over the result runs the cells.
             progress: show a bar on standard error; None: on a terminal.
+            lora: the adapter of all runs, which are requests then.
 
         Returns:
             a `PatchSweep`: `values` [layers, positions], or [layers, positions, heads].
@@ -340,7 +342,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         self._check_outside()
         return patch_sweep(
             self, base, source, site=site, metric=metric, positions=positions, heads=heads, layers=layers, how=how, stream=stream,
-            progress=progress,
+            progress=progress, lora=lora,
         )  # fmt: skip
 
     def attribute(
@@ -352,6 +354,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         sites: NamesFilter,
         steps: int = 1,
         neurons: bool = False,
+        lora: str | None = None,
     ) -> Attribution:
         """Attribution patching: an estimate of what patching each site from the clean run adds to the corrupted run's metric.
 
@@ -365,6 +368,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
             sites: a site's name or pattern, or several, of all kinds but `logits`.
             steps: gradients to average, at the middle of equal parts of the way.
             neurons: keep the width of each state, in place of sums over positions and heads.
+            lora: the adapter of both runs.
 
         Returns:
             an `Attribution`: by site, [positions]; at `q`, `k`, `v` and `z` [positions, heads].
@@ -378,7 +382,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
 
         self.backend.require_process("lm.attribute", "lm.patch_sweep runs here, as requests")
         self._check_outside()
-        return attribute(self, clean, corrupted, metric=metric, sites=sites, steps=steps, neurons=neurons)
+        return attribute(self, clean, corrupted, metric=metric, sites=sites, steps=steps, neurons=neurons, lora=lora)
 
     def _check_outside(self) -> None:
         self.engine.check_open()

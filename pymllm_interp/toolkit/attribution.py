@@ -26,8 +26,9 @@ from .metrics import Metric, RowMetric, metric_of
 
 
 def attribute(
-    lm: Any, clean: Any, corrupted: Any, *, metric: Metric, sites: NamesFilter, steps: int = 1, neurons: bool = False
-) -> Attribution:
+    lm: Any, clean: Any, corrupted: Any, *, metric: Metric, sites: NamesFilter, steps: int = 1, neurons: bool = False,
+    lora: str | None = None,
+) -> Attribution:  # fmt: skip
     """See `LM.attribute`."""
     spec, measure = lm.model_spec, metric_of(metric, lm)
     if not is_whole(steps) or steps < 1:
@@ -46,14 +47,14 @@ def attribute(
             "subtracted position by position, so both need equally many; reword one"
         )
     places = [_place(site, spec) for site in chosen]
-    wanted, measured_clean = _states(lm, clean_ids, places, measure)
-    gradients, found, measured = _gradients(lm, corrupted_ids, places, measure)
+    wanted, measured_clean = _states(lm, clean_ids, places, measure, lora)
+    gradients, found, measured = _gradients(lm, corrupted_ids, places, measure, lora)
     values, completeness = dict[str, torch.Tensor](), dict[str, Completeness]()
     for place, target, start, gradient in zip(places, wanted, found, gradients, strict=True):
         name, change = str(place.point.site), target.float() - start.float()
         reached = measured
         if steps > 1:
-            gradient, reached = _along(lm, corrupted_ids, place, start, target, steps, measure)
+            gradient, reached = _along(lm, corrupted_ids, place, start, target, steps, measure, lora)
         products = change * gradient.float()
         if steps > 1:
             completeness[name] = Completeness(products.sum().item(), reached - measured)
@@ -82,10 +83,10 @@ def _value(lm: Any, place: PlacedHooks) -> torch.Tensor:
 
 
 def _states(
-    lm: Any, ids: list[int], places: Sequence[PlacedHooks], metric: RowMetric
+    lm: Any, ids: list[int], places: Sequence[PlacedHooks], metric: RowMetric, lora: str | None
 ) -> tuple[list[torch.Tensor], float]:
     """The states [tokens, ...] of a run at each place, and its metric."""
-    with lm.trace(ids):
+    with lm.trace(ids, lora=lora):
         states = _read(lm, places).save()  # pyright: ignore[reportAttributeAccessIssue]
         logits = lm.output.logits[:, -1].save()
     return states, metric(logits.float()).item()
@@ -96,10 +97,10 @@ def _read(lm: Any, places: Sequence[PlacedHooks]) -> list[torch.Tensor]:
 
 
 def _gradients(
-    lm: Any, ids: list[int], places: Sequence[PlacedHooks], metric: RowMetric
+    lm: Any, ids: list[int], places: Sequence[PlacedHooks], metric: RowMetric, lora: str | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
     """The metric's gradients at each place, the states there, [tokens, ...] each, and the metric."""
-    with lm.trace(ids, grad=True):
+    with lm.trace(ids, grad=True, lora=lora):
         found = _differentiated(lm, places, metric).save()
     gradients, states, value = found
     return gradients, states, value.item()
@@ -124,6 +125,7 @@ def _along(
     target: torch.Tensor,
     steps: int,
     metric: RowMetric,
+    lora: str | None,
 ) -> tuple[torch.Tensor, float]:
     """The mean gradient at the middle of each of `steps` parts of the way, and the metric at its end."""
     points = [(step + 0.5) / steps for step in range(steps)] + [1.0]
@@ -131,7 +133,7 @@ def _along(
     total, reached = torch.zeros(start.shape), 0.0
     for first in range(0, len(points), most):
         part = points[first : first + most]
-        with lm.trace([ids] * len(part), grad=True):
+        with lm.trace([ids] * len(part), grad=True, lora=lora):
             found = _from(lm, place, start, target, part, metric).save()  # pyright: ignore[reportAttributeAccessIssue]
         gradients, values = found
         total += gradients[: steps - first].sum(0)  # the end counts only for the metric

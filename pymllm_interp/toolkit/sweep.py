@@ -48,6 +48,8 @@ class Plan:
     """Position of the first token that differs. States before it are equal in both runs, so their cells are the base run."""
     states: tuple[torch.Tensor, torch.Tensor]
     """The base's and the source's states, [layers, positions, width] each."""
+    lora: str | None
+    """The adapter of all runs."""
 
     def _cells(self, changed: bool) -> Iterator[Cell]:
         """Cells at positions from `first_change` on, or before it."""
@@ -89,6 +91,7 @@ def patch_sweep(
     how: str = "auto",
     stream: bool = False,
     progress: bool | None = None,
+    lora: str | None = None,
 ) -> PatchSweep:
     """See `LM.patch_sweep`."""
     spec, measure = lm.model_spec, metric_of(metric, lm)
@@ -111,15 +114,15 @@ def patch_sweep(
     kind, count = sites[0].kind, len(base_ids)
     found = _positions("prompt" if positions is None else positions, count)
     chosen = None if heads is None else _heads(heads, kind, spec)
-    why = _why_requests(lm) if how != "requests" else "asked for"
+    why = _why_requests(lm, lora) if how != "requests" else "asked for"
     if why and how == "wavefront":
         raise NotImplementedError(f"how='wavefront': {why}; how='requests' runs a request for each cell")
-    states, logits = _both_runs(lm, [base_ids, source_ids], sites, found)
+    states, logits = _both_runs(lm, [base_ids, source_ids], sites, found, lora)
     baselines = measure(logits).tolist()
     where = [one.layer or 0 for one in sites]
     pairs = enumerate(zip(base_ids, source_ids, strict=True))
     first_change = next((i for i, (one, other) in pairs if one != other), 0)
-    plan = Plan(lm, measure, base_ids, kind, where, found, chosen, first_change, (states[0], states[1]))
+    plan = Plan(lm, measure, base_ids, kind, where, found, chosen, first_change, (states[0], states[1]), lora)
     cells = _shown(_by_requests(plan) if why else _by_wavefront(plan), len(plan.cells()), progress)
     equal = zip(plan.equal_cells(), repeat(baselines[0]), strict=False)
     result = PatchSweep(
@@ -179,19 +182,21 @@ def _heads(heads: Heads | str, kind: str, spec: Any) -> list[int]:
     return list(heads_in(checked_heads(heads, kind) or (), spec, kind))
 
 
-def _why_requests(lm: Any) -> str:
+def _why_requests(lm: Any, lora: str | None) -> str:
     """Why the cells run as requests; "" where the wavefront runs them."""
+    if lora is not None:
+        return "they have an adapter"
     if not lm.backend.in_process:
         return "the engine is a server's"
     return "" if Wavefront.serves(lm) else "the model runs by its class in transformers"
 
 
 def _both_runs(
-    lm: Any, prompts: list[list[int]], sites: list[Site], positions: list[int]
+    lm: Any, prompts: list[list[int]], sites: list[Site], positions: list[int], lora: str | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The states [layers, positions, width] of each prompt, and the logits [2, vocab] of their last positions."""
     captures = [*(Capture(site, positions=positions) for site in sites), LAST_LOGITS]
-    outs = lm.generate(prompts, ONE, capture=captures)
+    outs = lm.generate(prompts, ONE, capture=captures, lora=lora)
     states = [
         rearrange([out.activations[str(site)] for site in sites], "layers positions ... -> layers positions (...)")
         for out in outs
@@ -227,7 +232,7 @@ def _by_requests(plan: Plan) -> Iterator[tuple[Place, float]]:
     for first in range(0, len(entries), most):
         part = entries[first : first + most]
         runs = [_patch(plan, *entry) for entry in part]
-        outs = plan.lm.sweep(plan.token_ids, runs, ONE, capture=[LAST_LOGITS])
+        outs = plan.lm.sweep(plan.token_ids, runs, ONE, capture=[LAST_LOGITS], lora=plan.lora)
         values = plan.measured(torch.cat([out.activations["logits"] for out in outs]))
         yield from zip([place for place, *_ in part], values, strict=True)
 

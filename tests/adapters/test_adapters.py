@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_adapters import LLAMA_TARGETS, adapted, linear_modules, write_adapter
+from helpers_adapters import LLAMA_TARGETS, adapted, linear_modules, merged_folder, write_adapter
 from helpers_devices import DEVICES
 from helpers_families import points_of, states_of
 from helpers_graphs import use_eager_graphs
@@ -517,3 +517,41 @@ def test_adapters_are_not_loaded_in_the_midst_of_a_pass(load: Callable[..., LM],
     lm.shutdown()
     with pytest.raises(EngineClosedError):
         lm.load_adapter("b", folder)
+
+
+def test_patch_sweeps_and_attribution_take_an_adapter(
+    load: Callable[..., LM],
+    adapter: Adapted,
+    oracle: Callable[[str], Any],
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """As of a model with the adapter in its weights."""
+    folder = adapter("llama", 1, scale=0.1)
+    whole = merged_folder(oracle("llama"), folder, model_folder("llama"), tmp_path)
+    lm, merged = load("llama"), LM(whole, dtype="float32", device="cpu", kv_cache_tokens=2048)
+    lm.load_adapter("a", folder)
+    base, source = PROMPTS[0], [*PROMPTS[0][:3], 5, *PROMPTS[0][4:]]
+    options: dict[str, Any] = {"site": "resid_post", "metric": (7, 11), "positions": [3, -1]}
+    with merged:
+        expected, plain = merged.patch_sweep(base, source, **options), lm.patch_sweep(base, source, **options)
+        for how in ("auto", "requests"):
+            found = lm.patch_sweep(base, source, how=how, lora="a", **options)
+            assert_close(torch.as_tensor(found.values), torch.as_tensor(expected.values))
+            assert found.how.startswith("requests")
+        assert float((torch.as_tensor(plain.values) - torch.as_tensor(found.values)).abs().max()) > 1e-3
+        sites = ["resid_post.*", "mlp_act.1"]
+        for steps in (1, 2):
+            ours, theirs = (
+                model.attribute(base, source, metric=(7, 11), sites=sites, steps=steps, **own)
+                for model, own in ((lm, {"lora": "a"}), (merged, {}))
+            )
+            assert list(ours) == list(theirs) and len(list(ours)) > 1
+            for site in ours:
+                torch.testing.assert_close(ours[site], theirs[site], rtol=1e-3, atol=2e-5)
+    with pytest.raises(NotImplementedError, match="they have an adapter"):
+        lm.patch_sweep(base, source, how="wavefront", lora="a", **options)
+    with pytest.raises(ValueError, match="there is no adapter 'b'"):
+        lm.patch_sweep(base, source, lora="b", **options)
+    with pytest.raises(ValueError, match="there is no adapter 'b'"):
+        lm.attribute(base, source, metric=(7, 11), sites=sites, lora="b")

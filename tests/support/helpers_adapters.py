@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,21 @@ def adapted(model: Any, folder: Path) -> Any:
         module = LoRALinear(found.get_submodule(path), a, tensors[f"{PREFIX}{path}.lora_B.weight"], scaling)
         setattr(found.get_submodule(parent), own, module)
     return found.eval()
+
+
+@torch.no_grad()
+def merged_folder(model: Any, folder: Path, tokenizer: Path, to: Path) -> Path:
+    """A checkpoint of a transformers model with an adapter in its weights, and the tokenizer of another folder."""
+    found = adapted(model, folder)
+    for path, module in list(found.named_modules()):
+        if isinstance(module, LoRALinear):
+            delta = module.b @ module.a * module.scaling
+            module.base.weight.add_(delta if module.base.weight.shape == delta.shape else delta.T)
+            parent, _, own = path.rpartition(".")
+            setattr(found.get_submodule(parent), own, module.base)
+    shutil.copytree(tokenizer, to / "merged")
+    found.save_pretrained(to / "merged")
+    return to / "merged"
 
 
 def _of(pattern: Mapping[str, float] | None, path: str, default: float) -> float:
