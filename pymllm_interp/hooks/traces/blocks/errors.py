@@ -14,7 +14,7 @@ class EditError(TraceError, ValueError):
 
 
 class MixedRowsError(TraceError, RuntimeError):
-    """A value mixes the rows of several requests, as inside experts: those of one request cannot be told."""
+    """A value mixes the rows of several requests, as inside experts. No request may see it beside others."""
 
 
 class GangError(TraceError, RuntimeError):
