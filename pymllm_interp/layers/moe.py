@@ -87,6 +87,10 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         batch = current_batch()
         query = None if batch is None else batch.hook_query
+        # A block may have written the ids. The row of an unknown expert becomes NaN; other requests share the pass.
+        known = (top_k_index >= 0) & (top_k_index < self.num_experts)
+        top_k_index = top_k_index.clamp(0, self.num_experts - 1)
+        top_k_weights = top_k_weights.masked_fill(~known, torch.nan)
         if query is None or query.try_fuse(self.layer_idx, "mlp.experts"):
             return self.fused(hidden_states, top_k_index, top_k_weights)
         query.runs_eagerly(self.layer_idx, "mlp.experts", but="")

@@ -44,7 +44,18 @@ class ResponseFormat(Strict):
         if self.json_schema is not None:
             schema = self.json_schema.schema_
             return {"json_object": True} if schema is None else {"json": schema}
-        return {"structural_tag": self.model_dump(exclude_none=True)}
+        if self.format is None:
+            tags = [
+                {
+                    "begin": one.get("begin"),
+                    "end": one.get("end"),
+                    "content": {"type": "json_schema", "json_schema": one.get("schema", {})},
+                }
+                for one in self.structures or ()
+            ]
+            form = {"type": "triggered_tags", "triggers": self.triggers or [], "tags": tags}
+            return {"structural_tag": {"type": "structural_tag", "format": form}}
+        return {"structural_tag": {"type": "structural_tag", "format": self.format}}
 
 
 def form_of(

@@ -15,9 +15,11 @@ import pytest
 import torch
 from helpers_drafts import Told
 from helpers_structured import ending_bias, save_model
+from transformers import AutoTokenizer
 
 from pymllm_interp import LM, ConstraintError, SamplingParams, Steer, StructuredOutputs
 from pymllm_interp.engine.grammars import grammar_constraint, grammars
+from pymllm_interp.server.response_format import ResponseFormat
 from pymllm_interp.utils.arguments import PromptError
 
 pytest.importorskip("xgrammar")
@@ -87,6 +89,13 @@ def text(lm: LM, form: Any, seed: int = 0, **more: Any) -> str:
         ({"json": {"type": "string", "pattern": 'a"'}}, "a quotation mark"),
         ({"json": {"type": "object", "required": ["z"], "properties": {"a": {}}}}, "'z', which 'properties'"),
         ({"json": {"$ref": "http://x/y"}}, "only parts of the schema itself"),
+        ({"json": {"type": "object", "required": 5}}, "'required' is not a list of texts"),
+        ({"json": {"type": "object", "required": [[1]]}}, "'required' is not a list of texts"),
+        ({"json": {"type": 3}}, "'type' is not a text or a list of texts"),
+        (
+            {"structural_tag": {"format": {"tags": [{"content": {"type": "json_schema", "json_schema": {"not": {}}}}]}}},
+            "structural_tag=...\\): its top level: 'not' is not supported",
+        ),
     ],
 )  # fmt: skip
 def test_a_form_that_cannot_be_is_an_error_where_it_is_written(fields, message):
@@ -163,6 +172,24 @@ def test_a_grammar_that_takes_too_long_is_refused(lm_with, monkeypatch):
         release.set()
     lm.backend.factory.grammars.start(StructuredOutputs(regex="slow")).result()
     assert text(lm, StructuredOutputs(regex="slow")) == "slow"
+
+
+def test_a_strangers_pattern_that_never_compiles_is_stopped(folder, monkeypatch):
+    """Its process ends, and the next one compiles what comes after it."""
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 3.0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = grammars.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    found.guarded = True
+    process = found._slots.get()  # so that all of them take the other one
+    try:
+        with pytest.raises(grammars.GrammarError, match="too long, or too much memory; make it simpler"):
+            found.compiled(StructuredOutputs(regex="a?" * 9000))
+        with pytest.raises(grammars.GrammarError, match="cannot be compiled: "):
+            found.compiled(StructuredOutputs(regex="(("))
+        assert found.compiled(StructuredOutputs(regex="ab")).name == "regex"
+    finally:
+        found._slots.put(process)
+        found.close()
 
 
 def test_grammars_are_compiled_once_and_the_oldest_are_forgotten(lm_with, monkeypatch):
@@ -257,6 +284,15 @@ def test_the_grammar_wins_over_a_steered_token_and_the_receipt_counts_it(lm_with
     z = StructuredOutputs(regex="z{5}")
     (found,) = lm.generate(["x"], params(lm, z, temperature=0, logit_bias=None), interventions=[push])
     assert found.text == "zzzzz" and found.outputs[0].receipt.masked_argmax == 1, "the end only"
+
+
+def test_structures_behind_triggers_are_held(lm_with):
+    """The older form of a structural tag: OpenAI's clients of vLLM send it as `response_format`."""
+    given = {"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}
+    form = ResponseFormat(type="structural_tag", structures=[given], triggers=["<f>"]).form()
+    compiled = lm_with().backend.factory.grammars.compiled(StructuredOutputs(**form))
+    for fits, said in ((True, "hi <f>-12</f> and <f>3</f>"), (False, "hi <f>x"), (False, "<f>1</g>")):
+        assert compiled.constraint()._matcher.accept_string(said) == fits, said
 
 
 def test_special_tokens_come_only_where_the_grammar_names_them(lm_with):

@@ -67,20 +67,43 @@ def test_tensors_in_any_order_and_in_transformers_own_format_are_read(saved: tup
         assert torch.equal(lm.forward(PROMPTS[:1])[0].logits, expected.logits)
 
 
-@pytest.mark.parametrize("fault", ["missing", "one too many", "misshapen"])
+@pytest.mark.parametrize("fault", ["missing", "one too many", "misshapen", "named twice", "int8", "float8", "scalars"])
 def test_experts_that_do_not_fit_are_named(saved: tuple[Any, Path], fault: str, tmp_path: Path) -> None:
     _, folder = saved
     tensors = tensors_of(folder)
     name = next(name for name in tensors if ".experts.2." in name)
+    named = re.search(r"layers\.\d+\..*experts\.2\.", name)
     if fault == "missing":
         del tensors[name]
     elif fault == "one too many":
         tensors[name.replace(".2.", ".4.")] = tensors[name].clone()
-    else:
+    elif fault == "misshapen":
         tensors[name] = tensors[name][:-1].clone()
-    with pytest.raises(WeightsError, match=re.escape("experts.")) as error:
+    elif fault == "named twice":
+        tensors[name.replace(".2.", ".02.")] = tensors[name] + 1
+    elif fault == "scalars":
+        tensors |= {other: torch.tensor(0.5) for other in tensors if other.endswith(name.rpartition(".2.")[2])}
+    else:
+        tensors[name] = tensors[name].to(torch.int8 if fault == "int8" else torch.float8_e4m3fn)
+    with pytest.raises(WeightsError) as error:
         LM(with_tensors(folder, tensors, tmp_path / "m"), impl="native", **SIZES)
-    assert "gate_up_proj" in str(error.value) or "down_proj" in str(error.value) or ".experts.4." in str(error.value)
+    wanted = {"one too many": ".experts.4.", "named twice": ".experts.02."}.get(fault, ".experts.2.")
+    assert named and wanted in str(error.value)
+
+
+def test_an_expert_that_is_not_there_gives_nan_to_its_row_alone(saved: tuple[Any, Path]) -> None:
+    _, folder = saved
+    with LM(folder, impl="native", **SIZES) as lm:
+        plain = lm.forward(PROMPTS)
+        for wrong in (4, -1, 1 << 40):
+            with lm.trace() as tracer:
+                with tracer.invoke(PROMPTS[0]):
+                    lm.model.layers[0].mlp.gate.output[2][1, 0] = wrong
+                    own = lm.model.layers[0].mlp.output.save()
+                with tracer.invoke(PROMPTS[1]):
+                    other = lm.lm_head.output.save()
+            assert own[0, 1].isnan().all() and not own[0, [0, 2]].isnan().any()
+            torch.testing.assert_close(other[0], plain[1].logits, **CLOSE)
 
 
 def test_a_row_is_routed_alike_whatever_else_is_in_the_batch(saved: tuple[Any, Path]) -> None:

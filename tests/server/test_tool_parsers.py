@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from helpers_structured import ending_bias, save_model
@@ -12,6 +13,7 @@ from pydantic import TypeAdapter
 
 from pymllm_interp import LM, SamplingParams, StructuredOutputs
 from pymllm_interp.server.settings import ServeSettings
+from pymllm_interp.server.tools import calls
 from pymllm_interp.server.tools.calls import HarmonyParts, HermesCalls, LlamaCalls, MistralCalls
 from pymllm_interp.server.tools.formats import REASONING, TOOL_FORMATS
 from pymllm_interp.server.tools.messages import MessageParser
@@ -33,6 +35,13 @@ CASES: list[tuple[Callable[[], TextParser], str, list[tuple[str, str]]]] = [
     (HermesCalls, "<tool_call>no json", [("content", "<tool_call>no json")]),
     (HermesCalls, '<tool_call>{"name": "f", "arguments": {"a', [("call", "f"), ("arguments", '{"a')]),
     (HermesCalls, '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', [("call", "f"), ("arguments", "{}")]),
+    *(
+        (HermesCalls, f"<tool_call>{text}</tool_call> b", [("content", f"<tool_call>{text}</tool_call> b")])
+        for text in (
+            '{"name": "f\\q", "arguments": {}}', '{"name": "f\n", "arguments": {}}', '{"name": "\\ud800", "arguments": {}}',
+            '{"a": ' + "[" * 3000 + "]" * 3000 + "}",
+        )
+    ),
     (
         lambda: LlamaCalls(["f", "g"]),
         ' <|python_tag|>{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}',
@@ -180,3 +189,22 @@ def test_a_form_is_that_of_the_answer_behind_the_reasoning(lm, reasoning):
         params = SamplingParams(max_tokens=300, seed=1, structured_outputs=plan.form(asked), skip_special_tokens=False)
         texts = [lm.generate(["x"], params)[0].text for _ in range(2)]
         assert {plan.parser("x <think>\n").message(text)["content"] for text in texts} <= {"1", "2"}
+
+
+def test_a_name_without_an_end_takes_no_time_for_each_piece() -> None:
+    """The pieces are looked at once. (Each looked at all before it: 400 million characters.)"""
+    parser, seen = HermesCalls(), 0
+    pattern = calls._HEAD
+
+    class Counting:
+        def match(self, text: str) -> Any:
+            nonlocal seen
+            seen += len(text)
+            return pattern.match(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_HEAD", Counting())
+        parser.push('<tool_call>{"name": "')
+        for _ in range(20_000):
+            parser.push("a")
+    assert seen < 100_000

@@ -50,6 +50,7 @@ class FakeModel(Envoy):
         config = copy.deepcopy(config)
         vars(config).pop("quantization_config", None)
         config._attn_implementation = None
+        config._experts_implementation = "batched_mm"  # "grouped_mm" refuses fake tensors of float32
         config.dtype = None  # transformers would set torch's default dtype, which the engine's thread reads
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
         self.lock = threading.Lock()

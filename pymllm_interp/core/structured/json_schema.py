@@ -36,6 +36,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
+SCHEMAS_OF_TAGS = ("json_schema", "schema")
+"""Fields of structural tags with a schema."""
+
+
 def unsupported_part(schema: Any, where: str = "") -> str | None:
     """What a grammar cannot hold of a schema, and where; None: it holds all of it.
 
@@ -46,7 +50,7 @@ def unsupported_part(schema: Any, where: str = "") -> str | None:
         return None
     if not isinstance(schema, dict):
         return f"{where or 'it'} is no schema: an object is expected"
-    if why := _why(schema):
+    if why := _why_shape(schema) or _why(schema):
         return f"{where or 'its top level'}: {why}"
     for path, part in _parts(schema):
         if why := unsupported_part(part, f"{where}.{path}" if where else path):
@@ -82,9 +86,30 @@ def with_plain_tags(tag: Any) -> Any:
     if not isinstance(tag, dict):
         return tag
     return {
-        name: with_plain_strings(value) if name in ("json_schema", "schema") else with_plain_tags(value)
+        name: with_plain_strings(value) if name in SCHEMAS_OF_TAGS else with_plain_tags(value)
         for name, value in tag.items()
     }
+
+
+def unsupported_in_tag(tag: Any) -> str | None:
+    """`unsupported_part` of the first such schema in a structural tag, such as the parameters of a tool."""
+    named = tag.items() if isinstance(tag, dict) else [("", part) for part in tag] if isinstance(tag, list) else ()
+    for name, part in named:
+        found = unsupported_part(part) if name in SCHEMAS_OF_TAGS else unsupported_in_tag(part)
+        if found is not None:
+            return found
+    return None
+
+
+def _why_shape(schema: dict[str, Any]) -> str | None:
+    """Keywords whose values are of another type."""
+    texts = {"required": "a list of texts", "type": "a text or a list of texts"}
+    for key, expected in texts.items():
+        value = schema.get(key, [])
+        values = [value] if key == "type" and isinstance(value, str) else value
+        if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+            return f"{key!r} is not {expected}"
+    return None
 
 
 def _why(schema: dict[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ...utils.arguments import check_names, shown
-from .json_schema import unsupported_part
+from .json_schema import unsupported_in_tag, unsupported_part
 
 MAX_CHARACTERS = 1 << 17
 """Most characters of a schema, a pattern, a grammar or a tag, and of all choices."""
@@ -61,6 +61,8 @@ class StructuredOutputs:
             object.__setattr__(self, "json", self._schema(self.json))
         elif kind == "structural_tag":
             object.__setattr__(self, "structural_tag", self._object("structural_tag", self.structural_tag))
+            if why := unsupported_in_tag(json_module.loads(self.structural_tag or "")):
+                raise ValueError(f"StructuredOutputs(structural_tag=...): {why}")
         elif kind == "choice":
             self._check_choice()
         elif kind == "json_object":

@@ -13,6 +13,9 @@ from ...sampling.token_constraint import ConstraintError, allow_only
 MASK_SECONDS = 0.25
 """Time of the processor that a mask, or a token, may take. A grammar with many readings of a text takes longer with each token."""
 
+MEAN_SECONDS = 0.005
+"""Time that masks and tokens may take on average, beside `MASK_SECONDS` once: all requests wait for it."""
+
 
 class GrammarConstraint:
     """The tokens that continue a text of a grammar. Where the text is complete, it may end.
@@ -29,6 +32,7 @@ class GrammarConstraint:
 
         self._matcher = GrammarMatcher(compiled, override_stop_tokens=list(end_ids))
         self._allowed, self._end_ids, self.name = allowed, frozenset(end_ids), f"structured_outputs ({name})"
+        self._seconds, self._allowance = 0.0, MASK_SECONDS
         self._past_end = 0  # tokens after the one that ended the text: of a request with ignore_eos
 
     def mask(self, row: torch.Tensor) -> None:
@@ -56,5 +60,10 @@ class GrammarConstraint:
             self._matcher.rollback(num_tokens - past)
 
     def _check_time(self, started: float) -> None:
-        if (seconds := time.thread_time() - started) > MASK_SECONDS:
-            raise ConstraintError(f"a token took {seconds:.2g} s; at most {MASK_SECONDS:g}: write a simpler grammar")
+        self._seconds += (seconds := time.thread_time() - started)
+        self._allowance += MEAN_SECONDS
+        if seconds > MASK_SECONDS or self._seconds > self._allowance:
+            raise ConstraintError(
+                f"a token took {seconds:.2g} s, and all of them {self._seconds:.2g} s; at most {MASK_SECONDS:g}, and "
+                f"{MEAN_SECONDS:g} s on average: write a simpler grammar"
+            )

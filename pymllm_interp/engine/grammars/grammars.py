@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,10 +20,13 @@ from ...core.structured.json_schema import with_plain_strings, with_plain_tags
 from ...core.structured.structured_outputs import StructuredOutputs
 from ...sampling.token_constraint import empty_bitmask
 from ...utils.extras import library_of_extra
+from .compile_process import START_SECONDS, CompileProcess, CompilerCall
 from .grammar_constraint import GrammarConstraint
 
 COMPILE_SECONDS = 10.0
-"""How long a request waits for its grammar."""
+"""How long a grammar may take."""
+QUEUE_SECONDS = 30.0
+"""How long a request waits until its grammar's turn comes."""
 COMPILING = 2
 """Grammars that are compiled at a time."""
 MAX_WAITING = 64
@@ -63,16 +66,23 @@ class Grammars:
         tokenizer: a transformers tokenizer, or None.
         vocab_size: of the model's logits.
         end_ids: end-of-sequence tokens, with which a text ends where its grammar allows it.
+
+    Attributes:
+        guarded: grammars come from strangers. Each is compiled in a `CompileProcess` first.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         found = set(end_ids) or {getattr(tokenizer, "eos_token_id", None)}
         self._end_ids = tuple(sorted(token for token in found if token is not None and token < vocab_size))
-        self._lock, self._slots = threading.Lock(), threading.Semaphore(COMPILING)
+        self.guarded = False
+        self._lock, self._slots = threading.Lock(), queue.SimpleQueue[CompileProcess]()
+        for _ in range(COMPILING):
+            self._slots.put(CompileProcess())
         self._compiling: dict[StructuredOutputs, Future[CompiledOutputs]] = {}
         self._kept: OrderedDict[StructuredOutputs, CompiledOutputs] = OrderedDict()
         self._deadlines: dict[Future[CompiledOutputs], float] = {}
+        self._queued: set[Future[CompiledOutputs]] = set()
         self._first = threading.Lock()
 
     def compiled(self, spec: StructuredOutputs) -> CompiledOutputs:
@@ -83,10 +93,12 @@ class Grammars:
             ModuleNotFoundError: xgrammar is not installed.
         """
         future = self.start(spec)
-        try:
-            return future.result(self._seconds_left(future))
-        except FutureTimeoutError:
-            raise GrammarError(f"{_named(spec)} was not compiled in {COMPILE_SECONDS:g} s: make it simpler") from None
+        self._wait([future])
+        if future.done():
+            return future.result()
+        if self._is_queued(future):
+            raise GrammarError("other grammars are being compiled: try again later")
+        raise GrammarError(f"{_named(spec)} was not compiled in {COMPILE_SECONDS:g} s: make it simpler")
 
     def start(self, spec: StructuredOutputs) -> Future[CompiledOutputs]:
         """Have a grammar compiled, if it is not. Does not wait."""
@@ -106,7 +118,8 @@ class Grammars:
                 )
                 return future
             self._compiling[key] = future
-            self._deadlines[future] = time.monotonic() + COMPILE_SECONDS
+            self._deadlines[future] = time.monotonic() + QUEUE_SECONDS
+            self._queued.add(future)
         # A thread of its own, which nothing waits for: a compiler that is busy cannot be stopped.
         threading.Thread(target=self._run, args=(key, future), name="pymllm-interp-grammar", daemon=True).start()
         return future
@@ -119,18 +132,42 @@ class Grammars:
             return
 
         def run() -> None:
-            wait(under_way, max(map(self._seconds_left, under_way)))
+            self._wait(under_way)
             then()
 
         threading.Thread(target=run, name="pymllm-interp-grammar-wait", daemon=True).start()
 
-    def _seconds_left(self, future: Future[CompiledOutputs]) -> float:
-        return max(0.0, self._deadlines.get(future, 0.0) - time.monotonic())
+    def close(self) -> None:
+        """End the processes that check grammars. Grammars that are compiled afterwards start them again."""
+        for _ in range(self._slots.qsize()):
+            process = self._slots.get()
+            process.close()
+            self._slots.put(process)
+
+    def _wait(self, futures: Collection[Future[CompiledOutputs]]) -> None:
+        """Wait until they are done, or have taken too long."""
+        while under_way := [future for future in futures if not future.done()]:
+            with self._lock:
+                deadline = max(self._deadlines.get(future, 0.0) for future in under_way)
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            wait(under_way, min(left, 1.0))  # a deadline moves when its grammar's turn comes
+
+    def _is_queued(self, future: Future[CompiledOutputs]) -> bool:
+        with self._lock:
+            return future in self._queued
 
     def _run(self, key: StructuredOutputs, future: Future[CompiledOutputs]) -> None:
         try:
-            with self._slots:
-                found = self._compile(key)
+            process = self._slots.get()
+            with self._lock:
+                start = START_SECONDS if self.guarded and not process.is_running else 0.0
+                self._deadlines[future] = time.monotonic() + start + COMPILE_SECONDS
+                self._queued.discard(future)
+            try:
+                found = self._compile(key, process)
+            finally:
+                self._slots.put(process)
             with self._lock:
                 self._kept[key] = found
                 while len(self._kept) > 1 and self.kept_bytes > MAX_KEPT_BYTES:
@@ -140,19 +177,27 @@ class Grammars:
             future.set_exception(error if isinstance(error, ImportError | GrammarError) else _error_of(key, error))
         with self._lock:  # now that nobody waits for it
             del self._compiling[key], self._deadlines[future]
+            self._queued.discard(future)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the compiled grammars that are kept."""
         return sum(found.compiled.memory_size_bytes for found in self._kept.values())
 
-    def _compile(self, spec: StructuredOutputs) -> CompiledOutputs:
+    def _compile(self, spec: StructuredOutputs, process: CompileProcess) -> CompiledOutputs:
         if self._tokenizer is None:
             raise GrammarError("structured_outputs: this model has no tokenizer")
         if not self._end_ids:
             raise GrammarError("structured_outputs: this model has no end-of-sequence token, which ends the text")
         with self._first:  # two threads would import and read the vocabulary at the same time
-            compiler = self._compiler
+            compiler, info = self._compiler, self._info
+        if self.guarded:
+            try:
+                wrong = process.check(info, _call_of(spec), COMPILE_SECONDS)
+            except TimeoutError as error:
+                raise GrammarError(f"{_named(spec)}: {error}; make it simpler") from error
+            if wrong is not None:
+                raise _error_of(spec, ValueError(wrong))
         compiled = _compiled(compiler, spec)
         if compiled.memory_size_bytes > MAX_GRAMMAR_BYTES:
             size = f"{compiled.memory_size_bytes >> 20} MiB; at most {MAX_GRAMMAR_BYTES >> 20}"
@@ -165,13 +210,19 @@ class Grammars:
         return found
 
     @cached_property
-    def _compiler(self) -> Any:
+    def _info(self) -> Any:
         with library_of_extra("structured_outputs", "xgrammar", "structured"):
             import xgrammar
 
-        info = xgrammar.TokenizerInfo.from_huggingface(
+        return xgrammar.TokenizerInfo.from_huggingface(
             self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=list(self._end_ids)
         )
+
+    @cached_property
+    def _compiler(self) -> Any:
+        info = self._info
+        import xgrammar
+
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def _allowed(self, text: str) -> torch.Tensor:
@@ -198,19 +249,26 @@ def _key(spec: StructuredOutputs) -> StructuredOutputs:
 
 
 def _compiled(compiler: Any, spec: StructuredOutputs) -> Any:
+    return _call_of(spec).on(compiler)
+
+
+def _call_of(spec: StructuredOutputs) -> CompilerCall:
     white = None if spec.disable_any_whitespace else MAX_WHITESPACE
     any_whitespace = not spec.disable_any_whitespace
     if spec.kind in ("json", "json_object"):
         schema = json.dumps(with_plain_strings(json.loads(spec.json or '{"type": "object"}')))
-        return compiler.compile_json_schema(schema, any_whitespace=any_whitespace, max_whitespace_cnt=white)
+        options = {"any_whitespace": any_whitespace, "max_whitespace_cnt": white}
+        return CompilerCall("compile_json_schema", schema, options)
     if spec.kind == "regex":
-        return compiler.compile_regex(spec.regex)
+        return CompilerCall("compile_regex", spec.regex or "", {})
     if spec.kind == "grammar":
-        return compiler.compile_grammar(spec.grammar)
+        return CompilerCall("compile_grammar", spec.grammar or "", {})
     if spec.kind == "choice":
         texts = " | ".join(json.dumps(text, ensure_ascii=True) for text in spec.choice or ())
-        return compiler.compile_grammar(f"root ::= {texts}")
-    return compiler.compile_structural_tag(json.dumps(with_plain_tags(json.loads(spec.structural_tag))))
+        return CompilerCall("compile_grammar", f"root ::= {texts}", {})
+    return CompilerCall(
+        "compile_structural_tag", json.dumps(with_plain_tags(json.loads(spec.structural_tag or ""))), {}
+    )
 
 
 def _named(spec: StructuredOutputs) -> str:

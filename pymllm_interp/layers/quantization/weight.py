@@ -159,10 +159,11 @@ def concatenated(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if (
-        len({(part.kind, part.group_size, part.zeros is None, part.shape[1], part.scales.shape[1]) for part in parts})
-        > 1
-    ):
+    forms = {
+        (part.kind, part.group_size, part.pair, part.zeros is None, part.shape[1], part.scales.shape[1])
+        for part in parts
+    }
+    if len(forms) > 1:
         return None
     scale_dtypes = {part.scales.dtype for part in parts}
     scales = [part.scales if len(scale_dtypes) == 1 else part.scales.float() for part in parts]

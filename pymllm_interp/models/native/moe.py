@@ -14,6 +14,7 @@ from ...core.model_spec import ModelSpec, delta_site, mlp_add
 from ...layers.moe import Experts, TopKRouter
 from ...layers.norm import RMSNorm
 from ..base import ResidualBranch
+from ..weights.loading import WeightsError
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from .qwen import Qwen3Attention
 
@@ -92,16 +93,31 @@ class SparseForCausalLM(LlamaForCausalLM):
             experts, index, kind = found[1], int(found[2]), found[3]
             merged = "down_proj" if kind == "down_proj" else "gate_up_proj"
             group = waiting.setdefault(f"{experts}.{merged}", {})
-            if index >= self.num_experts or (group and tensor.shape != next(iter(group.values()))[1].shape):
+            at = 2 * index + (kind == "up_proj") if merged == "gate_up_proj" else index
+            first = next(iter(group.values()))[1] if group else tensor
+            alike = tensor.ndim == 2 and tensor.shape == first.shape and tensor.is_floating_point()
+            alike = alike and tensor.dtype.itemsize > 1  # codes, without scales
+            if index >= self.num_experts or at in group or found[2] != str(index) or not alike:
                 yield name, tensor  # reported with the other tensors that do not fit
                 continue
-            group[2 * index + (kind == "up_proj") if merged == "gate_up_proj" else index] = (name, tensor)
+            group[at] = (name, tensor)
             if len(group) == sizes[merged]:
                 parts = torch.stack([group[i][1] for i in range(len(group))])
                 yield f"{experts}.{merged}", parts.view(self.num_experts, -1, parts.shape[-1])
                 del waiting[f"{experts}.{merged}"]
-        for group in waiting.values():
-            yield from group.values()
+        for merged, group in waiting.items():
+            if not group:  # nothing fits, which is reported with all other tensors
+                continue
+            lacking = [name for name in self._expert_names(merged) if name not in {own for own, _ in group.values()}]
+            raise WeightsError(
+                f"{merged}: {len(lacking)} tensors are missing, or have another shape or dtype than the others: "
+                f"{', '.join(lacking[:10])}"
+            )
+
+    def _expert_names(self, merged: str) -> list[str]:
+        experts, _, kind = merged.rpartition(".")
+        kinds = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
+        return [f"{experts}.{index}.{own}.weight" for index in range(self.num_experts) for own in kinds]
 
     @property
     def num_experts(self) -> int:

@@ -67,6 +67,7 @@ class EngineServer:
         self.model, self.outbox, self._tokenizer = model, outbox, tokenizer
         self._orders_taken = VectorOrders()
         self.traces = TraceRuns(model, outbox, queued_bytes)
+        model.backend.factory.grammars.guarded = True  # clients are strangers
         self._lock = threading.Lock()
         self._calls: dict[int, list[str]] = {}
         self._starting: dict[int, list[m.Abort]] = {}  # calls that are being submitted -> aborts that came meanwhile
@@ -125,6 +126,7 @@ class EngineServer:
         """End what runs."""
         self._submitters.shutdown(wait=False, cancel_futures=True)
         self._orders.shutdown(wait=False, cancel_futures=True)
+        self.model.backend.factory.grammars.close()
         self.traces.close()
 
     def _start(self, message: m.Submit) -> None:

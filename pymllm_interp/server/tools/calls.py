@@ -12,6 +12,16 @@ from .parts import JsonEnd, Part, before_mark
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
+def _name(quoted: str) -> str | None:
+    """The name that a JSON string says; None where it is no JSON, or has half of a surrogate pair."""
+    try:
+        name = json.loads(quoted)
+        name.encode()
+    except ValueError:
+        return None
+    return name
+
+
 class JsonCall:
     """One call as a JSON object with `name`, and `arguments` or `parameters`. Its arguments are passed on as they come.
 
@@ -25,6 +35,7 @@ class JsonCall:
         self.done = self.begun = self.failed = False
         self._object, self._arguments = JsonEnd(), JsonEnd()
         self._open = False  # its arguments are not complete
+        self._plain = False  # its fields come in another order, or its name is no JSON
 
     def push(self, text: str) -> list[Part]:
         """Take more text."""
@@ -33,10 +44,14 @@ class JsonCall:
         self.raw += text if end is None else text[:end]
         parts: list[Part] = []
         new = self.raw[known:]
-        if not self.begun and (head := _HEAD.match(self.raw)):
-            self.begun = self._open = True
-            parts.append(Part("call", json.loads(head[1])))
-            new = self.raw[head.end() :]
+        if not self.begun and not self._plain and "{" in new and (head := _HEAD.match(self.raw)):
+            name = _name(head[1])
+            if name is None:
+                self._plain = True
+            else:
+                self.begun = self._open = True
+                parts.append(Part("call", name))
+                new = self.raw[head.end() :]
         if self._open and new:
             stop = self._arguments.find(new)
             self._open = stop is None
@@ -51,9 +66,13 @@ class JsonCall:
         """The call of an object with its fields in another order; none where it is no call."""
         try:
             found = json.loads(self.raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
-        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        if (
+            not isinstance(found, dict)
+            or not isinstance(found.get("name"), str)
+            or _name(json.dumps(found["name"])) is None
+        ):
             self.failed = True
             return []
         arguments = found.get("arguments", found.get("parameters", {}))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from ...core.structured.structured_outputs import StructuredOutputs
+from ...utils.arguments import PromptError
 from .calls import HarmonyParts, HermesCalls, LlamaCalls, MistralCalls
 from .parts import TextParser
 
@@ -121,4 +122,7 @@ def tag_of(form: StructuredOutputs) -> dict[str, Any]:
         return {"type": "grammar", "grammar": form.grammar}
     if form.kind == "choice":
         return {"type": "or", "elements": [_const(text) for text in form.choice or ()]}
-    return json.loads(form.structural_tag)["format"]
+    tag = json.loads(form.structural_tag)
+    if "format" not in tag:
+        raise PromptError("structural_tag: the field `format` is expected")
+    return tag["format"]

@@ -209,9 +209,11 @@ def test_the_source_of_a_module_has_transformers_operations(lm):
     assert described(operations(lm)) == described(operations(reference))
 
 
-def test_mixtures_of_experts_are_scanned():
-    config = tiny_config("mixtral")
-    with LM(hf_config=config, load_format="dummy", device="cpu", dtype="bfloat16", kv_cache_tokens=512) as lm:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+def test_mixtures_of_experts_are_scanned(family, dtype):
+    config = tiny_config(family)
+    with LM(hf_config=config, load_format="dummy", device="cpu", dtype=dtype, kv_cache_tokens=512) as lm:
         with lm.scan([5, 17, 3]):
             experts = lm.model.layers[0].mlp.output.save()
             out = lm.model.layers[1].output.save()
