@@ -73,7 +73,7 @@ class ReasoningItem(Strict):
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], at_most(MAX_MESSAGES)] | None = None
-    summary: Annotated[list[ReasoningPart], at_most(MAX_MESSAGES)] = []
+    summary: Annotated[list[ReasoningPart], at_most(MAX_MESSAGES)] = Field(default=[])
     encrypted_content: None = None
     id: str | None = None
     status: Status = None

@@ -170,7 +170,7 @@ class ResponsesRequest(SharedRequest):
             "service_tier": "default", "store": self.store is not False,
             "text": {"format": {"type": "text"} if format_ is None else format_.model_dump(by_alias=True, exclude_unset=True)},
             "tool_choice": choice or "auto", "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools or ()],
-            "top_logprobs": self.top_logprobs or 0, "truncation": "disabled", "user": self.user, "background": False,
+            "top_logprobs": self.top_logprobs or 0, "truncation": "disabled", "background": False,
         }  # fmt: skip
 
 
