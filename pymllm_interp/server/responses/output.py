@@ -99,7 +99,7 @@ class OutputItems:
         else:
             (part,) = item["content"]
             if item["type"] == "message":
-                found = part["logprobs"] = [*part["logprobs"], *self._logprobs]  # those of the end have no text
+                found = part["logprobs"] = [*part["logprobs"], *self._logprobs]  # the end's have no text
                 self._logprobs = []
                 yield self._event("output_text.done", content_index=0, text=part["text"], logprobs=found)
             else:

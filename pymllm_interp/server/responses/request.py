@@ -110,7 +110,7 @@ class ResponsesRequest(SharedRequest):
         return self
 
     def messages(self, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages of the conversation, but for the instructions.
+        """The messages of the conversation, without the instructions.
 
         Args:
             before: of the response that is continued.

@@ -51,7 +51,7 @@ def responses_routes(state: ServerState) -> APIRouter:
         asked = asked_of(state, chat, 1, None, lambda: [conversation(state, chat)])
         if plan.parses:
             asked = asked._replace(parser=plan.parser)
-        format_ = ResponseFormat(state, client, request.state.request_id, body, chat, asked)
+        format_ = ResponseJson(state, client, request.state.request_id, body, chat, asked)
         return await answer(state, request, ResponseWork(state, chat, request, client, asked, format_, messages))
 
     @router.get("/v1/responses/{response_id}")
@@ -76,7 +76,7 @@ def _check_query(request: Request) -> None:
         raise ApiError(400, f"{name[:80]}: a response is fetched as a whole, without parameters", name[:80])
 
 
-class ResponseFormat(Format):
+class ResponseJson(Format):
     """Makes the JSON of one response.
 
     Args:
@@ -126,7 +126,7 @@ class ResponseFormat(Format):
         return list(self._messages[index].parts(piece.text, ended=piece.end is not None))
 
     async def take_usage(self, prompts: Sequence[Prompt], ends: dict[Any, Any]) -> None:
-        """Write the counts of tokens. Those of reasoning are its text's."""
+        """Write the counts of tokens. Reasoning counts as its text."""
         found, thoughts = self.usage(prompts, ends), self.output.texts("reasoning")
         count = 0
         if thoughts and self._state.tokenizer is not None:
@@ -148,10 +148,10 @@ class ResponseWork(Work):
         messages: of the conversation before it, without the instructions.
     """
 
-    _format: ResponseFormat
+    _format: ResponseJson
 
     def __init__(
-        self, state: ServerState, body: ChatRequest, request: Request, client: Client, asked: Asked, format_: ResponseFormat,
+        self, state: ServerState, body: ChatRequest, request: Request, client: Client, asked: Asked, format_: ResponseJson,
         messages: list[dict[str, Any]],
     ) -> None:  # fmt: skip
         super().__init__(state, body, request, client, asked, format_)
@@ -178,7 +178,7 @@ class ResponseWork(Work):
         return response
 
     def _to_keep(self, response: dict[str, Any]) -> tuple[bytes, bytes]:
-        """The response without its captured states, and the messages with its own. A call that was cut is none."""
+        """The response without its captured states, and the messages with its own. A call that was cut is left out."""
         items = [
             KINDS[item["type"]].model_validate(item)
             for item in response["output"]
@@ -209,7 +209,12 @@ class ResponseWork(Work):
         )
         for item in self._format.output.items:
             item["status"] = "incomplete" if item["status"] == "in_progress" else item["status"]
-        found = {"status": "failed", "error": {"code": code, "message": error.message}, "incomplete_details": None}
+        found = {
+            "status": "failed",
+            "error": {"code": code, "message": error.message},
+            "incomplete_details": None,
+            "completed_at": None,
+        }
         self._format.response |= found | {"output": self._format.output.items}
         return [self._sent({"type": "response.failed", "response": self._format.response})]
 

@@ -31,8 +31,8 @@ class Kept:
 class ResponseStore:
     """Responses of all keys, in memory. Each key has its own, and sees no other's.
 
-    Where a limit is reached, the oldest responses of the key are forgotten. Where all keys together hold too much, those of
-    the key that holds most are.
+    Where a limit is reached, the oldest responses of the key are forgotten. Where all keys together hold too much,
+    the key that holds most loses its oldest.
 
     Args:
         limits: count and bytes of a key's, bytes of all, and how long they are kept.
@@ -95,7 +95,7 @@ class ResponseStore:
         """Forget a response of an owner.
 
         Raises:
-            ApiError: there is none.
+            ApiError: there is no such response.
         """
         self.find(owner, name)
         self._drop(owner, name)
