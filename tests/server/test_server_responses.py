@@ -349,6 +349,23 @@ def test_calls_come_are_streamed_and_answered(tools, choice):
         tools.responses.create(**turn | {"input": [answer | {"call_id": "call_9"}], "previous_response_id": found.id})
 
 
+def test_a_call_may_have_any_name(tools):
+    """A lone surrogate, and a name that no tool has: what the model writes is no error."""
+    form = {"regex": '<tool_call>\\{"name": "\\\\ud800a{200}", "arguments": \\{"n": 1\\}\\}</tool_call>'}
+    more: Any = asked(1, {token("h"): -60.0}, extra_body={"structured_outputs": form})
+    found = tools.responses.create(**more, tools=TOOLS)
+    assert shown(found) == [("function_call", "completed", "\ud800" + "a" * 200, '{"n": 1}')]
+    assert tools.responses.retrieve(found.id).output == found.output
+    chat_tools: Any = [{"type": "function", "function": {k: v for k, v in TOOLS[0].items() if k != "type"}}]
+    chat = tools.chat.completions.create(
+        model="tiny", messages=[texts_item("who?")], tools=chat_tools, max_tokens=300, extra_body=more["extra_body"]
+    )
+    assert chat.choices[0].message.tool_calls[0].function.name == found.output[0].name
+    answer: Any = {"type": "function_call_output", "call_id": found.output[0].call_id, "output": "4"}
+    with pytest.raises(openai.BadRequestError):
+        tools.responses.create(**asked(1, max_output_tokens=1) | {"input": [answer], "previous_response_id": found.id})
+
+
 def test_reasoning_is_an_item(tools):
     think: Any = asked(1, {token("<"): 60.0}, text={"format": {"type": "json_object"}}, max_output_tokens=30)
     found, events = tools.responses.create(**think), events_of(tools, **think)

@@ -44,7 +44,7 @@ class CallItem(Strict):
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
-    name: str = Field(max_length=128)
+    name: str
     arguments: str
     id: str | None = None
     status: Status = None
@@ -112,6 +112,16 @@ def _check_parts(where: str, parts: Any) -> None:
             raise ValueError(
                 f"{where}: parts of type {str(kind)[:80]!r} are not served: the model reads text, input_text"
             )
+
+
+def item_of(item: dict[str, Any]) -> MessageItem | CallItem | ReasoningItem:
+    """An item of a response's output. A model's text is not validated: a call may have any name."""
+    if item["type"] == "function_call":
+        return CallItem.model_construct(**item)
+    (part,) = item["content"]
+    if item["type"] == "reasoning":
+        return ReasoningItem.model_construct(content=[ReasoningPart.model_construct(**part)])
+    return MessageItem.model_construct(role="assistant", content=part["text"])
 
 
 def messages_of(

@@ -22,11 +22,9 @@ from ..routes.generation import CompletionPiece, Prompt
 from ..routes.openai_format import Format
 from ..routes.openai_routes import Asked, Work, allowed, answer, asked_of
 from ..tools.parts import Part
-from .items import CallItem, MessageItem, ReasoningItem, messages_of
+from .items import item_of, messages_of
 from .output import Event, OutputItems
 from .request import ResponsesRequest
-
-KINDS: dict[str, Any] = {"message": MessageItem, "function_call": CallItem, "reasoning": ReasoningItem}
 
 
 def responses_routes(state: ServerState) -> APIRouter:
@@ -180,7 +178,7 @@ class ResponseWork(Work):
     def _to_keep(self, response: dict[str, Any]) -> tuple[bytes, bytes]:
         """The response without its captured states, and the messages with its own. A call that was cut is left out."""
         items = [
-            KINDS[item["type"]].model_validate(item)
+            item_of(item)
             for item in response["output"]
             if item["type"] != "function_call" or item["status"] == "completed"
         ]

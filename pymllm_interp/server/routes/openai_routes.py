@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from ...client.chat import RenderedPrompt, tokenized
 from ...client.request_limits import truncated
@@ -216,7 +216,8 @@ async def answer(state: ServerState, request: Request, work: Work) -> Response:
             _chained(first, stream), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
     try:
-        return JSONResponse(await while_connected(request, work.whole()))
+        found = await while_connected(request, work.whole())
+        return Response(json.dumps(found, separators=(",", ":"), allow_nan=False), media_type="application/json")
     except DisconnectedError:
         state.metrics.totals["disconnects"] += 1
         return Response(status_code=499)
