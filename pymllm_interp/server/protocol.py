@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema, model_validator
 
@@ -14,7 +14,7 @@ from ..utils.arguments import PromptError
 from ..wire.strict import Strict
 from .http.body import at_most, checked
 from .response_format import ResponseFormat, form_of
-from .routes.refused_fields import without_neutral
+from .routes.refused_fields import REFUSED, Refused, without_neutral
 from .tools.request import NamedTool, Tool, ToolPlan
 
 SAME_NAMES = (
@@ -58,12 +58,13 @@ class StreamOptions(Strict):
         return bool(self.include_usage or self.continuous_usage_stats)
 
 
-class GenerationRequest(Strict):
-    """Fields of both kinds of completions."""
+class SharedRequest(Strict):
+    """Fields of all requests that generate."""
+
+    REFUSED: ClassVar[Mapping[str, Refused]] = REFUSED
+    """Fields of other servers."""
 
     model: str | None = None
-    n: StrictInt | None = Field(None, ge=1)
-    max_tokens: StrictInt | None = Field(None, ge=0)
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
@@ -72,7 +73,6 @@ class GenerationRequest(Strict):
     seed: StrictInt | None = None
     stop: str | Annotated[list[str], at_most(MAX_STOPS)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     top_k: StrictInt | None = None
     min_p: float | None = None
@@ -89,12 +89,9 @@ class GenerationRequest(Strict):
     speculate: bool | None = Field(
         None, description="false: no drafts are proposed; true: refused where they cannot be"
     )
-    response_format: ResponseFormat | None = Field(None, description="the form of the text, as of OpenAI's")
     structured_outputs: dict[str, Any] | None = Field(
         None, description="vLLM's: json, regex, choice, grammar, json_object or structural_tag"
     )
-    prompt_logprobs: StrictInt | None = None
-    return_token_ids: bool | None = Field(None, description="token_ids in each choice, and prompt_token_ids")
     priority: StrictInt | None = None
     cache_salt: str | None = None
     timeout: float | None = Field(
@@ -121,18 +118,29 @@ class GenerationRequest(Strict):
     @classmethod
     def _known(cls, given: Any) -> Any:
         """Say what serves in the place of fields of other servers."""
-        return without_neutral(given, cls.model_fields) if isinstance(given, Mapping) else given
+        return without_neutral(given, cls.model_fields, cls.REFUSED) if isinstance(given, Mapping) else given
+
+    @property
+    def hooked(self) -> bool:
+        """Whether anything is declared."""
+        return bool(self.interventions or self.capture)
+
+
+class GenerationRequest(SharedRequest):
+    """Fields of both kinds of completions."""
+
+    n: StrictInt | None = Field(None, ge=1)
+    max_tokens: StrictInt | None = Field(None, ge=0)
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = Field(None, description="the form of the text, as of OpenAI's")
+    prompt_logprobs: StrictInt | None = None
+    return_token_ids: bool | None = Field(None, description="token_ids in each choice, and prompt_token_ids")
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream=true")
         return self
-
-    @property
-    def hooked(self) -> bool:
-        """Whether anything is declared."""
-        return bool(self.interventions or self.capture)
 
     def logprobs_wanted(self) -> int | None:
         """SamplingParams.logprobs."""
@@ -313,7 +321,7 @@ class TokenizeRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
-        return without_neutral(given, cls.model_fields) if isinstance(given, Mapping) else given
+        return without_neutral(given, cls.model_fields, REFUSED) if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:

@@ -39,6 +39,14 @@ class ServeLimits:
     """Of one key's among them."""
     store_seconds: float = 300.0
     """How long captured states wait to be fetched."""
+    max_responses: int = 1024
+    """Responses of one key that can be continued (/v1/responses)."""
+    max_response_bytes: int = 512 * MIB
+    """Of all keys' responses, with their conversations."""
+    max_response_bytes_per_key: int = 64 * MIB
+    """Of one key's among them."""
+    response_seconds: float = 86400.0
+    """How long a response can be continued."""
     trace_timeout: float = 600.0
     """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
     engine_message_seconds: float = 60.0

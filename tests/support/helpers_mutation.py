@@ -41,6 +41,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": "salt", "priority": 1},
 ]  # fmt: skip
 CHAT = [{"role": "system", "content": "w1"}, {"role": "user", "content": [{"type": "text", "text": "w2 w3"}]}]
+TEXT_ITEM = {"role": "user", "content": [{"type": "input_text", "text": "w2 w3"}]}
 JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 1, 10**6, 2**31, 2**63, 10**18, 10**30, -(10**18), 1e308, 1e-320, "", "w1", "é", "\ud800", "a" * 5000, [],
     {},     [[]], [None], [{}], [1] * 300, {"range": [0, 10**18]}, {"slice": [0, 10**18, 1]}, {"generated": {"stop": 10**18}},
@@ -61,6 +62,20 @@ def shapes(rng: random.Random) -> tuple[str, str, Any]:
     if kind < 4:
         prompt = rng.choice(["w1 w2 w3", ["w4", "w5 w6"], [1, 2, 3], [[1, 2], [3]]])
         return "POST", "/v1/completions", body | {"prompt": prompt}
+    if kind == 5:
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        items = [TEXT_ITEM, call, {"type": "function_call_output", "call_id": "c", "output": "w1"}]
+        asked = {
+            "instructions": "w2",
+            "max_output_tokens": 3,
+            "text": {"format": {"type": "text"}},
+            "metadata": {"a": "b"},
+        }
+        return (
+            "POST",
+            "/v1/responses",
+            asked | {"input": items, "stream": rng.random() < 0.5, "capture": ["resid_post.0"]},
+        )
     if kind < 6:
         del body["prompt_logprobs" if "prompt_logprobs" in body else "max_tokens"]
         if isinstance(body.pop("logprobs", None), int):

@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from ... import __version__
 from ...core.closed import EngineClosedError
 from ..protocol import COMPONENT
+from ..responses.routes import responses_routes
 from ..routes.adapter_routes import adapter_routes
 from ..routes.interp_routes import interp_routes
 from ..routes.openai_routes import openai_routes
@@ -45,6 +46,7 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,  # a redirect names the host that the client named
     )  # fmt: skip
     app.include_router(openai_routes(state))
+    app.include_router(responses_routes(state))
     app.include_router(tokenize_routes(state))
     app.include_router(adapter_routes(state))
     app.include_router(interp_routes(state))
@@ -107,6 +109,7 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
         """Counters, for Prometheus."""
         gauges = {
             "store_bytes": state.store.num_bytes, "store_files": state.store.num_files,
+            "response_bytes": state.responses.num_bytes, "responses": state.responses.num_responses,
             "tokens_per_second": state.tokens_per_second, "calls": state.engine.num_calls,
             "engine_restarts": state.engine.restarts, "engine_ready": float(state.engine.ready),
         }  # fmt: skip
@@ -175,7 +178,8 @@ def _add_errors(app: FastAPI) -> None:
 
 
 async def sweep(state: ServerState, seconds: float = 5.0) -> None:
-    """Delete captured states that are too old, for ever."""
+    """Delete captured states and responses that are too old, for ever."""
     while True:
         await asyncio.sleep(min(seconds, state.limits.store_seconds))
         state.store.sweep_folder()
+        state.responses.sweep()

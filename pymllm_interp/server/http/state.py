@@ -15,6 +15,7 @@ from ...wire.messages import AskStats
 from ..engines.call import EngineDiedError
 from ..engines.engine_client import EngineClient
 from ..engines.stats import merged_stats
+from ..responses.store import ResponseStore
 from ..routes.tokenizer import import_library, load_tokenizer
 from ..settings import ServeSettings
 from ..store import ActivationStore
@@ -45,6 +46,7 @@ class ServerState:
         self.metrics = Metrics()
         self.engine = engine(settings, self._engine_exited)
         self.store = ActivationStore(self.engine.store, settings.limits)
+        self.responses = ResponseStore(settings.limits)
         self.uploads = Uploads(settings.limits, self.engine.vectors)
         self.tokenizer: Any = None
         self.draining = False

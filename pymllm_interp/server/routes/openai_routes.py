@@ -6,12 +6,12 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from ...client.chat import RenderedPrompt, tokenized
 from ...client.request_limits import truncated
@@ -22,7 +22,7 @@ from ..http.body import JsonRoute
 from ..http.errors import ApiError, api_error
 from ..http.state import ServerState, check_priority, require
 from ..http.trust import Client, Trust
-from ..protocol import ChatRequest, CompletionRequest, GenerationRequest
+from ..protocol import ChatRequest, CompletionRequest, GenerationRequest, SharedRequest
 from ..tools.messages import MessageParser
 from .conversations import conversation
 from .generation import CompletionPiece, Generation, Prompt
@@ -32,6 +32,8 @@ from .prompt_text import check_length, last_part
 T = TypeVar("T")
 COMPLETION_TOKENS = 16
 """OpenAI's default length of a completion; a chat's is what the context holds."""
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of chunks."""
 
 
 class DisconnectedError(Exception):
@@ -86,14 +88,14 @@ def openai_routes(state: ServerState) -> APIRouter:
         if body.echo and body.stream and logprobs:
             raise ApiError(400, "echo with logprobs is not streamed: leave out stream, or one of them", param="echo")
         given = body.prompts()
-        asked = _asked(state, body, len(given), COMPLETION_TOKENS, lambda: texts(state, body, given))
+        asked = asked_of(state, body, len(given), COMPLETION_TOKENS, lambda: texts(state, body, given))
         return await _serve(state, body, request, asked, "cmpl", logprobs, body.logprobs or 0, bool(body.echo))
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Write the next message of a conversation, by the model's chat template."""
         plan = body.planned(state.settings.tool_call_parser, state.settings.reasoning_parser)
-        asked = _asked(state, body, 1, None, lambda: [conversation(state, body)])
+        asked = asked_of(state, body, 1, None, lambda: [conversation(state, body)])
         if plan.parses:
             asked = asked._replace(parser=plan.parser)
         return await _serve(state, body, request, asked, "chatcmpl", bool(body.logprobs), body.top_logprobs or 0, False)
@@ -129,7 +131,7 @@ def adapter_of(state: ServerState, name: str | None) -> str | None:
     return name
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What a request asks for, before its prompts are tokenized."""
 
     prompts: int
@@ -142,9 +144,9 @@ class _Asked(NamedTuple):
     """Parsers of the messages, from the prompt's text."""
 
 
-def _asked(
+def asked_of(
     state: ServerState, body: GenerationRequest, count: int, max_tokens: int | None, read: Callable[[], list[RenderedPrompt]]
-) -> _Asked:  # fmt: skip
+) -> Asked:  # fmt: skip
     """What is asked for.
 
     Raises:
@@ -156,7 +158,7 @@ def _asked(
         raise ApiError(
             400, f"{count} prompts with n={params.n}; at most {state.limits.max_prompts} (max_prompts)", "prompt"
         )
-    return _Asked(count, params, adapter, read)
+    return Asked(count, params, adapter, read)
 
 
 def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) -> Prompt:
@@ -182,25 +184,40 @@ def texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list
 
 
 async def _serve(
-    state: ServerState, body: GenerationRequest, request: Request, asked: _Asked, kind: str, logprobs: bool, top: int,
+    state: ServerState, body: GenerationRequest, request: Request, asked: Asked, kind: str, logprobs: bool, top: int,
     echo: bool,
 ) -> Response:  # fmt: skip
-    client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
-    check_priority(client, [body.priority or 0])
+    client = allowed(body, request)
     format_ = Format(
         kind, asked.adapter or state.settings.name, request.state.request_id, state, client,
         return_token_ids=bool(body.return_token_ids), logprobs=logprobs, top=top, echo=echo, parser=asked.parser,
     )  # fmt: skip
-    state.metrics.totals["hooked_requests"] += body.hooked
-    work = _Work(state, body, request, client, asked, format_)
-    if body.stream:
+    return await answer(state, request, Work(state, body, request, client, asked, format_))
+
+
+def allowed(body: SharedRequest, request: Request) -> Client:
+    """The client, if it may ask for this.
+
+    Raises:
+        ApiError: its key has not the right.
+    """
+    client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
+    check_priority(client, [body.priority or 0])
+    return client
+
+
+async def answer(state: ServerState, request: Request, work: Work) -> Response:
+    """The response to a request, or the stream of its events."""
+    state.metrics.totals["hooked_requests"] += work.body.hooked
+    if work.body.stream:
         stream = work.stream()
         first = await anext(stream)  # what the engine refuses is an answer of its own
         return StreamingResponse(
             _chained(first, stream), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
     try:
-        return JSONResponse(await while_connected(request, work.whole()))
+        found = await while_connected(request, work.whole())
+        return Response(json.dumps(found, separators=(",", ":"), allow_nan=False), media_type="application/json")
     except DisconnectedError:
         state.metrics.totals["disconnects"] += 1
         return Response(status_code=499)
@@ -215,13 +232,13 @@ async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[by
         await rest.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Work:
+class Work:
     """One request, from its prompts to its answer."""
 
     def __init__(
-        self, state: ServerState, body: GenerationRequest, request: Request, client: Client, asked: _Asked, format_: Format
+        self, state: ServerState, body: GenerationRequest, request: Request, client: Client, asked: Asked, format_: Format
     ) -> None:  # fmt: skip
-        self._state, self._body, self._client = state, body, client
+        self._state, self.body, self._client = state, body, client
         self._asked, self._format = asked, format_
         self._prompts: list[Prompt] = []
         self._notes = request.state.record.notes
@@ -235,7 +252,7 @@ class _Work:
 
     async def _start(self, stream: bool) -> Generation:
         """Tokenize the prompts and submit them. The request is admitted already."""
-        body = self._body
+        body = self.body
         hooks: dict[str, Any] = {}
         for name, field in (("interventions", body.interventions), ("captures", body.capture)):
             if field:
@@ -286,7 +303,7 @@ class _Work:
                 generation.close()
         found = self._format.envelope([choices[i] for i in sorted(choices)], chunk=False)
         found["usage"] = self._format.usage(self._prompts, self._ends)
-        self._notes["generated_tokens"] = found["usage"]["completion_tokens"]
+        self._note_tokens()
         return found
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -295,14 +312,8 @@ class _Work:
             stack.enter_context(self._admitted())
             generation = await self._start(stream=True)
             stack.callback(self._closed, generation)
-            begun: set[int] = set()
-            if self._format.chat:
-                for index in range(self._n):
-                    empty = CompletionPiece(0, index, "", [], [])
-                    yield self._event(empty, first=True)
-                    begun.add(index)
-            else:
-                yield b": accepted\n\n"
+            for event in self._opening():
+                yield event
             try:
                 async for piece in generation.pieces():
                     self._state.generated(len(piece.token_ids))
@@ -311,28 +322,47 @@ class _Work:
                         self._state.metrics.first_token.add(seconds)
                         self._notes["first_token_ms"] = round(1000 * seconds, 2)
                     self._take_end(piece)
-                    index = self._index(piece)
-                    yield self._event(piece, first=index not in begun)
-                    begun.add(index)
-                if self._body.stream_options is not None and self._body.stream_options.usage:
-                    last = self._format.envelope([], chunk=True)
-                    yield _data(last | {"usage": self._format.usage(self._prompts, self._ends)})
+                    for event in self._events(piece):
+                        yield event
+                for event in await self._closing():
+                    yield event
             except Exception as error:
-                yield _data(api_error(error, refused=False).body())
-            yield b"data: [DONE]\n\n"
+                for event in self._failing(api_error(error, refused=False)):
+                    yield event
 
-    def _event(self, piece: CompletionPiece, first: bool) -> bytes:
+    def _opening(self) -> Iterable[bytes]:
+        """The first events of a stream, one at least."""
+        if not self._format.chat:
+            return [b": accepted\n\n"]
+        return [event for i in range(self._n) for event in self._events(CompletionPiece(0, i, "", [], []))]
+
+    def _events(self, piece: CompletionPiece) -> Iterable[bytes]:
         """A piece's event. With include_usage its usage is null, or with continuous_usage_stats that of its choice so far."""
-        index, options = self._index(piece), self._body.stream_options
-        chunk = self._format.envelope([self._choice(piece, first, chunk=True)], chunk=True)
+        index, options = self._index(piece), self.body.stream_options
+        choice = self._choice(piece, first=index not in self._made, chunk=True)
+        chunk = self._format.envelope([choice], chunk=True)
         self._made[index] += len(piece.token_ids)
         if options is not None and options.usage:
             read = len(self._prompts[piece.prompt].token_ids)
             chunk["usage"] = usage_of(read, self._made[index]) if options.continuous_usage_stats else None
-        return _data(chunk)
+        return [_data(chunk)]
+
+    async def _closing(self) -> Iterable[bytes]:
+        """The last events of a stream."""
+        if self.body.stream_options is None or not self.body.stream_options.usage:
+            return [DONE]
+        last = self._format.envelope([], chunk=True)
+        return [_data(last | {"usage": self._format.usage(self._prompts, self._ends)}), DONE]
+
+    def _failing(self, error: ApiError) -> Iterable[bytes]:
+        """The last events of a stream that failed."""
+        return [_data(error.body()), DONE]
+
+    def _note_tokens(self) -> None:
+        self._notes["generated_tokens"] = sum(len(end.token_ids) for end in self._ends.values())
 
     def _closed(self, generation: Generation) -> None:
-        self._notes["generated_tokens"] = sum(len(end.token_ids) for end in self._ends.values())
+        self._note_tokens()
         if generation.unfinished:
             self._state.metrics.totals["disconnects"] += 1
         generation.close()

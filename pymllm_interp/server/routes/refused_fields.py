@@ -78,19 +78,49 @@ REFUSED: dict[str, Refused] = {
 }  # fmt: skip
 """By name. What is neither here nor a field of the request is refused as unknown."""
 
+_HERE = "use /v1/chat/completions, which has it"
+OF_RESPONSES: dict[str, Refused] = REFUSED | {
+    "access_programs": Refused("there are no access programs"),
+    "background": Refused("a response is made while its client waits: leave background out, or use stream", (False,)),
+    "background_options": Refused("there are no responses in the background", ({},)),
+    "context_management": Refused("conversations are not compacted: send the items that count as input", ([],)),
+    "conversation": Refused("there are no conversations: previous_response_id continues a response"),
+    "image": Refused(unsupported.MULTIMODAL),
+    "logprobs": Refused("use include, with 'message.output_text.logprobs', and top_logprobs", (False,)),
+    "max_completion_tokens": Refused("use max_output_tokens"),
+    "max_tokens": Refused("use max_output_tokens"),
+    "max_tool_calls": Refused("it counts calls of built-in tools, and there are none: parallel_tool_calls=false keeps one call"),
+    "messages": Refused("use input, a text or a list of items"),
+    "n": Refused("a response is one: send several requests, or " + _HERE, (1,)),
+    "prompt": Refused("there are no stored prompts: use instructions and input"),
+    "prompt_logprobs": Refused(_HERE),
+    "reasoning": Refused(
+        "how much the model reasons is up to its template: chat_template_kwargs sets what that reads",
+        ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
+    ),
+    "response_format": Refused("use text, with format"),
+    "return_token_ids": Refused(_HERE, (False,)),
+    "stream_options": Refused(
+        "events are not padded, and the last one has the usage", ({}, {"include_obfuscation": False})
+    ),
+    "truncation": Refused("items are not left out: truncate_prompt_tokens keeps the last tokens", ("disabled",)),
+}  # fmt: skip
+"""As `REFUSED`, of /v1/responses."""
 
-def without_neutral(given: Mapping[Any, Any], known: Iterable[str]) -> dict[Any, Any]:
+
+def without_neutral(given: Mapping[Any, Any], known: Iterable[str], refusals: Mapping[str, Refused]) -> dict[Any, Any]:
     """A request's fields without other servers' fields that change nothing.
 
     Args:
         known: fields of the request's class, which are kept.
+        refusals: fields of other servers.
 
     Raises:
         ValueError: a refused field would change something; the message says what serves in its place.
     """
     found, kept = {}, frozenset(known)
     for name, value in given.items():
-        refused = None if name in kept else REFUSED.get(name)
+        refused = None if name in kept else refusals.get(name)
         if refused is None:
             found[name] = value
         elif value is not None and not any(_same(value, neutral) for neutral in refused.neutral):

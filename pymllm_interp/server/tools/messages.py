@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from .calls import HarmonyParts
@@ -54,27 +54,31 @@ class MessageParser:
         """What more text adds to the message, as a stream's delta."""
         found: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
-        for part in self.push(text, ended):
+        for part in self.parts(text, ended):
             if part.kind == "call":
-                self.num_calls += 1
-                if self._counts:
-                    calls.append(self._new_call(part.text))
+                calls.append(self._new_call(part.text))
             elif part.kind == "arguments":
-                if self._counts:
-                    _add_arguments(calls, self.num_calls - 1, part.text)
-            elif part.text:
+                _add_arguments(calls, self.num_calls - 1, part.text)
+            else:
                 found[part.kind] = found.get(part.kind, "") + part.text
         return found | ({"tool_calls": calls} if calls else {})
 
-    @property
-    def _counts(self) -> bool:
-        return self._several or self.num_calls == 1
+    def parts(self, text: str, ended: bool) -> Iterator[Part]:
+        """The parts of more text, without calls that may not come."""
+        for part in self.push(text, ended):
+            self.num_calls += part.kind == "call"
+            counts = self._several or self.num_calls == 1
+            if counts if part.kind in ("call", "arguments") else part.text:
+                yield part
+
+    def call_id(self) -> str:
+        """The id of a new call."""
+        number = uuid.uuid4().hex
+        return number[:9] if self._short_ids else f"call_{number[:24]}"
 
     def _new_call(self, name: str) -> dict[str, Any]:
-        number = uuid.uuid4().hex
-        made = number[:9] if self._short_ids else f"call_{number[:24]}"
         function = {"name": name, "arguments": ""}
-        return {"index": self.num_calls - 1, "id": made, "type": "function", "function": function}
+        return {"index": self.num_calls - 1, "id": self.call_id(), "type": "function", "function": function}
 
     def message(self, text: str) -> dict[str, Any]:
         """The whole message of a text."""
