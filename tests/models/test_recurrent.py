@@ -113,7 +113,7 @@ def test_a_traced_request_takes_its_states_to_the_host_and_back() -> None:
     lm.shutdown()
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.slow)])
 def test_1000_requests_through_three_slots_leave_nothing_behind(name: str) -> None:
     """All memory of states is NaN at first, and again after each tenth of the requests."""
     lm = load(name, max_running_requests=3, max_num_tokens=32)

@@ -307,8 +307,11 @@ def test_g14_a_replay_plans_its_own_batch_and_not_the_eager_way(runner, monkeypa
 
 @pytest.mark.parametrize(
     ("options", "compiled"),
-    [({}, []), ({"enable_torch_compile": True, "torch_compile_max_bs": 3}, [1, 2]), ({"torch_compile_max_bs": 3}, [])],
-)
+    [
+        ({}, []), ({"torch_compile_max_bs": 3}, []),
+        pytest.param({"enable_torch_compile": True, "torch_compile_max_bs": 3}, [1, 2], marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_g07_small_sizes_are_compiled_where_asked_for(recorded, monkeypatch, options, compiled):
     """G7: and a compiled pass gives what an eager one gives."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

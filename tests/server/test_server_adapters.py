@@ -193,6 +193,7 @@ def test_a_server_does_not_start_with_an_adapter_that_it_cannot_load(
     assert found.returncode != 0 and "use_dora" in found.stderr + found.stdout
 
 
+@pytest.mark.slow
 def test_replicas_load_the_adapters_when_they_start(
     monkeypatch: pytest.MonkeyPatch,
     model_folder: Callable[[str], Path],

@@ -102,7 +102,7 @@ def unsupported_in_tag(tag: Any) -> str | None:
 
 
 def _why_shape(schema: dict[str, Any]) -> str | None:
-    """Keywords whose values are of another type."""
+    """Which keyword has a value of another type."""
     texts = {"required": "a list of texts", "type": "a text or a list of texts"}
     for key, expected in texts.items():
         value = schema.get(key, [])

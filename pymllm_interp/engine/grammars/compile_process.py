@@ -4,7 +4,7 @@ A pattern such as ``a?`` nine thousand times keeps xgrammar's compiler busy for 
 a grammar compiles within its limits. The engine's process compiles it again then: a compiled grammar is sent slower than made.
 
 `python -m pymllm_interp.engine.grammars.compile_process` is the process. It reads a tokenizer's description, then a call of the
-compiler a line, and answers each with null or an error.
+compiler in each line. It answers with null or an error.
 """
 
 from __future__ import annotations

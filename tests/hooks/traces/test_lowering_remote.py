@@ -262,7 +262,7 @@ def test_persistent_edits_and_sessions_are_code(code, posts):
     "config",
     [
         {"max_length": 12},
-        {"do_sample": True, "top_k": 1, "min_new_tokens": 3, "max_new_tokens": 5},
+        pytest.param({"do_sample": True, "top_k": 1, "min_new_tokens": 3, "max_new_tokens": 5}, marks=pytest.mark.slow),
         pytest.param({"max_new_tokens": 7}, marks=pytest.mark.slow),
         pytest.param({}, marks=pytest.mark.slow),
     ],
