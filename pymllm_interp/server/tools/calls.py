@@ -12,14 +12,18 @@ from .parts import JsonEnd, Part, before_mark
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
+def _is_name(value: Any) -> bool:
+    """Whether it is a text, without half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _name(quoted: str) -> str | None:
-    """The name that a JSON string says; None where it is no JSON, or has half of a surrogate pair."""
+    """The name that a JSON string says; None where it says none."""
     try:
         name = json.loads(quoted)
-        name.encode()
     except ValueError:
         return None
-    return name
+    return name if _is_name(name) else None
 
 
 class JsonCall:
@@ -68,11 +72,7 @@ class JsonCall:
             found = json.loads(self.raw)
         except (ValueError, RecursionError):
             found = None
-        if (
-            not isinstance(found, dict)
-            or not isinstance(found.get("name"), str)
-            or _name(json.dumps(found["name"])) is None
-        ):
+        if not isinstance(found, dict) or not _is_name(found.get("name")):
             self.failed = True
             return []
         arguments = found.get("arguments", found.get("parameters", {}))
