@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
-from ..config import ServerConfig
 from ..core.request import Request
 from ..core.step import ScheduledRequest, SchedulerOutput
-from ..speculative.drafter import DrafterError, SpeculativeConfig
+from ..runner.interp_model_runner import InterpModelRunner
+from ..speculative.drafter import Drafter, DrafterError, SpeculativeConfig
 from ..speculative.request_drafts import RequestDrafts
 from ..utils.arguments import PromptError
 from .kv_manager import KVManager
@@ -25,21 +25,37 @@ class Drafts:
     A request is drafted for if its hooks allow it (`why_undrafted`). This is decided when it is added.
 
     Args:
-        config: names the drafter.
+        drafter: proposes them.
+        k: most drafts of a request in a step.
         vocab_size: drafts are below it.
     """
 
-    def __init__(self, config: SpeculativeConfig, vocab_size: int) -> None:
-        self._drafter, self._k, self._vocab_size = config.make(), config.num_speculative_tokens, vocab_size
+    def __init__(self, drafter: Drafter, k: int, vocab_size: int) -> None:
+        self._drafter, self._k, self._vocab_size = drafter, k, vocab_size
         self._counts: Counter[str] = Counter(dict.fromkeys(("steps", "drafted", "accepted", "pauses"), 0))
         self._undrafted: Counter[str] = Counter()
         self._warned = False
 
     @classmethod
-    def of(cls, server_config: ServerConfig, vocab_size: int) -> Drafts | None:
-        """The drafts of an engine; None where nothing proposes any."""
-        config = SpeculativeConfig.of(server_config.speculative)
-        return None if config is None else cls(config, vocab_size)
+    def of(cls, runner: InterpModelRunner) -> Drafts | None:
+        """The drafts of an engine over this runner; None where nothing proposes any.
+
+        Raises:
+            ValueError: the passes have too few rows for the drafts of a model.
+        """
+        config = SpeculativeConfig.of(runner.server_config.speculative)
+        if config is None:
+            return None
+        k, rows = config.num_speculative_tokens, runner.max_num_tokens
+        if runner.prefill_graphs is not None:
+            rows = min(rows, runner.prefill_graphs.sizes[-1])
+        if config.model and k >= rows:
+            raise ValueError(
+                f"speculative: num_speculative_tokens={k} takes {k + 1} rows of a step, which has {rows}: lower it, or raise "
+                f"max_num_tokens (now {runner.max_num_tokens}) and prefill_graph_tokens "
+                f"(now {runner.server_config.prefill_graph_tokens})"
+            )
+        return cls(runner.drafter or config.make(), k, runner.vocab_size)
 
     @property
     def name(self) -> str:

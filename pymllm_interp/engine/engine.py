@@ -275,7 +275,7 @@ class Engine(RequestEnds):
         kv = KVManager.of(runner)
         ring = runner.capture_ring
         admission = None if ring is None else ring.admission
-        drafts, times = Drafts.of(runner.server_config, runner.vocab_size), self._pacing.times
+        drafts, times = Drafts.of(runner), self._pacing.times
         self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, times, drafts)
         if ring is not None:
             ring.notify_when_freed(self._wake_up)

@@ -41,6 +41,9 @@ def warm_up(runner: InterpModelRunner) -> None:
             while scheduler.has_work():
                 _step(runner, scheduler)
     _step(runner, scheduler)  # the last requests are dropped
+    if runner.drafter is not None:
+        prompts = [Request(f"warm-up-{i}", [0] * SHORT, GREEDY, SHORT, seed=0) for i in range(2)]
+        runner.drafter.propose(prompts, NEW_TOKENS)
     if runner.device.startswith("cuda"):
         torch.cuda.synchronize()
     runner.partition.counts.clear()

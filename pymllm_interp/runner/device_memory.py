@@ -59,6 +59,9 @@ class PoolOwner(Protocol):
     max_running_requests: int
     max_total_num_tokens: int
 
+    @property
+    def draft(self) -> PoolOwner | None: ...
+
     def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]: ...
 
     def get_model(self) -> CausalLM: ...
@@ -156,8 +159,9 @@ def long_pass_bytes(runner: PassOwner, tokens: int, eager_attention: bool) -> in
 
 
 def kv_bytes_per_token(runner: PoolOwner) -> int:
-    """K and V of one token in all layers."""
-    return sum(2 * heads * head_dim * dtype.itemsize for heads, head_dim, dtype in runner.get_kv_cache_spec().values())
+    """K and V of one token in all layers, and in the layers of a draft model."""
+    own = sum(2 * heads * head_dim * dtype.itemsize for heads, head_dim, dtype in runner.get_kv_cache_spec().values())
+    return own + (0 if runner.draft is None else kv_bytes_per_token(runner.draft))
 
 
 def num_running_requests(runner: PoolOwner) -> int:
@@ -273,11 +277,20 @@ def _profiled_kv_tokens(runner: PoolOwner) -> int:
         f"what helps: a lower max_num_tokens (now {runner.max_num_tokens}), a lower max_running_requests (now "
         f"{runner.max_running_requests}), or a smaller model",
     )
-    name = runner.server_config.attention_backend
-    workspace = attention_workspace_bytes(name, runner.device, runner.dtype, runner.head_dim)
     # The allocator keeps the peak of the run for later steps.
-    room = _within_utilization(runner) - _unused_by_tensors(runner) - workspace - runner.profile_cudagraph_memory()
+    room = _within_utilization(runner) - _unused_by_tensors(runner) - _bytes_beside_kv(runner)
     return int(room // kv_bytes_per_token(runner))
+
+
+def _bytes_beside_kv(runner: PoolOwner) -> int:
+    """What is allocated after the KV pool, for a draft model, too: the workspace of attention, and graphs."""
+    name = runner.server_config.attention_backend
+    own = attention_workspace_bytes(name, runner.device, runner.dtype, runner.head_dim)
+    own += runner.profile_cudagraph_memory()
+    if runner.draft is not None:
+        runner.draft.max_running_requests = runner.max_running_requests
+        own += _bytes_beside_kv(runner.draft)
+    return own
 
 
 # -- recurrent states ---------------------------------------------------------------------

@@ -16,10 +16,12 @@ from ..models.base import CausalLM
 from ..sampling import PenaltyBatch, Sampler, SamplingBatch
 from . import dummy_run
 from .batch_builder import BatchBuilder
+from .device_memory import PoolOwner
 from .executions import Executions
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.prefill_graphs import PrefillGraphs
 from .partition import Execution
+from .stage import Stage
 from .step_inputs import dummy_attn
 
 
@@ -41,6 +43,9 @@ class ForwardPasses(BatchBuilder):
     executions: Executions
     forward_pass_id: int
     sampler: Sampler
+    stages: Sequence[Stage]
+    draft: PoolOwner | None = None
+    """The runner of a draft model. Its memory counts with this runner's."""
 
     def get_model(self) -> CausalLM:
         """The loaded model."""
@@ -165,6 +170,16 @@ class ForwardPasses(BatchBuilder):
             entries = output.logprobs.tolists()
             logits_output.next_token_logprobs = [entry for entry in entries if entry is not None]
         return output.token_ids
+
+    def enter_pass(self, batch: ForwardBatch, first: int = 0) -> None:
+        """Have the stages serve the modules of a pass. See `Stage.enter_pass`."""
+        for stage in self.stages:
+            stage.enter_pass(batch, first)
+
+    def captured_site_ops(self, bs: int) -> Any:
+        """`ForwardBatch.site_ops` of a decode pass that is captured for `bs` rows of the input buffers."""
+        found = (stage.captured_site_ops(bs) for stage in self.stages)
+        return next((ops for ops in found if ops is not None), None)
 
     # -- dummy runs ---------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..models.readout import ModelReadout
+from ..speculative.drafter import SpeculativeConfig
+from .drafting.draft_model import ModelDrafter
 from .graphs.prompt_segments import PromptSegments
 from .graphs.segments import DecodeSegments
 from .model_runner import ModelRunner
@@ -55,6 +57,7 @@ class InterpModelRunner(ModelRunner):
         traced_stage: serves traces, through the two above.
         declared_stage: interventions and captures; None before `initialize`.
         declarations: the checks of them, for clients; None before `initialize`.
+        drafter: the draft model of speculative decoding; None without one.
         saes: by name, of `ModelConfig.saes` and later ones; None before `initialize`.
         kept: by key, what a command keeps for later ones.
     """
@@ -74,6 +77,7 @@ class InterpModelRunner(ModelRunner):
         self.declared_stage: DeclaredStage | None = None
         self.declarations: Declarations | None = None
         self.saes: SAERegistry | None = None
+        self.drafter: ModelDrafter | None = None
         self.kept: dict[str, Any] = {}
         self._tree: TracedModel | weakref.ref[TracedModel] | None = None
 
@@ -85,8 +89,12 @@ class InterpModelRunner(ModelRunner):
         return self._tree() if isinstance(self._tree, weakref.ref) else self._tree
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the weights, then wrap the module."""
+        """Load the weights, and the weights of a draft model. Then wrap the module."""
         super().load_model(*args, **kwargs)
+        speculative = SpeculativeConfig.of(self.server_config.speculative)
+        if speculative is not None and speculative.model:
+            self.drafter = ModelDrafter(speculative, self)
+            self.draft = self.drafter.runner
         self.traced_stage.model_spec = self.model_spec
         self._tree = None if self._wrap is None else self._wrap(self.get_model(), self.interleaver)
 
@@ -108,6 +116,8 @@ class InterpModelRunner(ModelRunner):
         super().init_memory_pool()
         stage = self.declared_stage
         self.declarations = Declarations(stage.limits, stage.model, stage.readout, stage.capture_ring)
+        if self.drafter is not None:
+            self.drafter.open(self)
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
@@ -115,7 +125,9 @@ class InterpModelRunner(ModelRunner):
             self.saes.close()
         if self.declarations is not None:
             self.declarations.close()
-        self._tree = self.saes = None
+        if self.drafter is not None:
+            self.drafter.close()
+        self._tree = self.saes = self.drafter = self.draft = None
         self.kept.clear()
         super().shutdown()
 

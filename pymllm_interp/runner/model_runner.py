@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -116,6 +115,11 @@ class ModelRunner(AdaptedPasses, SeedNames):
 
     def initialize(self) -> None:
         """Load the model and set up memory, attention and graphs. A second call raises RuntimeError."""
+        self.load()
+        self.open()
+
+    def load(self) -> None:
+        """The first half of `initialize`: the weights."""
         if self.model is not None:
             raise RuntimeError("this runner is initialised already; shut it down first, or make another")
         if self.device.startswith("cuda"):
@@ -125,6 +129,9 @@ class ModelRunner(AdaptedPasses, SeedNames):
         self._init_metadata(spec_of(self.source.hf_config, self.model_config.impl, self.dtype))
         self.load_model()
         self._init_kv_cache_dtype()
+
+    def open(self) -> None:
+        """The second half: memory, attention and graphs."""
         self.init_memory_pool()
         self.init_attention_backend()
         self.init_cuda_graphs()
@@ -445,11 +452,6 @@ class ModelRunner(AdaptedPasses, SeedNames):
             modules_for=demands.modules_for, cuts=cuts,
         )  # fmt: skip
 
-    def enter_pass(self, batch: ForwardBatch, first: int = 0) -> None:
-        """Have the stages serve the modules of a pass. See `Stage.enter_pass`."""
-        for stage in self.stages:
-            stage.enter_pass(batch, first)
-
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
         """logits [sampled rows, vocab]."""
         sampling, table = state.input_batch.sampling, self.req_states
@@ -492,8 +494,3 @@ class ModelRunner(AdaptedPasses, SeedNames):
         for stage in self.stages:
             stage.prepare(batch, input_batch)
         return batch
-
-    def captured_site_ops(self, bs: int) -> Any:
-        """`ForwardBatch.site_ops` of a decode pass that is captured for `bs` rows of the input buffers."""
-        found = (stage.captured_site_ops(bs) for stage in self.stages)
-        return next((ops for ops in found if ops is not None), None)

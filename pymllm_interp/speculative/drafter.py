@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..utils.arguments import check_names, shown
@@ -16,14 +18,19 @@ MAX_NGRAM = 64
 """Longest n-gram that is looked for."""
 DEFAULT_DRAFTS, DEFAULT_NGRAM = 4, 5
 """Draft tokens of a `Drafter` that names no number; length of the n-grams where none is given, as in vLLM."""
-KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+METHODS: dict[str, tuple[str, ...]] = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("model",),
+}
+"""Methods, and the keys that each has beside "method" and "num_speculative_tokens"."""
 OTHER_METHODS = (
-    "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "suffix",
+    "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "suffix",
 )  # fmt: skip
 """vLLM's methods that are not served."""
-_MODELS = "drafts of another model are not served; method='ngram' drafts from the request's own text"
+_AS_TARGET = "the draft model has the model's dtype, device and longest sequence"
 ELSEWHERE = {
-    **dict.fromkeys(("model", "draft_tensor_parallel_size", "quantization", "revision", "max_model_len"), _MODELS),
+    **dict.fromkeys(("draft_tensor_parallel_size", "quantization", "max_model_len"), _AS_TARGET),
+    "revision": "name a folder: model='/path/to/draft'",
     "disable_by_batch_size": "drafts take only the rows and pages that a step has left",
     "rejection_sample_method": "drafts never change a token, so there is one method",
 }
@@ -60,7 +67,7 @@ class SpeculativeConfig(NamedTuple):
     """`ServerConfig.speculative`, checked. Its keys and defaults are vLLM's."""
 
     method: str
-    """ "ngram", or "custom"."""
+    """One of `METHODS`, or "custom"."""
     num_speculative_tokens: int
     """Draft tokens of a request in a step, at most."""
     prompt_lookup_max: int = DEFAULT_NGRAM
@@ -69,6 +76,8 @@ class SpeculativeConfig(NamedTuple):
     """The shortest."""
     drafter: Drafter | None = None
     """The caller's own, with method "custom"."""
+    model: str = ""
+    """The draft model: a folder or a name, as `ModelConfig.model`."""
 
     @classmethod
     def of(cls, given: Any) -> SpeculativeConfig | None:
@@ -93,36 +102,52 @@ class SpeculativeConfig(NamedTuple):
 
     @classmethod
     def _of_keys(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
-        check_names("speculative", given, KEYS, ELSEWHERE)
-        method = given.get("method")
+        every = ("method", "num_speculative_tokens", *chain.from_iterable(METHODS.values()))
+        check_names("speculative", given, every, ELSEWHERE)
+        method, known = given.get("method"), ", ".join(map(repr, METHODS))
         if method in OTHER_METHODS:
             raise ValueError(
-                f"speculative={{'method': {method!r}}} is not supported: 'ngram' is, or an object with propose(requests, k)"
+                f"speculative={{'method': {method!r}}} is not supported: {known} are, or an object with propose(requests, k)"
             )
-        if method != "ngram":
-            raise ValueError(f"speculative={{'method': {shown(method)}}}: expected 'ngram'")
+        if method not in METHODS:
+            raise ValueError(f"speculative={{'method': {shown(method)}}}: expected one of {known}")
+        own = METHODS[method]
+        for name in given.keys() - {"method", "num_speculative_tokens", *own}:
+            raise ValueError(f"speculative['{name}'] is no setting of method={method!r}: it has {', '.join(own)}")
+        count = given.get("num_speculative_tokens")
+        _check_whole("speculative['num_speculative_tokens']", count, MAX_DRAFTS)
+        assert isinstance(count, int)
+        return cls._of_ngrams(given, count) if method == "ngram" else cls._of_model(given, method, count)
+
+    @classmethod
+    def _of_model(cls, given: Mapping[str, Any], method: str, count: int) -> SpeculativeConfig:
+        model = given.get("model")
+        if isinstance(model, PathLike):
+            model = fspath(model)
+        if not isinstance(model, str) or not model:
+            raise ValueError(f"speculative['model']={shown(model)}: expected the draft model's folder or name")
+        return cls(method, count, model=model)
+
+    @classmethod
+    def _of_ngrams(cls, given: Mapping[str, Any], count: int) -> SpeculativeConfig:
         longest, shortest = given.get("prompt_lookup_max"), given.get("prompt_lookup_min")
         if longest is None:
             longest = DEFAULT_NGRAM if shortest is None else shortest
         if shortest is None:
             shortest = longest
-        count = given.get("num_speculative_tokens")
-        for name, value, most in (
-            ("num_speculative_tokens", count, MAX_DRAFTS),
-            ("prompt_lookup_max", longest, MAX_NGRAM),
-            ("prompt_lookup_min", shortest, MAX_NGRAM),
-        ):
-            _check_whole(f"speculative['{name}']", value, most)
+        for name, value in (("prompt_lookup_max", longest), ("prompt_lookup_min", shortest)):
+            _check_whole(f"speculative['{name}']", value, MAX_NGRAM)
         if shortest > longest:
             raise ValueError(
                 f"speculative: prompt_lookup_min={shortest} is above prompt_lookup_max={longest}: expected at most that"
             )
-        return cls(method, count, longest, shortest)  # pyright: ignore[reportArgumentType]
+        return cls("ngram", count, longest, shortest)
 
     def make(self) -> Drafter:
-        """The drafter: a new one, or the caller's."""
+        """The drafter: a new one, or the caller's. Those with a model are made by the runner (`runner.drafting`)."""
         from .ngram import NgramDrafter
 
+        assert not self.model, "a runner loads it"
         return self.drafter or NgramDrafter(self.prompt_lookup_max, self.prompt_lookup_min)
 
 

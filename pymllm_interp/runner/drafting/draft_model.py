@@ -1,0 +1,250 @@
+"""`ModelDrafter`: a second, smaller model proposes the tokens. It has a runner and KV pages of its own.
+
+The draft keeps no step with the engine. It compares what it has computed of a request with the request's tokens, and computes
+what is missing. So a rejected draft, a preemption and a prefix of the prefix cache are one case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...config import ModelConfig, ServerConfig
+from ...core.request import Request
+from ...core.sampling_params import SamplingParams
+from ...core.step import NewRequest, ScheduledRequest, SchedulerOutput
+from ...core.unsupported import UnsupportedModelError
+from ...speculative.drafter import SpeculativeConfig
+from ..async_output import AsyncOutput
+from ..model_runner import ModelRunner
+from .sequences import DraftSequence, DraftSequences
+
+
+@dataclass(slots=True)
+class DraftTask:
+    """The drafts that one call proposes for a request."""
+
+    request: Request
+    sequence: DraftSequence
+    tokens: list[int]
+    """Its tokens, as the draft is fed them."""
+    count: int
+    """Drafts to propose."""
+    start: int
+    """Tokens of them with KV, so far."""
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether all have KV."""
+        return self.start == len(self.tokens)
+
+
+class ModelDrafter:
+    """Drafts of a draft model (`speculative.drafter.Drafter`).
+
+    They are sampled at the request's temperature with the request's noise, as the model's tokens are. So draft and model agree
+    where they have one distribution, greedy or not.
+
+    Args:
+        config: names the draft model.
+        target: the runner of the model, loaded.
+
+    Attributes:
+        runner: of the draft model: loaded, and open after `open`.
+        sequences: what the draft has computed of each request.
+
+    Raises:
+        ValueError: the draft model does not fit the model.
+        UnsupportedModelError: a kind of model that is not served, or one with recurrent states.
+        FileNotFoundError: there is no such model.
+    """
+
+    sequences: DraftSequences
+
+    def __init__(self, config: SpeculativeConfig, target: ModelRunner) -> None:
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self.runner = self._loaded(config, target)
+
+    def _loaded(self, config: SpeculativeConfig, target: ModelRunner) -> ModelRunner:
+        dummy = target.model_config.load_format == "dummy"
+        model_config = ModelConfig(
+            model=config.model, dtype=target.dtype, load_format="dummy" if dummy else "auto", seed=target.model_config.seed
+        )  # fmt: skip
+        runner = ModelRunner(draft_server_config(target), model_config, target.gpu_id)
+        try:
+            runner.load()
+            check_draft(config, runner, target)
+        except UnsupportedModelError as error:
+            runner.shutdown()
+            raise UnsupportedModelError(f"speculative={{'model': {config.model!r}}}: {error}") from error
+        except BaseException:
+            runner.shutdown()
+            raise
+        return runner
+
+    def open(self, target: ModelRunner) -> None:
+        """Set up pools and graphs, for the requests that `target` serves."""
+        runner = self.runner
+        runner.server_config = replace(
+            runner.server_config,
+            kv_cache_tokens=target.max_total_num_tokens,
+            max_running_requests=target.max_running_requests,
+            max_model_len=min(runner.context_len, target.context_len),
+        )
+        runner.context_len = min(runner.context_len, target.context_len)
+        runner.open()
+        assert runner.req_to_token_pool is not None and runner.token_to_kv_pool_allocator is not None
+        self.sequences = DraftSequences(runner.req_to_token_pool, runner.token_to_kv_pool_allocator)
+
+    def close(self) -> None:
+        """Release the draft model and its memory. A second call does nothing."""
+        self.runner.shutdown()
+
+    # -- drafts ------------------------------------------------------------------------
+
+    def propose(self, requests: Sequence[Request], k: int) -> list[list[int]]:
+        """See `Drafter.propose`. Without room for a request's KV, nothing is proposed for it."""
+        self.sequences.drop_ended()
+        try:
+            tasks = self._tasks(requests, k)
+            outputs = self._catch_up(tasks) if tasks else []
+            outputs += self._continue(tasks)
+            drafts: dict[str, list[int]] = {task.request.request_id: [] for task in tasks}
+            for output in outputs:
+                for request_id, tokens in zip(
+                    output.output.req_ids, output.get_output().sampled_token_ids, strict=True
+                ):
+                    drafts[request_id] += tokens
+        except BaseException:
+            self.runner.abandon()
+            self.sequences.clear()
+            raise
+        for task in tasks:
+            self._computed(task, drafts[task.request.request_id])
+        return [drafts.get(request.request_id, []) for request in requests]
+
+    def _tasks(self, requests: Sequence[Request], k: int) -> list[DraftTask]:
+        tasks: list[DraftTask] = []
+        for request in requests:
+            tokens, left = request.all_token_ids, request.max_tokens - request.accepted_len - 1
+            count = min(k, left, self.runner.context_len - len(tokens) + 1)
+            busy = {task.request.request_id for task in tasks}
+            if count < 1 or (sequence := self.sequences.take(request, len(tokens) + count - 1, busy)) is None:
+                continue
+            tasks.append(DraftTask(request, sequence, tokens, count, common_length(sequence, tokens)))
+        return tasks
+
+    def _computed(self, task: DraftTask, drafts: list[int]) -> None:
+        """The task is done: its last draft has no KV."""
+        task.sequence.tokens = task.tokens + drafts[:-1]
+        task.sequence.num_known = len(task.tokens)
+
+    def _catch_up(self, tasks: Sequence[DraftTask]) -> list[AsyncOutput]:
+        """Compute the tokens that the draft has no KV of, in as many passes as they need."""
+        outputs, step = [], self._first_step(tasks)
+        left = list(tasks)
+        while left:
+            budget, parts = self.runner.max_num_tokens, []
+            for task in left:
+                size = min(len(task.tokens) - task.start, budget)
+                if size:
+                    budget -= size
+                    parts.append((task, size))
+            for task, size in parts:
+                samples = task.start + size == len(task.tokens)
+                step.scheduled.append(
+                    ScheduledRequest(
+                        task.request.request_id, task.sequence.row, size, task.start, samples, False, int(samples)
+                    )
+                )
+            outputs.append(self._run(step, parts))
+            for task, size in parts:
+                task.start += size
+            left, step = [task for task in left if not task.is_caught_up], SchedulerOutput()
+        return outputs
+
+    def _first_step(self, tasks: Sequence[DraftTask]) -> SchedulerOutput:
+        """What the runner's tables have to know before the first pass."""
+        step = SchedulerOutput(finished_req_ids=self.sequences.dropped)
+        self.sequences.dropped = set()
+        for task in tasks:
+            sequence, request_id = task.sequence, task.request.request_id
+            if sequence.entered:
+                new = range(sequence.num_known, len(task.tokens))
+                step.accepted += [(request_id, position, task.tokens[position]) for position in new]
+            else:
+                step.scheduled_new_reqs.append(self._entering(task))
+                sequence.entered = True
+        step.page_writes = self.sequences.page_writes([task.sequence for task in tasks])
+        return step
+
+    def _entering(self, task: DraftTask) -> NewRequest:
+        request = task.request
+        return NewRequest(
+            request_id=request.request_id,
+            row=task.sequence.row,
+            prompt_len=request.prompt_len - task.sequence.first,
+            token_ids=task.tokens,
+            num_computed_tokens=task.start,
+            params=SamplingParams(temperature=request.params.temperature),
+            seed=request.seed,
+            sample_index=request.sample_index,
+        )
+
+    def _continue(self, tasks: Sequence[DraftTask]) -> list[AsyncOutput]:
+        """The drafts after the first one, each fed on the device. Nothing waits for a pass."""
+        outputs = []
+        for i in range(1, max([task.count for task in tasks], default=0)):
+            parts = [(task, 1) for task in tasks if task.count > i]
+            step = SchedulerOutput(
+                [
+                    ScheduledRequest(
+                        task.request.request_id, task.sequence.row, 1, len(task.tokens) + i - 1, True, True, 1
+                    )
+                    for task, _ in parts
+                ]
+            )
+            outputs.append(self._run(step, parts))
+        return outputs
+
+    def _run(self, step: SchedulerOutput, parts: Sequence[tuple[DraftTask, int]]) -> AsyncOutput:
+        """Run a step of the draft's runner. `parts` are the tasks with their tokens in it, in the order of its rows."""
+        self.runner.execute_model(step)
+        output = self.runner.sample_tokens_async()
+        assert output is not None, "a step with tokens has an output"
+        return output
+
+
+def common_length(sequence: DraftSequence, tokens: Sequence[int]) -> int:
+    """Leading tokens with KV in the sequence. The last token does not count: the draft after it is asked for."""
+    length, most = sequence.num_known, min(len(sequence.tokens), len(tokens) - 1)
+    while length < most and sequence.tokens[length] == tokens[length]:
+        length += 1
+    return min(length, most)
+
+
+def draft_server_config(target: ModelRunner) -> ServerConfig:
+    """`target`'s configuration for the runner of its draft: without hooks, adapters and drafts."""
+    config = target.server_config
+    return replace(
+        config, device=target.device, speculative=None, max_model_len=None, max_loras=1, inner_sites=(),
+        max_num_tokens=target.max_num_tokens, kv_cache_dtype="auto", enable_torch_compile=False,
+    )  # fmt: skip
+
+
+def check_draft(config: SpeculativeConfig, draft: ModelRunner, target: ModelRunner) -> None:
+    """Refuse a draft model that does not fit the model.
+
+    Raises:
+        ValueError: it has another vocabulary, or the captured passes have too few rows for its drafts.
+        UnsupportedModelError: it has recurrent states.
+    """
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"speculative={{'model': {config.model!r}}}: the draft model has a vocabulary of {draft.vocab_size} tokens, and "
+            f"{target.model_config.model!r} has {target.vocab_size}: expected one vocabulary"
+        )
+    if draft.get_model().state_layouts:
+        raise UnsupportedModelError(
+            f"{draft.model_spec.family.name} models have recurrent states, which cannot take drafts back"
+        )
