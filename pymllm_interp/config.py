@@ -145,7 +145,7 @@ class ServerConfig:
     """Fraction of the device's memory for weights, activations and KV."""
     speculative: Any = None
     """What proposes draft tokens: None, {"method": "ngram", "num_speculative_tokens": k} with vLLM's keys, or a `Drafter`
-    (speculative/drafter.py). "draft_model" takes a "model", too. Drafts never change a token (docs/speculative.md)."""
+    (speculative/drafter.py). "draft_model" and "eagle3" take a "model". Drafts never change a token (docs/speculative.md)."""
     lower_traces: str = "auto"
     """Whether blocks that only read known places run after their request, over captured states. "auto" lowers such
     blocks. "require" refuses other blocks, with the line that prevents it. "off" runs every block in the forward passes."""

@@ -280,6 +280,7 @@ class Request:
             bad_words=self.bad_words,
             hooks=self.hooks,
             adapter=self.adapter,
+            drafted=self.drafts is not None,
         )
 
     def ending(self) -> RequestEnd:

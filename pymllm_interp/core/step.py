@@ -76,6 +76,8 @@ class NewRequest:
     hooks: RequestHooks | None = None
     adapter: str | None = None
     """LoRA adapter of the weights that it runs with; None: the model itself."""
+    drafted: bool = False
+    """Whether drafts may be proposed for it."""
 
 
 @dataclass(frozen=True, slots=True)

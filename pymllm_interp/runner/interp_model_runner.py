@@ -31,6 +31,7 @@ from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..models.readout import ModelReadout
 from ..speculative.drafter import SpeculativeConfig
 from .drafting.draft_model import ModelDrafter
+from .drafting.eagle import EagleDrafter
 from .graphs.prompt_segments import PromptSegments
 from .graphs.segments import DecodeSegments
 from .model_runner import ModelRunner
@@ -57,7 +58,7 @@ class InterpModelRunner(ModelRunner):
         traced_stage: serves traces, through the two above.
         declared_stage: interventions and captures; None before `initialize`.
         declarations: the checks of them, for clients; None before `initialize`.
-        drafter: the draft model of speculative decoding; None without one.
+        drafter: the draft model, or the EAGLE head, of speculative decoding; None without.
         saes: by name, of `ModelConfig.saes` and later ones; None before `initialize`.
         kept: by key, what a command keeps for later ones.
     """
@@ -93,7 +94,7 @@ class InterpModelRunner(ModelRunner):
         super().load_model(*args, **kwargs)
         speculative = SpeculativeConfig.of(self.server_config.speculative)
         if speculative is not None and speculative.model:
-            self.drafter = ModelDrafter(speculative, self)
+            self.drafter = (EagleDrafter if speculative.method == "eagle3" else ModelDrafter)(speculative, self)
             self.draft = self.drafter.runner
         self.traced_stage.model_spec = self.model_spec
         self._tree = None if self._wrap is None else self._wrap(self.get_model(), self.interleaver)
@@ -112,7 +113,8 @@ class InterpModelRunner(ModelRunner):
         self.declared_stage = DeclaredStage(
             self.server_config, self.model_spec, self.device, readout, self.saes.encoders()
         )
-        self.stages = self.traced_stage, self.declared_stage
+        own = (self.drafter.stage,) if isinstance(self.drafter, EagleDrafter) else ()
+        self.stages = self.traced_stage, self.declared_stage, *own
         super().init_memory_pool()
         stage = self.declared_stage
         self.declarations = Declarations(stage.limits, stage.model, stage.readout, stage.capture_ring)

@@ -21,11 +21,10 @@ DEFAULT_DRAFTS, DEFAULT_NGRAM = 4, 5
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model",),
+    "eagle3": ("model",),
 }
 """Methods, and the keys that each has beside "method" and "num_speculative_tokens"."""
-OTHER_METHODS = (
-    "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "suffix",
-)  # fmt: skip
+OTHER_METHODS = ("eagle", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "suffix")
 """vLLM's methods that are not served."""
 _AS_TARGET = "the draft model has the model's dtype, device and longest sequence"
 ELSEWHERE = {

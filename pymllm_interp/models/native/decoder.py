@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,10 +26,30 @@ from ...core.model_spec import (
     mlp_add,
     residual_site,
 )
-from ...layers.edits.base import apply_and_capture, capture_at
+from ...layers.edits.base import apply_and_capture, capture_at, residual_sum
 from ...layers.linear import Linear
 from ...layers.norm import NormModule
 from ..base import CausalLM, Rotations, run_layers
+
+
+class AuxStates(NamedTuple):
+    """Where passes leave the inputs of some layers, for a head that drafts: static memory, which captured passes write, too."""
+
+    layers: tuple[int, ...]
+    states: torch.Tensor
+    """[rows, layers * hidden]: of the rows of the last pass."""
+
+    @classmethod
+    def of(cls, layers: tuple[int, ...], rows: int, spec: ModelSpec, device: str) -> AuxStates:
+        """Memory for passes of up to `rows` rows."""
+        return cls(layers, torch.zeros(rows, len(layers) * spec.hidden_size, dtype=spec.dtype, device=device))
+
+    def keep(self, layer: int, h: torch.Tensor) -> None:
+        """Copy h [1, rows, hidden], the input of a layer. Longer passes leave nothing."""
+        rows, width = h.shape[1:]
+        if layer in self.layers and rows <= len(self.states):
+            place = self.layers.index(layer) * width
+            self.states[:rows, place : place + width].copy_(h[0].detach())
 
 
 class DecoderLayer(nn.Module):
@@ -63,9 +83,11 @@ class Decoder(nn.Module):
 
     Attributes:
         layers_name, norm_name: attributes of the list of layers, and of the final norm.
+        aux: keeps the inputs of some layers; None: nothing reads them.
     """
 
     layers_name, norm_name = "layers", "norm"
+    aux: AuxStates | None = None
 
     @abstractmethod
     def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -81,16 +103,21 @@ class Decoder(nn.Module):
         """The layers one by one, or several as one segment where no hook waits: [1, tokens, hidden] -> the same."""
         site_ops, hook_query, transformers_pass = batch.site_ops, batch.hook_query, batch.transformers_pass
         all_layers: Any = getattr(self, self.layers_name)
-        i, num_layers = 0, len(all_layers)
+        i, num_layers, aux = 0, len(all_layers), self.aux
+        read = () if aux is None else aux.layers
         while i < num_layers:
             first, waits = i, "within"
-            while hook_query is not None and i < num_layers and (waits := hook_query.hook_position(i)) == "nowhere":
+            if aux is not None:
+                aux.keep(i, h)
+            while hook_query is not None and i < num_layers and (i == first or i not in read):
+                if (waits := hook_query.hook_position(i)) != "nowhere":
+                    break
                 i += 1
             at_output = waits == "at output"
             if first < i or at_output:
                 layers: Any = list(islice(all_layers, first, i + at_output))  # a slice would be a new module
                 h = run_layers(layers, first, h, position_embeddings, batch, served=at_output)
-            if i < num_layers:
+            if i < num_layers and waits != "nowhere":
                 layer = all_layers[i]
                 kwargs = {"position_ids": position_ids, "forward_batch": batch}
                 if embeddings := position_embeddings[layer.rotary]:
@@ -118,7 +145,10 @@ class Decoder(nn.Module):
         rotations = self.rotations(position_ids, forward_batch)
         layers: Any = getattr(self, self.layers_name)
         norm: NormModule = getattr(self, self.norm_name)
-        for layer in layers:
+        for i, layer in enumerate(layers):
+            if self.aux is not None and i in self.aux.layers:
+                h, delta = residual_sum(h, delta, site_ops, input_add(i)), None
+                self.aux.keep(i, h)
             h, delta = layer.forward_fused(h, delta, rotations[layer.rotary], forward_batch)
         return norm.after_add(h, delta, site_ops, input_add(len(layers)))[1]
 

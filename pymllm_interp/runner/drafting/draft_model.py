@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from ...config import ModelConfig, ServerConfig
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
@@ -32,6 +34,8 @@ class DraftTask:
     """Drafts to propose."""
     start: int
     """Tokens of them with KV, so far."""
+    states: torch.Tensor | None = None
+    """[rows, hidden]: of an EAGLE head, what its next rows read beside the tokens."""
 
     @property
     def is_caught_up(self) -> bool:

@@ -19,7 +19,7 @@ class DraftSequence:
     row: int
     """Of the draft's request table."""
     first: int = 0
-    """The draft's position 0 is this position of the request."""
+    """The token at the draft's position 0 has this position in the request."""
     tokens: list[int] = field(default_factory=list)
     """Tokens with KV in `pages`, by position. The last ones may be drafts."""
     num_known: int = 0
@@ -49,6 +49,10 @@ class DraftSequences:
 
     def __iter__(self) -> Iterator[DraftSequence]:
         return iter(self._found.values())
+
+    def get(self, request_id: str) -> DraftSequence | None:
+        """The request's sequence, if there is one."""
+        return self._found.get(request_id)
 
     def drop_ended(self) -> None:
         """Drop the sequences of requests that have ended."""
