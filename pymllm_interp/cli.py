@@ -229,10 +229,21 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--suite",
-        choices=["cpu", "decode", "hooks", "all", "interventions", "traces", "toolkit", "memory", "serving"],
+        choices=[
+            "cpu",
+            "decode",
+            "hooks",
+            "all",
+            "interventions",
+            "traces",
+            "toolkit",
+            "memory",
+            "speculative",
+            "serving",
+        ],
         help="cpu: beside transformers; decode: plain serving; hooks: a request that reads beside plain ones, each way; all: "
-        "decode and hooks; interventions, traces: what they cost a step; memory: what 10,000 requests leave behind; serving: real "
-        "traffic (default: all on a CUDA device, else cpu)",
+        "decode and hooks; interventions, traces: what they cost a step; memory: what 10,000 requests leave behind; "
+        "speculative: drafts against none; serving: real traffic (default: all on a CUDA device, else cpu)",
     )
     bench.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
     bench.add_argument("--config", metavar="FOLDER", help="folder with a config.json, in place of --model")

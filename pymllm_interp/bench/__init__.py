@@ -16,17 +16,19 @@ from .gpu import GpuSettings, Model, records
 from .interventions import interventions_suite
 from .memory import memory_suite
 from .serving.serving_suite import ServingSettings, serving_records
+from .speculative import speculative_suite
 from .tables import read_aims, render
 from .toolkit import toolkit_suite
 from .traces import traces_suite
 
 __all__ = ["describe_machine", "random_prompts", "run_bench"]
 
-SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces", "toolkit", "memory", "serving")
+SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces", "toolkit", "memory", "speculative", "serving")
 ON_ONE_ENGINE = {
     "interventions": interventions_suite, "traces": traces_suite, "toolkit": toolkit_suite, "memory": memory_suite,
+    "speculative": speculative_suite,
 }  # fmt: skip
-"""Suites with one engine and without profiles."""
+"""Suites with one way of serving and without profiles."""
 
 
 def run_bench(

@@ -9,6 +9,7 @@ from typing import Any
 
 from .interventions import TABLES_PRESENT
 from .serving.serving_tables import serving_lines
+from .speculative import speculative_lines
 
 WITHIN = 0.05
 """Aim: how much slower the default may be than the better of the ways that it picks from."""
@@ -38,6 +39,8 @@ def render(
         lines = _memory(record, source)
     elif record["suite"] == "serving":
         lines = serving_lines(record, aims, f"{machine_line(record)} {source}".strip())
+    elif record["suite"] == "speculative":
+        lines = speculative_lines(record, aims, f"{_conditions(record)} {source}".strip())
     elif record["suite"] in ("interventions", "traces", "toolkit"):
         lines = _against_plain(record, aims, source)
     else:

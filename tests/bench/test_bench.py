@@ -351,7 +351,7 @@ def test_requests_of_all_kinds_leave_nothing_behind(lm_of: Callable[..., LM]) ->
     assert (stats["running"], stats["waiting"], stats["free_kv_tokens"]) == (0, 0, lm.runner.max_total_num_tokens)
 
 
-@pytest.mark.parametrize("suite", ["interventions", "traces", "toolkit", "memory"])
+@pytest.mark.parametrize("suite", ["interventions", "traces", "toolkit", "memory", "speculative"])
 def test_a_profile_that_a_suite_does_not_make_is_refused(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--suite", suite, "--quick", "--device", "cpu", "--profile"]) == 2
     assert f"the suite '{suite}' makes no profile" in capsys.readouterr().err
@@ -368,6 +368,26 @@ def test_the_memory_suite_counts_after_each_round(
     assert all(row["objects"] > 0 and row["free_kv_tokens"] > 0 for row in record["rows"])
     assert ways(record) == {"plain", "modules"}
     assert f"| 40 | {record['rows'][1]['objects']:,} |" in capsys.readouterr().out
+
+
+def test_the_speculative_suite_measures_each_drafter_at_each_batch_size(
+    model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "x.json"
+    command = ["bench", "--config", str(model_folder("llama")), "--suite", "speculative", "--quick", "--device", "cpu"]
+    assert main([*command, "--batches", "1", "2", "64", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    cells = {(row["case"].partition(",")[0], row["batch"]) for row in record["rows"]}
+    assert cells == {(case, n) for case in ("synthetic", "n-gram", "draft_model", "eagle3") for n in (1, 2)}
+    for row in record["rows"]:
+        assert row["lowest"] <= row["ratio"] <= row["highest"] and math.isfinite(row["tokens_per_s"])
+        assert row["tokens_a_pass"] == (
+            1.0 if "n-gram" in row["case"] else pytest.approx(row["tokens_a_pass"], abs=2.5)
+        )
+        assert "all right" not in row["case"] or row["tokens_a_pass"] == 3.5
+    assert record["ngram_us"] > 0 and record["mask_us"]["median"] > 0
+    printed = capsys.readouterr().out
+    assert "| draft_model, all right | " in printed and "a mask of a JSON schema" in printed
 
 
 def test_a_page_gets_the_tables_of_all_records_between_its_markers(

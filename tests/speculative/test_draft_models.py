@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from conftest import CONFIGS, VOCAB, random_model
 from helpers_declared import lms, vector
-from helpers_drafts import checked_steps
+from helpers_drafts import NEW, SMALL, checked_steps, drafted_by, drawn, greedy, proposals
 from helpers_runner import random_ids
 from test_random_drafts import Call, traffic
 from transformers import AutoConfig, Qwen2VLConfig
@@ -25,44 +24,6 @@ from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 pytestmark = pytest.mark.local  # looks into an engine of this process
 PROMPTS = [random_ids(7, seed=1), random_ids(40, seed=2), random_ids(1, seed=3)]
-NEW = 24
-SMALL = {"page_size": 4, "kv_cache_tokens": 96, "max_num_tokens": 16, "max_running_requests": 4}
-
-
-def drafted_by(folder: Path, k: int = 3, method: str = "draft_model") -> dict[str, Any]:
-    return {"method": method, "model": folder, "num_speculative_tokens": k}
-
-
-def greedy(tokens: int = NEW, **kwargs: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **kwargs)
-
-
-def drawn(tokens: int = NEW, **kwargs: Any) -> SamplingParams:
-    return SamplingParams(temperature=1.3, seed=4, max_tokens=tokens, ignore_eos=True, **kwargs)
-
-
-@contextmanager
-def proposals(lm: LM) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Yields (tokens of a request, drafts that were proposed behind them) of each greedy request and call."""
-    drafter, found = lm.runner.drafter, []
-    assert drafter is not None
-    propose = drafter.propose
-
-    def seen(requests: Any, k: int) -> list[list[int]]:
-        drafts = propose(requests, k)
-        drafter.sequences.check_integrity()
-        found.extend(
-            (request.all_token_ids, own)
-            for request, own in zip(requests, drafts, strict=True)
-            if request.params.temperature == 0
-        )
-        return drafts
-
-    drafter.propose = seen  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        del drafter.propose
 
 
 def continued(model: Any, tokens: list[int], count: int) -> list[int]:

@@ -12,10 +12,9 @@ import torch
 from conftest import CONFIGS, VOCAB
 from golden_eagle3 import DRAFT_VOCAB, HEADS, LENGTH, PATH, STEPS, d2t, inputs
 from helpers_declared import lms, vector
-from helpers_drafts import checked_steps
+from helpers_drafts import SMALL, checked_steps, drafted_by, drawn, greedy, proposals
 from helpers_eagle import checkpoint, drafts_of
 from helpers_runner import random_ids
-from test_draft_models import SMALL, drafted_by, drawn, greedy, proposals
 from test_random_drafts import traffic
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer

@@ -5,14 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from conftest import VOCAB
 
-from pymllm_interp import LM
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.output import RequestOutput
 from pymllm_interp.core.request import Request
 
+NEW = 24
+"""New tokens of a text."""
+SMALL = {"page_size": 4, "kv_cache_tokens": 96, "max_num_tokens": 16, "max_running_requests": 4}
+"""Pools in which requests are preempted, and prompts chunked."""
 KINDS = ("right", "wrong", "partly", "empty", "too long", "random")
 
 
@@ -98,3 +103,42 @@ def checked_steps(lm: LM) -> Iterator[list[dict[str, list[int]]]]:
         yield drafted
     finally:
         del engine.step, lm.runner.execute_model
+
+
+def drafted_by(folder: Path, k: int = 3, method: str = "draft_model") -> dict[str, Any]:
+    """Settings of a drafter with a model."""
+    return {"method": method, "model": folder, "num_speculative_tokens": k}
+
+
+def greedy(tokens: int = NEW, **kwargs: Any) -> SamplingParams:
+    """For a greedy text of so many tokens."""
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **kwargs)
+
+
+def drawn(tokens: int = NEW, **kwargs: Any) -> SamplingParams:
+    """For a sampled text of so many tokens."""
+    return SamplingParams(temperature=1.3, seed=4, max_tokens=tokens, ignore_eos=True, **kwargs)
+
+
+@contextmanager
+def proposals(lm: LM) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Yields (tokens of a request, drafts that were proposed behind them) of each greedy request and call."""
+    drafter, found = lm.runner.drafter, []
+    assert drafter is not None
+    propose = drafter.propose
+
+    def seen(requests: Any, k: int) -> list[list[int]]:
+        drafts = propose(requests, k)
+        drafter.sequences.check_integrity()
+        found.extend(
+            (request.all_token_ids, own)
+            for request, own in zip(requests, drafts, strict=True)
+            if request.params.temperature == 0
+        )
+        return drafts
+
+    drafter.propose = seen  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        del drafter.propose
