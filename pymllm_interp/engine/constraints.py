@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,18 +16,29 @@ from ..sampling.token_constraint import ConstraintError, TokenConstraint, TokenM
 from ..utils.arguments import PromptError
 from .grammars.grammars import GrammarError, Grammars
 
+SLOW_SECONDS = 0.001
+"""Time of the processor from which on the masks of a request's step are slow."""
+STEP_SECONDS = 0.01
+"""Time that slow masks may take of a step: all requests wait for them."""
+WEIGHT = 0.25
+"""Of the last step, in the mean of a request's steps."""
+_turns = itertools.count(1)
+
 
 class RequestConstraint:
     """A request's constraint, and the masks that its next tokens are sampled by. A preemption changes neither.
 
     Args:
         constraint: of this request only.
+        limits: names the request's parameters that forbid tokens as well; "" for none.
     """
 
-    __slots__ = ("_constraint", "_masks", "num_masked")
+    __slots__ = ("_constraint", "_limits", "_masks", "num_masked", "seconds", "turn")
 
-    def __init__(self, constraint: TokenConstraint) -> None:
-        self._constraint = constraint
+    def __init__(self, constraint: TokenConstraint, limits: str = "") -> None:
+        self._constraint, self._limits = constraint, limits
+        self.seconds, self.turn = 0.0, 0
+        """Time of the processor that masks of a step take, on average; when masks were last made, in turns of all requests."""
         self.num_masked = 0
         """Tokens of the request at which the mask forbade the likeliest one."""
         self._masks: list[torch.Tensor | ConstraintError] = []  # of the next tokens, in their order
@@ -47,6 +60,13 @@ class RequestConstraint:
         Raises:
             ConstraintError: the constraint raised, or allows nothing.
         """
+        started, self.turn = time.thread_time(), next(_turns)
+        try:
+            self._write(rows, drafts)
+        finally:
+            self.seconds += WEIGHT * (time.thread_time() - started - self.seconds)
+
+    def _write(self, rows: torch.Tensor, drafts: Sequence[int]) -> None:
         self._masks = [self._mask(rows[0])]
         num_taken = 0
         for row, draft in zip(rows[1:], drafts, strict=True):
@@ -80,10 +100,10 @@ class RequestConstraint:
         if isinstance(mask, ConstraintError):
             raise mask
         if not allows(mask, token):
-            raise ConstraintError(
-                f"the constraint {self.name} forbids token {token}: a trace set `samples` to it, or min_tokens, bad_words "
-                "and allowed_token_ids forbid all tokens that the constraint allows"
-            )
+            why = "a trace set `samples` to it"
+            if self._limits:
+                why = f"{self._limits} may forbid all tokens that it allows here: leave them out, or {why}"
+            raise ConstraintError(f"the constraint {self.name} forbids token {token}: {why}")
         self._guarded("accept", lambda: self._constraint.accept([token]))
 
     def _guarded(self, method: str, call: Callable[[], None]) -> None:
@@ -108,15 +128,41 @@ def constraint_of(params: SamplingParams, grammars: Grammars, vocab_size: int, w
         return None
     if isinstance(form, StructuredOutputs):
         try:
-            return RequestConstraint(grammars.compiled(form).constraint())
+            return RequestConstraint(grammars.compiled(form).constraint(), limits_of(params))
         except (GrammarError, ImportError) as error:
             raise PromptError(f"{what}: {error}") from error
     assert params.constraint is not None
     try:
-        return RequestConstraint(params.constraint.make(vocab_size))
+        return RequestConstraint(params.constraint.make(vocab_size), limits_of(params))
     except Exception as error:
         name = type(params.constraint).__name__
         raise PromptError(f"{what}: the constraint {name} could not be made: {error!r}") from error
+
+
+def in_mask_budget(requests: Sequence[Request]) -> list[Request]:
+    """The requests that take part in the next step. Of those with slow masks, as many as `STEP_SECONDS` has time for, in turns.
+
+    Requests that step together, and traced ones, always take part.
+    """
+    slow = [
+        request
+        for request in requests
+        if request.constraint is not None
+        and request.constraint.seconds > SLOW_SECONDS
+        and request.trace is None
+        and request.gang is None
+    ]
+    slow.sort(key=lambda request: request.constraint.turn)
+    ends = itertools.accumulate(request.constraint.seconds for request in slow)
+    late = {request for i, (request, end) in enumerate(zip(slow, ends, strict=True)) if i and end > STEP_SECONDS}
+    return [request for request in requests if request not in late]
+
+
+def limits_of(params: SamplingParams) -> str:
+    """The parameters that forbid tokens beside a constraint, for messages: "min_tokens=9 and bad_words"."""
+    found = [f"min_tokens={params.min_tokens}"] if params.min_tokens else []
+    found += [name for name in ("bad_words", "allowed_token_ids") if getattr(params, name)]
+    return " and ".join(found)
 
 
 def note_masked(request: Request) -> None:

@@ -17,6 +17,7 @@ from ..core.request import Request, RequestStatus
 from ..core.step import AcceptedToken, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..hooks.captures.egress.admission import RingAdmission
 from ..utils.out_of_memory import is_out_of_memory
+from .constraints import in_mask_budget
 from .drafts import Drafts
 from .exclusive import ExclusiveTurns
 from .kv_manager import KVManager
@@ -223,7 +224,7 @@ class Scheduler:
         return unit if self._can_admit(unit) and self._ring_fits(unit) else None
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int, decoding: list[Request]) -> int:
-        decoding = sorted(decoding, key=attrgetter("arrival"))
+        decoding = sorted(in_mask_budget(decoding), key=attrgetter("arrival"))
         sit_out, page_size = self._without_ring(decoding), self.kv.page_size
         for request in decoding:
             if request.status is not RequestStatus.RUNNING or request in sit_out:

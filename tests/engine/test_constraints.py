@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import held
-from helpers_constraints import Alternating, Failing, OnlyThese, next_set
+from helpers_constraints import Alternating, Failing, OnlyThese, Slow, next_set
 
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
@@ -268,7 +268,7 @@ def test_a_constraint_that_fails_ends_its_own_request(lm_of, ahead, spec, messag
 
 def test_bans_that_leave_no_allowed_token_end_the_request(lm_of):
     lm: LM = lm_of("llama")
-    with pytest.raises(RequestError, match="bad_words and allowed_token_ids forbid all tokens"):
+    with pytest.raises(RequestError, match="bad_words may forbid all tokens that it allows here: leave them out"):
         lm.generate([PROMPT], greedy(3, constraint=OnlyThese((5,)), bad_words=["w5"]))
 
 
@@ -384,3 +384,32 @@ def test_mixed_traffic_in_a_small_pool_is_as_alone(lm_of, ahead, seed):
         failing.result()
     assert [int(token) for token in traced] == stepwise(roomy, PROMPT, 12), "50 is never allowed"
     assert lm.engine.scheduler.num_preempted > before
+
+
+@AHEAD
+def test_slow_masks_take_turns_and_others_do_not_wait_for_all_of_them(ahead, lm_of, monkeypatch):
+    """Six requests with masks of 4 ms: a step has time for two or three, and each has its turn."""
+    lm, kept = lm_of("llama", async_scheduling=ahead), (5, 6, 7, 31, 96)
+    wanted = [tokens_of(lm, PROMPT, drawn(seed, constraint=OnlyThese(kept))) for seed in range(6)]
+    other = tokens_of(lm, OTHER, greedy(40))
+    steps: list[list[str]] = []
+    ids: dict[bool, list[str]] = {True: [], False: []}
+    execute = lm.runner.execute_model
+
+    def seen(step: Any) -> Any:
+        for new in step.scheduled_new_reqs:
+            ids[isinstance(new.params.constraint, Slow)].append(new.request_id)
+        steps.append([entry.request_id for entry in step.scheduled if entry.decodes])
+        return execute(step)
+
+    monkeypatch.setattr(lm.runner, "execute_model", seen)
+    with held(lm):
+        plain = lm.submit(OTHER, greedy(40))
+        slow = [lm.submit(PROMPT, drawn(seed, constraint=Slow(kept, 0.004))) for seed in range(6)]
+    assert [handle.result().token_ids for handle in slow] == wanted and plain.result().token_ids == other
+    counts = [sum(request_id in ids[True] for request_id in step) for step in steps]
+    live = [i for i, count in enumerate(counts) if count]
+    assert max(counts[live[len(live) // 2] :]) <= 3 < max(counts), "the first steps do not know that they are slow"
+    assert sum(ids[False][0] in step for step in steps[: live[-1]]) == 39, "it took part in each step"
+    shares = [sum(request_id in step for step in steps[: live[len(live) // 2]]) for request_id in ids[True]]
+    assert len(shares) == 6 and max(shares) - min(shares) <= 2, shares

@@ -112,6 +112,23 @@ def test_forms_that_cannot_be_are_a_400(api, form, message):
         api.completions.create(model="tiny", prompt="x", extra_body=form)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"min_tokens": 9}, r"structured_outputs \(choice\) forbids token \d+: min_tokens=9 may forbid all tokens"),
+        ({"allowed_token_ids": [3]}, "allowed_token_ids may forbid"),
+    ],
+)  # fmt: skip
+def test_a_choice_that_other_parameters_forbid_is_a_400(api, more, message):
+    form = {"structured_outputs": {"choice": ["yes", "no"]}, **more}
+    for stream in (False, True):
+        with pytest.raises(openai.APIError, match=message) as caught:
+            found = api.completions.create(model="tiny", prompt="x", max_tokens=20, stream=stream, extra_body=form)
+            list(found)
+        assert caught.value.body["code"] == "constraint_failed"  # pyright: ignore
+        assert stream or isinstance(caught.value, openai.BadRequestError)
+
+
 def test_a_connected_lm_sends_forms(server):
     lm = LM.connect(server.url, api_key="declared-key-0000")
     try:

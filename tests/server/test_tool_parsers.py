@@ -62,6 +62,24 @@ CASES: list[tuple[Callable[[], TextParser], str, list[tuple[str, str]]]] = [
         [("call", "f"), ("arguments", '{"a": {}}'), ("call", "g"), ("arguments", '{"b": 1}')],
     ),
     (MistralCalls, "plain [TOOL", [("content", "plain [TOOL")]),
+    *(
+        (MistralCalls, f"a {text} b", [("content", f"a {text} b")])
+        for text in (
+            "[TOOL_CALLS]", "[TOOL_CALLS] [", "[TOOL_CALLS][]", "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] hello world",
+            "[TOOL_CALLS] hello world {1}", '[TOOL_CALLS][{"x": 1}, {"y": 2}]', '[TOOL_CALLS][{"name": "f", "argu',
+            '[TOOL_CALLS] [{"name": "\\ud800", "arguments": {}}]', "[TOOL_CALLS]{}",
+        )
+    ),
+    (
+        MistralCalls,
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"x": 1}] z',
+        [("call", "f"), ("arguments", "{}"), ("content", ', {"x": 1}] z')],
+    ),
+    (
+        MistralCalls,
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}, 3] [TOOL_CALLS] g {}',
+        [("call", "f"), ("arguments", "{}"), ("content", ", 3] "), ("call", "g"), ("arguments", "{}")],
+    ),
     (
         HarmonyParts,
         HARMONY + '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a":1}<|call|>',
@@ -69,6 +87,12 @@ CASES: list[tuple[Callable[[], TextParser], str, list[tuple[str, str]]]] = [
     ),
     (HarmonyParts, HARMONY + "<|channel|>final<|message|>Hello", [("reasoning", "hmm"), ("content", "Hello")]),
     (HarmonyParts, "plain", [("content", "plain")]),
+    (HarmonyParts, "so " + HARMONY + "<|channel|>fin", [("content", "so "), ("reasoning", "hmm")]),
+    (
+        HarmonyParts,
+        HARMONY + "<|channel|>commentary to=functions.f <|constrain|>json",
+        [("reasoning", "hmm"), ("content", "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json")],
+    ),
     (lambda: ThinkParts(False), "<think>\na</think>\n\nb </think>", [("reasoning", "\na"), ("content", "b </think>")]),
     (lambda: ThinkParts(True), "a</think>b", [("reasoning", "a"), ("content", "b")]),
     (lambda: ThinkParts(False), "ab", [("content", "ab")]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -102,3 +103,26 @@ class FailingHistory(History):
     def accept(self, token_ids: Sequence[int]) -> None:
         self._fail("accept")
         super().accept(token_ids)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Allows some tokens, and takes so many seconds of the processor for each mask."""
+
+    token_ids: tuple[int, ...]
+    seconds: float
+
+    def make(self, vocab_size: int) -> Slow:
+        return self
+
+    def mask(self, row: torch.Tensor) -> None:
+        until = time.thread_time() + self.seconds
+        while time.thread_time() < until:
+            pass
+        allow_only(row, self.token_ids)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        pass
+
+    def rollback(self, num_tokens: int) -> None:
+        pass

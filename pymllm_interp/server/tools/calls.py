@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from .parts import JsonEnd, Part, before_mark
+from .parts import JsonEnd, Part, SteppedParser, before_mark
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
@@ -80,25 +80,18 @@ class JsonCall:
         return [Part("call", found["name"]), Part("arguments", text)]
 
 
-class HermesCalls:
+class HermesCalls(SteppedParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3."""
 
     BEGIN, END = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
-        self._text, self._called = "", False
+        super().__init__()
+        self._called = False
         self._call: JsonCall | None = None
         self._after = False  # a call is complete, its end mark has not come
 
-    def push(self, text: str) -> list[Part]:
-        self._text += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
-
     def _step(self, parts: list[Part]) -> bool:
-        """Take what can be taken of the text; whether more may follow."""
         text, self._text = self._text, ""
         if self._call is not None:
             parts += self._call.push(text)
@@ -133,7 +126,7 @@ class HermesCalls:
         return [] if self._after or not left else [Part("content", left)]
 
 
-class LlamaCalls:
+class LlamaCalls(SteppedParser):
     """`{"name": ..., "parameters": {...}}` in place of a text, several with `;` between them: Llama 3.
 
     Args:
@@ -143,16 +136,10 @@ class LlamaCalls:
     TAG = "<|python_tag|>"
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names, self._text, self._plain = names, "", False
+        super().__init__()
+        self._names, self._plain = names, False
         self._call: JsonCall | None = None
         self._num_calls = 0
-
-    def push(self, text: str) -> list[Part]:
-        self._text += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def _step(self, parts: list[Part]) -> bool:
         text, self._text = self._text, ""
@@ -184,58 +171,86 @@ class LlamaCalls:
         return [Part("content", left)] if left.strip(" \n\t;" if self._num_calls else "") else []
 
 
-class MistralCalls:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`: Mistral."""
+class MistralCalls(SteppedParser):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`: Mistral. All else is a text."""
 
-    BEGIN, ARGS = "[TOOL_CALLS]", "[ARGS]"
+    BEGIN, ARGS, BETWEEN = "[TOOL_CALLS]", "[ARGS]", " \n\t,"
 
     def __init__(self) -> None:
-        self._text, self._in = "", ""  # in: "" the text, "mark" behind a mark, "list", "name", "arguments"
+        super().__init__()
+        self._in = ""  # "" the text, "mark" behind a mark, "list", "name", "arguments"
+        self._taken, self._called = "", False  # since the mark, or the last call; whether one came since the mark
         self._call: JsonCall | None = None
         self._arguments = JsonEnd()
-
-    def push(self, text: str) -> list[Part]:
-        self._text += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def _step(self, parts: list[Part]) -> bool:
         text, self._text = self._text, ""
         if self._call is not None:
-            parts += self._call.push(text)
-            if self._call.done:
-                self._text, self._call = self._call.rest, None
-                return True
+            return self._in_call(self._call, text, parts)
+        return getattr(self, f"_in_{self._in or 'text'}")(text, parts)
+
+    def _in_call(self, call: JsonCall, text: str, parts: list[Part]) -> bool:
+        found = call.push(text)
+        if found:
+            self._taken, self._called = "", True
+        parts += found
+        if not call.done:
             return False
-        if self._in == "":
-            before, mark, self._text = before_mark(text, [self.BEGIN])
-            if before:
-                parts.append(Part("content", before))
-            self._in = "" if mark is None else "mark"
-            return mark is not None
-        if self._in == "mark":
-            found = text.lstrip()
-            self._in = "list" if found[:1] == "[" else "name" if found else "mark"
-            self._text = found[1:] if self._in == "list" else found
-            return bool(found)
-        if self._in == "list":
-            found = text.lstrip(" \n\t,")
-            if found[:1] == "{":
-                self._call, self._text = JsonCall(), found
-                return True
-            self._in, self._text = ("", found[1:]) if found[:1] == "]" else ("list", found)
-            return found[:1] == "]"
-        if self._in == "name":
-            brace = text.find("{")
-            if brace < 0:
-                self._text = text
-                return False
-            name = text[:brace].partition("[CALL_ID]")[0].removesuffix(self.ARGS).strip()
-            parts.append(Part("call", name))
-            self._in, self._text, self._arguments = "arguments", text[brace:], JsonEnd()
-            return True
+        self._call = None
+        if call.failed:
+            return self._is_text(call.raw + call.rest, parts)
+        self._text = call.rest
+        return True
+
+    def _is_text(self, text: str, parts: list[Part]) -> bool:
+        """What was taken is no call: it is a text, and so is what follows."""
+        parts.append(Part("content", self._taken + text[:1]))
+        self._in, self._taken, self._text = "", "", text[1:]
+        return True
+
+    def _in_text(self, text: str, parts: list[Part]) -> bool:
+        before, mark, self._text = before_mark(text, [self.BEGIN])
+        if before:
+            parts.append(Part("content", before))
+        if mark is not None:
+            self._in, self._taken, self._called = "mark", mark, False
+        return mark is not None
+
+    def _in_mark(self, text: str, parts: list[Part]) -> bool:
+        found = text.lstrip()
+        self._taken += text[: len(text) - len(found)]
+        if found[:1] == "[":
+            self._in, self._taken, self._text = "list", self._taken + "[", found[1:]
+        elif found:
+            self._in, self._text = "name", found
+        return bool(found)
+
+    def _in_list(self, text: str, parts: list[Part]) -> bool:
+        found = text.lstrip(self.BETWEEN)
+        self._taken += text[: len(text) - len(found)]
+        if not found:
+            return False
+        if found[0] == "{":
+            self._call, self._text = JsonCall(), found
+        elif found[0] == "]" and self._called:
+            self._in, self._taken, self._text = "", "", found[1:]
+        else:
+            return self._is_text(found, parts)
+        return True
+
+    def _in_name(self, text: str, parts: list[Part]) -> bool:
+        brace = text.find("{")
+        if brace < 0:
+            self._text = text
+            return False
+        name = text[:brace].partition("[CALL_ID]")[0].strip().removesuffix(self.ARGS).strip()
+        if not name or name.split() != [name]:
+            return self._is_text(text, parts)
+        parts.append(Part("call", name))
+        self._in, self._taken, self._text, self._arguments = "arguments", "", text[brace:], JsonEnd()
+        return True
+
+    def _in_arguments(self, text: str, parts: list[Part]) -> bool:
         end = self._arguments.find(text)
         if text:
             parts.append(Part("arguments", text[:end]))
@@ -245,13 +260,13 @@ class MistralCalls:
         return bool(self._text)
 
     def end(self) -> list[Part]:
-        if self._call is not None:
-            return [] if self._call.begun else [Part("content", self._call.raw)]
-        left = self._text if self._in in ("", "name") else ""
-        return [Part("content", left)] if left.strip() else []
+        if self._call is not None and self._call.begun:
+            return []
+        left = self._taken + (self._text if self._call is None else self._call.raw)
+        return [Part("content", left)] if left.strip(self.BETWEEN if self._called else "") else []
 
 
-class HarmonyParts:
+class HarmonyParts(SteppedParser):
     """Channels of gpt-oss: `<|channel|>analysis<|message|>...<|end|>`, its calls (`commentary to=functions.NAME`) and `final`."""
 
     MESSAGE = "<|message|>"
@@ -259,15 +274,9 @@ class HarmonyParts:
     _NAME = re.compile(r"to=functions\.([^\s<]+)")
 
     def __init__(self) -> None:
-        self._text, self._head = "", True
+        super().__init__()
+        self._head = self._first = True
         self._kind: Any = "content"
-
-    def push(self, text: str) -> list[Part]:
-        self._text += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def _step(self, parts: list[Part]) -> bool:
         text, self._text = self._text, ""
@@ -276,6 +285,7 @@ class HarmonyParts:
             if not message:
                 self._text = text
                 return False
+            parts += self._before_channels(head)
             self._head, self._text = False, behind
             name, channel = self._NAME.search(head), head.rpartition("<|channel|>")[2].strip()
             self._kind = "arguments" if name else "reasoning" if channel.startswith("analysis") else "content"
@@ -288,8 +298,15 @@ class HarmonyParts:
         self._head = mark is not None
         return mark is not None
 
+    def _before_channels(self, head: str) -> list[Part]:
+        """The text before the first channel."""
+        plain = head.partition("<|")[0] if self._first else ""
+        self._first = False
+        return [Part("content", plain)] if plain else []
+
     def end(self) -> list[Part]:
-        if self._head:
-            plain = self._text if "<|" not in self._text else ""  # a text without channels
-            return [Part("content", plain)] if plain else []
-        return [Part(self._kind, self._text)] if self._text else []
+        if not self._head:
+            return [Part(self._kind, self._text)] if self._text else []
+        if self._NAME.search(self._text):  # a call that ended before its arguments
+            return [Part("content", self._text)]
+        return self._before_channels(self._text)

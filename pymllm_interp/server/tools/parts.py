@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -26,6 +27,28 @@ class TextParser(Protocol):
     def end(self) -> list[Part]:
         """The rest, where the text has ended."""
         ...
+
+
+class SteppedParser(ABC):
+    """A `TextParser` that takes its text part by part."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        """What was not taken yet."""
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    @abstractmethod
+    def _step(self, parts: list[Part]) -> bool:
+        """Take what can be taken of the text; whether more may follow."""
+
+    @abstractmethod
+    def end(self) -> list[Part]: ...
 
 
 def before_mark(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
