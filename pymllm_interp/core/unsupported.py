@@ -8,8 +8,8 @@ class UnsupportedModelError(ValueError):
 
 
 SPECULATION = (
-    "a request cannot name a draft model or give its drafts. LM(..., speculative={'method': 'draft_model', 'model': folder, "
-    "'num_speculative_tokens': 4}) sets one for all, and 'ngram' drafts from the prompt and the output"
+    "a draft model, or drafts, of one request are not supported: LM(..., speculative={'method': 'draft_model', 'model': folder, "
+    "'num_speculative_tokens': 4}) sets a draft model for all, and 'ngram' drafts from the prompt and the output"
 )
 LORA = (
     "it is not supported: LoRA adapters are loaded by lm.load_adapter(name, folder), and a request names one, lora=name; over "

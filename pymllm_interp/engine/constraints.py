@@ -37,8 +37,10 @@ class RequestConstraint:
 
     def __init__(self, constraint: TokenConstraint, limits: str = "") -> None:
         self._constraint, self._limits = constraint, limits
-        self.seconds, self.turn = 0.0, 0
-        """Time of the processor that masks of a step take, on average; when masks were last made, in turns of all requests."""
+        self.seconds = 0.0
+        """Time of the processor that the masks of a step take, on average."""
+        self.turn = 0
+        """When they were last made, in turns of all requests."""
         self.num_masked = 0
         """Tokens of the request at which the mask forbade the likeliest one."""
         self._masks: list[torch.Tensor | ConstraintError] = []  # of the next tokens, in their order

@@ -21,6 +21,9 @@ from ..async_output import AsyncOutput
 from ..model_runner import ModelRunner
 from .sequences import DraftSequence, DraftSequences
 
+MAX_GRAPH_TOKENS = 256
+"""The largest pass with prompts, or accepted tokens, that a draft model has captured: start-up takes longer for each."""
+
 
 @dataclass(slots=True)
 class DraftTask:
@@ -233,6 +236,7 @@ def draft_server_config(target: ModelRunner) -> ServerConfig:
     return replace(
         config, device=target.device, speculative=None, max_model_len=None, max_loras=1, inner_sites=(),
         max_num_tokens=target.max_num_tokens, kv_cache_dtype="auto", enable_torch_compile=False,
+        prefill_graph_tokens=min(config.prefill_graph_tokens, MAX_GRAPH_TOKENS),
     )  # fmt: skip
 
 
