@@ -97,6 +97,9 @@ class InterpModelRunner(ModelRunner):
             self.drafter = (EagleDrafter if speculative.method == "eagle3" else ModelDrafter)(speculative, self)
             self.draft = self.drafter.runner
         self.traced_stage.model_spec = self.model_spec
+        self.traced_stage.has_experts = any(
+            "experts" in name.split(".") for name, _ in self.get_model().named_modules()
+        )
         self._tree = None if self._wrap is None else self._wrap(self.get_model(), self.interleaver)
 
     def adopt(self, tree: TracedModel) -> None:
