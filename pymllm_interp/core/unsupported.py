@@ -8,8 +8,8 @@ class UnsupportedModelError(ValueError):
 
 
 SPECULATION = (
-    "a draft model, or drafts, of one request are not supported: LM(..., speculative={'method': 'draft_model', 'model': folder, "
-    "'num_speculative_tokens': 4}) sets a draft model for all, and 'ngram' drafts from the prompt and the output"
+    "speculative decoding is not supported here, nor with given drafts: LM(..., speculative={'method': 'draft_model', "
+    "'model': folder, 'num_speculative_tokens': 4}) sets a draft model for all, and 'ngram' drafts from the prompt and the output"
 )
 LORA = (
     "it is not supported: LoRA adapters are loaded by lm.load_adapter(name, folder), and a request names one, lora=name; over "
