@@ -8,8 +8,8 @@ Ray starts the same processes in a cluster, and no token passes it. Three set-up
 - "one": a front over the replica r0, on the first device;
 - "all": fronts over all replicas, r0 among them, each on a device of its own where there are enough.
 
-Throughput is that of a closed loop of streams, as many for each replica in all set-ups: "all" gets `--replicas` times as many. The first
-token is that of single streams. The hit rate is of prompts with shared beginnings. Without --model, the model is random and small.
+Throughput is that of a closed loop of streams, as many for each replica in all set-ups: "all" gets `--replicas` times as many. The
+first token is that of single streams. The hit rate is of prompts with shared beginnings. Without --model, the model is random and small.
 """
 
 from __future__ import annotations
@@ -264,9 +264,10 @@ class Measurements:
         shares = [len(range(part, total, processes)) for part in range(processes)]
         begin = time.monotonic() + 0.3 + WARM_SECONDS
         end = begin + seconds
+        turned = [urls[i % len(urls) :] + urls[: i % len(urls)] for i in range(processes)]
         work = [
-            self._run(closed_loop, urls[i % len(urls) :] + urls[: i % len(urls)], share, self._args.tokens, self._vocab, end, next(self._seeds))
-            for i, share in enumerate(shares) if share
+            self._run(closed_loop, own, share, self._args.tokens, self._vocab, end, next(self._seeds))
+            for own, share in zip(turned, shares, strict=True) if share
         ]  # fmt: skip
         answers = [answer for part in await asyncio.gather(*work) for answer in part]
         self._add(name, f"tokens/s at {streams}", sum(within(answer, begin, end) for answer in answers) / seconds)

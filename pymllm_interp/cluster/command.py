@@ -16,6 +16,8 @@ from .ray_version import NAMESPACE, connect_to_ray
 POLL_SECONDS = 0.25
 SHOW_SECONDS = 30.0
 """How often a cluster that does not serve yet is shown."""
+ANSWER_SECONDS = 30.0
+"""How long a director that lives may take to answer."""
 
 
 def run_cluster(args: argparse.Namespace) -> int:
@@ -31,7 +33,7 @@ def run_cluster(args: argparse.Namespace) -> int:
     ray, ours = connect_to_ray(args.address)
     try:
         return _start(ray, args) if action is None else action(ray, _director(ray, args.name), args)
-    except ray.exceptions.RayActorError as error:  # Ray starts the director again
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:  # Ray starts the director again
         raise ConnectionError(
             f"cluster {args.name!r} does not answer now; try again in some seconds ({error})"
         ) from error
@@ -76,7 +78,7 @@ def _start(ray: Any, args: argparse.Namespace) -> int:
         ) from None
     shown = time.monotonic()
     while True:
-        found = ray.get(director.status.remote())
+        found = _answer(ray, director.status.remote())
         if time.monotonic() - shown > SHOW_SECONDS:  # Ray may wait for nodes
             print(_table(found), file=sys.stderr, flush=True)
             shown = time.monotonic()
@@ -84,17 +86,28 @@ def _start(ray: Any, args: argparse.Namespace) -> int:
             print(_table(found), file=sys.stderr)
             _stop(ray, director, args)
             raise ValueError(failures[0])
-        if len(ray.get(director.urls.remote())) == args.fronts and all(
+        if len(_answer(ray, director.urls.remote())) == args.fronts and all(
             one.get("replica") for one in found["replicas"].values()
         ):
             break
         time.sleep(POLL_SECONDS)
-    for url in ray.get(director.urls.remote()):
+    for url in _answer(ray, director.urls.remote()):
         print(f"{serve.name} is served at {url}    (docs: {url}/docs)", flush=True)
     print(
         f'  python -c \'from pymllm_interp import LM; print(LM.connect("ray:{args.name}").generate("Once upon a time")[0].text)\''
     )
     return 0
+
+
+def _answer(ray: Any, ref: Any) -> Any:
+    return ray.get(ref, timeout=ANSWER_SECONDS)
+
+
+def _wait(ray: Any, director: Any, ref: Any) -> Any:
+    """What the director returns of work that may take long, while it answers."""
+    while not ray.wait([ref], timeout=ANSWER_SECONDS)[0]:
+        _answer(ray, director.status.remote())
+    return ray.get(ref)
 
 
 def _failures(found: dict[str, Any]) -> list[str]:
@@ -105,7 +118,7 @@ def _failures(found: dict[str, Any]) -> list[str]:
 
 
 def _status(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    print(_table(ray.get(director.status.remote())))
+    print(_table(_answer(ray, director.status.remote())))
     return 0
 
 
@@ -127,20 +140,20 @@ def _table(found: dict[str, Any]) -> str:
 def _scale(ray: Any, director: Any, args: argparse.Namespace) -> int:
     if args.argument is None or not args.argument.isdecimal() or int(args.argument) < 1:
         raise ValueError(f"cluster scale {args.argument or ''}: expected the number of replicas, at least 1")
-    ray.get(director.scale.remote(int(args.argument)))
+    _wait(ray, director, director.scale.remote(int(args.argument)))
     return _status(ray, director, args)
 
 
 def _drain(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    known = sorted(ray.get(director.status.remote())["replicas"])
-    if args.argument not in known:
-        raise ValueError(f"cluster drain {args.argument or ''}: expected one of the replicas {', '.join(known)}")
-    ray.get(director.drain.remote(args.argument))
+    if args.argument is None:
+        raise ValueError("cluster drain: expected the name of a replica, as `cluster status` shows it")
+    if failure := _wait(ray, director, director.drain.remote(args.argument)):
+        raise ValueError(f"cluster drain {args.argument}: {failure}")
     return _status(ray, director, args)
 
 
 def _restart(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    failure = ray.get(director.restart.remote())
+    failure = _wait(ray, director, director.restart.remote())
     _status(ray, director, args)
     if failure:
         raise ValueError(failure)
@@ -148,6 +161,6 @@ def _restart(ray: Any, director: Any, args: argparse.Namespace) -> int:
 
 
 def _stop(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    ray.get(director.stop.remote())
+    _wait(ray, director, director.stop.remote())
     ray.kill(director)
     return 0

@@ -6,7 +6,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from ..cards import Cards
 from ..http.errors import ApiError
 from ..settings import ServeLimits
 
@@ -36,10 +38,13 @@ class ResponseStore:
 
     Args:
         limits: count and bytes of a key's, bytes of all, and how long they are kept.
+        folder: that the servers of a cluster share: each counts its own responses, and finds those of all.
     """
 
-    def __init__(self, limits: ServeLimits, now: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._now = limits, now
+    def __init__(
+        self, limits: ServeLimits, now: Callable[[], float] = time.monotonic, folder: Path | None = None
+    ) -> None:  # fmt: skip
+        self._limits, self._now, self._cards = limits, now, Cards(folder, "response")
         self._kept: dict[str, OrderedDict[str, Kept]] = {}
         self._bytes: dict[str, int] = {}
 
@@ -69,6 +74,8 @@ class ResponseStore:
             self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))
         self._kept.setdefault(owner, OrderedDict())[name] = kept
         self._bytes[owner] = self._bytes.get(owner, 0) + kept.size
+        card = {"owner": owner, "response": response.decode(), "messages": messages.decode()}
+        self._cards.put(name, card, time.time() + limits.response_seconds)
         return True
 
     def find(self, owner: str, name: str, param: str | None = None) -> Kept:
@@ -81,7 +88,7 @@ class ResponseStore:
             ApiError: no such response, any more or of this owner.
         """
         self.sweep()
-        kept = self._kept.get(owner, {}).get(name)
+        kept = self._kept.get(owner, {}).get(name) or self._of_others(owner, name)
         if kept is None:
             limits = self._limits
             raise ApiError(
@@ -98,7 +105,20 @@ class ResponseStore:
             ApiError: there is no such response.
         """
         self.find(owner, name)
-        self._drop(owner, name)
+        if name in self._kept.get(owner, {}):
+            self._drop(owner, name)
+        self._cards.drop(name)
+
+    def _of_others(self, owner: str, name: str) -> Kept | None:
+        card = self._cards.get(name)
+        if card is None or card["owner"] != owner:
+            return None
+        return Kept(card["response"].encode(), card["messages"].encode(), 0.0)
+
+    def sweep_folder(self) -> None:
+        """`sweep`, and remove files whose time is over, also those of servers that ended."""
+        self.sweep()
+        self._cards.sweep()
 
     def sweep(self) -> None:
         """Forget what is too old."""
@@ -112,5 +132,6 @@ class ResponseStore:
 
     def _drop(self, owner: str, name: str) -> None:
         self._bytes[owner] -= self._kept[owner].pop(name).size
+        self._cards.drop(name)
         if not self._kept[owner]:
             del self._kept[owner], self._bytes[owner]
