@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 from ..server.command import settings_of
 from ..server.engines.replica_process import ReplicaSettings
 from ..server.engines.roster import LinkKeys
+from .address import check_name
 from .director import ClusterPlan, Director
 from .ray_version import NAMESPACE, connect_to_ray
 
 POLL_SECONDS = 0.25
+MOST_PORT = 65535
 SHOW_SECONDS = 30.0
 """How often a cluster that does not serve yet is shown."""
 ANSWER_SECONDS = 30.0
@@ -30,6 +33,7 @@ def run_cluster(args: argparse.Namespace) -> int:
     action = actions.get(args.model)
     if action is None and args.argument is not None:
         raise ValueError(f"{args.argument!r} after the model {args.model!r}: expected options only")
+    check_name(args.name)
     ray, ours = connect_to_ray(args.address)
     try:
         return _start(ray, args) if action is None else action(ray, _director(ray, args.name), args)
@@ -52,9 +56,7 @@ def _director(ray: Any, name: str) -> Any:
 def _start(ray: Any, args: argparse.Namespace) -> int:
     serve = settings_of(args)
     settings = ReplicaSettings.of(serve, LinkKeys.new())
-    for option, count in (("--replicas", args.replicas), ("--fronts", args.fronts)):
-        if count < 1:
-            raise ValueError(f"{option} {count}: at least 1 is expected")
+    _check(args)
     gpus = args.replica_gpus
     if gpus is None:
         gpus = 0.0 if args.device == "cpu" else float(ray.cluster_resources().get("GPU", 0) >= args.replicas)
@@ -97,6 +99,17 @@ def _start(ray: Any, args: argparse.Namespace) -> int:
         f'  python -c \'from pymllm_interp import LM; print(LM.connect("ray:{args.name}").generate("Once upon a time")[0].text)\''
     )
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for option, count in (("--replicas", args.replicas), ("--fronts", args.fronts)):
+        if count < 1:
+            raise ValueError(f"{option} {count}: at least 1 is expected")
+    for option, amount in (("--replica-cpus", args.replica_cpus), ("--replica-gpus", args.replica_gpus or 0.0)):
+        if not 0 <= amount < math.inf:
+            raise ValueError(f"{option} {amount}: expected a number from 0")
+    if args.port and args.port + args.fronts - 1 > MOST_PORT:
+        raise ValueError(f"--port {args.port} --fronts {args.fronts}: the last port would be above {MOST_PORT}")
 
 
 def _answer(ray: Any, ref: Any) -> Any:

@@ -75,9 +75,10 @@ class FrontKeeper:
         while True:
             self._process = process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pymllm_interp.server.front", stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, env=environment,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 20, env=environment,
             )  # fmt: skip
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            said = asyncio.create_task(_pass_on(process.stderr))
             process.stdin.write(greeting(self._settings, self._keys) + self._line)
             while line := await process.stdout.readline():
                 self._unanswered = 0
@@ -85,7 +86,7 @@ class FrontKeeper:
                     self._url, self._failure, self._starts = found[1].decode(), "", self._starts + 1
                     self._settings = replace(self._settings, port=int(found[2]))  # the next one has the same address
             self._url = ""
-            self._failure = f"the front's process ended with status {await process.wait()}"
+            self._failure = f"the front's process ended with status {await process.wait()}: {await said}"
             await asyncio.sleep(POLL_SECONDS)
 
     async def _follow(self) -> None:
@@ -119,3 +120,13 @@ class FrontKeeper:
     def _write(self) -> None:
         if self._process is not None and self._process.stdin is not None and self._process.returncode is None:
             self._process.stdin.write(self._line)
+
+
+async def _pass_on(log: asyncio.StreamReader) -> str:
+    """Write a process's log to this one's. Returns its last line."""
+    last = b""
+    while line := await log.readline():
+        last = line
+        sys.stderr.buffer.write(line)
+        sys.stderr.flush()
+    return last.decode(errors="replace").strip()

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from helpers_cluster import (
@@ -42,6 +43,7 @@ from safetensors.torch import load, save
 
 from pymllm_interp import LM, SamplingParams, Scale
 from pymllm_interp.cluster.ray_version import NAMESPACE
+from pymllm_interp.harvest.result import HarvestError
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 
@@ -116,6 +118,71 @@ def test_a_harvest_equals_the_local_one_whatever_is_killed_or_stopped(nodes, ser
         equal(tmp_path / "local", tmp_path / "out")
         with pytest.raises(ValueError, match="another harvest"):
             lm.harvest([path], out=tmp_path / "out", cluster="auto", unit_documents=6, **how)
+
+
+@pytest.mark.slow
+def test_a_driver_and_a_node_that_hang_and_come_back_late_change_nothing(nodes, served_folder, tmp_path):
+    """The units of both are done elsewhere meanwhile. SIGSTOP of a driver; of a raylet and the workers of its node."""
+    documents = corpus(80, seed=11)
+    path = tmp_path / "documents.jsonl"
+    path.write_text("\n".join(map(json.dumps, documents)))
+    line = [sys.executable, "-c", HARVEST, str(served_folder), str(path), str(tmp_path / "out")]
+    records, stopped = tmp_path / "out" / "units", list[int]()
+    node = nodes.worker_nodes[0]
+    raylet = node.all_processes["raylet"][0].process
+
+    def stop(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+
+    with LM(str(served_folder), dtype="float32", device="cpu") as lm:
+        how: dict[str, Any] = {"capture": ["resid_post.*"], "max_length": 32, "too_long": "truncate", "progress": False}
+        lm.harvest(documents, out=tmp_path / "local", **how)
+        driver = subprocess.Popen(line)
+        try:
+            wait_for(lambda: records.is_dir() and len(list(records.glob("??????.json"))) >= 1)
+            stop(driver.pid)
+            for pid in (raylet.pid, *(pid for pid in workers() if pid in children(raylet.pid))):
+                stop(pid)
+            found = lm.harvest([path], out=tmp_path / "out", cluster="auto", workers=2, unit_documents=5, **how)
+            assert found.documents == 80 and found.new_documents > 0
+            equal(tmp_path / "local", tmp_path / "out")
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        assert driver.wait(SECONDS) == 0
+        raylet.wait(SECONDS)  # the cluster had given it up
+        wait_for(lambda: not workers())
+    equal(tmp_path / "local", tmp_path / "out")
+    nodes.remove_node(node, allow_graceful=False)
+    nodes.add_node(**NODE)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_a_harvest_and_the_same_call_goes_on_when_it_is_not(nodes, served_folder, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], check=False).returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    try:
+        documents = corpus(60, seed=12)
+        with LM(str(served_folder), dtype="float32", device="cpu") as lm:
+            how: dict[str, Any] = {
+                "capture": ["resid_post.*"],
+                "max_length": 32,
+                "too_long": "truncate",
+                "progress": False,
+            }
+            lm.harvest(documents, out=tmp_path / "local", **how)
+            how |= {"out": disk / "out", "cluster": "auto", "workers": 1, "unit_documents": 10}
+            with pytest.raises(HarvestError, match=r"No space left on device(.|\n)*the same call goes on"):
+                lm.harvest(documents, **how)
+            subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+            done = len(list((disk / "out" / "units").glob("??????.json")))
+            assert 0 < done < 6 and lm.harvest(documents, **how).documents == 60
+        equal(tmp_path / "local", disk / "out")
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 @pytest.mark.slow
@@ -310,3 +377,65 @@ def test_drain_and_scale(cluster):
     assert done.returncode == 2 and "r1 is the last replica" in done.stderr
     ray.get(cluster.scale.remote(2), timeout=SECONDS)
     assert sorted(serving(cluster)) == ["r0", "r1"]
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_is_ended_by_its_keeper_and_short_requests_run_elsewhere(cluster):
+    before = serving(cluster)
+    key = before["r0"]["replica"]["key"]
+    with Load(front_of(cluster).url):
+        os.kill(engine_of(before["r0"]["pid"]), signal.SIGSTOP)
+        wait_for(lambda: (ask(cluster, "status")["replicas"]["r0"].get("replica") or {"key": key})["key"] != key)
+        serving(cluster)
+
+
+@pytest.mark.slow
+def test_a_front_that_is_stopped_is_ended_by_its_keeper_and_started_again(cluster):
+    """Nobody waits for ever: its clients' connections break, and the other front serves meanwhile."""
+    serving(cluster)
+    wait_for(lambda: len(ask(cluster, "urls")) == 2)
+    urls, state = ask(cluster, "urls"), ask(cluster, "status")["fronts"]["front1"]
+    os.kill(children(state["pid"])[0], signal.SIGSTOP)
+    with Load(urls[0]), Server(urls[1], None, None).client(None) as client:  # pyright: ignore[reportArgumentType]
+        with pytest.raises(httpx.TransportError):
+            client.post("/v1/completions", json={"prompt": "w1", "max_tokens": 2})
+        wait_for(lambda: ask(cluster, "status")["fronts"]["front1"]["starts"] > state["starts"])
+        assert ask(cluster, "urls") == urls
+    with Load(urls[1]):
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_a_director_that_is_stopped_is_told_in_time_and_the_fronts_serve_on(cluster):
+    url = front_of(cluster).url
+    serving(cluster)
+    (pid,) = {pid for pid in filter(str.isdigit, os.listdir("/proc")) if is_ours(pid, b"ray::Director")}
+    os.kill(int(pid), signal.SIGSTOP)
+    try:
+        with Load(url):
+            done = command("status")
+        assert done.returncode == 2 and "does not answer now" in done.stderr, done.stderr
+    finally:
+        os.kill(int(pid), signal.SIGCONT)
+    serving(cluster)
+
+
+@pytest.mark.slow
+def test_a_node_that_hangs_loses_its_replica_to_another_node_and_its_engine_when_it_comes_back(nodes, cluster):
+    """SIGSTOP of its raylet alone: its keeper and engine live until it comes back, and finds that it was given up."""
+    state = serving(cluster)
+    name, one = next((name, one) for name, one in state.items() if one["node"] != nodes.head_node.node_id)
+    node = next(node for node in nodes.worker_nodes if node.node_id == one["node"])
+    raylet, engine = node.all_processes["raylet"][0].process, engine_of(one["pid"])
+    raylet.send_signal(signal.SIGSTOP)
+    nodes.add_node(**NODE)
+    with Load(front_of(cluster).url):
+        wait_for(lambda: ask(cluster, "status")["replicas"][name].get("node") not in ("", one["node"]))
+        serving(cluster)
+    assert ask(cluster, "status")["replicas"][name]["replica"]["key"] != one["replica"]["key"]
+    raylet.send_signal(signal.SIGCONT)
+    raylet.wait(SECONDS)
+    wait_for(lambda: not Path(f"/proc/{engine}").exists())
+    nodes.remove_node(node, allow_graceful=False)
+    with Load(front_of(cluster).url):
+        serving(cluster)

@@ -138,6 +138,9 @@ class Load:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        deadline = time.monotonic() + SECONDS
+        while self.done <= 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
         self._over.set()
         self._thread.join()
         assert self.done > 3 and not self.failed, self.failed[:3]
