@@ -128,8 +128,10 @@ def test_a_driver_and_a_node_that_hang_and_come_back_late_change_nothing(nodes, 
     path.write_text("\n".join(map(json.dumps, documents)))
     line = [sys.executable, "-c", HARVEST, str(served_folder), str(path), str(tmp_path / "out")]
     records, stopped = tmp_path / "out" / "units", list[int]()
-    node = nodes.worker_nodes[0]
-    raylet = node.all_processes["raylet"][0].process
+    raylets = {node: node.all_processes["raylet"][0].process for node in nodes.worker_nodes}
+
+    def its_workers(raylet: Any) -> list[int]:
+        return [pid for pid in workers() if pid in children(raylet.pid)]
 
     def stop(pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
@@ -140,9 +142,14 @@ def test_a_driver_and_a_node_that_hang_and_come_back_late_change_nothing(nodes, 
         lm.harvest(documents, out=tmp_path / "local", **how)
         driver = subprocess.Popen(line)
         try:
-            wait_for(lambda: records.is_dir() and len(list(records.glob("??????.json"))) >= 1)
+            wait_for(
+                lambda: (
+                    records.is_dir() and any(records.glob("??????.json")) and any(map(its_workers, raylets.values()))
+                )
+            )
             stop(driver.pid)
-            for pid in (raylet.pid, *(pid for pid in workers() if pid in children(raylet.pid))):
+            node, raylet = next((node, raylet) for node, raylet in raylets.items() if its_workers(raylet))
+            for pid in (raylet.pid, *its_workers(raylet)):
                 stop(pid)
             found = lm.harvest([path], out=tmp_path / "out", cluster="auto", workers=2, unit_documents=5, **how)
             assert found.documents == 80 and found.new_documents > 0
