@@ -9,7 +9,7 @@ Ray starts the same processes in a cluster, and no token passes it. Three set-up
 - "all": fronts over all replicas, r0 among them, each on a device of its own where there are enough.
 
 Throughput is that of a closed loop of streams, as many for each replica in all set-ups: "all" gets `--replicas` times as many. The
-first token is that of single streams. The hit rate is of prompts with shared beginnings. Without --model, the model is random and small.
+first token is that of single streams. The hit rate is of prompts with shared beginnings. Without --model, the model is random.
 """
 
 from __future__ import annotations

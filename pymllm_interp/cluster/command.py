@@ -34,6 +34,8 @@ def run_cluster(args: argparse.Namespace) -> int:
     if action is None and args.argument is not None:
         raise ValueError(f"{args.argument!r} after the model {args.model!r}: expected options only")
     check_name(args.name)
+    if action is None:
+        _check(args)
     ray, ours = connect_to_ray(args.address)
     try:
         return _start(ray, args) if action is None else action(ray, _director(ray, args.name), args)
@@ -56,7 +58,6 @@ def _director(ray: Any, name: str) -> Any:
 def _start(ray: Any, args: argparse.Namespace) -> int:
     serve = settings_of(args)
     settings = ReplicaSettings.of(serve, LinkKeys.new())
-    _check(args)
     gpus = args.replica_gpus
     if gpus is None:
         gpus = 0.0 if args.device == "cpu" else float(ray.cluster_resources().get("GPU", 0) >= args.replicas)

@@ -25,6 +25,7 @@ from helpers_cluster import (
     NODE,
     QUICK,
     Load,
+    Streams,
     answers,
     ask,
     children,
@@ -219,8 +220,10 @@ def cluster(nodes: Any, served_folder: Path) -> Iterator[Any]:
     done = command(str(served_folder), "--replicas", "2", "--fronts", "2", *options, *limits)
     assert done.returncode == 0, done.stderr
     assert "is served at http://127.0.0.1:" in done.stdout
-    yield ray.get_actor(f"{NAME}/director", namespace=NAMESPACE)
-    done = command("stop")
+    found = ray.get_actor(f"{NAME}/director", namespace=NAMESPACE)
+    yield found
+    with Streams(ask(found, "urls")):  # they end first
+        done = command("stop")
     assert done.returncode == 0, done.stderr
     assert "no cluster 'tests' runs" in command("status").stderr
     assert NAMESPACE not in {actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)}
@@ -446,3 +449,16 @@ def test_a_node_that_hangs_loses_its_replica_to_another_node_and_its_engine_when
     nodes.remove_node(node, allow_graceful=False)
     with Load(front_of(cluster).url):
         serving(cluster)
+
+
+@pytest.mark.slow
+def test_a_second_cluster_has_a_port_and_a_name_of_its_own(cluster, served_folder):
+    """What its front said when it ended is told, and nothing is left of it."""
+    import ray
+
+    url = front_of(cluster).url
+    for words, message in (((), f"a cluster '{NAME}' runs already"), (("--name", "second"), "the port is taken")):
+        done = command(str(served_folder), "--device", "cpu", "--port", url.rpartition(":")[2], *words)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+    names = {actor["name"].partition("/")[0] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    assert names == {NAME}

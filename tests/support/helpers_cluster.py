@@ -87,7 +87,8 @@ def workers() -> list[int]:
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:
     """`pymllm-interp cluster ...`, in a process of its own: what it starts outlives it."""
-    line = [sys.executable, "-m", "pymllm_interp.cli", "cluster", *args, "--name", NAME]
+    named = () if "--name" in args else ("--name", NAME)
+    line = [sys.executable, "-m", "pymllm_interp.cli", "cluster", *args, *named]
     return subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
@@ -144,6 +145,34 @@ class Load:
         self._over.set()
         self._thread.join()
         assert self.done > 3 and not self.failed, self.failed[:3]
+
+
+class Streams:
+    """A stream at each front, begun before the body; all of them must come to their end."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self._urls, self._ends = urls, dict[str, str]()
+        self._begun = threading.Barrier(len(urls) + 1)
+        self._threads = [threading.Thread(target=self._read, args=(url,)) for url in urls]
+
+    def _read(self, url: str) -> None:
+        body = {"prompt": "w1 w2", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        server = Server(url, None, None)  # pyright: ignore[reportArgumentType]
+        with server.client(None) as client, client.stream("POST", "/v1/completions", json=body) as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            next(lines)
+            self._begun.wait(SECONDS)
+            self._ends[url] = list(lines)[-1]
+
+    def __enter__(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        self._begun.wait(SECONDS)
+
+    def __exit__(self, *exc: object) -> None:
+        for thread in self._threads:
+            thread.join(SECONDS)
+        assert self._ends == dict.fromkeys(self._urls, "data: [DONE]")
 
 
 def children(pid: int) -> list[int]:
