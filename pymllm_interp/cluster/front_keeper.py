@@ -25,6 +25,7 @@ POLL_SECONDS = 0.25
 """How often the director is asked which replicas there are."""
 PING_SECONDS = 1.0
 """How often the front is told them again: it answers with a line."""
+MOST_UNANSWERED = 4
 STOP_SECONDS = 10.0
 """How long a front may take to end, beyond its requests."""
 _URL = re.compile(rb"is served at (https?://\S+:(\d+))")
@@ -105,7 +106,7 @@ class FrontKeeper:
             await asyncio.sleep(PING_SECONDS)
             if not self._url or not self._line or self._process is None:
                 self._unanswered = 0
-            elif self._unanswered > self._settings.limits.engine_message_seconds / PING_SECONDS:
+            elif self._unanswered > max(MOST_UNANSWERED, self._settings.limits.engine_message_seconds / PING_SECONDS):
                 logger.error("the front at %s does not answer, and is ended", self._url)
                 self._process.kill()
             else:

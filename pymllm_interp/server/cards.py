@@ -1,4 +1,4 @@
-"""`Cards`: what one front of a cluster keeps for its clients, as small files that the other fronts of its machine read."""
+"""`Cards`: small files of what a front of a cluster keeps for its clients. The other fronts of its machine read them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ class Cards:
     def _path(self, name: str) -> Path | None:
         return None if self._folder is None or not NAME.fullmatch(name) else self._folder / f"{self._kind}{name}.json"
 
-    def put(self, name: str, card: Mapping[str, Any], expires: float) -> None:
-        """Keep a card until `expires` (`time.time()`). Where it cannot be written, the other fronts do not find it."""
+    def put(self, name: str, card: Mapping[str, Any], expires: float) -> bool:
+        """Keep a card until `expires` (`time.time()`). Returns whether it was written: else the other fronts do not find it."""
         path = self._path(name)
         if path is None:
-            return
+            return False
         own = path.with_suffix(f".{uuid.uuid4().hex[:8]}")
         with contextlib.suppress(OSError):
             try:
                 own.write_text(json.dumps(card))
                 os.utime(own, (expires, expires))
                 own.replace(path)
+                return True
             finally:
                 own.unlink(missing_ok=True)
+        return False
 
     def get(self, name: str) -> dict[str, Any] | None:
         """A card, if its time is not over."""
@@ -59,7 +61,7 @@ class Cards:
                 path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove cards whose time is over, also those of fronts that ended."""
+        """Remove expired cards, also of fronts that ended."""
         if self._folder is None:
             return
         now = time.time()

@@ -38,7 +38,7 @@ class ActivationStore:
     Args:
         folder: of the files.
         limits: bytes of all files and of one owner's, and how long they are kept.
-        shared: other servers of a cluster have the folder, too. Each counts its own files, and finds those of all.
+        shared: other servers of a cluster have the folder, too. Each counts its own files, and finds all.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ def test_a_harvest_equals_the_local_one_whatever_is_killed_or_stopped(nodes, ser
 @pytest.mark.slow
 def test_a_driver_and_a_node_that_hang_and_come_back_late_change_nothing(nodes, served_folder, tmp_path):
     """The units of both are done elsewhere meanwhile. SIGSTOP of a driver; of a raylet and the workers of its node."""
-    documents = corpus(80, seed=11)
+    documents = corpus(500, seed=11)
     path = tmp_path / "documents.jsonl"
     path.write_text("\n".join(map(json.dumps, documents)))
     line = [sys.executable, "-c", HARVEST, str(served_folder), str(path), str(tmp_path / "out")]
@@ -143,17 +143,17 @@ def test_a_driver_and_a_node_that_hang_and_come_back_late_change_nothing(nodes, 
         lm.harvest(documents, out=tmp_path / "local", **how)
         driver = subprocess.Popen(line)
         try:
-            wait_for(
-                lambda: (
-                    records.is_dir() and any(records.glob("??????.json")) and any(map(its_workers, raylets.values()))
-                )
-            )
+            while not (
+                records.is_dir() and any(records.glob("??????.json")) and any(map(its_workers, raylets.values()))
+            ):
+                assert driver.poll() is None, "the harvest ended before a node had a worker"
+                time.sleep(0.05)
             stop(driver.pid)
             node, raylet = next((node, raylet) for node, raylet in raylets.items() if its_workers(raylet))
             for pid in (raylet.pid, *its_workers(raylet)):
                 stop(pid)
             found = lm.harvest([path], out=tmp_path / "out", cluster="auto", workers=2, unit_documents=5, **how)
-            assert found.documents == 80 and found.new_documents > 0
+            assert found.documents == 500 and found.new_documents > 0
             equal(tmp_path / "local", tmp_path / "out")
         finally:
             for pid in stopped:

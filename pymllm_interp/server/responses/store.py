@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..cards import Cards
@@ -23,6 +23,8 @@ class Kept:
     response: bytes
     messages: bytes
     expires: float
+    shared: bool
+    """Other servers find it, and may delete it."""
 
     @property
     def size(self) -> int:
@@ -38,7 +40,7 @@ class ResponseStore:
 
     Args:
         limits: count and bytes of a key's, bytes of all, and how long they are kept.
-        folder: that the servers of a cluster share: each counts its own responses, and finds those of all.
+        folder: that the servers of a cluster share: each counts its own responses, and finds all.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class ResponseStore:
         """Keep a response. False: it is larger than what is kept of a key, or of all."""
         self.sweep()
         limits = self._limits
-        kept = Kept(response, messages, self._now() + limits.response_seconds)
+        kept = Kept(response, messages, self._now() + limits.response_seconds, False)
         if kept.size > min(limits.max_response_bytes_per_key, limits.max_response_bytes):
             return False
         while owner in self._kept and (
@@ -72,10 +74,10 @@ class ResponseStore:
             self._drop_oldest(owner)
         while self.num_bytes + kept.size > limits.max_response_bytes:
             self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))
-        self._kept.setdefault(owner, OrderedDict())[name] = kept
-        self._bytes[owner] = self._bytes.get(owner, 0) + kept.size
         card = {"owner": owner, "response": response.decode(), "messages": messages.decode()}
-        self._cards.put(name, card, time.time() + limits.response_seconds)
+        shared = self._cards.put(name, card, time.time() + limits.response_seconds)
+        self._kept.setdefault(owner, OrderedDict())[name] = replace(kept, shared=shared)
+        self._bytes[owner] = self._bytes.get(owner, 0) + kept.size
         return True
 
     def find(self, owner: str, name: str, param: str | None = None) -> Kept:
@@ -88,7 +90,11 @@ class ResponseStore:
             ApiError: no such response, any more or of this owner.
         """
         self.sweep()
-        kept = self._kept.get(owner, {}).get(name) or self._of_others(owner, name)
+        kept = self._kept.get(owner, {}).get(name)
+        if kept is None or kept.shared:
+            if (found := self._of_others(owner, name)) is None and kept is not None:
+                self._drop(owner, name)  # another server deleted it
+            kept = found
         if kept is None:
             limits = self._limits
             raise ApiError(
@@ -113,10 +119,10 @@ class ResponseStore:
         card = self._cards.get(name)
         if card is None or card["owner"] != owner:
             return None
-        return Kept(card["response"].encode(), card["messages"].encode(), 0.0)
+        return Kept(card["response"].encode(), card["messages"].encode(), 0.0, True)
 
     def sweep_folder(self) -> None:
-        """`sweep`, and remove files whose time is over, also those of servers that ended."""
+        """`sweep`, and remove expired files, also of servers that ended."""
         self.sweep()
         self._cards.sweep()
 
