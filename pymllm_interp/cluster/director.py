@@ -22,6 +22,8 @@ from .ray_version import NAMESPACE, load_ray
 
 SETTLE_SECONDS = 4 * POLL_SECONDS
 """After this time all fronts that live know of a change."""
+FRONT_BYTES = 1 << 20
+"""Memory that Ray reserves for a front."""
 ANSWER_SECONDS = 30.0
 """How long an actor that lives may take to answer."""
 
@@ -196,9 +198,10 @@ class Director:
         plan = self._plan
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(plan.node, soft=True)
         settings = replace(plan.serve, port=plan.serve.port and plan.serve.port + number)
-        self._fronts[name] = self._actor(FrontKeeper, name, num_cpus=0, scheduling_strategy=strategy).remote(
-            plan.name, settings, plan.settings.keys, plan.store
-        )
+        # Ray 2.60 keeps to a node only with actors that need something.
+        self._fronts[name] = self._actor(
+            FrontKeeper, name, num_cpus=0, memory=FRONT_BYTES, scheduling_strategy=strategy
+        ).remote(plan.name, settings, plan.settings.keys, plan.store)
         self._watch(name, self._fronts[name])
 
     def _actor(self, cls: type, name: str, **options: Any) -> Any:

@@ -50,10 +50,11 @@ class FrontKeeper:
         self._task: asyncio.Future[Any] | None = None
 
     async def state(self) -> dict[str, Any]:
-        """`url` while it serves, `failure`, `starts` and `pid`."""
+        """`url` while it serves, `failure`, `starts`, `node` and `pid`."""
         if self._task is None:
             self._task = asyncio.gather(self._keep(), self._follow(), self._ping())
-        return {"url": self._url, "failure": self._failure, "starts": self._starts, "pid": os.getpid()}
+        node = load_ray().get_runtime_context().get_node_id()
+        return {"url": self._url, "failure": self._failure, "starts": self._starts, "node": node, "pid": os.getpid()}
 
     async def stop(self) -> None:
         """End the front, after its requests."""

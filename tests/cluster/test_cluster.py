@@ -249,11 +249,13 @@ def test_a_cluster_by_its_name_is_an_lm(cluster, served_folder):
         LM.connect("ray:other")
 
 
-def test_status_names_fronts_and_replicas(cluster):
+def test_status_names_fronts_and_replicas(nodes, cluster):
     serving(cluster)
     lines = command("status").stdout.splitlines()
     assert [line.split()[:2] for line in lines[2:]] == [["r0", "serves"], ["r1", "serves"]]
     assert lines[0].startswith("front0   http://127.0.0.1:") and lines[1].startswith("front1   http://127.0.0.1:")
+    fronts = ask(cluster, "status")["fronts"].values()
+    assert {one["node"] for one in fronts} == {nodes.head_node.node_id}, "where the command was run"
 
 
 def test_what_one_front_has_taken_or_kept_is_at_the_other(cluster, served_folder):

@@ -95,7 +95,7 @@ def test_old_files_that_no_client_was_told_of_are_deleted(tmp_path):
 def kept(store: ActivationStore, folder, name: str, owner: str, size: int = 3) -> None:
     file = f"pymllm-interp-{os.getpid()}-{len(list(folder.iterdir()))}-0.safetensors"
     (folder / file).write_bytes(b"abc")
-    store.adopt(name, CapturedStates(size, [], file=file), owner)
+    store.adopt(name, CapturedStates(size, {}, file=file), owner)
 
 
 def test_a_shared_store_finds_what_others_keep_for_the_same_key_and_survives_them(tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from helpers_server import SECONDS, Server
 
@@ -130,7 +131,11 @@ class Load:
         with self._server.client(None) as client:
             while not self._over.is_set():
                 body = {"prompt": [rng.randrange(90) for _ in range(5)], "max_tokens": 4, "ignore_eos": True}
-                answer = client.post("/v1/completions", json=body)
+                try:
+                    answer = client.post("/v1/completions", json=body)
+                except httpx.TransportError as error:
+                    self.failed.append(repr(error))
+                    return
                 self.failed += [answer.text] if answer.status_code != 200 else []
                 self.done += 1
 
@@ -140,7 +145,7 @@ class Load:
 
     def __exit__(self, *exc: object) -> None:
         deadline = time.monotonic() + SECONDS
-        while self.done <= 3 and time.monotonic() < deadline:
+        while self.done <= 3 and not self.failed and time.monotonic() < deadline:
             time.sleep(0.05)
         self._over.set()
         self._thread.join()
