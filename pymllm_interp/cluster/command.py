@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 import time
 from typing import Any
@@ -17,6 +18,8 @@ from .ray_version import NAMESPACE, connect_to_ray
 
 POLL_SECONDS = 0.25
 MOST_PORT = 65535
+MOST = 1024
+"""Replicas, and fronts."""
 SHOW_SECONDS = 30.0
 """How often a cluster that does not serve yet is shown."""
 ANSWER_SECONDS = 30.0
@@ -34,8 +37,7 @@ def run_cluster(args: argparse.Namespace) -> int:
     if action is None and args.argument is not None:
         raise ValueError(f"{args.argument!r} after the model {args.model!r}: expected options only")
     check_name(args.name)
-    if action is None:
-        _check(args)
+    _check(args, starts=action is None)
     ray, ours = connect_to_ray(args.address)
     try:
         return _start(ray, args) if action is None else action(ray, _director(ray, args.name), args)
@@ -102,10 +104,17 @@ def _start(ray: Any, args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, starts: bool) -> None:
+    word, given = args.model, args.argument or ""
+    if word == "scale" and not (re.fullmatch("[0-9]{1,9}", given) and 0 < int(given) <= MOST):
+        raise ValueError(f"cluster scale {given}: expected the number of replicas, 1 to {MOST}")
+    if word == "drain" and not given:
+        raise ValueError("cluster drain: expected the name of a replica, as `cluster status` shows it")
+    if not starts:
+        return
     for option, count in (("--replicas", args.replicas), ("--fronts", args.fronts)):
-        if count < 1:
-            raise ValueError(f"{option} {count}: at least 1 is expected")
+        if not 1 <= count <= MOST:
+            raise ValueError(f"{option} {count}: expected 1 to {MOST}")
     for option, amount in (("--replica-cpus", args.replica_cpus), ("--replica-gpus", args.replica_gpus or 0.0)):
         if not 0 <= amount < math.inf:
             raise ValueError(f"{option} {amount}: expected a number from 0")
@@ -152,15 +161,11 @@ def _table(found: dict[str, Any]) -> str:
 
 
 def _scale(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    if args.argument is None or not args.argument.isdecimal() or int(args.argument) < 1:
-        raise ValueError(f"cluster scale {args.argument or ''}: expected the number of replicas, at least 1")
     _wait(ray, director, director.scale.remote(int(args.argument)))
     return _status(ray, director, args)
 
 
 def _drain(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    if args.argument is None:
-        raise ValueError("cluster drain: expected the name of a replica, as `cluster status` shows it")
     if failure := _wait(ray, director, director.drain.remote(args.argument)):
         raise ValueError(f"cluster drain {args.argument}: {failure}")
     return _status(ray, director, args)

@@ -42,17 +42,24 @@ def test_a_word_after_the_model_is_refused_before_ray_is_asked(capsys: pytest.Ca
         (["--name", "a/b"], "the cluster's name 'a/b'"),
         (["--name", ""], "the cluster's name ''"),
         (["--name", "ü" * 70], "expected up to 64 letters"),
-        (["--replicas", "0"], "--replicas 0: at least 1"),
-        (["--fronts", "-1"], "--fronts -1: at least 1"),
+        (["--replicas", "0"], "--replicas 0: expected 1 to 1024"),
+        (["--fronts", "-1"], "--fronts -1: expected 1 to 1024"),
         (["--replica-cpus", "-1"], "--replica-cpus -1.0"),
         (["--replica-gpus", "nan"], "--replica-gpus nan"),
         (["--port", "65535", "--fronts", "2"], "the last port would be above 65535"),
+        (["scale", "0"], "expected the number of replicas, 1 to 1024"),
+        (["scale", "-1"], "expected the number of replicas, 1 to 1024"),
+        (["scale", "two"], "expected the number of replicas, 1 to 1024"),
+        (["scale", "²"], "expected the number of replicas, 1 to 1024"),
+        (["scale", "1" * 5000], "expected the number of replicas, 1 to 1024"),
+        (["scale"], "expected the number of replicas, 1 to 1024"),
+        (["drain"], "expected the name of a replica"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_ray_is_asked(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["cluster", "demo", *options]) == 2
+    assert main(["cluster", *(["demo"] if options[0].startswith("--") else []), *options]) == 2
     assert message in capsys.readouterr().err
 
 
