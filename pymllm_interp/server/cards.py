@@ -14,6 +14,8 @@ from typing import Any
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,200}")
 """Names that may be asked for: clients choose what they ask for."""
+WRITING_SECONDS = 60.0
+"""After this time a file that was not completed is nobody's."""
 
 
 class Cards:
@@ -67,5 +69,6 @@ class Cards:
         now = time.time()
         for path in self._folder.glob(f"{self._kind}*"):
             with contextlib.suppress(OSError):
-                if path.stat().st_mtime <= now:
+                late = now if path.suffix == ".json" else now - WRITING_SECONDS
+                if path.stat().st_mtime <= late:
                     path.unlink()
