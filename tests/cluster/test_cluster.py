@@ -50,8 +50,9 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extr
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Any]:
-    """The Ray cluster, and this process as a driver of it."""
+def nodes(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The Ray cluster, and this process as a driver of it. The second node beside the head is for slow tests."""
+    slow = any(item.get_closest_marker("slow") for item in request.session.items)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -62,7 +63,7 @@ def nodes() -> Iterator[Any]:
             initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": QUICK}
         )
         try:
-            for _ in range(2):
+            for _ in range(1 + slow):
                 found.add_node(**NODE)
             patch.setenv("RAY_ADDRESS", found.address)
             ray.init(address=found.address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)

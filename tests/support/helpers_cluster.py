@@ -27,9 +27,9 @@ ENVIRONMENT = {
 }  # fmt: skip
 QUICK = {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_timeout_ms": 3000,
-    "health_check_failure_threshold": 3,
+    "health_check_failure_threshold": 3, "prestart_worker_first_driver": False,
 }  # fmt: skip
-"""A node that is lost is noticed within seconds."""
+"""A node that is lost is noticed within seconds. No workers are started before they are needed."""
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
