@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import random
+import re
 
 from .ray_version import NAMESPACE, connect_to_ray
 
 SCHEME = "ray:"
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ANSWER_SECONDS = 60.0
 """How long a cluster may take to name its fronts."""
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no name of a cluster.
+
+    Raises:
+        ValueError: it is empty, or has other characters than letters, digits, and ``.-_``.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(f"the cluster's name {name!r}: expected up to 64 letters, digits, and . - _")
 
 
 def url_of(address: str) -> str:
@@ -18,10 +30,12 @@ def url_of(address: str) -> str:
         address: "ray:NAME" on the Ray cluster of this machine or of RAY_ADDRESS, or "ray:NAME@HOST:PORT".
 
     Raises:
+        ValueError: NAME is no name.
         ImportError: Ray is missing, or not tested.
         ConnectionError: there is no such cluster, or none of its fronts serves.
     """
     name, _, where = address.removeprefix(SCHEME).partition("@")
+    check_name(name)
     ray, ours = connect_to_ray(where or "auto")
     try:
         try:

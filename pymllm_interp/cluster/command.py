@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
 import time
 from typing import Any
@@ -10,12 +12,18 @@ from typing import Any
 from ..server.command import settings_of
 from ..server.engines.replica_process import ReplicaSettings
 from ..server.engines.roster import LinkKeys
+from .address import check_name
 from .director import ClusterPlan, Director
 from .ray_version import NAMESPACE, connect_to_ray
 
 POLL_SECONDS = 0.25
+MOST_PORT = 65535
+MOST = 1024
+"""Replicas, and fronts."""
 SHOW_SECONDS = 30.0
 """How often a cluster that does not serve yet is shown."""
+ANSWER_SECONDS = 30.0
+"""How long a director that lives may take to answer."""
 
 
 def run_cluster(args: argparse.Namespace) -> int:
@@ -28,10 +36,12 @@ def run_cluster(args: argparse.Namespace) -> int:
     action = actions.get(args.model)
     if action is None and args.argument is not None:
         raise ValueError(f"{args.argument!r} after the model {args.model!r}: expected options only")
+    check_name(args.name)
+    _check(args, starts=action is None)
     ray, ours = connect_to_ray(args.address)
     try:
         return _start(ray, args) if action is None else action(ray, _director(ray, args.name), args)
-    except ray.exceptions.RayActorError as error:  # Ray starts the director again
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:  # Ray starts the director again
         raise ConnectionError(
             f"cluster {args.name!r} does not answer now; try again in some seconds ({error})"
         ) from error
@@ -50,9 +60,6 @@ def _director(ray: Any, name: str) -> Any:
 def _start(ray: Any, args: argparse.Namespace) -> int:
     serve = settings_of(args)
     settings = ReplicaSettings.of(serve, LinkKeys.new())
-    for option, count in (("--replicas", args.replicas), ("--fronts", args.fronts)):
-        if count < 1:
-            raise ValueError(f"{option} {count}: at least 1 is expected")
     gpus = args.replica_gpus
     if gpus is None:
         gpus = 0.0 if args.device == "cpu" else float(ray.cluster_resources().get("GPU", 0) >= args.replicas)
@@ -76,7 +83,7 @@ def _start(ray: Any, args: argparse.Namespace) -> int:
         ) from None
     shown = time.monotonic()
     while True:
-        found = ray.get(director.status.remote())
+        found = _answer(ray, director.status.remote())
         if time.monotonic() - shown > SHOW_SECONDS:  # Ray may wait for nodes
             print(_table(found), file=sys.stderr, flush=True)
             shown = time.monotonic()
@@ -84,17 +91,46 @@ def _start(ray: Any, args: argparse.Namespace) -> int:
             print(_table(found), file=sys.stderr)
             _stop(ray, director, args)
             raise ValueError(failures[0])
-        if len(ray.get(director.urls.remote())) == args.fronts and all(
+        if len(_answer(ray, director.urls.remote())) == args.fronts and all(
             one.get("replica") for one in found["replicas"].values()
         ):
             break
         time.sleep(POLL_SECONDS)
-    for url in ray.get(director.urls.remote()):
+    for url in _answer(ray, director.urls.remote()):
         print(f"{serve.name} is served at {url}    (docs: {url}/docs)", flush=True)
     print(
         f'  python -c \'from pymllm_interp import LM; print(LM.connect("ray:{args.name}").generate("Once upon a time")[0].text)\''
     )
     return 0
+
+
+def _check(args: argparse.Namespace, starts: bool) -> None:
+    word, given = args.model, args.argument or ""
+    if word == "scale" and not (re.fullmatch("[0-9]{1,9}", given) and 0 < int(given) <= MOST):
+        raise ValueError(f"cluster scale {given}: expected the number of replicas, 1 to {MOST}")
+    if word == "drain" and not given:
+        raise ValueError("cluster drain: expected the name of a replica, as `cluster status` shows it")
+    if not starts:
+        return
+    for option, count in (("--replicas", args.replicas), ("--fronts", args.fronts)):
+        if not 1 <= count <= MOST:
+            raise ValueError(f"{option} {count}: expected 1 to {MOST}")
+    for option, amount in (("--replica-cpus", args.replica_cpus), ("--replica-gpus", args.replica_gpus or 0.0)):
+        if not 0 <= amount < math.inf:
+            raise ValueError(f"{option} {amount}: expected a number from 0")
+    if args.port and args.port + args.fronts - 1 > MOST_PORT:
+        raise ValueError(f"--port {args.port} --fronts {args.fronts}: the last port would be above {MOST_PORT}")
+
+
+def _answer(ray: Any, ref: Any) -> Any:
+    return ray.get(ref, timeout=ANSWER_SECONDS)
+
+
+def _wait(ray: Any, director: Any, ref: Any) -> Any:
+    """What the director returns of work that may take long, while it answers."""
+    while not ray.wait([ref], timeout=ANSWER_SECONDS)[0]:
+        _answer(ray, director.status.remote())
+    return ray.get(ref)
 
 
 def _failures(found: dict[str, Any]) -> list[str]:
@@ -105,7 +141,7 @@ def _failures(found: dict[str, Any]) -> list[str]:
 
 
 def _status(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    print(_table(ray.get(director.status.remote())))
+    print(_table(_answer(ray, director.status.remote())))
     return 0
 
 
@@ -125,22 +161,18 @@ def _table(found: dict[str, Any]) -> str:
 
 
 def _scale(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    if args.argument is None or not args.argument.isdecimal() or int(args.argument) < 1:
-        raise ValueError(f"cluster scale {args.argument or ''}: expected the number of replicas, at least 1")
-    ray.get(director.scale.remote(int(args.argument)))
+    _wait(ray, director, director.scale.remote(int(args.argument)))
     return _status(ray, director, args)
 
 
 def _drain(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    known = sorted(ray.get(director.status.remote())["replicas"])
-    if args.argument not in known:
-        raise ValueError(f"cluster drain {args.argument or ''}: expected one of the replicas {', '.join(known)}")
-    ray.get(director.drain.remote(args.argument))
+    if failure := _wait(ray, director, director.drain.remote(args.argument)):
+        raise ValueError(f"cluster drain {args.argument}: {failure}")
     return _status(ray, director, args)
 
 
 def _restart(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    failure = ray.get(director.restart.remote())
+    failure = _wait(ray, director, director.restart.remote())
     _status(ray, director, args)
     if failure:
         raise ValueError(failure)
@@ -148,6 +180,6 @@ def _restart(ray: Any, director: Any, args: argparse.Namespace) -> int:
 
 
 def _stop(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    ray.get(director.stop.remote())
+    _wait(ray, director, director.stop.remote())
     ray.kill(director)
     return 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+import uuid
 from collections.abc import Awaitable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..server.engines.replica_process import ReplicaSettings
@@ -21,6 +22,8 @@ from .ray_version import NAMESPACE, load_ray
 
 SETTLE_SECONDS = 4 * POLL_SECONDS
 """After this time all fronts that live know of a change."""
+FRONT_BYTES = 1 << 20
+"""Memory that Ray reserves for a front."""
 ANSWER_SECONDS = 30.0
 """How long an actor that lives may take to answer."""
 
@@ -32,6 +35,7 @@ class ClusterPlan:
     Args:
         cpus, gpus: of a replica's placement-group bundle.
         node: Ray's id of the node that fronts are to run on, where it lives.
+        store: name of the fronts' store in the folder for temporary files, where --store names none. Nobody can guess it.
     """
 
     name: str
@@ -42,6 +46,7 @@ class ClusterPlan:
     cpus: float
     gpus: float
     node: str
+    store: str = field(default_factory=lambda: f"pymllm-interp-store-{uuid.uuid4().hex}")
 
 
 class Director:
@@ -99,16 +104,16 @@ class Director:
                     self._add_replica(f"r{number}")
                 number += 1
 
-    async def drain(self, name: str) -> None:
-        """Give a replica no more calls, wait for those that run, and end it.
-
-        Raises:
-            KeyError: there is no such replica.
-        """
+    async def drain(self, name: str) -> str:
+        """Give a replica no more calls, wait for those that run, and end it. Returns why it cannot be; empty: it was done."""
         self._begin()
-        self._known(name)
         async with self._busy:
+            if name not in self._keepers:
+                return f"expected one of the replicas {', '.join(sorted(self._keepers, key=_number))}"
+            if len(self._keepers) == 1:
+                return f"{name} is the last replica: `cluster scale 2` first, or `cluster stop`"
             await self._remove(name)
+        return ""
 
     async def restart(self) -> str:
         """Drain and start each replica again, one after the other. No request is lost, if there are two.
@@ -120,19 +125,26 @@ class Director:
             for name in sorted(self._keepers, key=_number):
                 starts = self._states.get(name, {}).get("starts", 0)
                 await self._empty(name)
-                await self._keepers[name].restart.remote()
-                while True:
-                    state = self._states.get(name, {})
-                    if state.get("replica") and state["starts"] != starts:
-                        break
-                    if state.get("failure"):
-                        return (
-                            f"replica {name} could not be started again, and the others were left: {state['failure']}"
-                        )
-                    await asyncio.sleep(POLL_SECONDS)
+                why = await self._restarted(name, starts)
                 self._draining.discard(name)
+                if why:
+                    return f"replica {name} could not be started again, and the others were left: {why}"
                 await asyncio.sleep(SETTLE_SECONDS)
         return ""
+
+    async def _restarted(self, name: str, starts: int) -> str:
+        """Start an engine process again, and wait until it serves. Returns why it does not."""
+        try:
+            await self._answer(self._keepers[name].restart.remote(), ANSWER_SECONDS)
+        except (self._ray.exceptions.RayError, TimeoutError) as error:
+            return f"its keeper does not answer ({type(error).__name__})"
+        while True:
+            state = self._states.get(name, {})
+            if state.get("replica") and state["starts"] != starts:
+                return ""
+            if why := state.get("failure") or state.get("lost"):
+                return why
+            await asyncio.sleep(POLL_SECONDS)
 
     async def stop(self) -> None:
         """End the fronts, after their requests, and the replicas. The caller ends this actor."""
@@ -144,6 +156,8 @@ class Director:
             for front in self._fronts.values()
         ]
         await asyncio.gather(*stops, return_exceptions=True)
+        removals = [self._answer(front.remove_store.remote(), ANSWER_SECONDS) for front in self._fronts.values()]
+        await asyncio.gather(*removals, return_exceptions=True)
         for actor in (*self._fronts.values(), *self._keepers.values()):
             self._ray.kill(actor)
         for name in self._keepers:
@@ -184,9 +198,10 @@ class Director:
         plan = self._plan
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(plan.node, soft=True)
         settings = replace(plan.serve, port=plan.serve.port and plan.serve.port + number)
-        self._fronts[name] = self._actor(FrontKeeper, name, num_cpus=0, scheduling_strategy=strategy).remote(
-            plan.name, settings, plan.settings.keys
-        )
+        # Ray 2.60 keeps to a node only with actors that need something.
+        self._fronts[name] = self._actor(
+            FrontKeeper, name, num_cpus=0, memory=FRONT_BYTES, scheduling_strategy=strategy
+        ).remote(plan.name, settings, plan.settings.keys, plan.store)
         self._watch(name, self._fronts[name])
 
     def _actor(self, cls: type, name: str, **options: Any) -> Any:
@@ -215,10 +230,6 @@ class Director:
         return await asyncio.wait_for(wait(), seconds)
 
     # -- the ends of replicas ------------------------------------------------------------------
-
-    def _known(self, name: str) -> None:
-        if name not in self._keepers:
-            raise KeyError(f"there is no replica {name!r}; there is {', '.join(sorted(self._keepers))}")
 
     async def _empty(self, name: str) -> None:
         """Give a replica no more calls, and wait until it is idle, or for `drain_seconds`."""

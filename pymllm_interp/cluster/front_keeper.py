@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
+import shutil
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..server.engines.roster import LinkKeys, Replica
@@ -16,8 +20,14 @@ from ..server.settings import ServeSettings
 from .keeper import NOT_INHERITED
 from .ray_version import NAMESPACE, load_ray
 
+logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.25
 """How often the director is asked which replicas there are."""
+PING_SECONDS = 1.0
+"""How often the front is told them again: it answers with a line."""
+MOST_UNANSWERED = 4
+STOP_SECONDS = 10.0
+"""How long a front may take to end, beyond its requests."""
 _URL = re.compile(rb"is served at (https?://\S+:(\d+))")
 
 
@@ -26,20 +36,25 @@ class FrontKeeper:
 
     Args:
         cluster: the cluster's name.
+        store: name of the folder that the fronts of a machine share.
     """
 
-    def __init__(self, cluster: str, settings: ServeSettings, keys: LinkKeys) -> None:
-        self._cluster, self._settings, self._keys = cluster, settings, keys
+    def __init__(self, cluster: str, settings: ServeSettings, keys: LinkKeys, store: str) -> None:
+        self._own_store = Path(tempfile.gettempdir()) / store if settings.store is None else None
+        self._settings = replace(settings, store=settings.store or self._own_store, shared_store=True)
+        self._cluster, self._keys = cluster, keys
         self._url, self._failure, self._starts = "", "", 0
         self._process: asyncio.subprocess.Process | None = None
         self._line = b""
+        self._unanswered = 0
         self._task: asyncio.Future[Any] | None = None
 
     async def state(self) -> dict[str, Any]:
-        """`url` while it serves, `failure`, `starts` and `pid`."""
+        """`url` while it serves, `failure`, `starts`, `node` and `pid`."""
         if self._task is None:
-            self._task = asyncio.gather(self._keep(), self._follow())
-        return {"url": self._url, "failure": self._failure, "starts": self._starts, "pid": os.getpid()}
+            self._task = asyncio.gather(self._keep(), self._follow(), self._ping())
+        node = load_ray().get_runtime_context().get_node_id()
+        return {"url": self._url, "failure": self._failure, "starts": self._starts, "node": node, "pid": os.getpid()}
 
     async def stop(self) -> None:
         """End the front, after its requests."""
@@ -47,23 +62,33 @@ class FrontKeeper:
             self._task.cancel()
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
-            await self._process.wait()
+            try:
+                await asyncio.wait_for(self._process.wait(), self._settings.drain_seconds + STOP_SECONDS)
+            except TimeoutError:
+                self._process.kill()
+
+    async def remove_store(self) -> None:
+        """Remove what the fronts of this machine kept; all of them have ended."""
+        if self._own_store is not None:
+            shutil.rmtree(self._own_store, ignore_errors=True)
 
     async def _keep(self) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(NOT_INHERITED)}
         while True:
             self._process = process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pymllm_interp.server.front", stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, env=environment,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 20, env=environment,
             )  # fmt: skip
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            said = asyncio.create_task(_pass_on(process.stderr))
             process.stdin.write(greeting(self._settings, self._keys) + self._line)
             while line := await process.stdout.readline():
+                self._unanswered = 0
                 if found := _URL.search(line):
                     self._url, self._failure, self._starts = found[1].decode(), "", self._starts + 1
                     self._settings = replace(self._settings, port=int(found[2]))  # the next one has the same address
             self._url = ""
-            self._failure = f"the front's process ended with status {await process.wait()}"
+            self._failure = f"the front's process ended with status {await process.wait()}: {await said}"
             await asyncio.sleep(POLL_SECONDS)
 
     async def _follow(self) -> None:
@@ -76,8 +101,34 @@ class FrontKeeper:
                     self._tell(roster_line([Replica(**replica) for replica in found]))
             await asyncio.sleep(POLL_SECONDS)
 
+    async def _ping(self) -> None:
+        """Tell the front the replicas again and again, and end it where it does not answer. It is started again."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if not self._url or not self._line or self._process is None:
+                self._unanswered = 0
+            elif self._unanswered > max(MOST_UNANSWERED, self._settings.limits.engine_message_seconds / PING_SECONDS):
+                logger.error("the front at %s does not answer, and is ended", self._url)
+                self._process.kill()
+            else:
+                self._unanswered += 1
+                self._write()
+
     def _tell(self, line: bytes) -> None:
         if line != self._line:
             self._line = line
-            if self._process is not None and self._process.stdin is not None and self._process.returncode is None:
-                self._process.stdin.write(line)
+            self._write()
+
+    def _write(self) -> None:
+        if self._process is not None and self._process.stdin is not None and self._process.returncode is None:
+            self._process.stdin.write(self._line)
+
+
+async def _pass_on(log: asyncio.StreamReader) -> str:
+    """Write a process's log to this one's. Returns its last line."""
+    last = b""
+    while line := await log.readline():
+        last = line
+        sys.stderr.buffer.write(line)
+        sys.stderr.flush()
+    return last.decode(errors="replace").strip()

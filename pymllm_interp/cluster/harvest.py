@@ -263,6 +263,11 @@ class WorkerPool:
         """Workers with a model."""
         return len(self._idle) + len(self._tasks)
 
+    @property
+    def unit_seconds(self) -> list[float]:
+        """How long units took that workers of this pool computed, in the order of their ends."""
+        return self._queue.seconds
+
     def close(self) -> None:
         """End the workers."""
         for worker in self._workers:

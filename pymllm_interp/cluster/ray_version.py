@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from importlib import import_module
 from typing import Any
 
 TESTED = (2, 60), (2, 61)
 """The first tested version, and the first one that is not."""
+CONNECT_SECONDS = 10.0
+"""How long an address may take to accept a connection."""
 NAMESPACE = "pymllm-interp"
 """Of the actors' names."""
 
@@ -46,8 +50,10 @@ def connect_to_ray(address: str) -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     try:
+        if found := re.fullmatch(r"([^:/]+):(\d+)", address):  # Ray itself would wait for minutes
+            socket.create_connection((found[1], int(found[2])), CONNECT_SECONDS).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ConnectionError(
             f"no Ray cluster answers at {address!r} ({error}); `ray start --head` starts one of this machine"
         ) from error

@@ -3,7 +3,8 @@
     python -m pymllm_interp.server.front
 
 Its parent writes to standard input. First comes a pickle of (ServeSettings, LinkKeys) behind its length (8 bytes, big-endian). Then
-comes a JSON line with all replicas, whenever they change. At the end of standard input the front drains and ends.
+comes a JSON line with all replicas, whenever they change, or oftener. The front answers each with an empty line on standard output,
+so that its parent knows when it is stuck. At the end of standard input the front drains and ends.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ async def follow(engine: ReplicatedEngine) -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         engine.update([Replica(**replica) for replica in json.loads(line)])
+        print(flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.Event().wait()
 

@@ -93,6 +93,8 @@ class ServeSettings:
     """Whether keys share KV. If so, each can learn from `cached_tokens` and from times which prompts others sent."""
     store: Path | None = None
     """Folder of captured states that wait to be fetched; None: a temporary one."""
+    shared_store: bool = False
+    """Whether other servers of a cluster on this machine have the store, too."""
     vllm: dict[str, Any] | None = None
     """Arguments of vLLM, where it is the engine (docs/vllm.md); None: our own engine."""
     on_engine_exit: str = "restart"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..wire.messages import CapturedStates
+from .cards import Cards
 from .http.errors import ApiError
 from .settings import ServeLimits
 
@@ -37,10 +38,14 @@ class ActivationStore:
     Args:
         folder: of the files.
         limits: bytes of all files and of one owner's, and how long they are kept.
+        shared: other servers of a cluster have the folder, too. Each counts its own files, and finds all.
     """
 
-    def __init__(self, folder: Path, limits: ServeLimits, now: Callable[[], float] = time.time) -> None:
-        self._folder, self._limits, self._now = folder, limits, now
+    def __init__(
+        self, folder: Path, limits: ServeLimits, now: Callable[[], float] = time.time, shared: bool = False
+    ) -> None:  # fmt: skip
+        self._folder, self._limits, self._now, self._shared = folder, limits, now, shared
+        self._cards = Cards(folder if shared else None, "card")
         self._stored: dict[str, Stored] = {}
         self._lock: int | None = None
 
@@ -50,15 +55,15 @@ class ActivationStore:
         return sum(stored.size for stored in self._stored.values())
 
     def open(self) -> None:
-        """Take the folder for this server only, and delete what an earlier one left in it.
+        """Take the folder for this server, or cluster, only. Delete what an earlier one left in it.
 
         Raises:
             OSError: another server has it.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self._folder, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.close()
             raise OSError(
@@ -66,7 +71,7 @@ class ActivationStore:
             ) from error
         except OSError:  # the file system has no locks
             pass
-        self._clean(0.0)
+        self._clean(self._limits.store_seconds if self._shared else 0.0)
 
     def close(self) -> None:
         """Give the folder back."""
@@ -115,6 +120,7 @@ class ActivationStore:
                     code="store_full",
                 )
         self._stored[name] = stored = Stored(path, captured.size, owner, self._now() + self._limits.store_seconds)
+        self._cards.put(name, vars(stored) | {"path": path.name}, stored.expires)
         return stored
 
     def find(self, name: str, owner: str) -> Stored:
@@ -124,7 +130,7 @@ class ActivationStore:
             ApiError: no such file, any more or of this owner.
         """
         self.sweep()
-        stored = self._stored.get(name)
+        stored = self._stored.get(name) or self._of_others(name)
         if stored is None or stored.owner != owner:
             raise ApiError(
                 404,
@@ -134,20 +140,27 @@ class ActivationStore:
 
     def drop(self, name: str) -> None:
         """Delete a file."""
-        stored = self._stored.pop(name, None)
+        stored = self._stored.pop(name, None) or self._of_others(name)
         if stored is not None:
             stored.path.unlink(missing_ok=True)
+        self._cards.drop(name)
+
+    def _of_others(self, name: str) -> Stored | None:
+        card = self._cards.get(name)
+        return None if card is None else Stored(**card | {"path": self._folder / card["path"]})
 
     def sweep(self) -> None:
         """Delete what is too old."""
         now = self._now()
-        for name in [name for name, stored in self._stored.items() if stored.expires <= now]:
-            self.drop(name)
+        for name, stored in list(self._stored.items()):
+            if stored.expires <= now or (self._shared and not stored.path.exists()):  # another server deleted it
+                self.drop(name)
 
     def sweep_folder(self) -> None:
         """`sweep`, and delete old files that no client was told of."""
         self.sweep()
         self._clean(self._limits.store_seconds)
+        self._cards.sweep()
 
     def forget(self, captured: CapturedStates | None) -> None:
         """Delete a file that nobody will ask for."""

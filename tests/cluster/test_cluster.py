@@ -5,46 +5,54 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from helpers_cluster import (
+    ENVIRONMENT,
+    HARVEST,
+    NAME,
+    NODE,
+    QUICK,
+    Load,
+    Streams,
+    answers,
+    ask,
+    children,
+    command,
+    engine_of,
+    equal,
+    front_of,
+    is_ours,
+    serving,
+    wait_for,
+    workers,
+)  # fmt: skip
 from helpers_harvest import corpus
 from helpers_server import SECONDS, Server
+from safetensors.torch import load, save
 
 from pymllm_interp import LM, SamplingParams, Scale
 from pymllm_interp.cluster.ray_version import NAMESPACE
-from pymllm_interp.harvest.reader import open_harvest
+from pymllm_interp.harvest.result import HarvestError
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 
-NAME = "tests"
-MARK = f"PYMLLM_TEST_CLUSTER={os.getpid()}".encode()
-ENVIRONMENT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all ports on the loopback interface
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(sys.path), "PYMLLM_TEST_CLUSTER": str(os.getpid()),
-}  # fmt: skip
-QUICK = {
-    "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_timeout_ms": 3000,
-    "health_check_failure_threshold": 3,
-}  # fmt: skip
-"""A node that is lost is noticed within seconds."""
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
-
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Any]:
-    """The Ray cluster, and this process as a driver of it."""
+def nodes(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The Ray cluster, and this process as a driver of it. The second node beside the head is for slow tests."""
+    slow = any(item.get_closest_marker("slow") for item in request.session.items)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -55,7 +63,7 @@ def nodes() -> Iterator[Any]:
             initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": QUICK}
         )
         try:
-            for _ in range(2):
+            for _ in range(1 + slow):
                 found.add_node(**NODE)
             patch.setenv("RAY_ADDRESS", found.address)
             ray.init(address=found.address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
@@ -65,49 +73,7 @@ def nodes() -> Iterator[Any]:
             found.shutdown()
 
 
-def is_ours(pid: str, title: bytes) -> bool:
-    """Whether it is a process of this file's Ray cluster with such a title: another cluster may run on the machine.
-
-    Ray writes the title over a worker's environment; the raylet that started it has its own.
-    """
-    try:
-        if title not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return False
-        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-        return MARK in Path(f"/proc/{parent}/environ").read_bytes()
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 # -- harvests ------------------------------------------------------------------------------------
-
-HARVEST = """
-import sys
-from pathlib import Path
-from pymllm_interp import LM
-
-lm = LM(sys.argv[1], dtype="float32", device="cpu")
-lm.harvest([Path(sys.argv[2])], capture=["resid_post.*"], out=sys.argv[3], max_length=32, too_long="truncate",
-           cluster="auto", workers=2, unit_documents=5, progress=False)
-"""
-
-
-def equal(one: Path, other: Path) -> None:
-    a, b = open_harvest(one), open_harvest(other)
-    assert a.manifest["complete"] and b.manifest["complete"]
-    assert torch.equal(a.document_ids(), b.document_ids()) and torch.equal(a.positions(), b.positions())
-    for site in a.sites:
-        states = a[site][:]
-        assert ((b[site][:] - states).norm(dim=-1) <= 1e-5 * states.norm(dim=-1)).all()
-    named = {shard.path.name for shard in b.shards}
-    assert {path.name for path in other.iterdir()} - named <= {"manifest.json", "plan.json", "documents.jsonl", "units"}
 
 
 @pytest.mark.slow
@@ -157,6 +123,78 @@ def test_a_harvest_equals_the_local_one_whatever_is_killed_or_stopped(nodes, ser
 
 
 @pytest.mark.slow
+def test_a_driver_and_a_node_that_hang_and_come_back_late_change_nothing(nodes, served_folder, tmp_path):
+    """The units of both are done elsewhere meanwhile. SIGSTOP of a driver; of a raylet and the workers of its node."""
+    documents = corpus(500, seed=11)
+    path = tmp_path / "documents.jsonl"
+    path.write_text("\n".join(map(json.dumps, documents)))
+    line = [sys.executable, "-c", HARVEST, str(served_folder), str(path), str(tmp_path / "out")]
+    records, stopped = tmp_path / "out" / "units", list[int]()
+    raylets = {node: node.all_processes["raylet"][0].process for node in nodes.worker_nodes}
+
+    def its_workers(raylet: Any) -> list[int]:
+        return [pid for pid in workers() if pid in children(raylet.pid)]
+
+    def stop(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+
+    with LM(str(served_folder), dtype="float32", device="cpu") as lm:
+        how: dict[str, Any] = {"capture": ["resid_post.*"], "max_length": 32, "too_long": "truncate", "progress": False}
+        lm.harvest(documents, out=tmp_path / "local", **how)
+        driver = subprocess.Popen(line)
+        try:
+            while not (
+                records.is_dir() and any(records.glob("??????.json")) and any(map(its_workers, raylets.values()))
+            ):
+                assert driver.poll() is None, "the harvest ended before a node had a worker"
+                time.sleep(0.05)
+            stop(driver.pid)
+            node, raylet = next((node, raylet) for node, raylet in raylets.items() if its_workers(raylet))
+            for pid in (raylet.pid, *its_workers(raylet)):
+                stop(pid)
+            found = lm.harvest([path], out=tmp_path / "out", cluster="auto", workers=2, unit_documents=5, **how)
+            assert found.documents == 500 and found.new_documents > 0
+            equal(tmp_path / "local", tmp_path / "out")
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        assert driver.wait(SECONDS) == 0
+        raylet.wait(SECONDS)  # the cluster had given it up
+        wait_for(lambda: not workers())
+    equal(tmp_path / "local", tmp_path / "out")
+    nodes.remove_node(node, allow_graceful=False)
+    nodes.add_node(**NODE)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_ends_a_harvest_and_the_same_call_goes_on_when_it_is_not(nodes, served_folder, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], check=False).returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    try:
+        documents = corpus(60, seed=12)
+        with LM(str(served_folder), dtype="float32", device="cpu") as lm:
+            how: dict[str, Any] = {
+                "capture": ["resid_post.*"],
+                "max_length": 32,
+                "too_long": "truncate",
+                "progress": False,
+            }
+            lm.harvest(documents, out=tmp_path / "local", **how)
+            how |= {"out": disk / "out", "cluster": "auto", "workers": 1, "unit_documents": 10}
+            with pytest.raises(HarvestError, match=r"No space left on device(.|\n)*the same call goes on"):
+                lm.harvest(documents, **how)
+            subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+            done = len(list((disk / "out" / "units").glob("??????.json")))
+            assert 0 < done < 6 and lm.harvest(documents, **how).documents == 60
+        equal(tmp_path / "local", disk / "out")
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.mark.slow
 def test_a_dataset_is_written_as_files_and_harvested(nodes, served_folder, tmp_path):
     import ray.data
 
@@ -170,98 +208,26 @@ def test_a_dataset_is_written_as_files_and_harvested(nodes, served_folder, tmp_p
     assert sorted(path.suffix for path in (tmp_path / "out.documents").iterdir()) == [".parquet"] * 2
 
 
-def workers() -> list[int]:
-    """Process ids of harvests' workers."""
-    return [int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if is_ours(pid, b"ray::HarvestWorker")]
-
-
 # -- serving -------------------------------------------------------------------------------------
-
-
-def command(*args: str) -> subprocess.CompletedProcess[str]:
-    """`pymllm-interp cluster ...`, in a process of its own: what it starts outlives it."""
-    line = [sys.executable, "-m", "pymllm_interp.cli", "cluster", *args, "--name", NAME]
-    return subprocess.run(line, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 @pytest.fixture(scope="module")
 def cluster(nodes: Any, served_folder: Path) -> Iterator[Any]:
-    """Two replicas and a front; the director's actor."""
+    """Two replicas and two fronts; the director's actor."""
     import ray
 
     options = ("--dtype", "float32", "--device", "cpu", "--port", "0", "--allow-code-from", "anybody")
-    silence = ("--replica-silence-seconds", "5")
-    done = command(str(served_folder), "--replicas", "2", *options, *silence)
+    limits = ("--replica-silence-seconds", "5", "--engine-message-seconds", "12", "--inline-bytes", "4000")
+    done = command(str(served_folder), "--replicas", "2", "--fronts", "2", *options, *limits)
     assert done.returncode == 0, done.stderr
     assert "is served at http://127.0.0.1:" in done.stdout
-    yield ray.get_actor(f"{NAME}/director", namespace=NAMESPACE)
-    done = command("stop")
+    found = ray.get_actor(f"{NAME}/director", namespace=NAMESPACE)
+    yield found
+    with Streams(ask(found, "urls")):  # they end first
+        done = command("stop")
     assert done.returncode == 0, done.stderr
     assert "no cluster 'tests' runs" in command("status").stderr
     assert NAMESPACE not in {actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-
-
-def ask(actor: Any, method: str) -> Any:
-    """An answer of the director, also where it is being started again: it may have been on a node that is lost."""
-    import ray
-
-    deadline = time.monotonic() + SECONDS
-    while True:
-        try:
-            return ray.get(getattr(actor, method).remote(), timeout=SECONDS)
-        except ray.exceptions.RayActorError:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-
-
-def serving(cluster: Any, count: int = 2) -> dict[str, Any]:
-    """Status of the replicas, once so many serve, for the fronts too."""
-    front = front_of(cluster)
-    wait_for(lambda: len(ask(cluster, "roster") or ()) == count and front.metric("replica_up") == count)
-    return ask(cluster, "status")["replicas"]
-
-
-def front_of(cluster: Any) -> Server:
-    wait_for(lambda: bool(ask(cluster, "urls")))
-    return Server(ask(cluster, "urls")[0], None, None)  # pyright: ignore[reportArgumentType]
-
-
-class Load:
-    """Short requests, until its end; all of them must be answered."""
-
-    def __init__(self, url: str) -> None:
-        self.done, self.failed, self._over = 0, list[str](), threading.Event()
-        self._server = Server(url, None, None)  # pyright: ignore[reportArgumentType]
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        rng = random.Random(1)
-        with self._server.client(None) as client:
-            while not self._over.is_set():
-                body = {"prompt": [rng.randrange(90) for _ in range(5)], "max_tokens": 4, "ignore_eos": True}
-                answer = client.post("/v1/completions", json=body)
-                self.failed += [answer.text] if answer.status_code != 200 else []
-                self.done += 1
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._over.set()
-        self._thread.join()
-        assert self.done > 3 and not self.failed, self.failed[:3]
-
-
-def children(pid: int) -> list[int]:
-    """Of all threads of a process."""
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in found for child in path.read_text().split()]
-
-
-def engine_of(keeper: int) -> int:
-    (found,) = [pid for pid in children(keeper) if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return found
 
 
 def test_a_cluster_by_its_name_is_an_lm(cluster, served_folder):
@@ -284,11 +250,52 @@ def test_a_cluster_by_its_name_is_an_lm(cluster, served_folder):
         LM.connect("ray:other")
 
 
-def test_status_names_fronts_and_replicas(cluster):
+def test_status_names_fronts_and_replicas(nodes, cluster):
     serving(cluster)
     lines = command("status").stdout.splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [["r0", "serves"], ["r1", "serves"]]
-    assert lines[0].startswith("front0   http://127.0.0.1:")
+    assert [line.split()[:2] for line in lines[2:]] == [["r0", "serves"], ["r1", "serves"]]
+    assert lines[0].startswith("front0   http://127.0.0.1:") and lines[1].startswith("front1   http://127.0.0.1:")
+    fronts = ask(cluster, "status")["fronts"].values()
+    assert {one["node"] for one in fronts} == {nodes.head_node.node_id}, "where the command was run"
+
+
+def test_what_one_front_has_taken_or_kept_is_at_the_other(cluster, served_folder):
+    """Vectors, stored activations, and responses that are continued; each is deleted by the other front."""
+    serving(cluster)
+    wait_for(lambda: len(ask(cluster, "urls")) == 2)
+    one, other = (Server(url, None, None).client(None) for url in ask(cluster, "urls"))  # pyright: ignore[reportArgumentType]
+    with one, other:
+        body = {"prompt": "w1 w2", "max_tokens": 6, "temperature": 0}
+        plain = {client.post("/v1/completions", json=body).json()["choices"][0]["text"] for client in (one, other)}
+        reply = one.put("/v1/interp/vectors/v", content=save({"vector": torch.full((72,), 5.0)}))
+        assert reply.status_code == 200, reply.text
+        body["interventions"] = [{"op": "steer", "site": "resid_post.1", "vector": "v", "scale": 4.0}]
+        texts = set()
+        for number in range(8):
+            for client in (one, other):
+                reply = client.post("/v1/completions", json=body | {"cache_salt": f"{number}"})
+                assert reply.status_code == 200, reply.text
+                texts.add(reply.json()["choices"][0]["text"])
+        assert len(plain) == 1 and len(texts) == 1 and texts != plain
+        assert other.delete("/v1/interp/vectors/v").status_code == 200
+        assert one.post("/v1/completions", json=body).status_code == 400
+
+        wide = {"prompt": "w1 w2 " * 30, "max_tokens": 1, "capture": ["resid_post.*"]}
+        where = one.post("/v1/completions", json=wide).json()["choices"][0]["activations"]["url"]
+        found = [client.get(where) for client in (one, other)]
+        assert found[0].content == found[1].content and load(found[1].content)
+        assert other.delete(where).status_code == 200
+        assert [client.get(where).status_code for client in (one, other)] == [404, 404]
+
+        asked = {"model": served_folder.name, "input": "w3", "max_output_tokens": 4}
+        reply = one.post("/v1/responses", json=asked)
+        assert reply.status_code == 200, reply.text
+        first = reply.json()
+        more = asked | {"previous_response_id": first["id"]}
+        assert other.post("/v1/responses", json=more).status_code == 200
+        assert other.get(f"/v1/responses/{first['id']}").json() == first
+        assert other.delete(f"/v1/responses/{first['id']}").status_code == 200
+        assert other.get(f"/v1/responses/{first['id']}").status_code == 404
 
 
 def test_engines_have_no_environment_of_ray(cluster):
@@ -331,7 +338,7 @@ def test_a_director_that_is_killed_finds_the_same_replicas_again(cluster):
             os.kill(keeper, signal.SIGSTOP)
         os.kill(int(pid), signal.SIGKILL)
         try:
-            wait_for(lambda: _answers(cluster))
+            wait_for(lambda: answers(cluster))
             for _ in range(8):  # several questions of the front
                 assert front_of(cluster).metric("replica_up") == 2
                 time.sleep(0.25)
@@ -339,15 +346,6 @@ def test_a_director_that_is_killed_finds_the_same_replicas_again(cluster):
             for keeper in keepers:
                 os.kill(keeper, signal.SIGCONT)
         assert {name: state["replica"] for name, state in serving(cluster).items()} == before
-
-
-def _answers(cluster: Any) -> bool:
-    import ray
-
-    try:
-        return bool(ray.get(cluster.urls.remote(), timeout=SECONDS))
-    except ray.exceptions.RayError:
-        return False
 
 
 @pytest.mark.slow
@@ -380,6 +378,83 @@ def test_drain_and_scale(cluster):
         done = command("drain", "r0")
         assert done.returncode == 0, done.stderr
         assert list(serving(cluster, 1)) == ["r1"]
+    for name, message in (("r1", "r1 is the last replica"), ("r7", "expected one of the replicas r1")):
+        done = command("drain", name)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
     ray.get(cluster.scale.remote(2), timeout=SECONDS)
     assert sorted(serving(cluster)) == ["r0", "r1"]
-    assert "expected one of the replicas r0, r1" in command("drain", "r7").stderr
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_is_ended_by_its_keeper_and_short_requests_run_elsewhere(cluster):
+    before = serving(cluster)
+    key = before["r0"]["replica"]["key"]
+    with Load(front_of(cluster).url):
+        os.kill(engine_of(before["r0"]["pid"]), signal.SIGSTOP)
+        wait_for(lambda: (ask(cluster, "status")["replicas"]["r0"].get("replica") or {"key": key})["key"] != key)
+        serving(cluster)
+
+
+@pytest.mark.slow
+def test_a_front_that_is_stopped_is_ended_by_its_keeper_and_started_again(cluster):
+    """Nobody waits for ever: its clients' connections break, and the other front serves meanwhile."""
+    serving(cluster)
+    wait_for(lambda: len(ask(cluster, "urls")) == 2)
+    urls, state = ask(cluster, "urls"), ask(cluster, "status")["fronts"]["front1"]
+    os.kill(children(state["pid"])[0], signal.SIGSTOP)
+    with Load(urls[0]), Server(urls[1], None, None).client(None) as client:  # pyright: ignore[reportArgumentType]
+        with pytest.raises(httpx.TransportError):
+            client.post("/v1/completions", json={"prompt": "w1", "max_tokens": 2})
+        wait_for(lambda: ask(cluster, "status")["fronts"]["front1"]["starts"] > state["starts"])
+        assert ask(cluster, "urls") == urls
+    with Load(urls[1]):
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_a_director_that_is_stopped_is_told_in_time_and_the_fronts_serve_on(cluster):
+    url = front_of(cluster).url
+    serving(cluster)
+    (pid,) = {pid for pid in filter(str.isdigit, os.listdir("/proc")) if is_ours(pid, b"ray::Director")}
+    os.kill(int(pid), signal.SIGSTOP)
+    try:
+        with Load(url):
+            done = command("status")
+        assert done.returncode == 2 and "does not answer now" in done.stderr, done.stderr
+    finally:
+        os.kill(int(pid), signal.SIGCONT)
+    serving(cluster)
+
+
+@pytest.mark.slow
+def test_a_node_that_hangs_loses_its_replica_to_another_node_and_its_engine_when_it_comes_back(nodes, cluster):
+    """SIGSTOP of its raylet alone: its keeper and engine live until it comes back, and finds that it was given up."""
+    state = serving(cluster)
+    name, one = next((name, one) for name, one in state.items() if one["node"] != nodes.head_node.node_id)
+    node = next(node for node in nodes.worker_nodes if node.node_id == one["node"])
+    raylet, engine = node.all_processes["raylet"][0].process, engine_of(one["pid"])
+    raylet.send_signal(signal.SIGSTOP)
+    nodes.add_node(**NODE)
+    with Load(front_of(cluster).url):
+        wait_for(lambda: ask(cluster, "status")["replicas"][name].get("node") not in ("", one["node"]))
+        serving(cluster)
+    assert ask(cluster, "status")["replicas"][name]["replica"]["key"] != one["replica"]["key"]
+    raylet.send_signal(signal.SIGCONT)
+    raylet.wait(SECONDS)
+    wait_for(lambda: not Path(f"/proc/{engine}").exists())
+    nodes.remove_node(node, allow_graceful=False)
+    with Load(front_of(cluster).url):
+        serving(cluster)
+
+
+@pytest.mark.slow
+def test_a_second_cluster_has_a_port_and_a_name_of_its_own(cluster, served_folder):
+    """What its front said when it ended is told, and nothing is left of it."""
+    import ray
+
+    url = front_of(cluster).url
+    for words, message in (((), f"a cluster '{NAME}' runs already"), (("--name", "second"), "Address already in use")):
+        done = command(str(served_folder), "--device", "cpu", "--port", url.rpartition(":")[2], *words)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+    names = {actor["name"].partition("/")[0] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    assert names == {NAME}

@@ -8,7 +8,10 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -197,6 +200,46 @@ def test_a_disk_that_fails_costs_the_attempt_and_leaves_nothing(
         attempt(folder, unit)
     settle(folder)
     assert_exactly_once(folder, documents)
+
+
+DISK = """
+import errno, subprocess, sys
+from pathlib import Path
+from test_units import *
+
+disk = Path(sys.argv[1])
+remount = lambda how: subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=True)
+documents = [[number] * 3000 for number in range(4)]
+folder = disk / "out"
+plan = make_plan(folder, IDENTITY, DESCRIPTION, documents, None, 1)
+codes = []
+for how in ("size=256k", "size=8m,ro", "size=8m,rw"):
+    remount(how)
+    for unit in plan.units:
+        before = sorted(folder.iterdir())
+        try:
+            attempt(folder, unit, 1)
+        except OSError as error:
+            codes.append(errno.errorcode[error.errno])
+            assert sorted(folder.iterdir()) == before and len(done_units(folder)) == 1
+settle(folder)
+assert codes == ["ENOSPC"] * 3 + ["EROFS"] * 3, codes
+assert_exactly_once(folder, documents)
+print("whole")
+"""
+
+
+def test_a_disk_that_is_full_or_read_only_costs_attempts_only(tmp_path: Path):
+    """A small tmpfs in a name space of its own: the first of four units fits."""
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "mount", "-t", "tmpfs", "t", tmp_path]).returncode:
+        pytest.skip("this machine lets no user mount a tmpfs in a name space of its own")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(
+        [*alone, sys.executable, "-c", DISK, tmp_path], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "whole\n", done.stderr
 
 
 # -- plans ----------------------------------------------------------------------------------------

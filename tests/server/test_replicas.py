@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,12 +19,12 @@ import pytest
 import torch
 import zmq
 import zmq.asyncio
-from helpers_replicas import SILENCE, Replicas, replicas_of
+from helpers_replicas import SILENCE, Replicas, greeted, replicas_of
 from helpers_server import CLOSE, KEYS, SECONDS, Server
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
-from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
-from pymllm_interp.server.engines.roster import LinkKeys
+from pymllm_interp import LM, Capture, Features, SamplingParams, Scale, SetFeature, Steer
+from pymllm_interp.server.engines.roster import LinkKeys, Replica
 from pymllm_interp.wire import messages as m
 
 HIDDEN = 72
@@ -31,8 +32,19 @@ MANY = 500
 
 
 @pytest.fixture(scope="module")
-def replicas(served_folder: Path) -> Iterator[Replicas]:
-    with replicas_of(served_folder, 2, inline_bytes=4000) as found:
+def sae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sae")
+    generator = torch.Generator().manual_seed(3)
+    encoder = torch.randn(HIDDEN, 20, generator=generator)
+    made = {"W_enc": encoder, "b_enc": torch.zeros(20), "W_dec": encoder.T.contiguous(), "b_dec": torch.zeros(HIDDEN)}
+    save_file(made, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text('{"architecture": "standard", "hook_name": "blocks.1.hook_resid_post"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def replicas(served_folder: Path, sae_folder: Path) -> Iterator[Replicas]:
+    with replicas_of(served_folder, 2, {"sea": str(sae_folder)}, inline_bytes=4000) as found:
         yield found
 
 
@@ -112,6 +124,23 @@ def test_equal_prompts_with_equal_edits_meet_and_other_edits_reuse_none_of_their
             assert first[0] == again[0] and first[1] == 0 < again[1]
             other = replica_of(lm, prompt, 2.0)
             assert other[1] == 0, "the prompt's KV with another edit was reused"
+
+
+def test_saes_are_used_by_name_on_every_replica(front, served_folder, sae_folder):
+    params, used = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), set()
+    ops, capture = [SetFeature("sea", {3: 4.0})], [Capture("resid_post.1", reduce=Features("sea", top_k=3))]
+    with connected(front) as lm, LM(str(served_folder), dtype="float32", device="cpu") as solo:
+        solo.saes["sea"] = sae_folder
+        for prompt in prompts(12, 4):
+            (found,), (wanted,) = (
+                one.generate([prompt], params, interventions=ops, capture=capture) for one in (lm, solo)
+            )
+            assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+            torch.testing.assert_close(
+                found.outputs[0].activations["resid_post.1"], wanted.outputs[0].activations["resid_post.1"], rtol=1e-4, atol=1e-4
+            )  # fmt: skip
+            used.add(found.outputs[0].receipt.replica)
+    assert used == {"r0", "r1"}
 
 
 def test_metrics_are_labelled_with_the_replica(front):
@@ -266,13 +295,21 @@ def streams(front: Server, count: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_streams_of_a_killed_replica_end_with_an_error_that_names_it_and_others_finish(replicas, front):
+@pytest.mark.parametrize("killed", [True, False])
+def test_streams_of_a_replica_that_is_gone_end_with_an_error_that_names_it_and_others_finish(replicas, front, killed):
     found = streams(front, 8)
     replicas.wait_for(lambda: all(one["events"] > 2 for one in found))
-    replicas.signal("r1", signal.SIGKILL)
+    if killed:
+        replicas.signal("r1", signal.SIGKILL)
+    else:
+        gone = replicas.live.pop("r1")
+        replicas.tell()
     replicas.wait_for(lambda: all(one["last"] == "data: [DONE]" for one in found))
+    if not killed:
+        replicas.live["r1"] = gone
+        replicas.tell()
     errors = [one["error"] for one in found if one["error"]]
-    assert all("replica r1 ended" in error for error in errors)
+    assert all("replica r1 ended" in error and (killed or "it was stopped" in error) for error in errors)
     assert len(errors) < 8 and all(one["events"] > 200 for one in found if not one["error"])
     replicas.wait_until_up(front)
     front.wait_until_idle()
@@ -355,23 +392,6 @@ def test_no_request_is_lost_while_a_replica_is_drained_and_ended(replicas, front
 # -- who may connect -----------------------------------------------------------------------------
 
 
-async def greeted(address: str, server_key: str, keys: LinkKeys, curve: bool, seconds: float) -> list[bytes]:
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.DEALER)
-    try:
-        if curve:
-            socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
-            socket.curve_serverkey = server_key.encode()
-        socket.connect(address)
-        socket.send(m.encoder.encode(m.Hello(0)))
-        return [await asyncio.wait_for(socket.recv(), seconds)]
-    except TimeoutError:
-        return []
-    finally:
-        socket.close(linger=0)
-        context.destroy(linger=0)
-
-
 def test_a_link_needs_the_clusters_key(replicas, front):
     replica, stranger = replicas.live["r0"], LinkKeys.new()
     found = asyncio.run(greeted(replica.address, replica.key, replicas.keys, True, SECONDS))
@@ -380,6 +400,19 @@ def test_a_link_needs_the_clusters_key(replicas, front):
         (stranger, replica.key, True), (replicas.keys, stranger.public, True), (stranger, replica.key, False),
     ):  # fmt: skip
         assert not asyncio.run(greeted(replica.address, server_key, keys, curve, 1.0))
+    host, port = replica.address.removeprefix("tcp://").split(":")
+    junk = (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(10_000),
+        b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01CURVE" + random.randbytes(5000),
+    )
+    with contextlib.ExitStack() as stack:
+        for data in junk * 50:  # as many connections, which stay
+            raw = stack.enter_context(socket.create_connection((host, int(port))))
+            with contextlib.suppress(ConnectionError):
+                raw.sendall(data)
+        assert steered_once(front) == 200 and front.metric("replica_up") == 2
     with front.client() as client:
         assert client.get("/health").status_code == 200
 
@@ -407,6 +440,35 @@ def test_junk_from_one_that_has_the_key_ends_its_session_only(replicas, front):
 
     assert "cannot be read" in asyncio.run(talk()).why
     assert steered_once(front) == 200
+
+
+def test_a_replica_that_sends_junk_loses_its_session_and_is_asked_again(replicas, front):
+    """Something that has a replica's place and key, but is none."""
+    public, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.curve_server, router.curve_publickey, router.curve_secretkey = True, public, secret
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        alike = vars(replicas.live["r0"]) | {
+            "name": "fake",
+            "address": f"tcp://127.0.0.1:{port}",
+            "key": public.decode(),
+        }
+        replicas.live["fake"] = Replica(**alike)
+        replicas.tell()
+        try:
+            hellos = 0
+            while hellos < 3:
+                assert router.poll(1000 * SECONDS)
+                identity, data = router.recv_multipart()
+                if isinstance(m.to_engine.decode(data), m.Hello):
+                    hellos += 1
+                    router.send_multipart([identity, (b"junk", b"\xc1", b"[[1, 2]]")[hellos - 1]])
+            assert steered_once(front) == 200 and front.metric("replica_up") == 2
+        finally:
+            del replicas.live["fake"]
+            replicas.tell()
+    assert not any("Traceback" in line for line in front.log)
 
 
 def steered_once(front: Server) -> int:

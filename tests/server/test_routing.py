@@ -73,6 +73,32 @@ def test_one_hot_prompt_loads_two_replicas_evenly():
     assert used[0] == 0 and used[1] > 0.75 * used[2]
 
 
+@pytest.mark.parametrize("fronts", [1, 2])
+@pytest.mark.parametrize("streams", [8, 16, 32])
+def test_shared_beginnings_are_found_nearly_as_often_as_on_one_replica(fronts: int, streams: int):
+    """24 beginnings with 8 endings each: the share of requests whose replica had one with their beginning before."""
+    shares = []
+    for seed in range(10):
+        rng = random.Random(seed)
+        keys = [rng.randbytes(8) for _ in range(24)] * 8
+        rng.shuffle(keys)
+        loads = [{"r0": 0, "r1": 0} for _ in range(fronts)]
+        running: list[tuple[dict[str, int], str]] = []
+        seen, hits = set[tuple[bytes, str]](), 0
+        for number, key in enumerate(keys):
+            if len(running) == streams:
+                ended, name = running.pop(rng.randrange(streams))
+                ended[name] -= 1
+            own = loads[number % fronts]
+            name = choose(key, own)
+            own[name] += 1
+            running.append((own, name))
+            hits += (key, name) in seen
+            seen.add((key, name))
+        shares.append(hits / (7 * 24))
+    assert sum(shares) / len(shares) > 0.92
+
+
 def test_traces_go_where_least_runs_and_else_where_the_owner_was():
     assert least_loaded("me", {"a": 3, "b": 1, "c": 2}) == "b"
     assert least_loaded("me", dict.fromkeys("abc", 0)) == least_loaded("me", dict.fromkeys("cab", 7))

@@ -9,6 +9,7 @@ import pytest
 from helpers_server import Server, serving
 
 from pymllm_interp.server.http.errors import ApiError
+from pymllm_interp.server.responses.store import ResponseStore
 from pymllm_interp.server.settings import ServeLimits
 from pymllm_interp.server.store import ActivationStore
 from pymllm_interp.wire.messages import CapturedStates
@@ -86,3 +87,71 @@ def test_old_files_that_no_client_was_told_of_are_deleted(tmp_path):
     with pytest.raises(ApiError, match="max_store_bytes_per_key"):
         store.adopt("more", CapturedStates(1, {}, file="pymllm-interp-1-0-0.safetensors"), "ada")
     store.close()
+
+
+# -- stores that fronts of a cluster share ---------------------------------------------------------
+
+
+def kept(store: ActivationStore, folder, name: str, owner: str, size: int = 3) -> None:
+    file = f"pymllm-interp-{os.getpid()}-{len(list(folder.iterdir()))}-0.safetensors"
+    (folder / file).write_bytes(b"abc")
+    store.adopt(name, CapturedStates(size, {}, file=file), owner)
+
+
+def test_a_shared_store_finds_what_others_keep_for_the_same_key_and_survives_them(tmp_path):
+    one, other = (ActivationStore(tmp_path, ServeLimits(), shared=True) for _ in range(2))
+    for store in (one, other):
+        store.open()
+    with pytest.raises(OSError, match="another server"):
+        ActivationStore(tmp_path, ServeLimits()).open()
+    kept(one, tmp_path, "cmpl-1-0", "me")
+    kept(one, tmp_path, "cmpl-2-0", "me")
+    assert other.find("cmpl-1-0", "me").path.read_bytes() == b"abc"
+    for name, owner in (("cmpl-1-0", "you"), ("cmpl-3-0", "me"), ("../cmpl-1-0", "me"), ("x" * 5000, "me"), ("", "me")):
+        with pytest.raises(ApiError, match="no activations"):
+            other.find(name, owner)
+    one.close()  # as if its process had ended
+    born_again = ActivationStore(tmp_path, ServeLimits(), shared=True)
+    born_again.open()
+    assert born_again.find("cmpl-1-0", "me").size == 3
+    other.drop("cmpl-1-0")
+    with pytest.raises(ApiError):
+        born_again.find("cmpl-1-0", "me")
+    one.sweep()
+    assert one.num_files == 1 and one.num_bytes == 3, "a file that another server deleted counts no more"
+
+
+def test_cards_of_a_shared_store_go_when_their_time_is_over(tmp_path):
+    limits = ServeLimits(store_seconds=0.2, response_seconds=0.2)
+    one = ActivationStore(tmp_path, limits, shared=True)
+    one.open()
+    kept(one, tmp_path, "cmpl-1-0", "me")
+    responses = [ResponseStore(limits, folder=tmp_path) for _ in range(2)]
+    responses[0].keep("me", "resp_1", b'{"id": 1}', b"[]")
+    assert responses[1].find("me", "resp_1").response == b'{"id": 1}'
+    with pytest.raises(ApiError):
+        responses[1].find("you", "resp_1")
+    other = ActivationStore(tmp_path, limits, shared=True)
+    other.open()
+    (tmp_path / "mine.json").write_text("{}")
+    time.sleep(0.3)
+    with pytest.raises(ApiError):
+        other.find("cmpl-1-0", "me")
+    with pytest.raises(ApiError):
+        responses[1].find("me", "resp_1")
+    other.sweep_folder()  # the first server ended
+    responses[1].sweep_folder()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+
+
+def test_a_response_that_another_front_deletes_or_that_is_pushed_out_is_gone_everywhere(tmp_path):
+    one, other = (ResponseStore(ServeLimits(max_responses=2), folder=tmp_path) for _ in range(2))
+    for number in range(3):
+        one.keep("me", f"resp_{number}", b"{}", b"[]")
+    with pytest.raises(ApiError):
+        other.find("me", "resp_0")
+    other.drop("me", "resp_1")
+    for store in (one, other):
+        with pytest.raises(ApiError):
+            store.find("me", "resp_1")
+    assert other.find("me", "resp_2").messages == b"[]" and one.num_responses == 1

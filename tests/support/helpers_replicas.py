@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import zmq.asyncio
 from helpers_server import KEYS, SECONDS, Server, _read
 
 from pymllm_interp.server.engines.replica_process import ReplicaProcess, ReplicaSettings
@@ -23,6 +24,7 @@ from pymllm_interp.server.engines.roster import LinkKeys, Replica
 from pymllm_interp.server.front import greeting, roster_line
 from pymllm_interp.server.http.trust import Key, Keys, Trust
 from pymllm_interp.server.settings import ServeLimits, ServeSettings
+from pymllm_interp.wire import messages as m
 
 SILENCE = 4.0
 """Seconds that a replica or a front may be silent."""
@@ -35,11 +37,11 @@ class Replicas:
         starts: how often each was started.
     """
 
-    def __init__(self, model: str | Path, count: int, **limits: Any) -> None:
+    def __init__(self, model: str | Path, count: int, saes: dict[str, str] | None = None, **limits: Any) -> None:
         self.limits = ServeLimits(**{"replica_silence_seconds": SILENCE, **limits})
         self.keys = LinkKeys.new()
         self._settings = ReplicaSettings(
-            {"model": str(model), "dtype": "float32"},
+            {"model": str(model), "dtype": "float32", "saes": saes or {}},
             {"device": "cpu", "trace_step_timeout": 60.0},
             self.keys,
             self.limits,
@@ -177,10 +179,30 @@ class Replicas:
 
 
 @contextmanager
-def replicas_of(model: str | Path, count: int, **limits: Any) -> Iterator[Replicas]:
+def replicas_of(
+    model: str | Path, count: int, saes: dict[str, str] | None = None, **limits: Any
+) -> Iterator[Replicas]:  # fmt: skip
     """Replicas, until the end of the body."""
-    found = Replicas(model, count, **limits)
+    found = Replicas(model, count, saes, **limits)
     try:
         yield found
     finally:
         found.close()
+
+
+async def greeted(address: str, server_key: str, keys: LinkKeys, curve: bool, seconds: float) -> list[bytes]:
+    """What a replica says to a `Hello`, with these keys; nothing within so many seconds: an empty list."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        if curve:
+            socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+            socket.curve_serverkey = server_key.encode()
+        socket.connect(address)
+        socket.send(m.encoder.encode(m.Hello(0)))
+        return [await asyncio.wait_for(socket.recv(), seconds)]
+    except TimeoutError:
+        return []
+    finally:
+        socket.close(linger=0)
+        context.destroy(linger=0)

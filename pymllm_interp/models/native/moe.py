@@ -31,7 +31,8 @@ class SparseMoeBlock(ResidualBranch):
         self.output_site = delta_site(mlp_add(layer_idx))
         experts, hidden, dtype = self.num_experts_of(config), spec.hidden_size, spec.dtype
         self.gate = TopKRouter(
-            layer_idx, experts, hidden, config.num_experts_per_tok, self.normalises(config), dtype, self.score_dtype_of(spec), device
+            layer_idx, experts, hidden, config.num_experts_per_tok, self.normalises(config), dtype, self.score_dtype_of(spec),
+            device,
         )  # fmt: skip
         self.experts = Experts(
             layer_idx, experts, hidden, self.intermediate_size_of(config), self.activation_of(config), dtype, device

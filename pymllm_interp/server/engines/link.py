@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -154,9 +155,9 @@ class Link:
                 await self._session()
             except (LinkBrokenError, EngineDiedError, zmq.ZMQError) as error:
                 self._end(str(error))
-            except BaseException as error:
+            except Exception as error:  # a defect costs a session, not the replica
+                logger.exception("the session with replica %s failed", self.name)
                 self._end(f"the front failed: {error!r}")
-                raise
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _session(self) -> None:
@@ -221,7 +222,11 @@ class Link:
             data = await socket.recv()
             self._heard = time.monotonic()
             self._received += len(data)
-            for message in m.from_engine.decode(data):
+            try:
+                messages = m.from_engine.decode(data)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise LinkBrokenError(f"it sent a message that cannot be read: {error}") from error
+            for message in messages:
                 self._take(message)
 
     def _take(self, message: m.FromEngine) -> None:
@@ -249,5 +254,5 @@ class Link:
         """End the session for good, with its calls."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        if self.calls:
-            self._end(why)
+        self.up = False  # it is no loss
+        self._end(why)

@@ -161,11 +161,11 @@ class ReplicaProcess:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._link is not None:
+            await self._link.close("its process was ended")
         self.kill()
         if self.process is not None:
             await self.process.wait()
-        if self._link is not None:
-            await self._link.close("its process was ended")
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 

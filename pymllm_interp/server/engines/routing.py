@@ -15,7 +15,7 @@ from ...wire.messages import RunTrace, Submit
 
 BLOCK = 32
 """Tokens of a prompt that the key has: its first ones, which prompts with a common prefix share."""
-LOAD_FACTOR, LOAD_MARGIN = 1.25, 2
+LOAD_FACTOR, LOAD_MARGIN = 1.1, 4
 """The second choice takes a call where the first has more than LOAD_FACTOR times its requests, and LOAD_MARGIN more."""
 
 

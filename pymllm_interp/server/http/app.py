@@ -182,4 +182,4 @@ async def sweep(state: ServerState, seconds: float = 5.0) -> None:
     while True:
         await asyncio.sleep(min(seconds, state.limits.store_seconds))
         state.store.sweep_folder()
-        state.responses.sweep()
+        state.responses.sweep_folder()

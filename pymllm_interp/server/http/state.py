@@ -45,8 +45,9 @@ class ServerState:
         self.settings, self.limits = settings, settings.limits
         self.metrics = Metrics()
         self.engine = engine(settings, self._engine_exited)
-        self.store = ActivationStore(self.engine.store, settings.limits)
-        self.responses = ResponseStore(settings.limits)
+        shared = settings.shared_store
+        self.store = ActivationStore(self.engine.store, settings.limits, shared=shared)
+        self.responses = ResponseStore(settings.limits, folder=self.engine.store if shared else None)
         self.uploads = Uploads(settings.limits, self.engine.vectors)
         self.tokenizer: Any = None
         self.draining = False

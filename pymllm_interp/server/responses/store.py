@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from ..cards import Cards
 from ..http.errors import ApiError
 from ..settings import ServeLimits
 
@@ -21,6 +23,8 @@ class Kept:
     response: bytes
     messages: bytes
     expires: float
+    shared: bool
+    """Other servers find it, and may delete it."""
 
     @property
     def size(self) -> int:
@@ -36,10 +40,13 @@ class ResponseStore:
 
     Args:
         limits: count and bytes of a key's, bytes of all, and how long they are kept.
+        folder: that the servers of a cluster share: each counts its own responses, and finds all.
     """
 
-    def __init__(self, limits: ServeLimits, now: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._now = limits, now
+    def __init__(
+        self, limits: ServeLimits, now: Callable[[], float] = time.monotonic, folder: Path | None = None
+    ) -> None:  # fmt: skip
+        self._limits, self._now, self._cards = limits, now, Cards(folder, "response")
         self._kept: dict[str, OrderedDict[str, Kept]] = {}
         self._bytes: dict[str, int] = {}
 
@@ -57,7 +64,7 @@ class ResponseStore:
         """Keep a response. False: it is larger than what is kept of a key, or of all."""
         self.sweep()
         limits = self._limits
-        kept = Kept(response, messages, self._now() + limits.response_seconds)
+        kept = Kept(response, messages, self._now() + limits.response_seconds, False)
         if kept.size > min(limits.max_response_bytes_per_key, limits.max_response_bytes):
             return False
         while owner in self._kept and (
@@ -67,7 +74,9 @@ class ResponseStore:
             self._drop_oldest(owner)
         while self.num_bytes + kept.size > limits.max_response_bytes:
             self._drop_oldest(max(self._bytes, key=self._bytes.__getitem__))
-        self._kept.setdefault(owner, OrderedDict())[name] = kept
+        card = {"owner": owner, "response": response.decode(), "messages": messages.decode()}
+        shared = self._cards.put(name, card, time.time() + limits.response_seconds)
+        self._kept.setdefault(owner, OrderedDict())[name] = replace(kept, shared=shared)
         self._bytes[owner] = self._bytes.get(owner, 0) + kept.size
         return True
 
@@ -82,6 +91,10 @@ class ResponseStore:
         """
         self.sweep()
         kept = self._kept.get(owner, {}).get(name)
+        if kept is None or kept.shared:
+            if (found := self._of_others(owner, name)) is None and kept is not None:
+                self._drop(owner, name)  # another server deleted it
+            kept = found
         if kept is None:
             limits = self._limits
             raise ApiError(
@@ -98,7 +111,20 @@ class ResponseStore:
             ApiError: there is no such response.
         """
         self.find(owner, name)
-        self._drop(owner, name)
+        if name in self._kept.get(owner, {}):
+            self._drop(owner, name)
+        self._cards.drop(name)
+
+    def _of_others(self, owner: str, name: str) -> Kept | None:
+        card = self._cards.get(name)
+        if card is None or card["owner"] != owner:
+            return None
+        return Kept(card["response"].encode(), card["messages"].encode(), 0.0, True)
+
+    def sweep_folder(self) -> None:
+        """`sweep`, and remove expired files, also of servers that ended."""
+        self.sweep()
+        self._cards.sweep()
 
     def sweep(self) -> None:
         """Forget what is too old."""
@@ -112,5 +138,6 @@ class ResponseStore:
 
     def _drop(self, owner: str, name: str) -> None:
         self._bytes[owner] -= self._kept[owner].pop(name).size
+        self._cards.drop(name)
         if not self._kept[owner]:
             del self._kept[owner], self._bytes[owner]
