@@ -50,10 +50,10 @@ class TracedStage(Stage):
         options = interleaver.pass_options
         demands.num_hooked = helper.count_requests(interleaver.hooked())
         demands.modules_for = options.modules_for
-        # Values are served whole in passes with gradients, and as transformers runs them, and where a request is alone inside
-        # experts: rows of padding would be among them.
-        alone = self.has_experts and len(step.scheduled) == 1
-        demands.unpadded = options.exclusive or self._with_gradients or alone
+        # Values are served whole in passes with gradients, and as transformers runs them. Inside experts, rows of padding
+        # would lie among the rows of a single request.
+        single = self.has_experts and len(step.scheduled) == 1
+        demands.unpadded = options.exclusive or self._with_gradients or single
         demands.keeps_logits = True
 
     def _put_hooked_last(self, step: SchedulerOutput) -> None:

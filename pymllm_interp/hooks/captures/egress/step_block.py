@@ -104,7 +104,7 @@ class StepBlock:
         """Copy states [steps, requests * size] to the results."""
         columns = [self._rows_of(*each, block, first.layout) for each in zip(first.captures, first.firsts, strict=True)]
         size = first.layout.sent_size
-        # Runs of requests whose records are kept unchanged: one call of torch each, which releases the GIL once.
+        # Runs of requests with records that are kept unchanged: one call of torch each, which releases the GIL once.
         cuts = [
             0,
             *(i for i in range(1, len(columns)) if (columns[i] is None) != (columns[i - 1] is None)),
