@@ -98,7 +98,8 @@ class Rank:
     def finish(self, name: str, generated: int) -> Any:
         computed = PROMPT + generated - 1
         end = RequestEnd(name, list(range(PROMPT)), list(range(generated)), computed, computed, 0, RequestHooks())
-        return self.stage.finish(end).result(60)
+        (found,) = self.stage.finish([end])
+        return found.result(60)
 
 
 def _value(name: str, position: int, add: int) -> torch.Tensor:

@@ -175,6 +175,8 @@ class CaptureRing:
         """
         if (alike := _all_alike(parts)) is not None:
             return self._lay_out_alike(parts, alike)
+        if (sizes := _sizes_of_single(parts)) is not None:
+            return self._lay_out_single(parts, sizes)
         sizes = np.concatenate([
             np.zeros(count, dtype=np.int64) if captures is None else captures.record_sizes(first, count)
             for captures, first, count in parts
@@ -217,6 +219,22 @@ class CaptureRing:
         self._layout = _StepLayout(start, sent + count * size, sent, slices)
         starts = start + sent + size * np.arange(count)
         self._records = np.stack((starts, starts + size))
+        return self._records
+
+    def _lay_out_single(self, parts: Sequence[tuple[Captures | None, int, int]], sizes: list[int]) -> np.ndarray:
+        """`lay_out` of a position each, with records that are not packed."""
+        each = np.array(sizes, dtype=np.int64)
+        stops = np.cumsum(each)
+        end = stops.item(-1)
+        slices = [
+            RequestSlice(captures, first, each[i : i + 1], stop - size, size)
+            for i, ((captures, first, _), size, stop) in enumerate(zip(parts, sizes, stops.tolist(), strict=True))
+            if captures is not None and size
+        ]
+        start = self.allocator.find(end) if slices else 0
+        self._layout = _StepLayout(start, end, end, slices) if slices else None
+        stops += start
+        self._records = np.stack((stops - each, stops))
         return self._records
 
     def put(self, site: int, states: torch.Tensor, parts: Sequence[StatesOf]) -> None:
@@ -288,6 +306,16 @@ def _all_alike(parts: Sequence[tuple[Captures | None, int, int]]) -> RecordLayou
             return None
         found = alike
     return found
+
+
+def _sizes_of_single(parts: Sequence[tuple[Captures | None, int, int]]) -> list[int] | None:
+    """Elements of each request's record, where all have one position and no record is packed; else None."""
+    sizes = []
+    for captures, first, count in parts:
+        if count != 1 or (captures is not None and captures.packs(first)):
+            return None
+        sizes.append(0 if captures is None else captures.reserved_size(first, 1))
+    return sizes
 
 
 def _pack(span: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
