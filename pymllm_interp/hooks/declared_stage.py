@@ -32,6 +32,7 @@ from ..layers.edits.table import LogitSiteOps, TableOps
 from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
 from .captures.captures import Captures
+from .captures.egress.result_memory import Memory, ResultMemory
 from .captures.egress.ring import CaptureRing, StatesOf
 from .captures.reductions.reduction import Readout
 from .declared import Declared, DeclaredLimits
@@ -137,11 +138,15 @@ class DeclaredStage:
         size = config.capture_ring_bytes
         self.capture_ring = within_memory(
             lambda: CaptureRing(
-                size, self.model.dtype, self.device, config.capture_when_full, config.capture_kept_bytes
+                size, self.model.dtype, self.device, config.capture_when_full, self.result_memory()
             ),
             f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
         )
         self.device_tables = DeviceTables(states.edited, self.model, self.limits, self.capture_ring.memory)
+
+    def result_memory(self) -> Memory:
+        """What results are allocated from."""
+        return ResultMemory(self._config.capture_kept_bytes)
 
     def close(self) -> None:
         """Empty the ring, and release the tables."""

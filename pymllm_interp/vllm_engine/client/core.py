@@ -61,7 +61,7 @@ class VllmCore:
         if not self.on_cuda and not current_platform.is_cpu():
             raise VllmRefusalError(f"LM(engine='vllm') runs on CUDA and on CPUs, not on {current_platform.device_name}")
         worker = f"{RANK_MODULE}.Interp{'GPU' if self.on_cuda else 'CPU'}Worker"
-        own = {"worker_cls": worker, "additional_config": additional_config(config)}
+        own = {"worker_cls": worker, "additional_config": additional_config(config, arguments.get("quantization"))}
         self.config: Any = AsyncEngineArgs(**arguments, **own).create_engine_config()
         refuse_config(self.config)
         self._loop = asyncio.new_event_loop()
@@ -74,7 +74,7 @@ class VllmCore:
                 self.llm = self.wait(self._start(AsyncLLM))
             key = secrets.token_bytes(32)
             self.ranks = sorted(self.call("interp_open", key), key=lambda rank: rank["rank"])
-            self.link = ResultsLink(tuple(self.ranks[0]["address"]), key)
+            self.link = ResultsLink(tuple(self.ranks[0]["address"]), key, self.soon)
             self.uplink = Uplink(self.call_async, Sealer(key), len(self.ranks))
         except BaseException:
             self.close()

@@ -18,6 +18,7 @@ from ...core.model_spec import LOGITS, ModelSpec, inner_site
 from ...core.sampling_params import SamplingParams
 from ...core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks
 from ...hooks.bound_hooks import BoundHooks
+from ...hooks.captures.egress.result_memory import Memory
 from ...hooks.captures.egress.ring import CaptureRing
 from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.declared_stage import DeclaredStage
@@ -28,6 +29,7 @@ from ..settings import limits_of, uses_tables
 from .batch import StepBatch, VllmStep, step_of
 from .hooked_request import HookedRequest, RankResult
 from .host_taps import at_site, pair_on_host
+from .result_arena import ResultArena
 from .row_buffers import VllmRowBuffers
 
 _NEUTRAL = SamplingParams()
@@ -38,7 +40,16 @@ WAIT_SECONDS = 2e-4
 
 
 class TappedStage(DeclaredStage):
-    """The declared stage of a rank."""
+    """The declared stage of a rank.
+
+    Attributes:
+        results: memory of captured states.
+    """
+
+    results: ResultArena
+
+    def result_memory(self) -> Memory:
+        return self.results
 
     @property
     def has_tables(self) -> bool:
@@ -76,7 +87,9 @@ class RankStage:
         self.in_tables, on_cuda = uses_tables(device.type), device.type == "cuda"
         if rank:
             config = replace(config, capture_ring_bytes=SMALL_RING)
+        self.arena = ResultArena(config.capture_kept_bytes)
         self.stage = TappedStage(config, model, str(device), readout)
+        self.stage.results = self.arena
         self.stage.limits = limits_of(config, device.type)
         self.buffers = VllmRowBuffers(tokens, rows + 1, device)
         self.stage.init_tables(self.buffers, self.buffers)
@@ -396,6 +409,17 @@ class RankStage:
         ops = self._ops
         if ops is not None:
             pair_on_host(delta, stream, residual_add, ops)
+
+    def norm(
+        self, delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int
+    ) -> None:
+        """See `Taps`."""
+        from ...kernels.edit_ops import edit_norm_
+
+        assert self.static is not None, "norms of vLLM stay where ops are functions"
+        edit_norm_(
+            delta, stream, weight, eps, kind, residual_add, self.static.tables, self.static.token_rows, self.buffers.seen
+        )
 
     def state(self, rows: torch.Tensor, site: int) -> None:
         """See `Taps`."""

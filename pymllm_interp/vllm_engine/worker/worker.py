@@ -16,7 +16,7 @@ from ..faults import told
 from ..payloads import TensorKey
 from ..refusals import refuse_config
 from ..results import host_name
-from ..settings import served_spec, server_config_of
+from ..settings import KEY, served_spec, server_config_of
 from ..structures import structure_of
 from ..versions import installed_version
 from . import op
@@ -76,7 +76,8 @@ class InterpWorker:
         device = torch.device(self.device)
         stage = RankStage(settings, spec, device, tokens, rows, structure.taps, self.rank, readout)
         if os.environ.get(WITHOUT_OP) != "1":
-            put_taps(structure, op.register(stage))
+            within = stage.in_tables and config.additional_config[KEY]["taps"] == "norm"
+            put_taps(structure, op.register(stage), within)
         self.model_runner.interp = HooksOf(stage, model)
         return found
 
@@ -88,7 +89,7 @@ class InterpWorker:
         """Take hooks that were sealed with this key. Says what this rank is, and on rank 0 where results are had."""
         self._hooks.open(key)
         if self.rank == 0 and self.egress is None:
-            self.egress = Egress(key, self._hooks.stage.finish)
+            self.egress = Egress(key, self._hooks.stage.finish, self._hooks.stage.arena)
         return {
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(),
             "address": None if self.egress is None else self.egress.address,

@@ -18,7 +18,7 @@ from ..activations import CaptureError
 from ..captures import Captures
 from ..group import SmallRow
 from ..kept_rows import WORDS
-from .result_memory import ResultMemory
+from .result_memory import Memory
 from .ring_allocator import RingAllocator
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class RingCopier:
         on_freed: called on the thread after a span was freed.
     """
 
-    def __init__(self, allocator: RingAllocator, results: ResultMemory) -> None:
+    def __init__(self, allocator: RingAllocator, results: Memory) -> None:
         self.on_freed: Callable[[], None] | None = None
         self._allocator, self._results = allocator, results
         self._queue: queue.SimpleQueue[SentSpan | Callable[[], None] | None] = queue.SimpleQueue()

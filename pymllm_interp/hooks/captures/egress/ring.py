@@ -28,7 +28,7 @@ from ..group import Group
 from ..reductions.reading import Pending, read_all
 from .admission import RingAdmission
 from .copier import NO_MEMORY, RequestSlice, RingCopier, SentSpan
-from .result_memory import ResultMemory
+from .result_memory import Memory, ResultMemory
 from .ring_allocator import RingAllocator
 
 
@@ -106,7 +106,7 @@ class CaptureRing:
         size: bytes of each ring (`capture_ring_bytes`).
         dtype: of the states.
         when_full: "block" or "fail" (`capture_when_full`).
-        keep: upper bound, in bytes, of freed result memory kept for reuse (`capture_kept_bytes`).
+        results: memory of the results; None: memory of which nothing is kept.
 
     Attributes:
         memory: [elements], the device ring, which kernels write to.
@@ -117,12 +117,13 @@ class CaptureRing:
     """
 
     def __init__(
-        self, size: int, dtype: torch.dtype, device: torch.device | str, when_full: str, keep: int = 0
+        self, size: int, dtype: torch.dtype, device: torch.device | str, when_full: str,
+        results: Memory | None = None,
     ) -> None:
         self.memory = torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
         self.allocator = RingAllocator(len(self.memory))
         self.admission = RingAdmission(self.allocator, size, dtype.itemsize, when_full)
-        self.results = ResultMemory(keep)
+        self.results = results or ResultMemory(0)
         self.bytes_sent = 0
         self._copier = RingCopier(self.allocator, self.results)
         self._layout: _StepLayout | None = None
