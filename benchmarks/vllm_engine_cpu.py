@@ -210,7 +210,9 @@ def main() -> None:
         Path(folder, "config.json").write_text(json.dumps(TINY))
         for part in ("rank", "plain", "ours"):
             command = [sys.executable, __file__, "--part", part, "--folder", folder, f"--requests={args.requests}"]
-            done = subprocess.run([*command, f"--repeats={args.repeats}", f"--steps={args.steps}"], capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, f"--repeats={args.repeats}", f"--steps={args.steps}"], capture_output=True, text=True
+            )
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             found[part] = json.loads(lines[-1]) if lines else {"error": (done.stdout + done.stderr)[-3000:]}
             print(part, json.dumps(found[part], indent=1), flush=True)

@@ -24,7 +24,9 @@ class BoundHooks:
 
     def __init__(self, model: ModelSpec, limits: DeclaredLimits, readout: Readout | None) -> None:
         self._model, self._limits, self._readout = model, limits, readout
-        self._known: OrderedDict[Any, tuple[Any, Declared]] = OrderedDict()  # with the specs, so that their ids stay theirs
+        self._known: OrderedDict[Any, tuple[Any, Declared]] = (
+            OrderedDict()
+        )  # with the specs, so that their ids stay theirs
         self._lock = threading.Lock()
 
     def bound(self, hooks: RequestHooks, prompt_len: int) -> Declared:

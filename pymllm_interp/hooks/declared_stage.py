@@ -137,9 +137,7 @@ class DeclaredStage:
         config = self._config
         size = config.capture_ring_bytes
         self.capture_ring = within_memory(
-            lambda: CaptureRing(
-                size, self.model.dtype, self.device, config.capture_when_full, self.result_memory()
-            ),
+            lambda: CaptureRing(size, self.model.dtype, self.device, config.capture_when_full, self.result_memory()),
             f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
         )
         self.device_tables = DeviceTables(states.edited, self.model, self.limits, self.capture_ring.memory)

@@ -67,7 +67,19 @@ def _pair_kernel(
                     mask, inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
                 )  # fmt: skip
                 _capture(
-                    value, offset, way, words + step * CAPTURE_WORDS, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED
+                    value,
+                    offset,
+                    way,
+                    words + step * CAPTURE_WORDS,
+                    first,
+                    stop,
+                    vectors,
+                    ring,
+                    column,
+                    mask,
+                    SIZE,
+                    WIDTH,
+                    ALIGNED,
                 )
                 if step == 0:
                     changed_delta = value

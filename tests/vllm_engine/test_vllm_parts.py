@@ -89,7 +89,9 @@ def test_results_arrive_whole(way: str) -> None:
     arena = ResultArena(1 << 26, 1 << 26) if way == "arena" else None
     kept = arena.empty((40, 9000), torch.float32).normal_() if arena else torch.randn(40, 9000)
     value = {
-        "kept": kept, "part": kept[:7, 100:300], "large": torch.randn(1 << 19),
+        "kept": kept,
+        "part": kept[:7, 100:300],
+        "large": torch.randn(1 << 19),
         "a": torch.randn(40, 30),
         "b": [torch.randn(300).bfloat16(), torch.ones(2)],
         "c": "text",

@@ -17,6 +17,7 @@ from ..declared import Declared, DeclaredLimits, PlacedOp
 from .gates import GateRead
 from .vector_pool import num_rows
 
+
 class _Words(NamedTuple):
     """Words that are not those of an empty row, and their places: entries of a table, counted from the first one."""
 

@@ -32,16 +32,16 @@ class StepBatch:
         touches_logits: some request has an op or a capture at the logits.
     """
 
-    def __init__(
-        self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int
-    ) -> None:
+    def __init__(self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int) -> None:
         self.ids = list(ids)
         self.found = [find(vllm_id) for vllm_id in ids]
         self.hooked = [(i, one) for i, one in enumerate(self.found) if one is not None]
         self.rows = np.array([-1 if one is None else one.row for one in self.found], dtype=np.int64)
         captures = [None if one is None else one.captures for one in self.found]
         self.captures: list[Captures | None] = captures if any(captures) else []
-        self.largest_records = np.array([0 if one is None else one.max_reserved_size for one in captures], dtype=np.int64)
+        self.largest_records = np.array(
+            [0 if one is None else one.max_reserved_size for one in captures], dtype=np.int64
+        )
         self.all_logits = np.array([one is not None and one.reads_all_logits for one in self.found], dtype=np.bool_)
         self.touches_logits = any(one.touches(logits_site) for _, one in self.hooked)
         self._tokens = np.zeros(len(self.ids), dtype=np.int64)

@@ -44,7 +44,13 @@ def _pair(delta: torch.Tensor, stream: torch.Tensor, residual_add: int, handle: 
 
 
 def _norm(
-    delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int, handle: int
+    delta: torch.Tensor,
+    stream: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    kind: int,
+    residual_add: int,
+    handle: int,
 ) -> None:
     STAGES[handle].norm(delta, stream, weight, eps, kind, residual_add)
 

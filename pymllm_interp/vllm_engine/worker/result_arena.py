@@ -45,7 +45,9 @@ class ResultArena:
         self._lock = threading.Lock()
         self._free = [(0, self.size)]  # (start, size), ascending: memory that is not written
         self._of_size: dict[int, list[int]] = {}  # kept blocks, by size; the last used size is last
-        self._live: dict[int, tuple[int, Any]] = {}  # start -> size, and a token of the tensor; None where the client has it
+        self._live: dict[
+            int, tuple[int, Any]
+        ] = {}  # start -> size, and a token of the tensor; None where the client has it
         self._returned: deque[tuple[int, Any]] = deque()  # finalizers take no lock
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -183,9 +183,7 @@ class RankStage:
         for found in live:
             found.row = self._rows.pop()
             found.hooks.bound = found.declared
-            new.append(
-                NewRequest(found.request_id, found.row, found.prompt_len, [], 0, _NEUTRAL, 0, hooks=found.hooks)
-            )
+            new.append(NewRequest(found.request_id, found.row, found.prompt_len, [], 0, _NEUTRAL, 0, hooks=found.hooks))
         if self.in_tables:
             (rows,) = upload(self.device, np.array([found.row for found in live], dtype=np.int64))
             self.buffers.seen.index_fill_(0, rows, 0)
@@ -418,7 +416,15 @@ class RankStage:
 
         assert self.static is not None, "norms of vLLM stay where ops are functions"
         edit_norm_(
-            delta, stream, weight, eps, kind, residual_add, self.static.tables, self.static.token_rows, self.buffers.seen
+            delta,
+            stream,
+            weight,
+            eps,
+            kind,
+            residual_add,
+            self.static.tables,
+            self.static.token_rows,
+            self.buffers.seen,
         )
 
     def state(self, rows: torch.Tensor, site: int) -> None:

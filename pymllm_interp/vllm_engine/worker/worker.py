@@ -6,6 +6,7 @@ Each is vLLM's own worker of the platform. Its runner, whichever vLLM chose, get
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ PADDING = 1024
 """Rows of a pass beyond max_num_batched_tokens: captured graphs are padded."""
 SPARE_ROWS = 64
 """Rows of the tables for requests that have ended, until their results were read."""
+SWITCH_SECONDS = 5e-4
+"""How long a thread that copies captured states may keep the thread that launches passes from running."""
 WITHOUT_OP = "PYMLLM_INTERP_VLLM_WITHOUT_OP"
 """For the test of the canary: the taps are left out."""
 
@@ -79,6 +82,7 @@ class InterpWorker:
             within = stage.in_tables and config.additional_config[KEY]["taps"] == "norm"
             put_taps(structure, op.register(stage), within)
         self.model_runner.interp = HooksOf(stage, model)
+        sys.setswitchinterval(SWITCH_SECONDS)
         return found
 
     @property

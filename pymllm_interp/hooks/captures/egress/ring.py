@@ -117,7 +117,11 @@ class CaptureRing:
     """
 
     def __init__(
-        self, size: int, dtype: torch.dtype, device: torch.device | str, when_full: str,
+        self,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        when_full: str,
         results: Memory | None = None,
     ) -> None:
         self.memory = torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
