@@ -2,9 +2,9 @@
 
     PYTHONPATH=. PYTHON_OF_VLLM_ENVIRONMENT benchmarks/vllm_engine_cpu.py --out FILE
 
-"rank": `RankStage` by itself, with device tables and the ring, as on CUDA, but for the kernels: microseconds of a decode step with so many
-requests, and of a request's begin and end. "client": CPU time of the client's process for each request of a tiny model, beside that of a
-plain vLLM client. The least of the repeats counts.
+"rank": `RankStage` by itself, with device tables and the ring, as on CUDA, without the kernels. Microseconds of a decode step
+with so many requests, and of a request's begin and end. "client": CPU time of the client's process for each request of a tiny
+model, beside a plain vLLM client's. The least of the repeats counts.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _rank(case: str, count: int, steps: int) -> dict[str, float]:
         stage.stage.capture_ring.open()  # pyright: ignore[reportOptionalMemberAccess]
     seconds: dict[str, float] = {}
     start = time.thread_time()
-    for name, made in zip(names, declared):
+    for name, made in zip(names, declared, strict=False):
         stage.add(name, name, made, PROMPT)
     seconds["add"] = (time.thread_time() - start) / count
     starts = np.arange(count + 1, dtype=np.int32)

@@ -4,9 +4,10 @@
     python benchmarks/vllm_engine_gpu.py --parts moe,check,tp --out FILE     # a MoE shape; values; two ranks
 
 Speed: all engines of a part are loaded at once, each in a process of its own on the same GPU, and run in turns. Requests of
-`--prompt` tokens generate `--new` tokens. A ratio is the median, over rounds, of plain vLLM's seconds divided by the case's in the same
-round; "plain again" is plain vLLM at the end of a round. "front" and "norm": where the hooks are (docs/vllm.md). "idle": nothing is declared. "one
-site": each request steers one site. "all layers": it steers every layer. "captured": it captures resid_post of all layers.
+`--prompt` tokens generate `--new` tokens. A ratio is the median over rounds: plain vLLM's seconds divided by the case's in the same
+round. "plain again" is plain vLLM at the end of a round. "front" and "norm": where the hooks are (docs/vllm.md). "idle": nothing is
+declared. "one site": each request steers one site. "all layers": it steers every layer. "captured": it captures resid_post of
+all layers.
 """
 
 from __future__ import annotations
@@ -281,7 +282,8 @@ def part(name: str, args: argparse.Namespace, gpus: str | None, folder: Path) ->
     kv_bytes, ring = (4 << 30, 2 << 30) if name in ("moe", "tp") else (10 << 30, 4 << 30)
     options = [
         f"--batches={','.join(map(str, args.batches))}", f"--prompt={args.prompt}", f"--new={args.new}", f"--config={config}",
-        f"--kv-bytes={kv_bytes}", f"--ring={ring}", f"--dtype={args.dtype}", f"--step-tokens={args.step_tokens}", f"--vocab={args.vocab}",
+        f"--kv-bytes={kv_bytes}", f"--ring={ring}", f"--dtype={args.dtype}", f"--step-tokens={args.step_tokens}",
+        f"--vocab={args.vocab}",
     ]  # fmt: skip
     options += ["--eager"] * args.eager + ["--quantization=fp8"] * (name == "fp8") + ["--ranks=2"] * (name == "tp")
     options += ["--moe-backend=triton"] * (name == "moe" and not args.eager)

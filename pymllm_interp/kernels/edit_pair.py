@@ -63,8 +63,8 @@ def _pair_kernel(
             changed_delta, total = value, value
             for step in range(0, 2):  # delta, then the sum, by the same code
                 value = _apply_ops(
-                    value, owner, position, site + step, kind, vector, ops, fires, vectors, row, flags, first_fired, vectors, column,
-                    mask, inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
+                    value, owner, position, site + step, kind, vector, ops, fires, vectors, row, flags, first_fired, vectors,
+                    column, mask, inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
                 )  # fmt: skip
                 _capture(
                     value,

@@ -102,7 +102,7 @@ class HookedOnWire(NamedTuple):
     specs: bytes
 
 
-class _Pickler(pickle.Pickler):
+class _HooksPickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, keys: TensorKeys, tensors: dict[TensorKey, torch.Tensor]) -> None:
         super().__init__(buffer, protocol=5)
         self._keys, self._tensors = keys, tensors
@@ -118,7 +118,7 @@ class _Pickler(pickle.Pickler):
 def dumped(value: Any, keys: TensorKeys, tensors: dict[TensorKey, torch.Tensor]) -> bytes:
     """A pickle without large tensors, which are added to `tensors`."""
     buffer = io.BytesIO()
-    _Pickler(buffer, keys, tensors).dump(value)
+    _HooksPickler(buffer, keys, tensors).dump(value)
     return buffer.getvalue()
 
 

@@ -1,7 +1,7 @@
 """Results of requests on their way from rank 0 to the client: a pickle, and its tensors.
 
-On one host the rank's results are in memory that the client maps (`worker.result_arena`): captured states are where they were
-copied to from the ring. Other tensors are in one block. Between hosts the block of all tensors follows the message.
+On one host the client maps the rank's results (`worker.result_arena`). Captured states are read where the ring was copied to.
+Other tensors are in one block. Between hosts the block of all tensors follows the message.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Arena(Protocol):
         ...
 
     def given(self, tensor: torch.Tensor) -> Shared | None:
-        """Where a tensor is, whose block is the client's from now on; None where it is not there."""
+        """Where a tensor is; None where it is not there. From now on its block is the client's."""
         ...
 
 
@@ -156,7 +156,7 @@ class SharedResults:
         return torch.from_numpy(memory)
 
     def freed(self) -> list[int]:
-        """Starts of blocks whose last view is gone, once each."""
+        """Starts of blocks without a view, once each."""
         found: list[int] = []
         while self._freed:
             found.append(self._freed.popleft())

@@ -67,7 +67,7 @@ def served_spec(config: PretrainedConfig, dtype: Any) -> ModelSpec:
 
 
 def taps_for(quantization: str | None) -> str:
-    """Where hooks are: as `TAPS` says, or else where they cost less (docs/vllm.md). vLLM fuses its own norms with FP8's roundings.
+    """Where hooks are: as `TAPS` says, else in the norm; in front of it with quantisation, which vLLM fuses with its norms.
 
     Raises:
         ValueError: `TAPS` says something else.

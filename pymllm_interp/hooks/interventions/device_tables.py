@@ -19,7 +19,7 @@ from .vector_pool import num_rows
 
 
 class _Words(NamedTuple):
-    """Words that are not those of an empty row, and their places: entries of a table, counted from the first one."""
+    """What a row has and an empty row has not: words, and their places among the entries of a table."""
 
     op_places: np.ndarray  # [n] int64
     op_words: np.ndarray  # [n, WORDS] int32

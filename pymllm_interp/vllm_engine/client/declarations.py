@@ -9,13 +9,13 @@ from torch import Tensor
 from ...core.model_spec import LOGITS, ModelSpec
 from ...core.request import Request
 from ...core.step import RequestHooks
-from ...hooks.bound_hooks import BoundHooks
 from ...hooks.captures.reductions.lens import Lens
 from ...hooks.captures.spec import Capture
 from ...hooks.declarations import Declarations
 from ...hooks.declared import Declared
 from ...hooks.interventions.knockout import Intervention, Knockout
 from ...hooks.site import Site
+from ..bound_hooks import BoundHooks
 from ..settings import OURS, VllmLimits
 
 MAX_BATCHED = "max_num_batched_tokens"

@@ -149,7 +149,7 @@ class VllmStep:
 
 
 def step_of(batch: StepBatch, starts: Any, computed: Any, mode: str) -> VllmStep:
-    """The step of a batch whose requests begin at the token rows `starts` and the positions `computed`."""
+    """A step of a batch: its requests begin at the token rows `starts` and the positions `computed`."""
     count = len(batch.ids)
     rows = np.array(starts[: count + 1], dtype=np.int32)
     return VllmStep(batch, rows, np.array(computed[:count], dtype=np.int64), np.diff(rows).astype(np.int64), mode)

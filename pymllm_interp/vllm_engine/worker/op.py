@@ -1,5 +1,6 @@
-"""The custom ops in front of vLLM's norms, or in their place. They change the delta and the stream in place, so that idle rows cost no copy and keep
-all bits.
+"""The custom ops in front of vLLM's norms, or in their place.
+
+They change the delta and the stream in place, so that idle rows cost no copy. In front, idle rows keep all bits.
 
 A compiler sees that the tensors are changed, and nothing else: the tables are reached by a number, through `STAGES`.
 """

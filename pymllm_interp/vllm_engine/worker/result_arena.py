@@ -1,6 +1,6 @@
 """`ResultArena`: host memory of a rank's results, which the client maps. Captured states are not copied on their way there.
 
-It is one memory file of the kernel's, with a name under /proc and none in a folder: it ends with its processes.
+It is one memory file (memfd_create). It has a name under /proc only, and ends with its processes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ResultArena:
         return torch.from_numpy(memory).view(dtype).view(shape)
 
     def clear(self, rows: torch.Tensor, used: int) -> None:
-        """Zero a tensor of `empty` behind its first `used` rows. Whole pages are given back, and are zero when they are used again."""
+        """Zero a tensor of `empty` behind its first `used` rows. Whole pages go back to the system, and come back as zeros."""
         start = self._start(rows)
         if start is None or used >= len(rows):
             return
@@ -79,7 +79,7 @@ class ResultArena:
         memory[first : min(whole, stop)] = 0
 
     def given(self, tensor: torch.Tensor) -> Shared | None:
-        """Where a tensor is, whose block is the client's from now on; None where it is not in the arena."""
+        """Where a tensor is; None where it is not in the arena. From now on its block is the client's."""
         start = self._start(tensor)
         if start is None:
             return None
@@ -124,7 +124,7 @@ class ResultArena:
         while self._returned:
             start, token = self._returned.popleft()
             size, current = self._live.get(start, (0, self))
-            if current is not token:  # a tensor of the rank's whose block the client got
+            if current is not token:  # the client got the block meanwhile
                 continue
             del self._live[start]
             self._of_size[size] = [*self._of_size.pop(size, ()), start]

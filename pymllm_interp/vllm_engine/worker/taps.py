@@ -13,7 +13,6 @@ from ...core.model_spec import EMBED_SITE, attention_add, final_norm_site, input
 from ..structures import Structure
 from . import op  # noqa: F401  # registers the ops
 
-
 NORMS = {"RMSNorm": norm_kind.RMS, "GemmaRMSNorm": norm_kind.RMS_OFFSET}
 """Norms of vLLM that a kernel of ours can take the place of."""
 

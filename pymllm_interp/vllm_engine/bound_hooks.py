@@ -8,8 +8,8 @@ from typing import Any
 
 from ..core.model_spec import ModelSpec
 from ..core.step import RequestHooks
-from .captures.reductions.reduction import Readout
-from .declared import Declared, DeclaredLimits
+from ..hooks.captures.reductions.reduction import Readout
+from ..hooks.declared import Declared, DeclaredLimits
 
 KEPT = 64
 """Bound hooks that are kept."""
