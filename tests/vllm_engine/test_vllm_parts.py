@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from pymllm_interp.models.weights.source import ModelSource
 from pymllm_interp.vllm_engine import payloads, versions
 from pymllm_interp.vllm_engine.client.arguments import engine_arguments
 from pymllm_interp.vllm_engine.client.sampling import salt_of
+from pymllm_interp.vllm_engine.client.uplink import Uplink
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
 from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import additional_config, limits_of, server_config_of
@@ -79,6 +81,27 @@ def test_only_what_the_clients_key_signed_is_read() -> None:
     for wrong in (payloads.Sealer(b"b" * 32).sealed(b"data"), sealed[:-1] + b"x", b"short"):
         with pytest.raises(PermissionError, match="not signed"):
             payloads.Sealer(b"a" * 32).opened(wrong)
+
+
+def test_a_vector_that_did_not_reach_every_rank_is_named_and_sent_again() -> None:
+    calls: list[tuple[str, int]] = []
+    lossy = [1]  # ranks that lose what they get
+
+    async def call(method: str, *arguments: Any) -> list[Any]:
+        calls.append((method, len(arguments[0])))
+        keys = [packed[0] for packed in arguments[0]]
+        return [(rank, [] if rank in lossy else keys) for rank in range(2)]
+
+    request = Request("1", [1, 2, 3], SamplingParams(), 5, 0)
+    request.hooks = RequestHooks([Steer("resid_post.1", vector(1), 2.0)], [], 5, 2)
+    uplink = Uplink(call, payloads.Sealer(b"a" * 32), 2)
+    with pytest.raises(RuntimeError, match="1 of 1 vectors did not reach rank 1 of 2: the request was not started"):
+        asyncio.run(uplink.sealed(request))
+    lossy.clear()
+    first, keys = asyncio.run(uplink.sealed(request))
+    second, _ = asyncio.run(uplink.sealed(request))
+    assert first == second and len(keys) == 1
+    assert calls == [("interp_put", 1), ("interp_put", 1)]  # the third request found its vector there
 
 
 # -- results -------------------------------------------------------------------------------
