@@ -1,4 +1,4 @@
-"""vLLM's processes: plain vLLM gives the same bits, the canary fails without our op; a rank of another version, and one that hangs."""
+"""vLLM's processes: plain vLLM gives the same bits. The canary, a rank of another version, and a rank that hangs."""
 
 from __future__ import annotations
 

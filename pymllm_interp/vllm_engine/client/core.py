@@ -119,8 +119,10 @@ class VllmCore:
         """
         try:
             return await asyncio.wait_for(self.llm.collective_rpc(method, CALL_SECONDS, arguments), CALL_SECONDS + 5)
-        except TimeoutError as error:
-            raise TimeoutError(f"a rank of vLLM has not answered {method} within {CALL_SECONDS:g} s") from error
+        except Exception as error:
+            if isinstance(error, TimeoutError) or "timed out" in str(error):  # vLLM tells its own as a plain Exception
+                raise TimeoutError(f"a rank of vLLM has not answered {method} within {CALL_SECONDS:g} s") from error
+            raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """`call_async`, and wait."""
