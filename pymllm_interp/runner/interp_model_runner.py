@@ -88,6 +88,9 @@ class InterpModelRunner(ModelRunner):
         """Load the weights, then wrap the module."""
         super().load_model(*args, **kwargs)
         self.traced_stage.model_spec = self.model_spec
+        self.traced_stage.has_experts = any(
+            "experts" in name.split(".") for name, _ in self.get_model().named_modules()
+        )
         self._tree = None if self._wrap is None else self._wrap(self.get_model(), self.interleaver)
 
     def adopt(self, tree: TracedModel) -> None:

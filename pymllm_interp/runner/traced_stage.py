@@ -25,9 +25,11 @@ class TracedStage(Stage):
         interleaver: serves the blocks.
         helper: traces in flight, and their rows.
         model_spec: of the served model, from `load_model` on.
+        has_experts: some of its modules compute rows in another order.
     """
 
     model_spec: ModelSpec
+    has_experts = False
 
     def __init__(self, hook_execution: str) -> None:
         self.interleaver = EngineInterleaver()
@@ -48,8 +50,10 @@ class TracedStage(Stage):
         options = interleaver.pass_options
         demands.num_hooked = helper.count_requests(interleaver.hooked())
         demands.modules_for = options.modules_for
-        # Passes with gradients, and as transformers runs them, are not padded: their values are served whole.
-        demands.unpadded = options.exclusive or self._with_gradients
+        # Values are served whole in passes with gradients, and as transformers runs them, and where a request is alone inside
+        # experts: rows of padding would be among them.
+        alone = self.has_experts and len(step.scheduled) == 1
+        demands.unpadded = options.exclusive or self._with_gradients or alone
         demands.keeps_logits = True
 
     def _put_hooked_last(self, step: SchedulerOutput) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from family_configs import tiny_config
+from helpers_devices import DEVICES
+from helpers_graphs import use_eager_graphs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -194,6 +196,31 @@ def test_rows_inside_experts_go_to_a_request_that_is_alone(saved: tuple[Any, Pat
             with tracer.invoke(PROMPTS[1]):
                 logits = lm.lm_head.output.save()
         torch.testing.assert_close(logits[0], plain, **CLOSE)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_a_request_alone_in_a_padded_pass_sees_its_own_rows_inside_experts(
+    saved: tuple[Any, Path], impl: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA passes are padded to captured sizes. Rows of padding would be among those of the experts."""
+    if device == "cpu":
+        use_eager_graphs(monkeypatch)
+    _, folder = saved
+    path = "model.layers.1.mlp.experts.act_fn"
+    sizes = SIZES | {"device": device, "prefill_graph_tokens": 64, "max_num_tokens": 128}
+    seen = []
+    for options in ({"disable_cuda_graph": True}, {}):
+        with LM(folder, impl=impl, **sizes | options) as lm:
+            with lm.trace(PROMPTS[2]):
+                seen.append(lm.get(path).output.save())
+            with lm.generate(PROMPTS[2], max_new_tokens=3, ignore_eos=True) as tracer:
+                steps = list().save()
+                for _ in tracer.iter[:]:
+                    steps.append(lm.get(path).output.save())
+            seen[-1] = [seen[-1], *steps]
+    for one, other in zip(*seen, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
 
 
 def test_what_the_native_classes_do_not_compute_runs_by_its_class() -> None:

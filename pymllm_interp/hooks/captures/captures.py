@@ -32,7 +32,7 @@ class RecordLayout:
 
     Attributes:
         record_size: elements of a record.
-        packed_size: elements that it is packed to.
+        packed_size: elements that it is packed to; 0 where it is sent as it is.
     """
 
     _known: ClassVar[WeakValueDictionary[Any, RecordLayout]] = WeakValueDictionary()
@@ -42,8 +42,13 @@ class RecordLayout:
 
     @classmethod
     def of(cls, record_size: int, packed_size: int, groups: tuple[Any, ...]) -> RecordLayout:
-        """The one object. `groups`: `Group.alike` of each."""
+        """The one object. `groups`: `Group.alike` of each that is packed."""
         return cls._known.setdefault((record_size, packed_size, groups), cls(record_size, packed_size))
+
+    @property
+    def sent_size(self) -> int:
+        """Elements that are sent."""
+        return self.packed_size or self.record_size
 
 
 class Captures(RecordSizes):
@@ -135,15 +140,17 @@ class Captures(RecordSizes):
 
     def _alike_when_generated(self) -> RecordLayout | None:
         """What `alike` returns for generated positions; None where some group has not all of them."""
-        if not self._reads or not all((group.ordinals[self._prompt_len :] >= 0).all() for group in self.groups):
-            return None
         if self._prompt_len == len(self._record_sizes):
             return None
+        if not all((group.ordinals[self._prompt_len :] >= 0).all() for group in self.groups):
+            return None
+        if not self._reads:
+            return RecordLayout.of(self._record_sizes.item(-1), 0, ())
         sizes = self._sizes_to_pack.item(-1), self._packed_sizes.item(-1) + self._sums_size
         return RecordLayout.of(*sizes, tuple(group.alike() for group in self.groups))
 
     def alike(self, first: int) -> RecordLayout | None:
-        """The layout of a position's record, one object for requests that `pack_rows` takes together. None: each needs `pack`."""
+        """The layout of a position's record, one object for requests that `pack_rows` takes together. None: it is of its own."""
         return self._alike if first >= self._prompt_len else None
 
     @property
@@ -185,8 +192,8 @@ class Captures(RecordSizes):
         """Where the record of a position is copied, if it is small; None: it needs `direct_rows` or `copy`."""
         return self.groups[0].small_row(position) if len(self.groups) == 1 else None
 
-    def direct_rows(self, first: int, count: int) -> torch.Tensor | None:
-        """[words], the result's memory for the records of `count` positions; None where they need `copy`."""
+    def direct_rows(self, first: int, count: int) -> np.ndarray | None:
+        """[count, words], the result's memory for the records of `count` positions; None where they need `copy`."""
         return self.groups[0].direct_rows(first, count) if len(self.groups) == 1 else None
 
     def copy(self, records: np.ndarray, first: int, sizes: np.ndarray) -> None:

@@ -255,8 +255,8 @@ class Group:
         ordinal = self.ordinals.item(position)
         return None if self._kept.small is None or ordinal < 0 else (self._kept.small, ordinal)
 
-    def direct_rows(self, first: int, count: int) -> torch.Tensor | None:
-        """[words], the result's memory for the records of `count` positions; None where records are not kept unchanged."""
+    def direct_rows(self, first: int, count: int) -> np.ndarray | None:
+        """[count, words], the result's memory for the records of `count` positions; None where they are not kept unchanged."""
         ordinal = self.ordinals.item(first)
         if ordinal < 0 or (count > 1 and self.ordinals.item(first + count - 1) - ordinal != count - 1):
             return None

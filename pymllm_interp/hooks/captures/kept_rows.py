@@ -93,12 +93,10 @@ class KeptRows:
                 if 0 < size <= SMALL_ROW and self._num_rows:
                     self.small = self._values.reshape(self._num_rows, -1).view(np.dtype((np.void, size)))[:, 0]
 
-    def records(self, ordinal: int, count: int) -> torch.Tensor | None:
-        """[words], the rows of `count` ordinals from `ordinal` on; None where a row is not a record."""
-        if self._records is None:
-            return None
+    def records(self, ordinal: int, count: int) -> np.ndarray | None:
+        """[count, words], the rows of `count` ordinals from `ordinal` on; None where a row is not a record."""
         # By NumPy: each operation of torch releases the GIL and waits to get it back.
-        return torch.from_numpy(self._records[ordinal : ordinal + count].reshape(-1))
+        return None if self._records is None else self._records[ordinal : ordinal + count]
 
     def keep(self, ordinal: int, rows: np.ndarray, columns: slice = ALL) -> None:
         """Keep rows of consecutive ordinals, or add them to the sum.

@@ -850,7 +850,7 @@ def test_records_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, m
             by_record.pack(record, packed, start, sizes)
             by_record.unpack(packed.view(integers).numpy(), start, sizes)
         elif sizes.all() and (rows := by_record.direct_rows(start, count)) is not None:
-            rows.copy_(record.view(WORDS))
+            rows[:] = record.view(WORDS).numpy().reshape(count, -1)
         else:
             by_record.copy(record.view(integers).numpy(), start, sizes)
         by_record.next_position = max(by_record.next_position, start + count)

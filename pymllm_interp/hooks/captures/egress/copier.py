@@ -20,13 +20,10 @@ from ..group import SmallRow
 from ..kept_rows import WORDS
 from .result_memory import Memory
 from .ring_allocator import RingAllocator
+from .step_block import MAX_WORDS, NUM_COPIERS, AlikeStep, StepBlock
 
 logger = logging.getLogger(__name__)
 
-NUM_COPIERS = 8
-"""Threads that copy from the host ring to results."""
-MAX_WORDS = 1 << 15
-"""Upper bound of one copy, in words. For larger copies torch starts its intra-op threads."""
 NO_MEMORY = (MemoryError, OSError, RuntimeError)
 """What a failed allocation or copy raises. Only the captures of the affected request are lost."""
 
@@ -62,7 +59,7 @@ class SentSpan(NamedTuple):
     """A span of the ring that is being copied to the host."""
 
     start: int
-    slices: Sequence[RequestSlice]
+    slices: Sequence[RequestSlice] | AlikeStep
     copied: torch.cuda.Event | None
     """Recorded after the copy; None where the copy is done."""
 
@@ -88,6 +85,7 @@ class RingCopier:
         self.on_freed: Callable[[], None] | None = None
         self._allocator, self._results = allocator, results
         self._queue: queue.SimpleQueue[SentSpan | Callable[[], None] | None] = queue.SimpleQueue()
+        self._steps = StepBlock(results, _lose)
         self._host = torch.empty(0)
         self._thread: threading.Thread | None = None
 
@@ -103,7 +101,7 @@ class RingCopier:
             host: [elements], the host ring.
         """
         self._host = host
-        self._pool = ThreadPoolExecutor(NUM_COPIERS, "pymllm-interp-captures")
+        self._pool = self._steps.pool = ThreadPoolExecutor(NUM_COPIERS, "pymllm-interp-captures")
         self._thread = threading.Thread(target=self._run, name="pymllm-interp-captures", daemon=True)
         self._thread.start()
 
@@ -140,22 +138,28 @@ class RingCopier:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if not isinstance(item, SentSpan):
+                self._steps.flush()
                 item()
                 continue
             try:
-                self._copy_out(item)
+                if item.copied is not None:
+                    item.copied.synchronize()
+                if isinstance(item.slices, AlikeStep):
+                    self._steps.add(self._host[item.start :], item.slices)
+                else:
+                    self._steps.flush()
+                    self._copy_out(self._host[item.start :], item.slices)
             except NO_MEMORY as error:  # of CUDA; later spans must still be served
-                for request_slice in item.slices:
-                    _lose(request_slice.captures, error)
+                for captures in captures_of(item.slices):
+                    _lose(captures, error)
             self._allocator.free_oldest()
             if self.on_freed is not None:
                 self.on_freed()
+        self._steps.flush()
 
-    def _copy_out(self, span: SentSpan) -> None:
-        if span.copied is not None:
-            span.copied.synchronize()
-        host, copies, small = self._host[span.start :], [], []
-        for request_slice in span.slices:
+    def _copy_out(self, host: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
+        copies, small = [], []
+        for request_slice in slices:
             found = self._small_copy(request_slice)
             if found is not None:
                 small.append(found)
@@ -164,7 +168,7 @@ class RingCopier:
         if copies:
             list(self._pool.map(lambda dealt: _copy(host, dealt), _dealt(copies)))
         _copy_small(host, small)
-        for request_slice in span.slices:
+        for request_slice in slices:
             request_slice.captures.mark_copied(request_slice.first + len(request_slice.sizes))
 
     def _small_copy(self, request_slice: RequestSlice) -> _SmallCopy | None:
@@ -195,7 +199,8 @@ class RingCopier:
     def _direct_rows(self, part: RequestSlice) -> torch.Tensor | None:
         rows = part.captures.direct_rows(part.first, len(part.sizes))
         # Positions that were computed again have no record, and sums come before the rows.
-        return rows if rows is not None and rows.nbytes == part.size * self._host.itemsize else None
+        fits = rows is not None and rows.nbytes == part.size * self._host.itemsize
+        return torch.from_numpy(rows.reshape(-1)) if fits else None
 
 
 def _dealt(copies: list[_Copy]) -> list[list[_Copy]]:
@@ -259,6 +264,11 @@ def _copy_rows(host: torch.Tensor, copies: list[_Copy]) -> None:
     except NO_MEMORY as error:
         for part, _ in copies:
             _lose(part.captures, error)
+
+
+def captures_of(slices: Sequence[RequestSlice] | AlikeStep) -> Sequence[Captures]:
+    """The captures of each request of a span."""
+    return slices.captures if isinstance(slices, AlikeStep) else [each.captures for each in slices]
 
 
 def _lose(captures: Captures, error: Exception) -> None:

@@ -30,6 +30,7 @@ from .admission import RingAdmission
 from .copier import NO_MEMORY, RequestSlice, RingCopier, SentSpan
 from .result_memory import Memory, ResultMemory
 from .ring_allocator import RingAllocator
+from .step_block import AlikeStep
 
 
 class _StepLayout(NamedTuple):
@@ -39,7 +40,7 @@ class _StepLayout(NamedTuple):
     size: int
     num_sent: int
     """Elements, from its start, that are copied to the host."""
-    slices: list[RequestSlice]
+    slices: list[RequestSlice] | AlikeStep
 
 
 class StatesOf(NamedTuple):
@@ -75,27 +76,6 @@ class _Run:
         if (alike, row, place) != (self.alike, self.row + self.count, self.place + self.count * stride):
             return False
         self.count, self.stride = self.count + 1, stride
-        return True
-
-
-@dataclass
-class _PackedRun:
-    """Consecutive records of requests that are alike, one of each, and what they are packed to."""
-
-    alike: RecordLayout
-    captures: Captures
-    records_at: int
-    record_size: int
-    offset: int
-    size: int
-    count: int = 1
-
-    def extend(self, alike: RecordLayout, request_slice: RequestSlice) -> bool:
-        """Add a record. False: it does not continue the run."""
-        records_at, offset = self.records_at + self.count * self.record_size, self.offset + self.count * self.size
-        if alike is not self.alike or (request_slice.records_at, request_slice.offset) != (records_at, offset):
-            return False
-        self.count += 1
         return True
 
 
@@ -211,18 +191,16 @@ class CaptureRing:
         self._records = np.stack((stops - sizes, stops))
         return self._records
 
-    def _lay_out_alike(self, parts: Sequence[tuple[Captures | None, int, int]], alike: RecordLayout) -> np.ndarray:
+    def _lay_out_alike(self, parts: Sequence[tuple[Captures | None, int, int]], layout: RecordLayout) -> np.ndarray:
         """`lay_out` of a position each for requests that are `alike`: what they are packed to, then their records."""
-        count, size, packed = len(parts), alike.record_size, alike.packed_size
-        sent = count * packed
-        start = self.allocator.find(sent + count * size)
-        each = np.full(1, size)
-        slices = [
-            RequestSlice(captures, first, each, i * packed, packed, sent + i * size)  # pyright: ignore[reportArgumentType]
-            for i, (captures, first, _) in enumerate(parts)
-        ]
-        self._layout = _StepLayout(start, sent + count * size, sent, slices)
-        starts = start + sent + size * np.arange(count)
+        count, size = len(parts), layout.record_size
+        sent = count * layout.sent_size
+        records_at = count * layout.packed_size
+        total = records_at + count * size
+        start = self.allocator.find(total)
+        captures: list[Captures] = [part[0] for part in parts]  # pyright: ignore[reportAssignmentType]
+        self._layout = _StepLayout(start, total, sent, AlikeStep(captures, [part[1] for part in parts], layout))
+        starts = start + records_at + size * np.arange(count)
         self._records = np.stack((starts, starts + size))
         return self._records
 
@@ -291,8 +269,12 @@ class CaptureRing:
                 raise
         self.allocator.allocate(start, size)
         self.bytes_sent += num_sent * self.memory.itemsize
-        for captures, first, sizes, *_ in slices:
-            captures.next_position = first + len(sizes)
+        if isinstance(slices, AlikeStep):
+            for captures, first in zip(slices.captures, slices.firsts, strict=True):
+                captures.next_position = first + 1
+        else:
+            for captures, first, sizes, *_ in slices:
+                captures.next_position = first + len(sizes)
         self._copier.send(SentSpan(start, slices, copied))
 
     def forget(self) -> None:
@@ -323,30 +305,22 @@ def _sizes_of_single(parts: Sequence[tuple[Captures | None, int, int]]) -> list[
     return sizes
 
 
-def _pack(span: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
+def _pack(span: torch.Tensor, slices: Sequence[RequestSlice] | AlikeStep) -> None:
     """Pack the records that stay on the device.
 
     Args:
         span: [elements], on the device.
     """
     pending: list[Pending] = []
-    runs: list[_PackedRun] = []
-    for request_slice in slices:
-        captures, first, sizes, offset, size, records_at = request_slice
-        if records_at is None:
-            continue
-        alike = captures.alike(first) if len(sizes) == 1 else None
-        if alike is not None and runs and runs[-1].extend(alike, request_slice):
-            continue
-        if alike is not None:
-            runs.append(_PackedRun(alike, captures, records_at, sizes.item(0), offset, size))
-            continue
-        stop = records_at + int(sizes.sum())
-        pending += captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
-    for run in runs:
-        records, packed = (
-            span[start : start + run.count * size].view(run.count, size)
-            for start, size in ((run.records_at, run.record_size), (run.offset, run.size))
-        )
-        pending += run.captures.pack_rows(records, packed)
+    if isinstance(slices, AlikeStep):
+        count, layout = len(slices.captures), slices.layout
+        if not layout.packed_size:
+            return
+        packed, records = span.split([count * layout.packed_size, count * layout.record_size])
+        pending += slices.captures[0].pack_rows(records.view(count, -1), packed.view(count, -1))
+    else:
+        for captures, first, sizes, offset, size, records_at in slices:
+            if records_at is not None:
+                stop = records_at + int(sizes.sum())
+                pending += captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
     read_all(pending)  # rows of all requests at once: weights are read once

@@ -1,0 +1,166 @@
+"""`StepBlock`: captured states of decode steps, copied to results some steps at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ....utils.integers import as_integers
+from ..captures import Captures, RecordLayout
+from ..kept_rows import WORDS
+from .result_memory import Memory
+
+MAX_STEPS = 32
+"""Upper bound of the steps that a block holds."""
+MAX_BYTES = 64 << 20
+"""Upper bound of the memory of a block."""
+NUM_COPIERS = 8
+"""Threads that copy from the host ring to results."""
+MAX_WORDS = 1 << 15
+"""Upper bound of one copy, in words. For larger copies torch starts its intra-op threads."""
+FEWEST_STEPS = 8
+"""Fewest steps of a block. Where fewer fit, each step is copied to the results at once."""
+PART_BYTES = 1 << 20
+"""Fewest bytes that a thread copies."""
+
+
+class AlikeStep(NamedTuple):
+    """A decode step of requests that capture alike, one position each: their records are side by side."""
+
+    captures: list[Captures]
+    firsts: list[int]
+    """Position of each request."""
+    layout: RecordLayout
+
+    def follows(self, other: AlikeStep, steps: int) -> bool:
+        """Whether it is the same requests' step, `steps` after the `other`."""
+        return (
+            self.layout is other.layout
+            and self.captures == other.captures
+            and self.firsts == [first + steps for first in other.firsts]
+        )
+
+
+class StepBlock:
+    """Holds the states of consecutive decode steps of the same requests, and copies them to the requests' results together.
+
+    A step costs one copy of all its states, whatever the number of requests. So the engine's thread gets the GIL.
+
+    Args:
+        results: memory of the results.
+        lose: called with captures that are lost, and why.
+
+    Attributes:
+        pool: threads that copy large blocks.
+    """
+
+    pool: ThreadPoolExecutor
+
+    def __init__(self, results: Memory, lose: Callable[[Captures, Exception], None]) -> None:
+        self._results, self._lose = results, lose
+        self._memory = torch.empty((0, 0))
+        self._first: AlikeStep | None = None
+        self._count = 0
+
+    def add(self, host: torch.Tensor, step: AlikeStep) -> None:
+        """Copy a step out of the ring.
+
+        Args:
+            host: the ring from the step's first element on.
+
+        Raises:
+            MemoryError, RuntimeError: no memory for the block.
+        """
+        size = len(step.captures) * step.layout.sent_size
+        if self._first is not None and not step.follows(self._first, self._count):
+            self.flush()
+        steps = min(MAX_STEPS, MAX_BYTES // (size * host.itemsize))
+        if steps < FEWEST_STEPS:
+            self._copy(host[None, :size], step)
+            return
+        if self._first is None:
+            if self._memory.shape[1] != size:
+                self._memory = torch.empty((steps, size), dtype=host.dtype)
+            self._first = step
+        # By NumPy: torch would start its intra-op threads.
+        np.copyto(as_integers(self._memory[self._count]), as_integers(host[:size]))
+        self._count += 1
+        if self._count == len(self._memory):
+            self.flush()
+
+    def flush(self) -> None:
+        """Copy what is held to the results."""
+        first, count = self._first, self._count
+        self._first, self._count = None, 0
+        if first is not None:
+            self._copy(self._memory[:count], first)
+
+    def _copy(self, block: torch.Tensor, first: AlikeStep) -> None:
+        """Copy states [steps, requests * size] to the results."""
+        columns = [self._rows_of(*each, block, first.layout) for each in zip(first.captures, first.firsts, strict=True)]
+        size = first.layout.sent_size
+        # Runs of requests whose records are kept unchanged: one call of torch each, which releases the GIL once.
+        cuts = [
+            0,
+            *(i for i in range(1, len(columns)) if (columns[i] is None) != (columns[i - 1] is None)),
+            len(columns),
+        ]
+        for begin, end in pairwise(cuts):
+            part = block[:, begin * size : end * size]
+            if rows := [column for column in columns[begin:end] if column is not None]:
+                self._copy_columns(part.view(WORDS), rows)
+                continue
+            integers = as_integers(part)
+            for i in range(begin, end):
+                own = integers[:, (i - begin) * size : (i - begin + 1) * size]
+                self._copy_by_record(first.captures[i], own, first.firsts[i], first.layout)
+        for captures, position in zip(first.captures, first.firsts, strict=True):
+            captures.mark_copied(position + len(block))
+
+    def _copy_columns(self, block: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        """Copy words [steps, requests * words] to rows [steps, words]. Each thread has the GIL once."""
+        words = rows[0].shape[1]
+        each = -(-len(rows) // min(NUM_COPIERS, max(1, block.nbytes // PART_BYTES)))
+        # Columns of at most `MAX_WORDS`: for larger copies torch starts its intra-op threads.
+        lines = max(1, MAX_WORDS // words)
+
+        def copy(begin: int) -> None:
+            own = rows[begin : begin + each]
+            part = block[:, begin * words : (begin + len(own)) * words]
+            for top in range(0, len(part), lines):
+                out = own if lines >= len(part) else [row[top : top + lines] for row in own]
+                torch.split_with_sizes_copy(part[top : top + lines], [words] * len(own), dim=1, out=out)
+
+        if each >= len(rows):
+            copy(0)
+        else:
+            list(self.pool.map(copy, range(0, len(rows), each)))
+
+    def _rows_of(
+        self, captures: Captures, first: int, block: torch.Tensor, layout: RecordLayout
+    ) -> torch.Tensor | None:
+        """[steps, words], where the records of a request are kept unchanged; else None."""
+        try:
+            captures.prepare(self._results)
+            rows = captures.direct_rows(first, len(block))
+        except (MemoryError, OSError, RuntimeError) as error:
+            self._lose(captures, error)
+            return None
+        fits = rows is not None and rows.nbytes == len(block) * layout.sent_size * block.itemsize
+        return torch.from_numpy(rows) if fits else None
+
+    def _copy_by_record(self, captures: Captures, records: np.ndarray, first: int, layout: RecordLayout) -> None:
+        """Copy records [steps, size] that are not kept as they are."""
+        copy = captures.unpack if layout.packed_size else captures.copy
+        size = np.full(1, layout.record_size)
+        try:
+            for position, record in enumerate(records, first):
+                if captures.error is None:
+                    copy(record, position, size)
+        except (MemoryError, OSError, RuntimeError) as error:
+            self._lose(captures, error)

@@ -1,0 +1,158 @@
+"""Decode steps of requests that capture alike leave the ring together (hooks/captures/egress/step_block.py)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from conftest import CONFIGS
+from helpers_declared import vector
+
+from pymllm_interp import Capture, Project
+from pymllm_interp.core.model_spec import ModelSpec, site_index
+from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.captures.activations import CaptureError
+from pymllm_interp.hooks.captures.captures import Captures
+from pymllm_interp.hooks.captures.egress import step_block
+from pymllm_interp.hooks.captures.egress.ring import CaptureRing, StatesOf
+from pymllm_interp.hooks.captures.egress.step_block import AlikeStep
+
+INFO = ModelSpec.of(CONFIGS["llama"](), torch.float32)
+SPECS: dict[str, Any] = {
+    "whole": lambda: [Capture("resid_post.*")],
+    "generated": lambda: [Capture("resid_post.{0,2}", positions="generated"), Capture("embed", positions="generated")],
+    "two groups": lambda: [Capture("resid_post.*"), Capture("embed", positions="generated")],
+    "narrow": lambda: [Capture("resid_post.1", dtype=torch.bfloat16)],
+    "mean": lambda: [Capture("resid_post.*", reduce="mean")],
+    "last": lambda: [Capture("attn_out.*", reduce="last")],
+    "projected": lambda: [Capture("resid_post.*", reduce=Project(vector(INFO.hidden_size, 3, 2)))],
+    "some": lambda: [Capture("resid_post.*", positions=[0, -1])],
+}
+Own = tuple[Captures, dict[int, torch.Tensor]]
+
+
+def captures_of(specs: list[Capture], prompt_len: int, longest: int) -> Captures:
+    bounds = [bound for spec in specs for bound in bind(spec, INFO, prompt_len)]
+    numbered = [(site_index(b.site, INFO.num_hidden_layers), b, INFO.shape(b.site.kind)) for b in bounds]
+    return Captures(numbered, torch.float32, prompt_len, longest, INFO.num_hidden_layers)
+
+
+def run_step(ring: CaptureRing, parts: list[tuple[Own, int, int]]) -> bool:
+    """A pass of (request, first position, positions) each. Whether its rows were alike."""
+    ring.lay_out([(captures, first, count) for (captures, _), first, count in parts])
+    layout = ring._layout
+    sites = sorted({site for (captures, _), *_ in parts for site in captures.by_site})
+    for site in sites:
+        rows, states, row, token = [], [], 0, 0
+        for (captures, own), first, count in parts:
+            if site in captures.by_site:
+                group = captures.by_site[site][0]
+                rows.append(StatesOf(captures, row, token, count, group.probes))
+                states.append(own[site][first : first + count])
+                row += count
+            token += count
+        ring.put(site, torch.cat(states), rows)
+    ring.send()
+    return layout is not None and isinstance(layout.slices, AlikeStep)
+
+
+@pytest.mark.parametrize("memory", ["a block", "small blocks", "no block", "threads"])
+@pytest.mark.parametrize("kinds", [[kind] for kind in SPECS] + [["whole", "mean"], ["whole", "generated", "some"]])
+def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory: str, monkeypatch: Any) -> None:
+    rng = random.Random(f"{kinds} {memory}")
+    if memory == "small blocks":
+        monkeypatch.setattr(step_block, "MAX_STEPS", 3)
+        monkeypatch.setattr(step_block, "FEWEST_STEPS", 2)
+    elif memory == "no block":
+        monkeypatch.setattr(step_block, "MAX_BYTES", 0)
+    elif memory == "threads":
+        monkeypatch.setattr(step_block, "PART_BYTES", 64)
+        monkeypatch.setattr(step_block, "MAX_WORDS", 1)
+    ring = CaptureRing(1 << 22, torch.float32, "cpu", "block")
+    ring.open()
+    made: list[tuple[Own, int, int]] = []  # with its prompt's length and its last position
+    running: list[list[Any]] = []
+    alike = 0
+    for step in range(60):
+        if step % 7 == 0 and len(made) < 12:
+            for _ in range(rng.randrange(1, 4)):
+                prompt_len = rng.randrange(3, 9)
+                longest = prompt_len + rng.randrange(1, 30)
+                captures = captures_of(SPECS[rng.choice(kinds)](), prompt_len, longest)
+                states = {site: torch.randn(longest, INFO.hidden_size) for site in captures.by_site}
+                made.append(((captures, states), prompt_len, longest))
+                running.append([made[-1], 0])
+        parts = []
+        for entry in running:
+            (own, prompt_len, _), position = entry
+            parts.append((own, position, prompt_len if position == 0 else 1))
+            entry[1] += parts[-1][2]
+        if parts:
+            alike += run_step(ring, parts)
+        for entry in running:
+            if (
+                step > 20 and rng.random() < 0.03 and entry[1] > entry[0][1]
+            ):  # preempted: it computes its last tokens again
+                entry[1] -= 1
+        running = [entry for entry in running if entry[1] < entry[0][2]]
+    ring.wait()
+    assert not ring.allocator.in_use
+    for (captures, states), _, longest in made:
+        stop = captures.next_position
+        found = captures.activations(range(stop))
+        assert found
+        for site in captures.by_site:
+            group, column = captures.by_site[site]
+            name = str(group.names[column])
+            rows = states[site][found.positions[name]]
+            if group.probes is not None:
+                rows = rows.float() @ group.probes.T
+            elif group.spec.reduce == "mean":
+                rows = states[site][:stop].double().mean(0, keepdim=True)
+            elif group.spec.reduce is None:
+                rows = rows.to(group.spec.dtype or rows.dtype)
+            close: dict[str, Any] = {} if group.probes is not None or group.spec.reduce == "mean" else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(found[name], rows.to(found[name].dtype), **close)
+        assert stop <= longest
+    assert alike > 5 if kinds in (["whole"], ["generated"], ["mean"], ["two groups"]) else True
+    ring.close()
+
+
+def test_a_request_without_memory_loses_its_own_states_only(monkeypatch: Any) -> None:
+    ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
+    ring.open()
+    owns: list[Own] = []
+    for _ in range(3):
+        captures = captures_of(SPECS["whole"](), 2, 8)
+        owns.append((captures, {site: torch.randn(8, INFO.hidden_size) for site in captures.by_site}))
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(owns[1][0], "prepare", fails)
+    for first, count in ((0, 2), *((position, 1) for position in range(2, 8))):
+        run_step(ring, [(own, first, count) for own in owns])
+    ring.wait()
+    assert not ring.allocator.in_use
+    for captures, states in (owns[0], owns[2]):
+        found = captures.activations(range(8))
+        for site, (group, column) in captures.by_site.items():
+            assert torch.equal(found[str(group.names[column])], states[site])
+    with pytest.raises(CaptureError, match="no memory"):
+        owns[1][0].activations(range(8))["resid_post.0"]
+    ring.close()
+
+
+def test_states_in_a_block_are_there_when_the_ring_is_closed() -> None:
+    ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
+    ring.open()
+    captures = captures_of(SPECS["whole"](), 1, 4)
+    own = captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.by_site}
+    for position in range(3):
+        run_step(ring, [(own, position, 1)])
+    ring.close()
+    found = captures.activations(range(3))
+    for site, (group, column) in captures.by_site.items():
+        assert torch.equal(found[str(group.names[column])], own[1][site][:3])
