@@ -21,6 +21,7 @@ from pymllm_interp.core.step import RequestHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.models.weights.source import ModelSource
 from pymllm_interp.vllm_engine import payloads, versions
+from pymllm_interp.vllm_engine.bound_hooks import BoundHooks
 from pymllm_interp.vllm_engine.client.arguments import engine_arguments
 from pymllm_interp.vllm_engine.client.sampling import salt_of
 from pymllm_interp.vllm_engine.client.uplink import Uplink
@@ -81,6 +82,30 @@ def test_only_what_the_clients_key_signed_is_read() -> None:
     for wrong in (payloads.Sealer(b"b" * 32).sealed(b"data"), sealed[:-1] + b"x", b"short"):
         with pytest.raises(PermissionError, match="not signed"):
             payloads.Sealer(b"a" * 32).opened(wrong)
+
+
+def test_equal_hooks_are_bound_once_and_share_nothing_that_counts() -> None:
+    bindings = BoundHooks(SPEC, limits_of(ServerConfig(), "cpu"), None)
+    ops, captures = (
+        [Steer("resid_post.1", vector(1), 2.0)],
+        [Capture("resid_post.*"), Capture("mlp_out.0", reduce="mean")],
+    )
+
+    def bound(prompt_len: int = 3, **changes: Any) -> Declared:
+        return bindings.bound(RequestHooks(ops, captures, changes.get("max_tokens", 5), prompt_len - 1), prompt_len)
+
+    first, second = bound(), bound()
+    assert first.ops is second.ops and first.captures is not second.captures
+    assert bound(4).ops is not first.ops and bound(max_tokens=6).ops is not first.ops
+    assert first.captures is not None and second.captures is not None
+    for site, (group, column) in first.captures.by_site.items():
+        group.capture(column, torch.full((3, 288), float(site)), torch.from_numpy(group.ordinals[:3]))
+    rows = first.activations([1, 2, 3], 3)
+    assert rows is not None and rows.error is None and float(rows["resid_post.0"].max()) > 0
+    empty = second.activations([1, 2, 3], 3)
+    assert empty is not None and empty.error is not None  # nothing has arrived of the second
+    first.fires[0, 0] = 3
+    assert not second.fires and first.applied(3) == second.applied(3)
 
 
 def test_a_vector_that_did_not_reach_every_rank_is_named_and_sent_again() -> None:

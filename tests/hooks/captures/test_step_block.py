@@ -113,7 +113,9 @@ def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory:
                 rows = states[site][:stop].double().mean(0, keepdim=True)
             elif group.spec.reduce is None:
                 rows = rows.to(group.spec.dtype or rows.dtype)
-            close: dict[str, Any] = {} if group.probes is not None or group.spec.reduce == "mean" else {"rtol": 0, "atol": 0}
+            close: dict[str, Any] = (
+                {} if group.probes is not None or group.spec.reduce == "mean" else {"rtol": 0, "atol": 0}
+            )
             torch.testing.assert_close(found[name], rows.to(found[name].dtype), **close)
         assert stop <= longest
     assert alike > 5 if kinds in (["whole"], ["generated"], ["mean"], ["two groups"]) else True
