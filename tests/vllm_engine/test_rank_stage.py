@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -236,3 +238,31 @@ def run_without_results(rank: Rank) -> dict[str, torch.Tensor]:
         rank.add(name)
     out = rank.step([(name, 0, PROMPT) for name in HOOKS])
     return dict(zip(HOOKS, out.split(PROMPT), strict=True))
+
+
+def test_a_step_that_waits_for_the_ring_does_not_stop_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind results that are completed on the copier's thread is a span, and a step waits for it."""
+    monkeypatch.setenv(WITH_TABLES, "1")
+    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, capture_ring_bytes=PROMPT * LAYERS * WIDTH * 4 * 6 // 5))
+    rank = Rank(rows=8)
+    rank.add("a")
+    rank.step([("a", 0, PROMPT)])
+    ring = rank.stage.stage.capture_ring
+    assert ring is not None
+    ring.wait()
+    HOOKS["again"] = HOOKS["a"]
+    try:
+        rank.add("again")
+        gate = threading.Event()
+        ring.after(lambda: None if gate.wait(60) else None)
+        end = RequestEnd("a", [0] * PROMPT, [0], PROMPT, PROMPT, 0, RequestHooks())
+        (found,) = rank.stage.finish([end])
+        rank.step([("again", 0, PROMPT - 1)])  # its span is behind the results
+        waiting = threading.Thread(target=rank.step, args=([("again", PROMPT - 1, NEW)],), daemon=True)
+        waiting.start()
+        threading.Timer(0.5, gate.set).start()
+        assert found.result(60).error is None
+        waiting.join(60)
+        assert not waiting.is_alive()
+    finally:
+        del HOOKS["again"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -101,6 +102,7 @@ class RankStage:
         self._rows = list(range(rows, 0, -1))  # row 0 stays empty
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._launched: Any = None
+        self._read: deque[HookedRequest] = deque()  # results were asked for: a row may be free
         self._known: dict[str, HookedRequest] = {}  # by vLLM's id
         self._by_own_id: dict[str, HookedRequest] = {}
         self._ops: Any = None
@@ -174,6 +176,10 @@ class RankStage:
 
     def _take_rows(self, req_ids: Sequence[str]) -> None:
         """Rows of the tables for requests of a step, if need be from requests outside of it."""
+        while self._read:
+            found = self._read.popleft()
+            if found.forgotten:
+                self._free_row(found)
         live = [found for vllm_id in req_ids if (found := self._live(vllm_id)) is not None and found.row is None]
         if not live:
             return
@@ -215,9 +221,7 @@ class RankStage:
         def complete(result: Future[DeclaredResult]) -> None:
             try:
                 found.met += 0 if row is None else seen(row)
-                with self.lock:
-                    if found.forgotten:
-                        self._free_row(found)
+                self._read.append(found)  # without the lock: the rank's thread may hold it, and wait for this one
                 done.set_result(RankResult(result.result(), found.steps, found.preemptions, self._unmet(found)))
             except BaseException as failure:
                 done.set_exception(failure)
@@ -336,7 +340,8 @@ class RankStage:
 
     def idle(self) -> None:
         """The next pass is not one of requests with hooks: a dummy one, or plain."""
-        self._close_batch()
+        with self.lock:
+            self._close_batch()
         self._step, self._ops = None, None
         if self.in_tables:
             self.buffers.clear()
