@@ -73,6 +73,21 @@ def select_sites(
     return sorted(dict.fromkeys(found), key=order)
 
 
+def select_traced_sites(names: NamesFilter, model: ModelSpec) -> list[Site]:
+    """`select_sites` for blocks, which read the value at a module: a router returns more than its logits.
+
+    Raises:
+        ValueError: what `select_sites` refuses, and a router that is named.
+    """
+    found = select_sites(names, model, captured=False)
+    routers = [site for site in found if site.kind == "router"]
+    if routers and not (names is None or callable(names)):
+        raise ValueError(
+            f"{routers[0]} is not served here: a declared intervention or a capture takes it, or a trace, by the router's module"
+        )
+    return [site for site in found if site.kind != "router"]
+
+
 class ActivationCache(BySite):
     """States by site: [batch, tokens, width], and [batch, tokens, heads, head_dim] for `q`, `k`, `v` and `z`. On the CPU.
 

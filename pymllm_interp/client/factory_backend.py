@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from ..core.events import Subscriber
 from ..core.limits import EngineLimits
-from ..core.model_spec import NUMBERED_SITES
+from ..core.model_spec import INNER_SITES, NUMBERED_SITES
 from ..core.request import Request
 from ..hooks.captures.spec import Capture
 from ..hooks.catalogue import ops
@@ -115,7 +115,7 @@ class FactoryBackend(Backend):
             "sites": {
                 kind: {"shape": list(spec.shape(kind)), "layers": kind not in ("embed", "final_norm", "logits")}
                 for kind in kinds
-                if kind not in ("q", "k", "v", "z", "mlp_act") or kind in facts.inner_sites
+                if kind not in INNER_SITES or kind in facts.inner_sites
             },
             "ops": sorted(ops()),
             "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},

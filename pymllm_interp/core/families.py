@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
-INNER_SITES = ("q", "k", "v", "z", "mlp_act")
+INNER_SITES = ("q", "k", "v", "z", "mlp_act", "router")
 """Kinds of inner sites that each layer has."""
 HEAD_SITES = ("q", "k", "v", "z")
 """Kinds of sites with a state that is split into attention heads, [heads, head_dim]."""
@@ -74,6 +74,7 @@ class Family:
         qkv: child of the attention with q, k and v in one output; "": each has a projection of its own.
         by_head: whether q, k and v of each head follow each other; else all q, all k, all v.
         down_proj: the MLP's last projection.
+        router: child of the MLP that scores its experts; "": it has none.
         attn_out, mlp_out: children of a decoder layer with outputs that are added to the residual stream; "": attention and MLP.
         resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.
         mixers: children of decoder layers that mix tokens, by layer. Their outputs are `attn_out`. A row of the table has the
@@ -98,6 +99,7 @@ class Family:
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
     down_proj: str = "down_proj"
+    router: str = ""
     attn_out: str = ""
     mlp_out: str = ""
     resid_mid: str = ""
@@ -128,6 +130,7 @@ class Family:
             ),
             "resid_mid": SitePoint(f"{layer}.{self.resid_mid or self.mlp_norm}", "input"),
             "mlp_in": SitePoint(f"{layer}.{self.mlp_norm}", "output"),
+            **({"router": SitePoint(f"{mlp}.{self.router}", "output")} if self.router else {}),
             "mlp_act": SitePoint(f"{mlp}.{self.down_proj}", "input"),
             "mlp_out": SitePoint(f"{layer}.{self.mlp_out or self.mlp}", "output"),
             "resid_post": SitePoint(layer, "output"),
@@ -249,7 +252,7 @@ FAMILIES = {
         Family(name="mistral"),
         Family(name="qwen2"),
         Family(name="qwen3"),
-        *(Family(name=name, missing=_EXPERTS) for name in ("mixtral", "olmoe", "qwen3_moe")),
+        *(Family(name=name, router="gate", missing=_EXPERTS) for name in ("mixtral", "olmoe", "qwen3_moe")),
         Family(name="gpt2", **_GPT2, qkv="c_attn", missing=frozenset({"embed"}), sliding_window=False),
         Family(
             name="gpt_neox", embed="gpt_neox.embed_in", layers="gpt_neox.layers", final_norm="gpt_neox.final_layer_norm",

@@ -134,6 +134,7 @@ _SHAPES = {
     "z": ("num_attention_heads", "head_dim"),
     PATTERN: ("num_attention_heads",),
     "mlp_act": ("intermediate_size",),
+    "router": ("num_experts",),
     "logits": ("vocab_size",),
 }
 """Kind of site -> the config's settings that make the shape of its state; hidden_size for all others."""
@@ -163,6 +164,8 @@ class ModelSpec:
     """Whether edges of attention can be cut (`Knockout`)."""
     has_states: bool = False
     """Whether layers have recurrent states, of the whole sequence so far, in place of K and V by position."""
+    num_experts: int = 0
+    """Experts that a router chooses from; 0 without."""
     num_projected_kv_heads: int | None = None
     """Heads of the sites `k` and `v`, where attention repeats them for its queries; None: `num_key_value_heads`."""
 
@@ -197,6 +200,7 @@ class ModelSpec:
             sliding_windows=_sliding_windows(text, family),
             rope_depends_on_length=any(r.get("rope_type") in LENGTH_DEPENDENT_ROPE for r in ropes),
             dtype=dtype,
+            num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
         )
 
     def shape(self, kind: str) -> tuple[int, ...]:

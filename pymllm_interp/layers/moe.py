@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..core.current_pass import current_batch
+from ..core.forward_batch import ForwardBatch
 from .activation import Activation, activation, activation_module, gated, silu
 from .dispatch import triton_kernels_for
+from .edits.base import apply_inner, capture_inner
 from .gemm import Gemm
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -26,20 +28,25 @@ class TopKRouter(nn.Module):
     """
 
     def __init__(
-        self, experts: int, hidden: int, top_k: int, normalise: bool, dtype: torch.dtype, score_dtype: torch.dtype, device: str
+        self, layer_idx: int, experts: int, hidden: int, top_k: int, normalise: bool, dtype: torch.dtype,
+        score_dtype: torch.dtype, device: str,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.layer_idx = layer_idx
         self.top_k, self.num_experts, self.hidden_dim, self.norm_topk_prob = top_k, experts, hidden, normalise
         self._score_dtype = score_dtype
         self.weight = nn.Parameter(torch.empty(experts, hidden, dtype=dtype, device=device), False)
         self._gemm = Gemm([self.weight], self.weight.detach(), None)
 
     def forward(self, hidden_states: torch.Tensor) -> Routed:
-        return self.route(hidden_states)
+        return self.route(hidden_states, current_batch())
 
-    def route(self, x: torch.Tensor) -> Routed:
-        """x [..., hidden], flattened to tokens."""
+    def route(self, x: torch.Tensor, batch: ForwardBatch | None) -> Routed:
+        """x [..., hidden], flattened to tokens. Declared ops at the logits come before the choice."""
         logits = self._gemm(x.reshape(-1, self.hidden_dim))
+        if batch is not None:
+            logits = apply_inner(logits[None], batch.site_ops, self.layer_idx, "router")[0]
+            capture_inner(logits[None], batch.site_ops, self.layer_idx, "router")
         return (logits, *self.choose(logits))
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from einops import reduce
 
-from ..client.activation_cache import NamesFilter, lens_name, select_sites
+from ..client.activation_cache import NamesFilter, lens_name, select_traced_sites
 from ..client.calls.site_hooks import HookPoint, PlacedHooks
 from ..core.model_spec import HEAD_SITES, LOGITS
 from ..hooks.positions import is_whole
@@ -37,7 +37,7 @@ def attribute(
         raise NotImplementedError(
             "this model has edits (lm.edit), and attribution does not apply them: clear them first"
         )
-    chosen = [site for site in select_sites(sites, spec, captured=False) if site.kind != LOGITS]
+    chosen = [site for site in select_traced_sites(sites, spec) if site.kind != LOGITS]
     if not chosen:
         raise ValueError(f"sites={sites!r} selects no site; 'resid_post.*' selects one in each layer")
     clean_ids, corrupted_ids = lm.token_ids(clean, "the clean prompt"), lm.token_ids(corrupted, "the corrupted prompt")

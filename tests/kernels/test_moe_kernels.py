@@ -38,7 +38,7 @@ def one_by_one(experts: Experts, x: torch.Tensor, ids: torch.Tensor, scores: tor
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 4, 2), (3, 60, 6), (17, 128, 8), (2, 5, 5)])
 def test_the_router_chooses_what_torch_chooses(tokens, experts, top_k, normalise):
-    router = TopKRouter(experts, 8, top_k, normalise, torch.float32, torch.float32, DEVICE)
+    router = TopKRouter(0, experts, 8, top_k, normalise, torch.float32, torch.float32, DEVICE)
     logits = numbers(tokens, experts, seed=3) * 3
     with torch.enable_grad():  # in plain torch
         expected = router.choose(logits)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from helpers_graphs import use_eager_graphs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pymllm_interp import LM, SamplingParams
+from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.models.weights.loading import WeightsError
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
@@ -235,3 +237,69 @@ def test_what_the_native_classes_do_not_compute_runs_by_its_class() -> None:
             LM(hf_config=config, load_format="dummy", impl="native", **SIZES)
     with pytest.raises(ValueError, match="the experts of MixtralForCausalLM cannot be quantised"):
         LM(hf_config=tiny_config("mixtral"), load_format="dummy", quantize="fp8", **SIZES)
+
+
+@contextmanager
+def shifted_logits(model: Any, layer: int, shift: torch.Tensor, kept: list[torch.Tensor]) -> Iterator[None]:
+    """transformers' own router of a layer, with `shift` added to its logits."""
+    gate = model.model.layers[layer].mlp.gate
+    product = torch.nn.functional.linear
+
+    def forward(hidden: torch.Tensor) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.functional, "linear", lambda *args: product(*args) + shift)
+            found = type(gate).forward(gate, hidden)
+        kept.append(product(hidden.reshape(-1, hidden.shape[-1]), gate.weight) + shift)
+        return found
+
+    gate.forward = forward
+    try:
+        yield
+    finally:
+        del gate.forward
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_of_routers_are_captured_and_experts_banned(saved: tuple[Any, Path], device: str) -> None:
+    """Each request chooses among its own experts, beside others, in prompts and generated tokens."""
+    model, folder = saved
+    experts = model.config.get_text_config().num_local_experts
+    ban, force = torch.zeros(experts), torch.zeros(experts)
+    ban[1], force[2] = -1e4, 1e4
+    sizes = SIZES | {"device": device, "inner_sites": ("router",)}
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LM(folder, impl="native", **sizes) as lm, torch.no_grad():
+        assert "router.*" in lm.sites
+        shifts = [None, ban, force]
+        handles = [
+            lm.submit(
+                prompt, greedy, capture=["router.*"],
+                interventions=[] if shift is None else [Steer("router.1", shift)],
+            )
+            for prompt, shift in zip(PROMPTS, shifts, strict=True)
+        ]  # fmt: skip
+        for prompt, shift, handle in zip(PROMPTS, shifts, handles, strict=True):
+            out = handle.result()
+            found = out.outputs[0].activations
+            kept: list[torch.Tensor] = []
+            shift = torch.zeros(experts) if shift is None else shift
+            with shifted_logits(model, 1, shift, kept):
+                logits = model(torch.tensor([prompt + out.token_ids[:-1]])).logits[0]
+            assert out.token_ids == logits[len(prompt) - 1 :].argmax(-1).tolist()
+            torch.testing.assert_close(found["router.1"].cpu(), kept[0], **CLOSE)
+            assert found["router.0"].shape == (len(prompt) + 3, experts)
+        cache = lm.run_with_cache(PROMPTS[0])[1]
+        assert cache["router.1"].shape == (1, len(PROMPTS[0]), experts)
+        with lm.trace(PROMPTS[0]) as tracer:
+            chosen = lm.model.layers[1].mlp.gate.output.save()
+        assert len(chosen) == 3 and not tracer.receipt.lowered
+        with pytest.raises(ValueError, match=r"router\.1 is not served here"):
+            lm.run_with_hooks(PROMPTS[0], fwd_hooks=[("router.1", lambda value, hook: value)])
+
+
+def test_routers_are_sites_of_native_mixtures_only(saved: tuple[Any, Path]) -> None:
+    _, folder = saved
+    with LM(folder, impl="transformers", **SIZES) as lm:
+        assert "router.*" not in lm.sites
+        with pytest.raises(ValueError, match="no site 'router'"):
+            lm.generate([PROMPTS[0]], SamplingParams(max_tokens=1), capture=["router.0"])

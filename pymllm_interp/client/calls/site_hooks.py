@@ -12,7 +12,7 @@ from ...core.model_spec import LOGITS, ModelSpec
 from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...layers.rope import heads_of
-from ..activation_cache import NamesFilter, lens_name, select_sites
+from ..activation_cache import NamesFilter, lens_name, select_sites, select_traced_sites
 
 HookFunction = Callable[..., torch.Tensor | None]
 """``function(value, hook=point)`` -> None, or the value to put in place."""
@@ -99,7 +99,7 @@ def placed_hooks(fwd_hooks: Iterable[tuple[NamesFilter, HookFunction]], model: M
         if not isinstance(entry, Sequence) or len(entry) != 2 or not callable(entry[1]):
             raise TypeError(f"fwd_hooks holds {entry!r}: expected pairs (site, function)")
         names, function = entry
-        for site in select_sites(names, model, captured=False):
+        for site in select_traced_sites(names, model):
             by_site.setdefault(site, []).append(function)
     placed = []
     for site in select_sites(list(by_site), model):

@@ -31,7 +31,7 @@ class SparseMoeBlock(ResidualBranch):
         self.output_site = delta_site(mlp_add(layer_idx))
         experts, hidden, dtype = self.num_experts_of(config), spec.hidden_size, spec.dtype
         self.gate = TopKRouter(
-            experts, hidden, config.num_experts_per_tok, self.normalises(config), dtype, self.score_dtype_of(spec), device
+            layer_idx, experts, hidden, config.num_experts_per_tok, self.normalises(config), dtype, self.score_dtype_of(spec), device
         )  # fmt: skip
         self.experts = Experts(
             layer_idx, experts, hidden, self.intermediate_size_of(config), self.activation_of(config), dtype, device
@@ -74,7 +74,7 @@ class SparseMoeBlock(ResidualBranch):
     def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         (x,) = inputs
         hidden = x.view(-1, x.shape[-1])
-        _, scores, ids = self.gate.route(hidden)
+        _, scores, ids = self.gate.route(hidden, batch)
         return self.experts.fused(hidden, ids, scores).view(x.shape)
 
 
