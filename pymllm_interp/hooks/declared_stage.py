@@ -43,18 +43,27 @@ from .saes.sae import SAE
 
 
 class StepRows(Protocol):
-    """A step's requests, and the rows of each in the flat batch (`runner.input_batch.InputBatch`).
+    """A step's requests, and the rows of each in the flat batch (`runner.input_batch.InputBatch`)."""
 
-    Attributes:
-        query_start_loc: [reqs + 1] int32, first token row of each request.
-        cu_num_logits: [reqs + 1] int32, first logit row of each request.
-        sample_rows: logit row of each request that samples.
-    """
+    @property
+    def entries(self) -> Sequence[ScheduledRequest]:
+        """The requests."""
+        ...
 
-    entries: Sequence[ScheduledRequest]
-    query_start_loc: np.ndarray
-    cu_num_logits: np.ndarray
-    sample_rows: list[int]
+    @property
+    def query_start_loc(self) -> np.ndarray:
+        """[reqs + 1] int32, first token row of each request."""
+        ...
+
+    @property
+    def cu_num_logits(self) -> np.ndarray:
+        """[reqs + 1] int32, first logit row of each request."""
+        ...
+
+    @property
+    def sample_rows(self) -> list[int]:
+        """Logit row of each request that samples."""
+        ...
 
 
 class RowBuffers(Protocol):

@@ -254,7 +254,7 @@ def test_a_step_that_waits_for_the_ring_does_not_stop_results(monkeypatch: pytes
     try:
         rank.add("again")
         gate = threading.Event()
-        ring.after(lambda: None if gate.wait(60) else None)
+        ring.after(lambda: bool(gate.wait(60)) or None)
         end = RequestEnd("a", [0] * PROMPT, [0], PROMPT, PROMPT, 0, RequestHooks())
         (found,) = rank.stage.finish([end])
         rank.step([("again", 0, PROMPT - 1)])  # its span is behind the results

@@ -274,15 +274,16 @@ class VllmRequestEngine:
             request.prompt_logprobs = [None if found is None else _logprobs(found) for found in output.prompt_logprobs]
         if tokens:
             request.prompt_computed = request.prompt_len
-        logprobs: list[Any] = completion.logprobs if request.logprobs is not None and request.generates else []
+        kept = request.logprobs if request.generates and request.logprobs is not None and completion.logprobs else None
+        logprobs: list[Any] = [] if kept is None else completion.logprobs
         if request.generates and not follows(request):  # vLLM has looked at all but the last
             request.output_token_ids += tokens[:-1]
-            if logprobs:
-                request.logprobs += map(_logprobs, logprobs[:-1])
+            if kept is not None:
+                kept += map(_logprobs, logprobs[:-1])
             tokens, logprobs = tokens[-1:], logprobs[-1:]
         for i, token in enumerate(tokens):
-            if logprobs:
-                request.logprobs.append(_logprobs(logprobs[i]))
+            if kept is not None:
+                kept.append(_logprobs(logprobs[i]))
             reason = take(request, [token], ModelRunnerOutput(), [])
             if reason is not None:
                 return reason

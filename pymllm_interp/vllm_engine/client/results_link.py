@@ -70,7 +70,8 @@ class ResultsLink:
     def _read(self) -> None:
         try:
             while True:
-                self._soon(self._pass_on, read_block(*self._connection.recv(), self._shared))
+                pickled, sent = self._connection.recv()
+                self._soon(self._pass_on, read_block(pickled, sent, self._shared))
         except (EOFError, OSError, TypeError, ValueError):
             self._closed = True
             self._soon(self._fail)

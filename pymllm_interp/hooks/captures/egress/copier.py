@@ -200,7 +200,7 @@ class RingCopier:
         rows = part.captures.direct_rows(part.first, len(part.sizes))
         # Positions that were computed again have no record, and sums come before the rows.
         fits = rows is not None and rows.nbytes == part.size * self._host.itemsize
-        return torch.from_numpy(rows.reshape(-1)) if fits else None
+        return torch.from_numpy(rows.reshape(-1)) if rows is not None and fits else None
 
 
 def _dealt(copies: list[_Copy]) -> list[list[_Copy]]:

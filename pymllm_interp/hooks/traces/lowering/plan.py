@@ -48,7 +48,13 @@ def points_of(root: str, family: Family, num_layers: int, softcap: float | None)
     for kind, (module, end) in family.points.items():
         normed = kind == "mlp_in" and "resid_mid" not in family.points
         # Some layers' outputs at such a path are tuples, and so are routers'.
-        if not (isinstance(module, LayerPath) or kind == "router" or family.is_slice(kind) or normed or (softcap and kind == LOGITS)):
+        if not (
+            isinstance(module, LayerPath)
+            or kind == "router"
+            or family.is_slice(kind)
+            or normed
+            or (softcap and kind == LOGITS)
+        ):
             group = inside if "{}" in module else after if before or inside else before
             group.append((kind, module, end))
     attention = f"{family.layers}.{{}}.{family.attention}"
