@@ -114,19 +114,23 @@ class VllmStep:
         """[reqs]: rows of the logits."""
         return np.where(self.batch.all_logits, self.counts, 1)
 
-    @cached_property
+    @property
     def cu_num_logits(self) -> np.ndarray:
         """[reqs + 1] int32, first row of the logits of each request."""
         return np.concatenate(([0], np.cumsum(self.logit_rows))).astype(np.int32)
 
-    @cached_property
+    @property
     def sample_rows(self) -> list[int]:
         """The row of the logits that each request samples from: its last."""
         return (self.cu_num_logits[1:] - 1).tolist()
 
-    @cached_property
-    def entries(self) -> list[ScheduledRequest]:
+    @property
+    def entries(self) -> Sequence[ScheduledRequest]:
         """The requests; "" for the id of one without hooks."""
+        return self._entries
+
+    @cached_property
+    def _entries(self) -> Sequence[ScheduledRequest]:
         return [
             ScheduledRequest("" if one is None else one.request_id, max(row, 0), count, first, True, False, logit_rows)
             for one, row, count, first, logit_rows in zip(
