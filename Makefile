@@ -53,15 +53,11 @@ endif
 test-replicas: $(STAMP)
 	PYMLLM_TEST_REPLICAS=2 $(PYTEST) $(REPLICATED_TESTS)
 
-# vLLM as the engine of an LM, against our own engine; not part of `make test` yet. Twice: vLLM asks for Triton when it is imported, and its V2 runner needs it.
-# Its environment is made once (.ci/vllm-environment). Where it cannot be made, as without the CPU build of torch, this says so.
-VLLM_TESTS := tests/vllm_engine tests/client/test_backend.py tests/docs/test_docs.py
+# vLLM as the engine of an LM, against our own engine; not part of `make test`. Its environment is made once (.ci/vllm-environment).
+# Where it cannot be made, as without the CPU build of torch, this says so.
 test-vllm:
 	@python=$$(PYTHON=$(PYTHON) .ci/vllm-environment) || { echo "the tests of vLLM are NOT run: see above" >&2; exit $(if $(CI_NEEDS_VLLM),1,0); }; \
-	export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false VLLM_LOGGING_LEVEL=ERROR; \
-	PYTHONPATH=$(CURDIR) $$python -m pytest -q -p no:cacheprovider $(VLLM_TESTS) -k "vllm and not local and not remote" && \
-	PYTHONPATH=$(CURDIR)/tests/support/vllm_v2_rig:$(CURDIR) VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 \
-		$$python -m pytest -q -p no:cacheprovider tests/vllm_engine/test_vllm_models.py -k V2
+	.ci/vllm-tests $$python
 
 # As many workers as fit on the device, each with its share of the memory (tests/support/gpu_workers.py); then, one by one, the
 # tests that measure or fill the memory. Both passes run, whatever the first one's result.

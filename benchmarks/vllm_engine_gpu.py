@@ -1,11 +1,13 @@
-"""vLLM as the engine of an LM, beside plain vLLM of the same version, in one process after the other on one GPU.
+"""vLLM as the engine of an LM, beside plain vLLM of the same version.
 
-    python benchmarks/vllm_engine_gpu.py --config FOLDER_WITH_CONFIG_JSON --out FILE
-    python benchmarks/vllm_engine_gpu.py --check                           # correctness only: V2 and V1, eager and graphs
+    python benchmarks/vllm_engine_gpu.py --parts bf16,fp8 --out FILE         # speed, a GPU for each part where there are two
+    python benchmarks/vllm_engine_gpu.py --parts moe,check,tp --out FILE     # a MoE shape; values; two ranks
 
-Speed: requests of `--prompt` tokens that generate `--new` tokens, at each batch size; the median of `--repeats` runs, after one
-that is not counted. "idle": nothing is declared. "one site": each request steers one site. "all layers": it steers every layer.
-"captured": it captures resid_post of all layers. Each is divided by plain vLLM's tokens a second.
+Speed: all engines of a part are loaded at once, each in a process of its own on the same GPU, and run in turns. Requests of
+`--prompt` tokens generate `--new` tokens. A ratio is the median over rounds: plain vLLM's seconds divided by the case's in the same
+round. "plain again" is plain vLLM at the end of a round. "front" and "norm": where the hooks are (docs/vllm.md). "idle": nothing is
+declared. "one site": each request steers one site. "all layers": it steers every layer. "captured": it captures resid_post of
+all layers.
 """
 
 from __future__ import annotations
@@ -18,322 +20,356 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm_engine_check import WAYS, check, environment_of, prompts_of
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": None,
-    "eos_token_id": None,
+LOAD_SECONDS, RUN_SECONDS = 330, 120
+MEMORY_OF_THREE = 110 << 30
+"""Bytes of a GPU that holds three engines with an 8B model in bfloat16. On a smaller one two are loaded at a time."""
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32768, "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+    "dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-TOLERANCE = 0.04
-"""Of states in bfloat16 against float32, relative to the largest."""
-
-
-def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
-    """Random prompts, different for each request."""
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(0, vocab - 1, (count, length), generator=generator).tolist()
-
-
-# -- correctness -----------------------------------------------------------------------------
-
-
-def saved_model(folder: Path) -> Path:
-    """A small llama with random weights in bfloat16."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    config = LlamaConfig(**{name: value for name, value in TINY.items() if name not in ("architectures", "dtype")})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.mul_(1 if "norm" in name else 3)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def check(ways: list[str]) -> dict[str, Any]:
-    """Each way in a process of its own."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        saved_model(Path(folder))
-        for way in ways:
-            runner, graphs = way.split("-")
-            environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
-            command = [sys.executable, __file__, "--check-one", graphs, "--config", folder]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            found[way] = json.loads(lines[-1]) if lines else {"error": (done.stdout + done.stderr)[-3000:]}
-            print(way, found[way], flush=True)
-    return found
-
-
-def check_one(folder: str, graphs: str) -> dict[str, Any]:
-    """Ops and captures of one engine against our own engine on the CPU, in float32 over the same weights."""
-    from pymllm_interp import LM, Ablate, Capture, Gate, Generated, Patch, Project, SamplingParams, Steer
-
-    width = TINY["hidden_size"]
-    vector = lambda seed, *shape: torch.randn(*(shape or (width,)), generator=torch.Generator().manual_seed(seed))  # noqa: E731
-    modes: dict[str, dict[str, Any]] = {
-        "eager": {"disable_cuda_graph": True},
-        "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
-        "full": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
-    }
-    kinds = ("attn_out", "resid_mid", "mlp_out", "resid_post")
-    prompts = [*prompts_of(3, 40, TINY["vocab_size"]), *prompts_of(3, 7, TINY["vocab_size"])]
-    ops = [
-        [Steer("resid_post.1", vector(1), 3.0)],
-        None,
-        [Ablate("resid_mid.2", vector(2, 2, width)), Steer("mlp_out.0", vector(3), positions="generated")],
-        [Patch("resid_post.0", vector(4, 2, width), positions=[0, -1])],
-        [Steer("resid_post.2", vector(5), 2.0, when=Gate(vector(6), 0.0, site="resid_post.0"))],
-        [Steer("embed", vector(7), 0.5), Steer("final_norm", vector(8), positions=Generated(1, 5, 2))],
-    ]
-    captures = [
-        [f"{kind}.*" for kind in kinds], None, ["resid_post.*"], [Capture("resid_post.*", reduce=Project(vector(9, 3, width)))],
-        [Capture("resid_post.*", reduce="mean")], ["embed", "final_norm", "logits"],
-    ]  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LM(
-        folder,
-        engine="vllm",
-        dtype="bfloat16",
-        max_model_len=512,
-        max_running_requests=16,
-        gpu_memory_utilization=0.3,
-        kv_cache_tokens=8192,
-        **modes[graphs],
-    ) as lm:
-        outs = lm.generate(prompts, params, interventions=ops, capture=captures)
-        again = lm.generate(prompts, params, interventions=ops, capture=captures)
-        plain = lm.generate([prompts[0]], params, capture=["resid_post.1"])[0]
-        name = lm.engine_name
-    with LM(folder, dtype="float32", device="cpu", max_model_len=512) as own:
-        worst: dict[str, float] = {}
-        for i, out in enumerate(outs):
-            completion = out.outputs[0]
-            if not captures[i]:
-                continue
-            # The tokens that vLLM chose, as one prompt; positions of the generation are then positions of the prompt.
-            wanted = own.generate([prompts[i]], params, interventions=ops[i], capture=captures[i])[0].outputs[0]
-            same = next(
-                (
-                    k
-                    for k, pair in enumerate(zip(completion.token_ids, wanted.token_ids, strict=True))
-                    if pair[0] != pair[1]
-                ),
-                12,
-            )
-            rows = len(prompts[i]) + same
-            for site, states in completion.activations.items():
-                count = (
-                    len(states)
-                    if "mean" in str(captures[i])
-                    else min(rows - (site == "logits") * (len(prompts[i]) - 1), len(states))
-                )
-                if "mean" in str(captures[i]) and same < 12:
-                    continue
-                theirs = wanted.activations[site][:count].float()
-                off = (states[:count].float() - theirs).abs().max() / theirs.abs().max()
-                worst[site.split(".")[0]] = max(worst.get(site.split(".")[0], 0.0), float(off))
-    # At the site itself the change is exact: the state before, plus the vector, rounded once.
-    first = outs[0].outputs[0].activations["resid_post.1"][: len(prompts[0])]
-    before = plain.outputs[0].activations["resid_post.1"][: len(prompts[0])]
-    exact = (before.float() + 3.0 * vector(1)).to(before.dtype)
-    steps = sorted({mode for out in outs if out.receipt for mode in out.receipt.steps})
-    return {
-        "engine": name, "steps": steps, "worst": {site: round(off, 5) for site, off in worst.items()},
-        "ok": max(worst.values()) < TOLERANCE, "steered rows equal": float((first == exact).float().mean()),
-        "again equal": [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outs, again, strict=True)],
-        "captured rows": {site: len(rows) for site, rows in list(outs[0].outputs[0].activations.items())[:2]},
-    }  # fmt: skip
+"""Qwen3-30B-A3B's widths, with half of its experts and layers."""
+DENSE = Path(__file__).parent / "configs" / "llama8b"
 
 
 # -- speed -----------------------------------------------------------------------------------
 
+CASES = ("idle", "one site", "all layers", "captured")
+
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    sizes = sorted({*args.batches, *(size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= max(args.batches))})
-    return {
-        "max_model_len": args.prompt + args.new + 8, "gpu_memory_utilization": 0.85, "enable_prefix_caching": False,
-        "compilation_config": {"cudagraph_capture_sizes": sizes}, **dict(args.vllm_option or ()),
+    """Arguments that plain vLLM and ours share."""
+    top = max(args.batches)
+    sizes = sorted({*args.batches, *(size for size in (1, 8, 32, 128, 256) if size <= top)})
+    found: dict[str, Any] = {
+        "max_model_len": args.prompt + args.new + 8, "enable_prefix_caching": False, "gpu_memory_utilization": 0.2,
+        "max_num_batched_tokens": args.step_tokens,
     }  # fmt: skip
+    if not args.eager:
+        found["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        found["kv_cache_memory_bytes"] = args.kv_bytes  # several engines profile the same GPU at once
+    if args.quantization:
+        found["quantization"] = args.quantization
+    if args.moe_backend:
+        found["moe_backend"] = args.moe_backend
+    if args.ranks > 1:
+        found |= {"tensor_parallel_size": args.ranks, "distributed_executor_backend": "mp"}
+    return found
 
 
-def timed(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each of `repeats` runs, after one that is not counted."""
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+class PlainVllm:
+    """vLLM as it is."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-def plain_vllm(args: argparse.Namespace) -> dict[str, Any]:
-    """vLLM as it is: seconds by batch size."""
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
-    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
-    from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+        self._loop = asyncio.new_event_loop()
+        arguments = AsyncEngineArgs(
+            args.config, disable_log_stats=True, scheduling_policy="priority", max_num_seqs=max(args.batches), dtype=args.dtype,
+            load_format="dummy", skip_tokenizer_init=True, enforce_eager=args.eager, **engine_options(args),
+        )  # fmt: skip
 
-    async def main() -> dict[str, Any]:
-        options = {
-            "max_num_seqs": max(args.batches),
-            "dtype": "bfloat16",
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-        }
-        llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                args.config, disable_log_stats=True, scheduling_policy="priority", **options, **engine_options(args)
-            )
-        )
-        params = SamplingParams(
+        async def made() -> Any:
+            return AsyncLLM.from_engine_args(arguments)
+
+        self._llm = self._loop.run_until_complete(made())
+        self._params = SamplingParams(
             temperature=0,
             max_tokens=args.new,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        number = 0
+        self._number = 0
+        self.name = "plain"
+
+    def run(self, case: str, prompts: list[list[int]]) -> dict[str, Any]:
+        """Seconds of one batch."""
 
         async def one(ids: list[int]) -> None:
-            nonlocal number
-            number += 1
-            async for _ in llm.generate({"prompt_token_ids": ids}, params, str(number)):
+            self._number += 1
+            async for _ in self._llm.generate({"prompt_token_ids": ids}, self._params, str(self._number)):
                 pass
 
-        found = {}
-        for batch in args.batches:
-            prompts, seconds = prompts_of(batch, args.prompt, 32000), []
-            for _ in range(args.repeats + 1):
-                start = time.perf_counter()
-                await asyncio.gather(*map(one, prompts))
-                seconds.append(time.perf_counter() - start)
-            found[str(batch)] = seconds[1:]
-        llm.shutdown()
-        return {"plain": found}
+        async def batch() -> float:
+            start = time.perf_counter()
+            await asyncio.gather(*map(one, prompts))
+            return time.perf_counter() - start
 
-    return asyncio.run(main())
+        return {"seconds": self._loop.run_until_complete(batch())}
+
+    def close(self) -> None:
+        """End vLLM."""
+        self._llm.shutdown()
 
 
-def ours(args: argparse.Namespace) -> dict[str, Any]:
-    """An LM over vLLM: seconds by what requests declare, and batch size."""
-    from pymllm_interp import LM, SamplingParams, Steer
+class Ours:
+    """An LM over vLLM."""
 
-    found: dict[str, Any] = {}
-    options = engine_options(args)
-    utilization = options.pop("gpu_memory_utilization")
-    length = options.pop("max_model_len")
-    caching = options.pop("enable_prefix_caching")
-    start = time.perf_counter()
-    with LM(
-        args.config, engine="vllm", dtype="bfloat16", load_format="dummy", max_running_requests=max(args.batches),
-        max_model_len=length, gpu_memory_utilization=utilization, enable_prefix_caching=caching, capture_ring_bytes=4 << 30,
-        max_capture_bytes=4 << 30, **options,
-    ) as lm:  # fmt: skip
-        found["load seconds"] = time.perf_counter() - start
-        layers, width = lm.num_layers, lm.hidden_size
+    def __init__(self, args: argparse.Namespace) -> None:
+        from pymllm_interp import LM, SamplingParams, Steer
+
+        options = engine_options(args)
+        if args.eager:
+            options["kv_cache_tokens"] = max(args.batches) * (args.prompt + args.new + 8)
+        self._lm = LM(
+            args.config, engine="vllm", dtype=args.dtype, load_format="dummy", max_running_requests=max(args.batches),
+            capture_ring_bytes=args.ring, max_capture_bytes=4 << 30, capture_kept_bytes=32 << 30, disable_cuda_graph=args.eager,
+            max_num_tokens=options.pop("max_num_batched_tokens"), **options,
+        )  # fmt: skip
+        layers, width = self._lm.num_layers, self._lm.hidden_size
         unit = torch.nn.functional.normalize(torch.randn(width, generator=torch.Generator().manual_seed(0)), dim=0)
-        params = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True)
-        declared: dict[str, dict[str, Any]] = {
+        self._params = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True)
+        self._declared: dict[str, dict[str, Any]] = {
             "idle": {},
             "one site": {"interventions": [Steer(f"resid_post.{layers // 2}", unit, 0.1)]},
             "all layers": {"interventions": [Steer("resid_post.*", unit, 0.1)]},
             "captured": {"capture": ["resid_post.*"]},
         }
-        for what, own in declared.items():
-            found[what] = {}
+        self.name = self._lm.engine_name
+
+    def run(self, case: str, prompts: list[list[int]]) -> dict[str, Any]:
+        """Seconds of one batch, and how its last request ran."""
+        start = time.perf_counter()
+        outs = self._lm.generate(prompts, self._params, **self._declared[case])
+        found: dict[str, Any] = {"seconds": time.perf_counter() - start}
+        if self._declared[case]:
+            found["steps"] = dict(outs[-1].receipt.steps)
+        if case == "captured":
+            found["captured bytes"] = sum(sum(t.nbytes for t in out.outputs[0].activations.values()) for out in outs)
+        return found
+
+    def close(self) -> None:
+        """End vLLM."""
+        self._lm.close()
+
+
+def serve(args: argparse.Namespace) -> None:
+    """An engine that runs what it reads: lines of [case, batch]."""
+    start = time.perf_counter()
+    engine = PlainVllm(args) if args.serve == "plain" else Ours(args)
+    print(json.dumps({"bench": "ready", "name": engine.name, "load": time.perf_counter() - start}), flush=True)
+    for line in sys.stdin:
+        case, batch = json.loads(line)
+        try:
+            found = engine.run(case, prompts_of(batch, args.prompt, args.vocab))
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"[:600]}
+        print(json.dumps({"bench": "ran"} | found), flush=True)
+    engine.close()
+
+
+class Engine:
+    """A process with an engine."""
+
+    def __init__(self, which: str, gpus: str | None, options: list[str]) -> None:
+        kind, _, taps = which.partition(" ")
+        environment = environment_of(gpus) | ({"PYMLLM_INTERP_VLLM_TAPS": taps} if taps else {})
+        self._log = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", kind, *options], env=environment, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._log, text=True,
+        )  # fmt: skip
+        self._said: list[str] = []
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """Its next line of ours, or an error."""
+        timer = threading.Timer(seconds, self._process.kill)
+        timer.start()
+        try:
+            for line in self._process.stdout:  # pyright: ignore[reportOptionalIterable]
+                if line.startswith('{"bench"'):
+                    return json.loads(line)
+                self._said.append(line)
+        finally:
+            timer.cancel()
+        self._log.seek(0)
+        return {"error": ("".join(self._said) + self._log.read())[-3000:]}
+
+    def run(self, case: str, batch: int) -> dict[str, Any]:
+        """One batch."""
+        try:
+            self._process.stdin.write(json.dumps([case, batch]) + "\n")  # pyright: ignore[reportOptionalMemberAccess]
+            self._process.stdin.flush()  # pyright: ignore[reportOptionalMemberAccess]
+        except OSError:
+            return {"error": "the engine has ended"}
+        return self.answer(RUN_SECONDS)
+
+    def close(self) -> None:
+        """End it."""
+        try:
+            self._process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
+            self._process.wait(30)
+        except (OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+
+
+def measured(args: argparse.Namespace, ours: list[str], gpus: str | None, options: list[str]) -> dict[str, Any]:
+    """Plain vLLM and `ours` ("front", "norm") in turns: seconds, and ratios of tokens a second."""
+    engines = {which: Engine(which, gpus, options) for which in ("plain", *(f"ours {taps}" for taps in ours))}
+    found: dict[str, Any] = {"loads": {}, "seconds": {}, "steps": {}}
+    start = time.perf_counter()
+    try:
+        for which, engine in list(engines.items()):
+            ready = engine.answer(max(1.0, LOAD_SECONDS - (time.perf_counter() - start)))
+            found["loads"][which] = ready
+            if "error" in ready:
+                print(which, ready["error"], flush=True)
+                engines.pop(which).close()
+        found["loaded after"] = time.perf_counter() - start
+        for turn in range(-1, args.rounds):  # the first is not counted
             for batch in args.batches:
-                prompts = prompts_of(batch, args.prompt, 32000)
-                last: list[Any] = []
-
-                def run(prompts: Any = prompts, own: Any = own, last: list[Any] = last) -> None:
-                    last[:] = lm.generate(prompts, params, **own)
-
-                try:
-                    found[what][str(batch)] = timed(run, args.repeats)
-                except Exception as error:
-                    found[what][str(batch)] = {"error": f"{type(error).__name__}: {error}"[:600]}
-                    continue
-                if own:
-                    found[f"steps of {what}"] = dict(last[0].receipt.steps)
-        found["engine"] = lm.engine_name
+                for which, case in turns_of(engines, turn):
+                    ran = engines[which].run(case, batch)
+                    what = f"{which}, {case}"
+                    if "error" in ran:
+                        found.setdefault("errors", {})[f"{what}, {batch}"] = ran["error"]
+                    elif turn >= 0:
+                        found["seconds"].setdefault(what, {}).setdefault(str(batch), []).append(ran["seconds"])
+                        found["steps"][f"{what}, {batch}"] = ran.get("steps")
+                        if "captured bytes" in ran:
+                            found["captured bytes"] = found.get("captured bytes", {}) | {batch: ran["captured bytes"]}
+            print(f"round {turn} after {time.perf_counter() - start:.0f} s", flush=True)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    found["ratios"] = ratios_of(found["seconds"])
+    found["took"] = time.perf_counter() - start
     return found
 
 
-def speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Plain vLLM, then an LM over it, each in a process of its own; and the ratios of tokens a second."""
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "prompt": args.prompt, "new": args.new}
-    options = [f"--batches={','.join(map(str, args.batches))}", f"--prompt={args.prompt}", f"--new={args.new}"]
-    for part in ("plain", "ours", "plain again"):
-        command = [
-            sys.executable,
-            __file__,
-            "--part",
-            part.split()[0],
-            "--config",
-            args.config,
-            f"--repeats={args.repeats}",
-            *options,
+def turns_of(engines: dict[str, Engine], turn: int) -> list[tuple[str, str]]:
+    """(engine, case) of a round, in an order that the next round turns around."""
+    found = [(which, case) for case in CASES for which in engines if which != "plain"]
+    found = found[::-1] if turn % 2 else found
+    return [("plain", "plain"), *found, ("plain", "plain again")] if "plain" in engines else found
+
+
+def ratios_of(seconds: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """By case and batch: the median of plain vLLM's seconds divided by the case's, round by round."""
+    plain, found = seconds.get("plain, plain", {}), {}
+    for what, by_batch in seconds.items():
+        for batch, own in by_batch.items():
+            if what != "plain, plain" and batch in plain:
+                ratio = statistics.median(a / b for a, b in zip(plain[batch], own, strict=False))
+                found.setdefault(what, {})[batch] = round(ratio, 4)
+    return found
+
+
+# -- parts -----------------------------------------------------------------------------------
+
+
+def part(name: str, args: argparse.Namespace, gpus: str | None, folder: Path) -> dict[str, Any]:
+    """What a part of the record says."""
+    if name == "check":
+        return check(args.ways.split(","), gpus)
+    moe = folder / "moe"
+    if name == "moe" and not moe.is_dir():
+        moe.mkdir()
+        (moe / "config.json").write_text(json.dumps(MOE))
+    config = args.config or str(moe if name == "moe" else DENSE)
+    kv_bytes, ring = (4 << 30, 2 << 30) if name in ("moe", "tp") else (10 << 30, 4 << 30)
+    options = [
+        f"--batches={','.join(map(str, args.batches))}", f"--prompt={args.prompt}", f"--new={args.new}", f"--config={config}",
+        f"--kv-bytes={kv_bytes}", f"--ring={ring}", f"--dtype={args.dtype}", f"--step-tokens={args.step_tokens}",
+        f"--vocab={args.vocab}",
+    ]  # fmt: skip
+    options += ["--eager"] * args.eager + ["--quantization=fp8"] * (name == "fp8") + ["--ranks=2"] * (name == "tp")
+    options += ["--moe-backend=triton"] * (name == "moe" and not args.eager)
+    both = ["front", "norm"] if args.taps == "both" else [args.taps]
+    taps = both if name in ("bf16", "fp8") else both[-1:]
+    if len(taps) > 1 and not args.eager and torch.cuda.get_device_properties(0).total_memory < MEMORY_OF_THREE:
+        found = {f"hooks: {one}": measured(args, [one], gpus, options) for one in taps}
+        found["ratios"] = {one: each["ratios"] for one, each in found.items()}
+    else:
+        found = measured(args, taps, gpus, options)
+    if name == "tp":
+        found["check"] = check(["v2-full"], gpus, ranks=2)
+    return found
+
+
+def record(args: argparse.Namespace) -> dict[str, Any]:
+    """The parts: "tp" on both GPUs, the others on a GPU each where there are two."""
+    count = torch.cuda.device_count()
+    found: dict[str, Any] = {
+        "gpus": [torch.cuda.get_device_name(i) for i in range(count)], "prompt": args.prompt, "new": args.new, "rounds": args.rounds
+    }  # fmt: skip
+    start = time.perf_counter()
+
+    def done(name: str, result: dict[str, Any]) -> None:
+        found[name] = result
+        print(
+            f"{name} after {time.perf_counter() - start:.0f} s: {json.dumps(result.get('ratios', ''), indent=1)}",
+            flush=True,
+        )
+        if args.out is not None:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        alone = [name for name in args.parts.split(",") if name != "tp"]
+
+        def queue(names: list[str], gpus: str | None) -> None:
+            for name in names:
+                done(name, part(name, args, gpus, Path(folder)))
+
+        threads = [
+            threading.Thread(target=queue, args=(alone[i :: max(count, 1)], str(i) if count else None))
+            for i in range(max(count, 1))
         ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if not lines:
-            found[part] = {"error": (done.stdout + done.stderr)[-3000:]}
-            print(part, found[part], flush=True)
-            continue
-        measured = json.loads(lines[-1])
-        if part == "plain again":
-            measured = {"plain again": measured["plain"]}
-        found |= measured
-        print(json.dumps(measured)[:1500], flush=True)
-    base = found.get("plain")
-    if isinstance(base, dict) and "error" not in base:
-        for what in ("plain again", "idle", "one site", "all layers", "captured"):
-            for batch, seconds in (found.get(what) or {}).items():
-                if isinstance(seconds, list):
-                    found.setdefault("ratios", {}).setdefault(what, {})[batch] = round(
-                        statistics.median(base[batch]) / statistics.median(seconds), 4
-                    )
-        print(json.dumps(found.get("ratios"), indent=1), flush=True)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if "tp" in args.parts.split(","):
+            done("tp", part("tp", args, None, Path(folder)))
+    found["took"] = time.perf_counter() - start
     return found
 
 
 def main() -> None:
     """Run what the options name."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", default="", help="folder with a config.json; weights are random")
+    parser.add_argument("--parts", default="bf16", help="of bf16, fp8, moe, check, tp")
+    parser.add_argument(
+        "--config", default="", help="folder with a config.json, in place of the parts' own; weights are random"
+    )
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256])
     parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new", type=int, default=192)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--taps", choices=["both", "front", "norm"], default="both")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--ways", default="v2-full,v2-piecewise,v2-eager,v1-full,v1-eager")
-    parser.add_argument("--check-one", default=None)
-    parser.add_argument("--part", choices=["plain", "ours"], default=None)
-    parser.add_argument("--vllm-option", action="append", type=lambda text: tuple(text.split("=", 1)))
+    parser.add_argument("--ways", default=WAYS)
+    parser.add_argument("--serve", choices=["plain", "ours"], default=None)
+    parser.add_argument("--kv-bytes", type=int, default=10 << 30)
+    parser.add_argument("--ring", type=int, default=4 << 30)
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--moe-backend", default=None)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--eager", action="store_true", help="without graphs and compiler: to try this script on a CPU")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if args.check_one:
-        found = check_one(args.config, args.check_one)
-    elif args.check:
-        found = check(args.ways.split(","))
-    elif args.part:
-        found = plain_vllm(args) if args.part == "plain" else ours(args)
-    else:
-        found = speed(args)
-    if args.part or args.check_one:
-        print(json.dumps(found), flush=True)
+    if args.serve:
+        serve(args)
+        return
+    found = record(args)
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 

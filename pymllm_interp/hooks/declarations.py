@@ -51,11 +51,14 @@ class Declarations:
         )  # fmt: skip
         if not hooks.declares:
             return
-        declared = hooks.bound = Declared.bound(hooks, request.prompt_len, self._model, self._limits, self._readout)
+        declared = hooks.bound = self._bound(hooks, request.prompt_len)
         declared.hash_large()
         request.declared = declared.demands(self._limits.device_tables)
         if trace is None or not trace.grad:
             self.check_room([request], "this request")
+
+    def _bound(self, hooks: RequestHooks, prompt_len: int) -> Declared:
+        return Declared.bound(hooks, prompt_len, self._model, self._limits, self._readout)
 
     def check_room(self, together: Sequence[Request], what: str) -> None:
         """Check that the ring can hold what requests capture that run in the same steps. A traced prompt runs in one step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from .captures.reductions.patterns import PatternCaptures, is_pattern
 from .captures.reductions.reduction import Readout
 from .captures.spec import NORMED, Capture
 from .demands import Demands
+from .interventions.fires import Fires
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
 from .interventions.op import Op
@@ -209,29 +211,6 @@ LARGE = 1 << 15
 """Numbers of a vector that takes long to hash: above 70 us."""
 
 
-class Fires(dict[tuple[int, int], int | torch.Tensor]):
-    """(site, index among the site's ops) -> fires of the op's gate. A count by functions is a tensor on their device."""
-
-    _drafted: list[tuple[tuple[int, int], torch.Tensor]] | None = None
-
-    def add(self, key: tuple[int, int], fired: torch.Tensor) -> None:
-        """Count the fires of a pass, `fired` [rows] bool. Fires of drafts wait until they are settled."""
-        if self._drafted is not None:
-            self._drafted.append((key, fired))
-        else:
-            self[key] = self.get(key, 0) + fired.sum()
-
-    def begin_draft(self) -> None:
-        """From here on fires may be taken back. Those that were not settled are forgotten."""
-        self._drafted = []
-
-    def settle(self, taken_back: int) -> None:
-        """Count what drafted passes fired, without the last `taken_back` rows."""
-        drafted, self._drafted = self._drafted, None
-        for key, fired in drafted or ():
-            self.add(key, fired[: max(len(fired) - taken_back, 0)])
-
-
 class PlacedOp(NamedTuple):
     """An op at one site, at the positions of its windows."""
 
@@ -262,6 +241,7 @@ class Declared:
         given: interventions and captures, as they were given.
         draft_stop: positions after the last pass with drafts, until they are settled; None without.
         patterns: captures of attention patterns; None without.
+        shared: what was computed of the hooks, for all `fresh` copies.
     """
 
     ops: dict[int, list[PlacedOp]]
@@ -277,6 +257,7 @@ class Declared:
     patterns: PatternCaptures | None = None
     given: tuple[Sequence[Intervention], Sequence[Capture]] = ((), ())
     draft_stop: int | None = None
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def bound(
@@ -355,6 +336,14 @@ class Declared:
             ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns,
             given=(specs, captures),
         )  # fmt: skip
+
+    def fresh(self) -> Declared:
+        """The same hooks for another request with a prompt of this length: nothing is counted or captured yet."""
+        assert self.patterns is None, "patterns are bound for each request"
+        found = copy(self)
+        found.captures = None if self.captures is None else self.captures.fresh()
+        found.vectors, found.held, found.fires, found.first_fired = {}, [], Fires(), {}
+        return found
 
     @cached_property
     def edits_logits(self) -> bool:
@@ -449,7 +438,14 @@ class Declared:
 
     def applied(self, num_positions: int) -> list[Applied]:
         """Number of rows that each op acted on, among the first `num_positions` positions."""
+        if any(op.spec.when is not None for op in self):
+            return self._applied(num_positions)
+        key = "applied", num_positions
+        if key not in self.shared:
+            self.shared[key] = self._applied(num_positions)
+        return list(self.shared[key])
 
+    def _applied(self, num_positions: int) -> list[Applied]:
         def rows(op: PlacedOp, first: int, stop: int) -> int:
             return sum([window.among(first, min(stop, num_positions)) for window in op.windows])
 

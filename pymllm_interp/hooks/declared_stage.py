@@ -32,6 +32,7 @@ from ..layers.edits.table import LogitSiteOps, TableOps
 from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
 from .captures.captures import Captures
+from .captures.egress.result_memory import Memory, ResultMemory
 from .captures.egress.ring import CaptureRing, StatesOf
 from .captures.reductions.reduction import Readout
 from .declared import Declared, DeclaredLimits
@@ -42,18 +43,27 @@ from .saes.sae import SAE
 
 
 class StepRows(Protocol):
-    """A step's requests, and the rows of each in the flat batch (`runner.input_batch.InputBatch`).
+    """A step's requests, and the rows of each in the flat batch (`runner.input_batch.InputBatch`)."""
 
-    Attributes:
-        query_start_loc: [reqs + 1] int32, first token row of each request.
-        cu_num_logits: [reqs + 1] int32, first logit row of each request.
-        sample_rows: logit row of each request that samples.
-    """
+    @property
+    def entries(self) -> Sequence[ScheduledRequest]:
+        """The requests."""
+        ...
 
-    entries: Sequence[ScheduledRequest]
-    query_start_loc: np.ndarray
-    cu_num_logits: np.ndarray
-    sample_rows: list[int]
+    @property
+    def query_start_loc(self) -> np.ndarray:
+        """[reqs + 1] int32, first token row of each request."""
+        ...
+
+    @property
+    def cu_num_logits(self) -> np.ndarray:
+        """[reqs + 1] int32, first logit row of each request."""
+        ...
+
+    @property
+    def sample_rows(self) -> list[int]:
+        """Logit row of each request that samples."""
+        ...
 
 
 class RowBuffers(Protocol):
@@ -136,12 +146,14 @@ class DeclaredStage:
         config = self._config
         size = config.capture_ring_bytes
         self.capture_ring = within_memory(
-            lambda: CaptureRing(
-                size, self.model.dtype, self.device, config.capture_when_full, config.capture_kept_bytes
-            ),
+            lambda: CaptureRing(size, self.model.dtype, self.device, config.capture_when_full, self.result_memory()),
             f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
         )
         self.device_tables = DeviceTables(states.edited, self.model, self.limits, self.capture_ring.memory)
+
+    def result_memory(self) -> Memory:
+        """What results are allocated from."""
+        return ResultMemory(self._config.capture_kept_bytes)
 
     def close(self) -> None:
         """Empty the ring, and release the tables."""

@@ -298,14 +298,15 @@ def _apply_site(
 @triton.jit(do_not_specialize=["count", "record_stride", "site"])
 def _edit_kernel(
     h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired,
-    thresholds, record_stride, count, eps, site,
+    thresholds, seen, record_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
     PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    COUNTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Ops on `h` at `site`. With NORM: ops and captures of `delta` at `site`, then of ``h + delta`` at the next site, then the
     norm. With LAST also of the norm's output, at the site after that. With PARALLEL, `total` holds the delta of the layer's
-    attention, with its site two before `site`. The sum overwrites it.
+    attention, with its site two before `site`. The sum overwrites it. With COUNTS, `seen` counts the rows of each owner at the
+    add, and at the norm's output.
 
     All reads are issued at the start, and the tables are read before the states are there, because latency dominates. The tables
     and the norm's weights stay in the cache. The weights of the projections pass through it once a step.
@@ -342,6 +343,9 @@ def _edit_kernel(
         stop = tl.load(records + record_stride + row, mask=owned, other=0, eviction_policy="evict_last")
     if PDL:
         grid_wait(PDL)
+    if COUNTS:
+        tl.atomic_add(seen + owner, 1 + LAST, mask=owned)
+    if PDL:
         state = tl.load(h + source, mask=mask, other=0.0)
         if NORM:
             value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
@@ -392,7 +396,7 @@ _edit_launch = Launcher(_edit_kernel, pdl=True, enable_fp_fusion=False, maxnreg=
 def _launch(
     h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, out: torch.Tensor, eps: float,
     site: int, tables: OpTables, rows: TokenRows, norm: bool, parallel: bool = False, kind: int = RMS,
-    thresholds: torch.Tensor | None = None,
+    thresholds: torch.Tensor | None = None, seen: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     size = h.shape[-1]
     count = h.numel() // size
@@ -403,6 +407,7 @@ def _launch(
     tensors = (
         h, delta, weight, total, out, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
         rows.records, tables.ring, rows.flags, tables.first_fired, tables.vectors if thresholds is None else thresholds,
+        tables.fires if seen is None else seen,
     )  # fmt: skip
     last = norm and site + 2 == final_norm_site(tables.num_layers)
     constants = (
@@ -417,6 +422,7 @@ def _launch(
         tables.aligned,
         tables.head_dim_at(site),
         0 if thresholds is None else thresholds.shape[1],
+        seen is not None,
         group,
         block,
     )
@@ -466,3 +472,24 @@ def edit_add_norm(
     mlp, out = mlp.contiguous(), torch.empty_like(h)
     _launch(h, mlp, norm.kernel_weight, total, out, norm.eps, site, tables, rows, True, parallel, norm.kind)
     return total, out
+
+
+def edit_norm_(
+    delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int, tables: OpTables,
+    rows: TokenRows, seen: torch.Tensor,
+) -> None:  # fmt: skip
+    """`edit_add_norm` in place, for a norm of somebody else's: `stream` becomes the sum, and `delta` its norm.
+
+    Args:
+        delta, stream: [tokens, width], contiguous.
+        weight: [width].
+        kind: of `core.norm_kind`, with an add.
+        seen: [table rows] int32, counts the rows of each owner.
+
+    Raises:
+        ValueError: rows are not contiguous.
+    """
+    if not (delta.is_contiguous() and stream.is_contiguous()):
+        raise ValueError(f"delta and stream must be contiguous; strides {delta.stride()} and {stream.stride()}")
+    site = delta_site(residual_add)
+    _launch(stream, delta, weight, stream, delta, eps, site, tables, rows, True, kind=kind, seen=seen)

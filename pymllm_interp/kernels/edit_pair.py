@@ -14,8 +14,8 @@ import triton.language as tl
 
 from ..core.model_spec import delta_site
 from .edit_codes import OpTables, TokenRows
-from .edit_ops import MAX_REGISTERS, _apply_site
-from .launch import Launcher
+from .edit_ops import CAPTURE_WORDS, MAX_REGISTERS, WORDS, _apply_ops, _capture, _first_vector
+from .launch import Launcher, grid_wait, launch_dependents
 from .triton_norm import norm_launch
 
 
@@ -24,39 +24,83 @@ def _pair_kernel(
     delta, stream, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired, seen, record_stride,
     count, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, PAIR: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Ops and captures of `delta` at `site`. With PAIR then ops and captures of ``stream + delta`` at the next site."""
+    """Ops and captures of `delta` at `site`. With PAIR then ops and captures of ``stream + delta`` at the next site.
+
+    The tables are read before the states are there, because latency dominates.
+    """
+    launch_dependents(PDL)
     dtype: tl.constexpr = delta.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = row < count
-    owner = tl.load(owners + row, mask=inside, other=-1)
+    owner = tl.load(owners + row, mask=inside, other=-1, eviction_policy="evict_last")
     if tl.max(owner) >= 0:
         column = tl.arange(0, BLOCK)[None, :]
         owned = inside & (owner >= 0)
         mask = owned & (column < SIZE)
         source = row * SIZE + column
-        position = tl.load(positions + row, mask=inside, other=0).to(tl.int32)
-        before = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
-        value = _apply_site(
-            before, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired, vectors,
-            row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, 0, True, ALIGNED, 0, 0,
-        )  # fmt: skip
+        position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
+        place = owner * SITES + site
+        word = ops + place * DEPTH * WORDS
+        kind = tl.load(word, mask=owned, other=0, eviction_policy="evict_last")
+        vector = _first_vector(word, kind, vectors, column, mask, WIDTH)
+        words = captures + place * CAPTURE_WORDS
+        offset = tl.load(words, mask=owned, other=-1, eviction_policy="evict_last")
+        way = tl.load(words + 1, mask=owned, other=0, eviction_policy="evict_last")
+        first = tl.load(records + row, mask=owned, other=0, eviction_policy="evict_last")
+        stop = tl.load(records + record_stride + row, mask=owned, other=0, eviction_policy="evict_last")
+        if PAIR:
+            kind_after = tl.load(word + DEPTH * WORDS, mask=owned, other=0, eviction_policy="evict_last")
+            vector_after = _first_vector(word + DEPTH * WORDS, kind_after, vectors, column, mask, WIDTH)
+            offset_after = tl.load(words + CAPTURE_WORDS, mask=owned, other=-1, eviction_policy="evict_last")
+            way_after = tl.load(words + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
+        grid_wait(PDL)
+        tl.atomic_add(seen + owner, 1, mask=owned)
+        value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
         if PAIR:
             state = tl.load(stream + source, mask=mask, other=0.0).to(tl.float32)
-            total = (state + value).to(dtype).to(tl.float32)
-            edited = _apply_site(
-                total, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired,
-                vectors, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, 1, True, ALIGNED, 0, 0,
+            changed_delta, total = value, value
+            for step in range(0, 2):  # delta, then the sum, by the same code
+                value = _apply_ops(
+                    value, owner, position, site + step, kind, vector, ops, fires, vectors, row, flags, first_fired, vectors,
+                    column, mask, inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
+                )  # fmt: skip
+                _capture(
+                    value,
+                    offset,
+                    way,
+                    words + step * CAPTURE_WORDS,
+                    first,
+                    stop,
+                    vectors,
+                    ring,
+                    column,
+                    mask,
+                    SIZE,
+                    WIDTH,
+                    ALIGNED,
+                )
+                if step == 0:
+                    changed_delta = value
+                    value = (state + value).to(dtype).to(tl.float32)
+                    total = value
+                kind, vector, offset, way = kind_after, vector_after, offset_after, way_after
+            changed = tl.max((mask & (value != total)).to(tl.int32), axis=1, keep_dims=True) > 0
+            tl.store(stream + source, value.to(dtype), mask=mask & changed)
+            value = tl.where(changed, 0.0, changed_delta)
+        else:
+            value = _apply_ops(
+                value, owner, position, site, kind, vector, ops, fires, vectors, row, flags, first_fired, vectors, column, mask,
+                inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
             )  # fmt: skip
-            changed = tl.max((mask & (edited != total)).to(tl.int32), axis=1, keep_dims=True) > 0
-            tl.store(stream + source, edited.to(dtype), mask=mask & changed)
-            value = tl.where(changed, 0.0, value)
+            _capture(value, offset, way, words, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
         tl.store(delta + source, value.to(dtype), mask=mask)
-        tl.atomic_add(seen + owner, 1, mask=owned)
+    else:
+        grid_wait(PDL)  # later kernels wait for this one only
 
 
-_pair_launch = Launcher(_pair_kernel, enable_fp_fusion=False, maxnreg=MAX_REGISTERS)
+_pair_launch = Launcher(_pair_kernel, pdl=True, enable_fp_fusion=False, maxnreg=MAX_REGISTERS)
 
 
 def _launch_pair(

@@ -28,23 +28,24 @@ def _folder() -> Path:
     return Path(vllm.__file__).parent / "model_executor" / "models"
 
 
-def _layers_in(module: str, deeper: bool = True) -> set[str]:
+@cache
+def _layers_in(module: str, deeper: bool = True) -> frozenset[str]:
     """Known layers that a module's source names; of the modules beside it that it imports, where it names none."""
     path = _folder() / f"{module}.py"
     if not path.is_file():
-        return set()
+        return frozenset()
     source = path.read_text()
-    found = {name for name in LAYERS if re.search(rf"\b{name}\b", source)}
+    found = LAYERS.keys() & set(re.findall(r"\w+", source))
     if not found and deeper:
         for other in re.findall(r"^from \.(\w+) import", source, flags=re.MULTILINE):
             found |= _layers_in(other, deeper=False)
-    return found
+    return frozenset(found)
 
 
-def layers_of(architecture: str) -> set[str]:
+def layers_of(architecture: str) -> frozenset[str]:
     """The known decoder layers of an architecture: empty where vLLM has it with others, or not at all."""
     module = _modules().get(architecture)
-    return set() if module is None else _layers_in(module)
+    return frozenset() if module is None else _layers_in(module)
 
 
 def check_architecture(architecture: str) -> None:

@@ -12,7 +12,7 @@ import hmac
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -54,7 +54,7 @@ class TensorKeys:
 
     def of(self, tensor: torch.Tensor) -> TensorKey:
         """The key of a tensor's dtype, shape and numbers."""
-        version = tensor._version if not tensor.is_inference() else -1
+        version = version_of(tensor)
         known = self._known.get(tensor)
         if known is not None and known[0] == version >= 0:
             return known[1]
@@ -62,6 +62,11 @@ class TensorKeys:
         digest.update(bytes_of(tensor))
         self._known[tensor] = version, digest.digest()
         return digest.digest()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Another number after each change in place; -1 where torch does not count them."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -81,19 +86,39 @@ def unpacked_tensor(packed: PackedTensor) -> torch.Tensor:
     return flat.view(getattr(torch, dtype)).reshape(shape)
 
 
+class HookedOnWire(NamedTuple):
+    """A request with hooks, as ranks are told of it. It is pickled as a plain tuple.
+
+    Attributes:
+        specs: pickled interventions and captures (`dumped`).
+        vector_rows: of `RequestHooks`.
+    """
+
+    request_id: str
+    prompt_len: int
+    max_tokens: int
+    logits_from: int
+    vector_rows: Any
+    specs: bytes
+
+
+class _HooksPickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, keys: TensorKeys, tensors: dict[TensorKey, torch.Tensor]) -> None:
+        super().__init__(buffer, protocol=5)
+        self._keys, self._tensors = keys, tensors
+
+    def persistent_id(self, obj: Any) -> TensorKey | None:
+        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.nbytes < LEAST_BYTES:
+            return None
+        key = self._keys.of(obj)
+        self._tensors[key] = obj
+        return key
+
+
 def dumped(value: Any, keys: TensorKeys, tensors: dict[TensorKey, torch.Tensor]) -> bytes:
     """A pickle without large tensors, which are added to `tensors`."""
-
-    class HooksPickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> TensorKey | None:
-            if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.nbytes < LEAST_BYTES:
-                return None
-            key = keys.of(obj)
-            tensors[key] = obj
-            return key
-
     buffer = io.BytesIO()
-    HooksPickler(buffer, protocol=5).dump(value)
+    _HooksPickler(buffer, keys, tensors).dump(value)
     return buffer.getvalue()
 
 
@@ -103,10 +128,6 @@ def loaded(data: bytes, tensors: Mapping[TensorKey, torch.Tensor] | Callable[[An
     Raises:
         KeyError: one of its tensors is not here.
     """
-    find = tensors if callable(tensors) else tensors.__getitem__
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: Any) -> torch.Tensor:
-            return find(pid)
-
-    return Unpickler(io.BytesIO(data)).load()
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = tensors if callable(tensors) else tensors.__getitem__
+    return unpickler.load()

@@ -1,34 +1,62 @@
-"""Results of requests on their way from rank 0 to the client: a pickle, with its tensors in one block.
+"""Results of requests on their way from rank 0 to the client: a pickle, and its tensors.
 
-On one host the block is a file in shared memory. The client maps and unlinks it, and its tensors are views of it. Between hosts the
-block follows the message.
+On one host the client maps the rank's results (`worker.result_arena`). Captured states are read where the ring was copied to.
+Other tensors are in one block. Between hosts the block of all tensors follows the message.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
+import io
+import mmap
+import pickle
 import socket
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from .payloads import LEAST_BYTES, loaded
 
-SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
-PREFIX = "pymllm-interp-"
 
 
 class Placed(NamedTuple):
-    """Where a tensor is in the block."""
+    """Where a tensor is in the message's block."""
 
     offset: int
     dtype: str
     shape: tuple[int, ...]
+
+
+class Shared(NamedTuple):
+    """Where a tensor is in the rank's results."""
+
+    start: int
+    """Of the block that the client gets, in bytes."""
+    size: int
+    """Of that block."""
+    offset: int
+    """From its start, in bytes."""
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Arena(Protocol):
+    """Results that the client maps (`worker.result_arena.ResultArena`)."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor."""
+        ...
+
+    def given(self, tensor: torch.Tensor) -> Shared | None:
+        """Where a tensor is; None where it is not there. From now on its block is the client's."""
+        ...
 
 
 def host_name() -> str:
@@ -39,80 +67,132 @@ def host_name() -> str:
 
 
 class TensorBlock:
-    """Tensors on their way out, and where each is placed."""
+    """Tensors on their way out, and where each is placed.
 
-    def __init__(self) -> None:
+    Args:
+        arena: of the rank, where the client maps it.
+    """
+
+    def __init__(self, arena: Arena | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.size = 0
+        self._arena = arena
 
     def dumped(self, value: Any) -> bytes:
-        """A pickle of a value, with references to its tensors in this block."""
-        import io
-        import pickle
-
-        block = self
-
-        class ResultsPickler(pickle.Pickler):
-            def persistent_id(self, obj: Any) -> Placed | None:
-                if type(obj) is not torch.Tensor or obj.nbytes < LEAST_BYTES:
-                    return None
-                return block.place(obj)
-
+        """A pickle of a value, with references to its tensors."""
         buffer = io.BytesIO()
-        ResultsPickler(buffer, protocol=5).dump(value)
+        _ResultsPickler(buffer, self).dump(value)
         return buffer.getvalue()
 
-    def place(self, tensor: torch.Tensor) -> Placed:
+    def place(self, tensor: torch.Tensor) -> Placed | Shared:
         """Add a tensor."""
+        if self._arena is not None and (found := self._arena.given(tensor)) is not None:
+            return found
         tensor = tensor.detach().cpu().contiguous()
         placed = Placed(self.size, str(tensor.dtype)[6:], tuple(tensor.shape))
         self.tensors.append(tensor)
         self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         return placed
 
-    def written(self, into: torch.Tensor) -> None:
-        """Copy all tensors into `into` [size] uint8."""
+    def sent(self) -> Shared | bytes:
+        """The block, after `dumped`: in the arena, or its bytes."""
+        if self._arena is not None:
+            memory = self._arena.empty((self.size,), torch.uint8)
+            self._written(memory)
+            if (found := self._arena.given(memory)) is not None:
+                return found
+        else:
+            memory = torch.zeros(self.size, dtype=torch.uint8)
+            self._written(memory)
+        return memory.numpy().tobytes()
+
+    def _written(self, into: torch.Tensor) -> None:
         offset = 0
         for tensor in self.tensors:
             flat = tensor.reshape(-1).view(torch.uint8)
             into[offset : offset + len(flat)].copy_(flat)
             offset += -(-len(flat) // ALIGNMENT) * ALIGNMENT
 
-    def to_file(self) -> str:
-        """Write the block to a file in shared memory that only this user can read. Returns its name."""
-        name = str(SHARED_MEMORY / f"{PREFIX}{secrets.token_hex(12)}")
-        os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        os.truncate(name, self.size)
-        self.written(torch.from_file(name, shared=True, size=self.size, dtype=torch.uint8))
-        return name
 
-    def to_bytes(self) -> bytes:
-        """The block's bytes."""
-        found = torch.zeros(self.size, dtype=torch.uint8)
-        self.written(found)
-        return found.numpy().tobytes()
+class _ResultsPickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, block: TensorBlock) -> None:
+        super().__init__(buffer, protocol=5)
+        self._block = block
+
+    def persistent_id(self, obj: Any) -> Placed | Shared | None:
+        if type(obj) is not torch.Tensor or obj.nbytes < LEAST_BYTES:
+            return None
+        return self._block.place(obj)
 
 
-def read_block(pickled: bytes, file: str | None, data: bytes | None) -> Any:
-    """The value of a pickle and its block.
+class SharedResults:
+    """The client's mapping of a rank's results.
 
     Args:
-        file: in shared memory, which is unlinked here.
-        data: the bytes, where there is no file.
-    """
-    if file is not None:
-        size = os.stat(file).st_size
-        memory = torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
-        os.unlink(file)
-    else:
-        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        told: name and size of the file; None where the rank is on another host.
+        wake: has `freed` called soon. Called by finalizers.
 
-    def find(placed: Sequence[Any]) -> torch.Tensor:
-        offset, dtype, shape = placed
-        kind: torch.dtype = getattr(torch, dtype)
-        count = kind.itemsize
-        for length in shape:
-            count *= length
-        return memory[offset : offset + count].view(kind).reshape(tuple(shape))
+    Attributes:
+        mapped: whether results come that way.
+    """
+
+    def __init__(self, told: tuple[str, int] | None, wake: Callable[[], None]) -> None:
+        self._freed: deque[int] = deque()
+        self._wake = wake
+        self._mapping: mmap.mmap | None = None
+        if told is not None:
+            with contextlib.suppress(OSError), open(told[0], "r+b") as file:
+                self._mapping = mmap.mmap(file.fileno(), told[1])
+
+    @property
+    def mapped(self) -> bool:
+        return self._mapping is not None
+
+    def block(self, start: int, size: int) -> torch.Tensor:
+        """[size] uint8, the client's until its last view is gone."""
+        assert self._mapping is not None, "the rank was told that nothing is mapped"
+        memory = np.frombuffer(self._mapping, np.uint8, size, start)
+        weakref.finalize(memory, self._free, start).atexit = False
+        return torch.from_numpy(memory)
+
+    def freed(self) -> list[int]:
+        """Starts of blocks without a view, once each."""
+        found: list[int] = []
+        while self._freed:
+            found.append(self._freed.popleft())
+        return found
+
+    def _free(self, start: int) -> None:
+        self._freed.append(start)
+        with contextlib.suppress(Exception):  # the loop has ended
+            self._wake()
+
+
+def read_block(pickled: bytes, sent: Shared | bytes | None, shared: SharedResults | None = None) -> Any:
+    """The value of a pickle.
+
+    Args:
+        sent: of `TensorBlock.sent`; None without tensors.
+        shared: the mapping, where the rank was told of one.
+    """
+    blocks: dict[int, torch.Tensor] = {}
+    if isinstance(sent, Shared):
+        assert shared is not None, "only a mapped arena is written to"
+        memory = shared.block(sent.start, sent.size)
+    else:
+        memory = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
+
+    def find(place: Placed | Shared) -> torch.Tensor:
+        kind: torch.dtype = getattr(torch, place.dtype)
+        if isinstance(place, Placed):
+            count = kind.itemsize
+            for length in place.shape:
+                count *= length
+            return memory[place.offset : place.offset + count].view(kind).reshape(place.shape)
+        assert shared is not None, "only a mapped arena is written to"
+        if place.start not in blocks:
+            blocks[place.start] = shared.block(place.start, place.size)
+        whole = blocks[place.start].view(kind)
+        return whole.as_strided(place.shape, place.stride, place.offset // kind.itemsize)
 
     return loaded(pickled, find)

@@ -26,6 +26,8 @@ SETTINGS = (
 """Fields of `ServerConfig` that ranks read."""
 WITH_TABLES = "PYMLLM_INTERP_VLLM_TABLES"
 """For tests: with "1", ranks on a CPU have device tables and a ring, as on CUDA. Triton's interpreter runs the kernels."""
+TAPS = "PYMLLM_INTERP_VLLM_TAPS"
+"""Where hooks are on CUDA: "front" of vLLM's norms, or "norm", in kernels of ours that take their place."""
 OURS = "LM(model), whose engine is our own, has it"
 
 
@@ -64,9 +66,22 @@ def served_spec(config: PretrainedConfig, dtype: Any) -> ModelSpec:
     return replace(spec_of(config, "auto", dtype), cuts_edges=False)
 
 
-def additional_config(config: ServerConfig) -> dict[str, Any]:
+def taps_for(quantization: str | None) -> str:
+    """Where hooks are: as `TAPS` says, else in the norm. With quantisation, which vLLM fuses with its norms, they are in front of it.
+
+    Raises:
+        ValueError: `TAPS` says something else.
+    """
+    found = os.environ.get(TAPS) or ("norm" if quantization is None else "front")
+    if found not in ("front", "norm"):
+        raise ValueError(f"{TAPS}={found}: expected 'front' or 'norm'")
+    return found
+
+
+def additional_config(config: ServerConfig, quantization: str | None = None) -> dict[str, Any]:
     """What vLLM carries to its ranks. Compiled code of a vanilla vLLM has another key then."""
-    return {KEY: {"version": __version__, **{name: getattr(config, name) for name in SETTINGS}}}
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    return {KEY: {"version": __version__, "taps": taps_for(quantization), **settings}}
 
 
 def server_config_of(additional: Mapping[str, Any] | None) -> ServerConfig:
@@ -77,6 +92,7 @@ def server_config_of(additional: Mapping[str, Any] | None) -> ServerConfig:
     """
     found = dict((additional or {}).get(KEY) or {})
     told = found.pop("version", None)
+    found.pop("taps", None)
     if told != __version__:
         raise ValueError(
             f"this rank has pymllm-interp {__version__}, and the client "

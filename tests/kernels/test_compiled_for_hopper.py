@@ -18,7 +18,7 @@ def compiled(kernel, pointers, constants, warps, stages):
     names = kernel.arg_names
     types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in pointers.items() if kind[0] == "*"}
     source = ASTSource(kernel, types, values, aligned)
     assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}).asm["cubin"]
 """
@@ -69,9 +69,30 @@ for tiling in kernels.TILINGS:
 compiled(kernels._combine, {"parts": HALF, "out": HALF}, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4, 3)
 print("compiled")
 """
+EDIT_SCRIPT = """
+from pymllm_interp.core import norm_kind
+from pymllm_interp.kernels.edit_ops import _edit_kernel
+from pymllm_interp.kernels.edit_pair import _pair_kernel
+from pymllm_interp.kernels.triton_norm import norm_launch
+
+HALF = "*bf16"
+rows, block, warps = norm_launch(4096)
+tables = {
+    "owners": "*i64", "positions": "*i64", "ops": "*i32", "fires": "*i32", "vectors": "*fp32", "captures": "*i32",
+    "records": "*i64", "ring": HALF, "flags": "*i64", "first_fired": "*i32", "seen": "*i32",
+}
+shared = {
+    "SIZE": 4096, "SITES": 130, "DEPTH": 4, "WIDTH": 4096, "ALIGNED": True, "ROWS": rows, "BLOCK": block, "PDL": True,
+}
+compiled(_pair_kernel, {"delta": HALF, "stream": HALF, **tables}, {"PAIR": True, **shared}, warps, 3)
+states = {name: HALF for name in ("h", "delta", "weight", "total", "out")} | {"thresholds": "*fp32", "eps": "fp32"}
+own = {"NORM": True, "LAST": True, "PARALLEL": False, "KIND": norm_kind.RMS, "HEAD_DIM": 0, "ENCODERS": 0, "COUNTS": True}
+compiled(_edit_kernel, states | tables, own | shared, warps, 3)
+print("compiled")
+"""
 
 
-@pytest.mark.parametrize("script", [QUANTISED_SCRIPT, MOE_SCRIPT], ids=["quantised", "moe"])
+@pytest.mark.parametrize("script", [QUANTISED_SCRIPT, MOE_SCRIPT, EDIT_SCRIPT], ids=["quantised", "moe", "edits"])
 def test_kernels_compile(script: str, tmp_path) -> None:
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -68,6 +68,20 @@ def own_lm(folder: Path | str) -> LM:
     return LM(folder, dtype="float32", device="cpu", max_model_len=128, kv_cache_tokens=2048, max_running_requests=8)
 
 
+def ranks_of() -> list[Any]:
+    """The processes (psutil) of vLLM's ranks that this process has started."""
+    import psutil  # pyright: ignore[reportMissingModuleSource]
+
+    return [child for child in psutil.Process().children(recursive=True) if _is_rank(child)]
+
+
+def _is_rank(process: Any) -> bool:
+    try:
+        return process.status() != "zombie" and "Worker" in f"{process.name()} {process.cmdline()}"
+    except Exception:  # it has ended meanwhile
+        return False
+
+
 def vector(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (WIDTH,)), generator=torch.Generator().manual_seed(seed))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from transformers import LlamaConfig
 
 from pymllm_interp import Ablate, Capture, Gate, Generated, Patch, Project, Scale, Steer
 from pymllm_interp.config import ServerConfig
+from pymllm_interp.core import norm_kind
 from pymllm_interp.core.model_spec import EMBED_SITE, ModelSpec, final_norm_site, input_add
 from pymllm_interp.core.step import RequestEnd, RequestHooks
 from pymllm_interp.hooks.declared import Declared
@@ -28,6 +31,7 @@ SPEC = ModelSpec.of(
 )
 CONFIG = ServerConfig(capture_ring_bytes=1 << 20, max_intervention_vectors=64, max_capture_bytes=1 << 22)
 TAPS = 2 * LAYERS + 2
+WEIGHT = torch.linspace(0.5, 1.5, WIDTH)
 
 
 def vector(seed: int, *shape: int) -> torch.Tensor:
@@ -59,8 +63,8 @@ def hooks_of(name: str) -> RequestHooks:
 class Rank:
     """A stage, and what vLLM and the client do around it."""
 
-    def __init__(self, rows: int, rank: int = 0, device: str = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(self, rows: int, rank: int = 0, device: str = "cpu", within: int | None = None) -> None:
+        self.device, self.within = torch.device(device), within
         self.pool = VectorPool(CONFIG.max_intervention_vectors, WIDTH)
         self.stage = RankStage(CONFIG, SPEC, self.device, 64, rows, TAPS, rank, None)  # pyright: ignore
         self.bound: dict[str, Declared] = {}
@@ -88,17 +92,25 @@ class Rank:
         stage.state(stream, EMBED_SITE)
         for add in range(1, input_add(LAYERS) + 1):
             delta = torch.stack([_value(name, position, add) for name, position in rows]).to(self.device)
-            stage.pair(delta, stream, add)
-            stream = stream + delta
-        normed = stream / 2
-        stage.state(normed, final_norm_site(LAYERS))
+            if self.within is None:
+                stage.pair(delta, stream, add)
+                stream = stream + delta
+            else:
+                stage.norm(delta, stream, WEIGHT.to(self.device), 1e-5, self.within, add)
+        if self.within is None:
+            scale = torch.rsqrt(stream.square().mean(-1, keepdim=True) + 1e-5)
+            normed = stream * scale * WEIGHT.to(self.device)
+            stage.state(normed, final_norm_site(LAYERS))
+        else:
+            normed = delta
         stage.end()
         return torch.cat([stream, normed], -1).cpu()
 
     def finish(self, name: str, generated: int) -> Any:
         computed = PROMPT + generated - 1
         end = RequestEnd(name, list(range(PROMPT)), list(range(generated)), computed, computed, 0, RequestHooks())
-        return self.stage.finish(end).result(60)
+        (found,) = self.stage.finish([end])
+        return found.result(60)
 
 
 def _value(name: str, position: int, add: int) -> torch.Tensor:
@@ -148,6 +160,21 @@ def test_functions_and_tables_do_the_same(chunks: list[int], device: str, monkey
         assert result.error is None and other.error is None
         assert result.declared.applied == other.declared.applied and result.declared.captured == other.declared.captured
         assert list(result.declared.activations) == list(other.declared.activations)
+        for site, rows in result.declared.activations.items():
+            torch.testing.assert_close(rows, other.declared.activations[site], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_the_place_of_the_norms_the_same_is_done(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WITH_TABLES, "1")
+    (states, results), (other_states, other_results) = (
+        run(Rank(rows=8, device=device, within=within), [4, 7]) for within in (None, norm_kind.RMS)
+    )
+    for name, rows in states.items():
+        torch.testing.assert_close(rows, other_states[name], atol=1e-5, rtol=1e-5)
+    for name, result in results.items():
+        other = other_results[name]
+        assert result.error is None and other.error is None  # each tap has met each row
         for site, rows in result.declared.activations.items():
             torch.testing.assert_close(rows, other.declared.activations[site], atol=1e-5, rtol=1e-5)
 
@@ -211,3 +238,31 @@ def run_without_results(rank: Rank) -> dict[str, torch.Tensor]:
         rank.add(name)
     out = rank.step([(name, 0, PROMPT) for name in HOOKS])
     return dict(zip(HOOKS, out.split(PROMPT), strict=True))
+
+
+def test_a_step_that_waits_for_the_ring_does_not_stop_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind results that are completed on the copier's thread is a span, and a step waits for it."""
+    monkeypatch.setenv(WITH_TABLES, "1")
+    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, capture_ring_bytes=PROMPT * LAYERS * WIDTH * 4 * 6 // 5))
+    rank = Rank(rows=8)
+    rank.add("a")
+    rank.step([("a", 0, PROMPT)])
+    ring = rank.stage.stage.capture_ring
+    assert ring is not None
+    ring.wait()
+    HOOKS["again"] = HOOKS["a"]
+    try:
+        rank.add("again")
+        gate = threading.Event()
+        ring.after(lambda: bool(gate.wait(60)) or None)
+        end = RequestEnd("a", [0] * PROMPT, [0], PROMPT, PROMPT, 0, RequestHooks())
+        (found,) = rank.stage.finish([end])
+        rank.step([("again", 0, PROMPT - 1)])  # its span is behind the results
+        waiting = threading.Thread(target=rank.step, args=([("again", PROMPT - 1, NEW)],), daemon=True)
+        waiting.start()
+        threading.Timer(0.5, gate.set).start()
+        assert found.result(60).error is None
+        waiting.join(60)
+        assert not waiting.is_alive()
+    finally:
+        del HOOKS["again"]

@@ -18,7 +18,8 @@ pytestmark = needs_vllm
 def test_the_table_of_models_is_that_of_vllms_sources() -> None:
     from pymllm_interp.vllm_engine.architectures import table
 
-    missing = [row for row in table() if row not in PAGE.read_text()]
+    page = PAGE.read_text()
+    missing = [row for row in table() if row not in page]
     assert not missing, "\n".join(table())
 
 

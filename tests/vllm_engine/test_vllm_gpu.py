@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from helpers_vllm import needs_vllm
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_engine_gpu.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_engine_check.py"
 pytestmark = [needs_vllm, pytest.mark.gpu, pytest.mark.gpu_exclusive]
 
 
-@pytest.mark.parametrize("way", ["v2-full", "v2-piecewise", "v2-eager", "v1-full", "v1-eager"])
+@pytest.mark.parametrize("way", ["v2-full-norm", "v2-full-front", "v2-piecewise", "v2-eager", "v1-full", "v1-eager"])
 def test_ops_and_captures_are_our_engines(way: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check", "--ways", way, "--out", str(out)],
+        [sys.executable, str(SCRIPT), "--ways", way, "--out", str(out)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -27,7 +27,7 @@ def test_ops_and_captures_are_our_engines(way: str, tmp_path: Path) -> None:
     found = json.loads(out.read_text())[way]
     assert found.get("ok"), found
     assert found["steered rows equal"] > 0.99 and all(found["again equal"])
-    runner, graphs = way.split("-")
+    runner, graphs, *_ = way.split("-")
     assert all(step.startswith(f"vllm {runner.upper()}") for step in found["steps"])
     if graphs == "full":
         assert any(step.endswith("full") for step in found["steps"]), found["steps"]

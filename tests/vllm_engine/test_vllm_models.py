@@ -18,6 +18,7 @@ from helpers_vllm import (
     needs_vllm,
     own_lm,
     prompt,
+    ranks_of,
     save_model,
     vector,
     vllm_lm,
@@ -37,7 +38,8 @@ from pymllm_interp import (
     Scale,
     Steer,
 )
-from pymllm_interp.vllm_engine.settings import WITH_TABLES
+from pymllm_interp.core.closed import EngineClosedError
+from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 
 pytestmark = needs_vllm
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
@@ -68,8 +70,8 @@ CASES = {
         "mixtral", "vllm V1 none", {"max_num_tokens": 20, "tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     ),
     "gemma2, compiled": Case("gemma2", "vllm V1 none", {"disable_cuda_graph": False, "max_num_tokens": 64}),
-    "llama, device tables": Case(
-        "llama", "vllm V1 none", {"max_num_tokens": 24}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1"}
+    "llama, device tables, in the norms": Case(
+        "llama", "vllm V1 none", {"max_num_tokens": 24}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
     ),
     "llama, V2 runner": Case(
         "llama", "vllm V2 none", {"max_num_tokens": 32}, {"TRITON_INTERPRET": "1"}
@@ -166,3 +168,21 @@ def test_an_abort_leaves_the_others_as_they_are(engines: tuple[Case, LM, LM]) ->
         handle.cancel()
     assert {handle.result(600).finish_reason for handle in ended} <= {"abort", "length"}
     assert_close(kept.result(600), oracle.generate([PROMPTS[2]], params, **options)[0])
+
+
+def test_a_rank_that_is_killed_ends_what_waits(engines: tuple[Case, LM, LM]) -> None:
+    """The last test of an engine."""
+    case, lm, _ = engines
+    count = case.options.get("tensor_parallel_size", 1)
+    if count == 1:
+        pytest.skip("one case is enough: the one with two ranks")
+    ranks = ranks_of()
+    assert len(ranks) == count
+    handle = lm.submit(PROMPTS[1], SamplingParams(max_tokens=80, ignore_eos=True), capture=["resid_post.*"])
+    ranks[-1].kill()
+    handle.wait(300)
+    (end,) = handle.ends
+    assert end.finish_reason in ("error", "length")
+    with pytest.raises(EngineClosedError, match="vLLM's engine has ended"):
+        for _ in range(100):
+            lm.generate([PROMPTS[0]], SamplingParams(max_tokens=2))

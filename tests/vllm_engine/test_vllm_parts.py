@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,15 @@ from pymllm_interp.core.step import RequestHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.models.weights.source import ModelSource
 from pymllm_interp.vllm_engine import payloads, versions
+from pymllm_interp.vllm_engine.bound_hooks import BoundHooks
 from pymllm_interp.vllm_engine.client.arguments import engine_arguments
 from pymllm_interp.vllm_engine.client.sampling import salt_of
+from pymllm_interp.vllm_engine.client.uplink import Uplink
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
-from pymllm_interp.vllm_engine.results import TensorBlock, read_block
+from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import additional_config, limits_of, server_config_of
 from pymllm_interp.vllm_engine.structures import structure_of
+from pymllm_interp.vllm_engine.worker.result_arena import ResultArena
 
 CONFIG = LlamaConfig(
     hidden_size=288, num_hidden_layers=2, num_attention_heads=4, vocab_size=50, max_position_embeddings=64
@@ -80,28 +84,133 @@ def test_only_what_the_clients_key_signed_is_read() -> None:
             payloads.Sealer(b"a" * 32).opened(wrong)
 
 
+def test_equal_hooks_are_bound_once_and_share_nothing_that_counts() -> None:
+    bindings = BoundHooks(SPEC, limits_of(ServerConfig(), "cpu"), None)
+    ops, captures = (
+        [Steer("resid_post.1", vector(1), 2.0)],
+        [Capture("resid_post.*"), Capture("mlp_out.0", reduce="mean")],
+    )
+
+    def bound(prompt_len: int = 3, **changes: Any) -> Declared:
+        return bindings.bound(RequestHooks(ops, captures, changes.get("max_tokens", 5), prompt_len - 1), prompt_len)
+
+    first, second = bound(), bound()
+    assert first.ops is second.ops and first.captures is not second.captures
+    assert bound(4).ops is not first.ops and bound(max_tokens=6).ops is not first.ops
+    assert first.captures is not None and second.captures is not None
+    for site, (group, column) in first.captures.by_site.items():
+        group.capture(column, torch.full((3, 288), float(site)), torch.from_numpy(group.ordinals[:3]))
+    rows = first.activations([1, 2, 3], 3)
+    assert rows is not None and rows.error is None and float(rows["resid_post.0"].max()) > 0
+    empty = second.activations([1, 2, 3], 3)
+    assert empty is not None and empty.error is not None  # nothing has arrived of the second
+    first.fires[0, 0] = 3
+    assert not second.fires and first.applied(3) == second.applied(3)
+
+
+def test_a_vector_that_did_not_reach_every_rank_is_named_and_sent_again() -> None:
+    calls: list[tuple[str, int]] = []
+    lossy = [1]  # ranks that lose what they get
+
+    async def call(method: str, *arguments: Any) -> list[Any]:
+        calls.append((method, len(arguments[0])))
+        keys = [packed[0] for packed in arguments[0]]
+        return [(rank, [] if rank in lossy else keys) for rank in range(2)]
+
+    request = Request("1", [1, 2, 3], SamplingParams(), 5, 0)
+    request.hooks = RequestHooks([Steer("resid_post.1", vector(1), 2.0)], [], 5, 2)
+    uplink = Uplink(call, payloads.Sealer(b"a" * 32), 2)
+    with pytest.raises(RuntimeError, match="1 of 1 vectors did not reach rank 1 of 2: the request was not started"):
+        asyncio.run(uplink.sealed(request))
+    lossy.clear()
+    first, keys = asyncio.run(uplink.sealed(request))
+    second, _ = asyncio.run(uplink.sealed(request))
+    assert first == second and len(keys) == 1
+    assert calls == [("interp_put", 1), ("interp_put", 1)]  # the third request found its vector there
+
+
 # -- results -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["file", "bytes"])
-def test_results_arrive_whole_and_leave_no_file(way: str) -> None:
+@pytest.mark.parametrize("way", ["arena", "bytes"])
+def test_results_arrive_whole(way: str) -> None:
+    arena = ResultArena(1 << 26, 1 << 26) if way == "arena" else None
+    kept = arena.empty((40, 9000), torch.float32).normal_() if arena else torch.randn(40, 9000)
     value = {
+        "kept": kept,
+        "part": kept[:7, 100:300],
+        "large": torch.randn(1 << 19),
         "a": torch.randn(40, 30),
         "b": [torch.randn(300).bfloat16(), torch.ones(2)],
         "c": "text",
         "d": torch.randn(9, 99)[:, ::2],
     }
-    block = TensorBlock()
+    block = TensorBlock(arena)
+    shared = SharedResults(arena and (arena.name, arena.size), lambda: None)
     pickled = block.dumped(value)
-    file = block.to_file() if way == "file" else None
-    found = read_block(pickled, file, block.to_bytes() if way == "bytes" else None)
-    for name in ("a", "d"):
+    found = read_block(pickled, block.sent(), shared)
+    for name in ("a", "d", "kept", "part", "large"):
         assert torch.equal(found[name], value[name])
     assert (
         torch.equal(found["b"][0], value["b"][0]) and torch.equal(found["b"][1], value["b"][1]) and found["c"] == "text"
     )
     found["a"].add_(1)  # the caller's own memory
-    assert file is None or not Path(file).exists()
+    if arena is not None:
+        assert shared.mapped and found["kept"].data_ptr() != value["kept"].data_ptr()
+        found["kept"][3, 5] = 7.0
+        assert value["kept"][3, 5] == 7.0  # it was not copied
+
+
+def test_memory_of_results_is_used_again_when_the_last_view_is_gone() -> None:
+    woken: list[int] = []
+    arena = ResultArena(1 << 23, 1 << 26)
+    shared = SharedResults((arena.name, arena.size), lambda: woken.append(1))
+
+    def sent(rows: int) -> tuple[Any, int]:
+        tensor = arena.empty((rows, 1000), torch.float32)
+        tensor.fill_(rows)
+        block = TensorBlock(arena)
+        pickled = block.dumped({"a": tensor[:, :500], "b": tensor[:, 500:]})
+        return read_block(pickled, None, shared), tensor.data_ptr()
+
+    found, first = sent(1000)
+    other, second = sent(1000)
+    assert second != first and not woken
+    view = found["b"][3]
+    del found
+    assert not shared.freed() and float(view[0]) == 1000  # a view keeps its block
+    del view
+    starts = shared.freed()
+    assert len(starts) == 1 and woken
+    arena.take_back(starts)
+    again, third = sent(1000)
+    assert third == first and arena.kept == 0
+    del again, other
+    arena.take_back(shared.freed())
+    assert arena.kept == 2 * 4_194_304  # 4,000,000 bytes, rounded
+    dropped = arena.empty((1500, 1000), torch.float32)  # of the rank's own, never sent
+    del dropped
+    arena.take_back([])
+    assert 0 < arena.kept <= 1 << 23
+    arena.close()
+    assert arena.kept == 0 and arena._free == [(0, 1 << 26)]
+
+
+def test_a_full_arena_is_an_error_of_the_request() -> None:
+    arena = ResultArena(1 << 26, 1 << 23)
+    held = arena.empty((1 << 22,), torch.uint8)
+    with pytest.raises(MemoryError, match="results take more"):
+        arena.empty((1 << 23,), torch.uint8)
+    del held
+    assert arena.empty((1 << 23,), torch.uint8).nbytes == 1 << 23  # what was kept of another size is released
+
+
+def test_foreign_states_behind_the_used_rows_are_cleared() -> None:
+    arena = ResultArena(1 << 26, 1 << 26)
+    arena.empty((1024, 1024), torch.bfloat16).fill_(5)
+    rows = arena.empty((1024, 1024), torch.bfloat16)
+    arena.clear(rows, 3)
+    assert float(rows[:3].min()) == 5 and not rows[3:].any()
 
 
 # -- salts ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""vLLM's processes: plain vLLM gives the same bits, the canary fails without our op, and a rank that is killed ends what waits."""
+"""vLLM's processes: plain vLLM gives the same bits. The canary, a rank of another version, and a rank that hangs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_vllm import needs_vllm, prompt, save_model, vector, vllm_lm
+from helpers_vllm import WIDTH, needs_vllm, prompt, ranks_of, save_model, vector, vllm_lm
 
-from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp import LM, Ablate, SamplingParams, Steer
 from pymllm_interp.core.closed import EngineClosedError
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 from pymllm_interp.vllm_engine.settings import KEY
@@ -66,8 +66,10 @@ def vanilla(folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def lm(vanilla: list[Any], folder: Path) -> Iterator[LM]:
-    with vllm_lm(folder) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "30")
+        with vllm_lm(folder) as found:
+            yield found
 
 
 def bits_of(outs: list[Any]) -> list[Any]:
@@ -123,26 +125,29 @@ def test_without_the_op_the_canary_refuses_the_engine(folder: Path, monkeypatch:
         vllm_lm(folder)
 
 
-def is_rank(process: Any) -> bool:
-    """Whether a process is a worker of vLLM that runs."""
-    try:
-        return process.status() != "zombie" and "Worker" in f"{process.name()} {process.cmdline()}"
-    except Exception:  # it has ended meanwhile
-        return False
+def test_a_client_of_another_version_is_refused_by_its_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pymllm_interp.vllm_engine import settings
+
+    monkeypatch.setattr(settings, "__version__", "0.0.9")  # of this process; ranks import the package themselves
+    with pytest.raises(RuntimeError, match=r"rank 0: .*this rank has pymllm-interp .*the client has 0\.0\.9"):
+        vllm_lm(folder)
 
 
-def test_a_rank_that_is_killed_ends_what_waits(lm: LM) -> None:
+def test_a_rank_that_hangs_ends_what_waits(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last test of this engine."""
-    import psutil  # pyright: ignore[reportMissingModuleSource]
+    from pymllm_interp.vllm_engine.client import core
 
-    ranks = [child for child in psutil.Process().children(recursive=True) if is_rank(child)]
-    assert ranks
-    handle = lm.submit(PROMPTS[1], SamplingParams(max_tokens=80, ignore_eos=True), capture=["resid_post.*"])
-    for rank in ranks:
-        rank.kill()
-    handle.wait(300)
-    (end,) = handle.ends
-    assert end.finish_reason in ("error", "length")
-    with pytest.raises(EngineClosedError, match="vLLM's engine has ended"):
-        for _ in range(100):
-            lm.generate([PROMPTS[0]], PARAMS)
+    monkeypatch.setattr(core, "CALL_SECONDS", 2.0)
+    (rank,) = ranks_of()
+    rank.suspend()
+    try:
+        fresh = [Ablate("resid_mid.1", vector(77, 3, WIDTH))]  # large enough to be sent before the request
+        handle = lm.submit(PROMPTS[0], PARAMS, interventions=fresh, capture=["resid_post.*"])
+        handle.wait(120)
+        (end,) = handle.ends
+        assert isinstance(end.error, TimeoutError) and "has not answered interp_put within 2 s" in str(end.error)
+        with pytest.raises(EngineClosedError, match="vLLM's engine has ended"):
+            for _ in range(100):
+                lm.generate([PROMPTS[0]], PARAMS)
+    finally:
+        rank.resume()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import chain
 from math import prod
 from typing import Any, ClassVar
@@ -120,6 +121,22 @@ class Captures(RecordSizes):
         self.groups = sorted(groups.values(), key=lambda group: _counts(group.ordinals, since), reverse=True)
         super().__init__(self.groups, prompt_len, longest)
         self._alike = self._alike_when_generated()
+
+    def fresh(self) -> Captures:
+        """The same captures for another request with a prompt of this length: nothing is captured yet."""
+        found = copy(self)
+        own = {id(group): group.fresh() for group in self.groups}
+
+        def place(of: tuple[Group, int]) -> tuple[Group, int]:
+            return own[id(of[0])], of[1]
+
+        found.groups = list(own.values())
+        for group in found.groups:
+            group.sources = [source and place(source) for source in group.sources]
+        found.by_site = {site: place(of) for site, of in self.by_site.items()}
+        found._columns = {name: place(of) for name, of in self._columns.items()}
+        found.cut = {}
+        return found
 
     def _alike_when_generated(self) -> RecordLayout | None:
         """What `alike` returns for generated positions; None where some group has not all of them."""

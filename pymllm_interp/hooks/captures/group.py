@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -120,6 +121,12 @@ class Group:
         self._keeps_rows = self.reading is None and self.stores_states and self._kept.unchanged
         self._filled: Counter[int] = Counter()  # by column: the ordinal after the last row that `capture` has kept
         self._num_kept: Counter[int] = Counter()  # by column: rows that `capture` has kept
+
+    def fresh(self) -> Group:
+        """The same for another request: nothing is captured yet. Its `sources` are still this request's."""
+        found = copy(self)
+        found._kept, found._filled, found._num_kept = self._kept.fresh(), Counter(), Counter()
+        return found
 
     @property
     def num_positions(self) -> int:

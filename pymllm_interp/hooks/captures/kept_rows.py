@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 
 import numpy as np
 import torch
@@ -65,6 +66,11 @@ class KeptRows:
         self._drafted: list[tuple[int, np.ndarray, slice]] | None = None
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
         self._records: np.ndarray | None = None  # [kept, words], where a row is a record
+
+    def fresh(self) -> KeptRows:
+        """The same before `prepare`, for another request."""
+        assert self.rows is None, "rows of a request that has begun are its own"
+        return copy(self)
 
     def num_bytes(self, num_sites: int) -> int:
         """Bytes of the rows of `num_sites` sites."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,30 @@ from ...utils.upload import upload
 from ..declared import Declared, DeclaredLimits, PlacedOp
 from .gates import GateRead
 from .vector_pool import num_rows
+
+
+class _Words(NamedTuple):
+    """What a row has and an empty row has not: words, and their places among the entries of a table."""
+
+    op_places: np.ndarray  # [n] int64
+    op_words: np.ndarray  # [n, WORDS] int32
+    capture_places: np.ndarray  # [m] int64
+    capture_words: np.ndarray  # [m, CAPTURE_WORDS] int32
+
+    @classmethod
+    def none(cls) -> _Words:
+        return cls(
+            np.zeros(0, np.int64), np.zeros((0, codes.WORDS), np.int32),
+            np.zeros(0, np.int64), np.zeros((0, codes.CAPTURE_WORDS), np.int32),
+        )  # fmt: skip
+
+    def at_row(self, row: int, tables: OpTables) -> _Words:
+        """The same for another row of the tables."""
+        _, sites, depth = tables.fires.shape
+        return self._replace(
+            op_places=self.op_places + row * sites * depth, capture_places=self.capture_places + row * sites
+        )
+
 
 CONVERTED = {torch.float16: codes.FLOAT16, torch.bfloat16: codes.BFLOAT16}
 
@@ -114,16 +138,10 @@ class DeviceTables:
         self._write_vectors()
         if not self._staged:
             return
-        _, sites, depth = self.tables.fires.shape
         rows = np.array(list(self._staged), dtype=np.int64)
         marks = np.zeros(len(rows), dtype=np.int32)
-        ops = np.zeros((len(rows), sites, depth, codes.WORDS), dtype=np.int32)
-        captures = np.full((len(rows), sites, codes.CAPTURE_WORDS), -1, dtype=np.int32)
         first_fired = np.full((len(rows), codes.MAX_GATES), codes.NO_END, dtype=np.int32)
-        places: list[tuple[int, int, int]] = []
-        integers: list[list[int]] = []
-        floats: list[list[float]] = []
-        heads: list[list[int]] = []
+        written: list[_Words] = []
         for i, (row, declared) in enumerate(self._staged.items()):
             if declared is None:
                 self._in_use.discard(row)
@@ -131,28 +149,54 @@ class DeviceTables:
             self._in_use.add(row)
             for slot, position in declared.first_fired.items():  # what was decided before a preemption
                 first_fired[i, slot] = int(position)
-            for site, offset in () if declared.captures is None else declared.captures.offsets.items():
-                if site < sites:
-                    captures[i, site, :3], marks[i] = (offset, *_capture_words(declared, site)), 1
-            for site, found in declared.ops.items():
-                entries = [entry for op in found for entry in self._entries(op, declared, site)] if site < sites else []
-                for k, (words, numbers, of_heads) in enumerate(entries):
-                    words[0] += codes.MORE * (k + 1 < len(entries))
-                    places.append((i, site, k))
-                    integers.append(words)
-                    floats.append(numbers)
-                    heads.append(of_heads)
-                    marks[i] = 1
+            found = self._words_of(declared)
+            marks[i] = bool(len(found.op_places) or len(found.capture_places))
+            written.append(found.at_row(row, self.tables))
         self._staged.clear()
-        if places:
-            at = tuple(np.array(places).T)
-            words = np.array(integers), np.array(floats, dtype=np.float32).view(np.int32), np.array(heads)
-            ops[at] = np.concatenate(words, axis=1, dtype=np.int32)
-        index, *values = upload(self.device, rows, marks, ops, captures, first_fired)
-        tables = self._edited, self.tables.ops, self.tables.captures, self.tables.first_fired
-        for table, value in zip(tables, values, strict=True):
-            table.index_copy_(0, index, value)
+        found = _Words(*map(np.concatenate, zip(*written, strict=True))) if written else _Words.none()
+        index, marks, first_fired, *words = upload(self.device, rows, marks, first_fired, *found)
+        self._edited.index_copy_(0, index, marks)
+        self.tables.first_fired.index_copy_(0, index, first_fired)
         self.tables.fires.index_fill_(0, index, 0)
+        for table, empty, places, values in zip(
+            (self.tables.ops, self.tables.captures), (0, -1), words[::2], words[1::2], strict=True
+        ):
+            table.index_fill_(0, index, empty)
+            if len(places):
+                table.view(-1, table.shape[-1]).index_copy_(0, places, values)
+
+    def _words_of(self, declared: Declared) -> _Words:
+        """What the tables hold of a request, as if it had the first row. Kept for requests with the same hooks and vectors."""
+        key = "words", self.tables.fires.shape[1:], *declared.vectors.values()
+        if key not in declared.shared:
+            declared.shared[key] = self._made_words(declared)
+        return declared.shared[key]
+
+    def _made_words(self, declared: Declared) -> _Words:
+        _, sites, depth = self.tables.fires.shape
+        op_places: list[int] = []
+        op_words: list[np.ndarray] = []
+        for site, found in declared.ops.items():
+            entries = [entry for op in found for entry in self._entries(op, declared, site)] if site < sites else []
+            for k, (words, numbers, of_heads) in enumerate(entries):
+                words[0] += codes.MORE * (k + 1 < len(entries))
+                op_places.append(site * depth + k)
+                parts = np.array(words), np.array(numbers, dtype=np.float32).view(np.int32), np.array(of_heads)
+                op_words.append(np.concatenate(parts, dtype=np.int32))
+        captured = [
+            (site, (offset, *_capture_words(declared, site), -1))
+            for site, offset in (() if declared.captures is None else declared.captures.offsets.items())
+            if site < sites
+        ]
+        found = _Words.none()
+        if op_places:
+            found = found._replace(op_places=np.array(op_places, dtype=np.int64), op_words=np.stack(op_words))
+        if captured:
+            places, words = zip(*captured, strict=True)
+            found = found._replace(
+                capture_places=np.array(places, dtype=np.int64), capture_words=np.array(words, dtype=np.int32)
+            )
+        return found
 
     def _entries(
         self, op: PlacedOp, declared: Declared, site: int

@@ -61,7 +61,7 @@ class VllmCore:
         if not self.on_cuda and not current_platform.is_cpu():
             raise VllmRefusalError(f"LM(engine='vllm') runs on CUDA and on CPUs, not on {current_platform.device_name}")
         worker = f"{RANK_MODULE}.Interp{'GPU' if self.on_cuda else 'CPU'}Worker"
-        own = {"worker_cls": worker, "additional_config": additional_config(config)}
+        own = {"worker_cls": worker, "additional_config": additional_config(config, arguments.get("quantization"))}
         self.config: Any = AsyncEngineArgs(**arguments, **own).create_engine_config()
         refuse_config(self.config)
         self._loop = asyncio.new_event_loop()
@@ -74,7 +74,7 @@ class VllmCore:
                 self.llm = self.wait(self._start(AsyncLLM))
             key = secrets.token_bytes(32)
             self.ranks = sorted(self.call("interp_open", key), key=lambda rank: rank["rank"])
-            self.link = ResultsLink(tuple(self.ranks[0]["address"]), key)
+            self.link = ResultsLink(tuple(self.ranks[0]["address"]), key, self.soon)
             self.uplink = Uplink(self.call_async, Sealer(key), len(self.ranks))
         except BaseException:
             self.close()
@@ -119,8 +119,10 @@ class VllmCore:
         """
         try:
             return await asyncio.wait_for(self.llm.collective_rpc(method, CALL_SECONDS, arguments), CALL_SECONDS + 5)
-        except TimeoutError as error:
-            raise TimeoutError(f"a rank of vLLM has not answered {method} within {CALL_SECONDS:g} s") from error
+        except Exception as error:
+            if isinstance(error, TimeoutError) or "timed out" in str(error):  # vLLM tells its own as a plain Exception
+                raise TimeoutError(f"a rank of vLLM has not answered {method} within {CALL_SECONDS:g} s") from error
+            raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """`call_async`, and wait."""

@@ -21,7 +21,7 @@ from ...engine.stopping import take
 from ...hooks.binding import fingerprint_of
 from ..payloads import TensorKey
 from .core import VllmCore, closed
-from .sampling import salt_of, vllm_params
+from .sampling import follows, salt_of, vllm_params
 
 logger = logging.getLogger(__name__)
 CLOSING_SECONDS = 5.0
@@ -274,9 +274,16 @@ class VllmRequestEngine:
             request.prompt_logprobs = [None if found is None else _logprobs(found) for found in output.prompt_logprobs]
         if tokens:
             request.prompt_computed = request.prompt_len
+        kept = request.logprobs if request.generates and request.logprobs is not None and completion.logprobs else None
+        logprobs: list[Any] = [] if kept is None else completion.logprobs
+        if request.generates and not follows(request):  # vLLM has looked at all but the last
+            request.output_token_ids += tokens[:-1]
+            if kept is not None:
+                kept += map(_logprobs, logprobs[:-1])
+            tokens, logprobs = tokens[-1:], logprobs[-1:]
         for i, token in enumerate(tokens):
-            if request.logprobs is not None and completion.logprobs and request.generates:
-                request.logprobs.append(_logprobs(completion.logprobs[i]))
+            if kept is not None:
+                kept.append(_logprobs(logprobs[i]))
             reason = take(request, [token], ModelRunnerOutput(), [])
             if reason is not None:
                 return reason
@@ -319,7 +326,7 @@ class VllmRequestEngine:
                 end.request_id, end.prompt_token_ids, end.output_token_ids, end.num_computed, end.expected_len, 0,
                 RequestHooks(max_tokens=hooks.max_tokens, logits_from=hooks.logits_from),
             )  # fmt: skip
-            link.ask(told, lambda outcome: self.core.soon(_set, arrived, outcome))
+            link.ask(told, lambda outcome: _set(arrived, outcome))
             found = await arrived
             if isinstance(found, BaseException):
                 raise found

@@ -3,70 +3,87 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from ...core.step import RequestEnd
-from ..payloads import TensorKeys, dumped
-from ..results import host_name, read_block
+from ..results import SharedResults, host_name, read_block
 
 logger = logging.getLogger(__name__)
 LOST = "the connection to rank 0 of vLLM ended before the request's results had arrived"
 
 
 class ResultsLink:
-    """Asks for the results of requests that have ended, and passes them on from a thread of its own.
+    """Asks for the results of requests that have ended, and passes them on. Both on the client's loop, many at once.
 
     Args:
         address, key: of `Egress`.
+        soon: calls a function on the loop.
     """
 
-    def __init__(self, address: tuple[str, int], key: bytes) -> None:
+    def __init__(self, address: tuple[str, int], key: bytes, soon: Callable[..., None]) -> None:
         self._connection: Connection = Client((address[0], address[1]), authkey=key)
-        self._connection.send(host_name())
+        self._soon = soon
         self._lock = threading.Lock()
+        self._asked: list[RequestEnd] = []
         self._waiting: dict[str, Callable[[Any], None]] = {}
         self._closed = False
+        self._connection.send(host_name())
+        self._shared = SharedResults(self._connection.recv(), lambda: soon(self._send))
+        self._connection.send(self._shared.mapped)
         threading.Thread(target=self._read, name="pymllm-interp-vllm-results", daemon=True).start()
 
     def ask(self, end: RequestEnd, arrived: Callable[[Any], None]) -> None:
-        """Have `arrived` called with a `RankResult`, None where the rank never met the request, or an exception."""
+        """Have `arrived` called with a `RankResult`, None where the rank never met the request, or an exception.
+
+        Called on the loop. What is asked for until the loop turns is one message.
+        """
         with self._lock:
             self._waiting[end.request_id] = arrived
-        try:
-            if self._closed:
-                raise OSError(LOST)
-            payload = dumped(end, TensorKeys(), {})
-            with self._lock:
-                self._connection.send_bytes(payload)
-        except (OSError, ValueError) as error:
-            self._pass_on(end.request_id, RuntimeError(f"{LOST}: {error}"))
+            self._asked.append(end)
+            first = len(self._asked) == 1
+        if first:
+            self._soon(self._send)
 
     def close(self) -> None:
         """End the connection; what waits gets an error."""
         self._closed = True
         self._connection.close()
-        self._fail()
+        self._soon(self._fail)
+
+    def _send(self) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, []
+        freed = self._shared.freed()
+        if not asked and not freed:
+            return
+        try:
+            if self._closed:
+                raise OSError(LOST)
+            self._connection.send_bytes(pickle.dumps((asked, freed), protocol=5))
+        except (OSError, ValueError) as error:
+            self._pass_on([(end.request_id, RuntimeError(f"{LOST}: {error}")) for end in asked])
 
     def _read(self) -> None:
         try:
             while True:
-                request_id, outcome = read_block(*self._connection.recv())
-                self._pass_on(request_id, outcome)
+                pickled, sent = self._connection.recv()
+                self._soon(self._pass_on, read_block(pickled, sent, self._shared))
         except (EOFError, OSError, TypeError, ValueError):
             self._closed = True
-            self._fail()
+            self._soon(self._fail)
 
-    def _pass_on(self, request_id: str, outcome: Any) -> None:
-        with self._lock:
-            arrived = self._waiting.pop(request_id, None)
-        if arrived is not None:
-            arrived(outcome)
+    def _pass_on(self, outcomes: list[tuple[str, Any]]) -> None:
+        for request_id, outcome in outcomes:
+            with self._lock:
+                arrived = self._waiting.pop(request_id, None)
+            if arrived is not None:
+                arrived(outcome)
 
     def _fail(self) -> None:
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for arrived in waiting.values():
-            arrived(RuntimeError(LOST))
+            waiting = list(self._waiting)
+        self._pass_on([(request_id, RuntimeError(LOST)) for request_id in waiting])

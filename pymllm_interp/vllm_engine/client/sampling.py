@@ -29,6 +29,11 @@ def check_params(params: SamplingParams, what: str) -> None:
         )
 
 
+def follows(request: Request) -> bool:
+    """Whether the client reads each token when it comes. Else vLLM answers once, at the end."""
+    return request.stream or request.stop_checker is not None
+
+
 def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: Any) -> Any:
     """vLLM's sampling parameters of one request.
 
@@ -39,7 +44,6 @@ def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: 
     """
     params = request.params
     seed = None if params.greedy or params.seed is None else _seed_of(request)
-    follows = request.stream or request.stop_checker is not None
     allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
     made = kinds.SamplingParams(
         n=1, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0), min_p=params.min_p,
@@ -48,7 +52,7 @@ def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: 
         max_tokens=request.max_tokens, min_tokens=min(params.min_tokens, request.max_tokens), logprobs=params.logprobs,
         prompt_logprobs=None if request.prompt_logprobs is None else params.prompt_logprobs, detokenize=False,
         logit_bias=params.logit_bias, allowed_token_ids=allowed,
-        output_kind=kinds.RequestOutputKind.DELTA if follows else kinds.RequestOutputKind.FINAL_ONLY,
+        output_kind=kinds.RequestOutputKind.DELTA if follows(request) else kinds.RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=True if params.skip_reading_prefix_cache or not read_cache else None,
         extra_args=None if hooks is None else {KEY: hooks},
     )  # fmt: skip
@@ -74,6 +78,8 @@ def salt_of(request: Request, declared: Declared | None) -> str | None:
     if request.cache_salt is not None:
         parts.append(f"salt {request.cache_salt}")
     if declared is not None:
-        for site, found in sorted(declared.ops.items()):
-            parts += [f"{site} {op.spec.fingerprint} {op.windows}" for op in found]
+        if "salt" not in declared.shared:
+            found = [(site, op) for site, ops in sorted(declared.ops.items()) for op in ops]
+            declared.shared["salt"] = [f"{site} {op.spec.fingerprint} {op.windows}" for site, op in found]
+        parts += declared.shared["salt"]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32] if parts else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 from ...core.request import Request
 from ...core.step import RequestHooks
-from ..payloads import Sealer, TensorKey, TensorKeys, dumped, packed_tensor
+from ..bound_hooks import KEPT
+from ..payloads import HookedOnWire, Sealer, TensorKey, TensorKeys, dumped, packed_tensor, version_of
 
 MAX_BYTES = 4 << 30
 """Most bytes of tensors that ranks keep for requests to come."""
@@ -32,6 +34,8 @@ class Uplink:
         self._sent: OrderedDict[TensorKey, int] = OrderedDict()  # key -> bytes, the least recently used first
         self._used: dict[TensorKey, int] = {}  # key -> live requests with it
         self._lock = asyncio.Lock()
+        # By identity of the specs, which it keeps alive; specs do not change.
+        self._known: OrderedDict[Any, tuple[Any, tuple[bytes, dict[TensorKey, torch.Tensor]]]] = OrderedDict()
 
     async def sealed(self, request: Request) -> tuple[bytes, list[TensorKey]]:
         """The payload of a request, after its tensors have reached all ranks; and their keys, for `release`.
@@ -41,23 +45,37 @@ class Uplink:
         """
         hooks = request.hooks
         assert hooks is not None
-        tensors: dict[TensorKey, torch.Tensor] = {}
-        told = RequestHooks(
-            hooks.interventions, hooks.captures, hooks.max_tokens, hooks.logits_from, vector_rows=hooks.vector_rows
+        specs, tensors = self._pickled(hooks)
+        told = HookedOnWire(
+            request.request_id, request.prompt_len, hooks.max_tokens, hooks.logits_from, hooks.vector_rows, specs
         )
-        payload = dumped((request.request_id, request.prompt_len, told), self._keys, tensors)
         for key in tensors:
             self._used[key] = self._used.get(key, 0) + 1
         try:
-            async with self._lock:
-                await self._send({key: tensor for key, tensor in tensors.items() if key not in self._sent})
-                for key in tensors:
-                    self._sent.move_to_end(key)
-                await self._make_room()
+            if tensors:
+                async with self._lock:
+                    await self._send({key: tensor for key, tensor in tensors.items() if key not in self._sent})
+                    for key in tensors:
+                        self._sent.move_to_end(key)
+                    await self._make_room()
         except BaseException:
             self.release(list(tensors))
             raise
-        return self._sealer.sealed(payload), list(tensors)
+        return self._sealer.sealed(pickle.dumps(tuple(told), protocol=5)), list(tensors)
+
+    def _pickled(self, hooks: RequestHooks) -> tuple[bytes, dict[TensorKey, torch.Tensor]]:
+        """The specs of a request, and their tensors. Equal ones are pickled once."""
+        specs = *hooks.interventions, None, *hooks.captures
+        versions = tuple([version_of(tensor) for spec in specs if spec is not None for _, tensor in spec.tensors()])
+        key = *map(id, specs), *versions
+        if key not in self._known:
+            tensors: dict[TensorKey, torch.Tensor] = {}
+            pickled = dumped((list(hooks.interventions), list(hooks.captures)), self._keys, tensors)
+            self._known[key] = specs, (pickled, tensors)
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key][1]
 
     def release(self, keys: list[TensorKey]) -> None:
         """A request with these tensors has ended."""

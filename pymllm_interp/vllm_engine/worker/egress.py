@@ -7,22 +7,21 @@ asks rank 0 itself, over a socket that takes the client's key only.
 from __future__ import annotations
 
 import logging
+import pickle
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
-from pathlib import Path
 from typing import Any
 
 from ...core.step import RequestEnd
-from ..payloads import loaded
 from ..results import TensorBlock, host_name
-from .stage import RankResult
+from .hooked_request import RankResult
+from .result_arena import ResultArena
 
 logger = logging.getLogger(__name__)
-WRITERS = 4
-"""Threads that copy results to shared memory."""
 
 
 class Egress:
@@ -31,13 +30,14 @@ class Egress:
     Args:
         key: that the client must have.
         finish: `RankStage.finish`.
+        arena: with results.
     """
 
-    def __init__(self, key: bytes, finish: Callable[[RequestEnd], Future[RankResult | None]]) -> None:
-        self._finish = finish
+    def __init__(
+        self, key: bytes, finish: Callable[[list[RequestEnd]], list[Future[RankResult | None]]], arena: ResultArena
+    ) -> None:
+        self._finish, self._arena = finish, arena
         self._listener = Listener((_own_address(), 0), backlog=4, authkey=key)
-        self._lock = threading.Lock()
-        self._writers = ThreadPoolExecutor(WRITERS, "pymllm-interp-egress")
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._accept, name="pymllm-interp-egress", daemon=True).start()
 
@@ -58,42 +58,62 @@ class Egress:
 
     def _serve(self, connection: Connection) -> None:
         try:
-            own_host = connection.recv() == host_name()
+            same_host = connection.recv() == host_name()
+            connection.send((self._arena.name, self._arena.size) if same_host else None)
+            answers = _Answers(connection, self._arena if connection.recv() else None)
             while True:
-                end: RequestEnd = loaded(connection.recv_bytes(), {})
-                try:
-                    future = self._finish(end)
-                except Exception as error:
-                    self._answer(connection, own_host, end.request_id, error)
-                    continue
-                future.add_done_callback(
-                    lambda done, request_id=end.request_id: self._writers.submit(
-                        self._answer, connection, own_host, request_id, _outcome(done)
-                    )
-                )
+                ends, freed = pickle.loads(connection.recv_bytes())
+                self._arena.take_back(freed)
+                for end, future in zip(ends, self._finish(ends), strict=True):
+                    answers.put(end.request_id, future)
+                answers.flush()
         except (EOFError, OSError):
             connection.close()
+            self._arena.take_back()
 
-    def _answer(self, connection: Connection, own_host: bool, request_id: str, outcome: Any) -> None:
-        block = TensorBlock()
+
+class _Answers:
+    """Outcomes on their way to the client: those that have arrived together are one message.
+
+    Args:
+        arena: that the client maps; None where it does not.
+    """
+
+    def __init__(self, connection: Connection, arena: ResultArena | None) -> None:
+        self._connection, self._arena = connection, arena
+        self._arrived: deque[tuple[str, Future[Any]]] = deque()
+        self._lock = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, "pymllm-interp-egress")
+
+    def put(self, request_id: str, future: Future[Any]) -> None:
+        """Answer when the outcome is there."""
+        if future.done():
+            self._arrived.append((request_id, future))
+        else:
+            future.add_done_callback(lambda done: (self._arrived.append((request_id, done)), self.flush()))
+
+    def flush(self) -> None:
+        """Send what has arrived, from a thread of its own."""
+        self._writer.submit(self._send)
+
+    def _send(self) -> None:
+        arrived: list[tuple[str, Any]] = []
+        while self._arrived:
+            request_id, done = self._arrived.popleft()
+            arrived.append((request_id, done.exception() or done.result()))
+        if not arrived:
+            return
+        block = TensorBlock(self._arena)
         try:
-            pickled = block.dumped((request_id, outcome))
+            message = block.dumped(arrived), block.sent() if block.size else None
         except Exception as error:
             block = TensorBlock()
-            pickled = block.dumped((request_id, RuntimeError(f"results cannot be sent: {error!r}")))
-        file = block.to_file() if block.size and own_host else None
-        data = block.to_bytes() if block.size and not own_host else None
+            lost = [(request_id, RuntimeError(f"results cannot be sent: {error!r}")) for request_id, _ in arrived]
+            message = block.dumped(lost), None
         try:
-            with self._lock:
-                connection.send((pickled, file, data))
+            self._connection.send(message)
         except (OSError, ValueError):  # the client is gone
-            connection.close()
-            if file is not None:
-                Path(file).unlink(missing_ok=True)
-
-
-def _outcome(done: Future[Any]) -> Any:
-    return done.exception() or done.result()
+            self._connection.close()
 
 
 def _own_address() -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from typing import Any
 
 import numpy as np
 
-from ..payloads import Sealer, TensorKey, loaded, unpacked_tensor
+from ...core.step import RequestHooks
+from ..bound_hooks import KEPT
+from ..payloads import HookedOnWire, Sealer, TensorKey, loaded, unpacked_tensor
 from ..settings import KEY
 from .stage import RankStage
 
@@ -33,6 +36,7 @@ class HooksOf:
         self.expects_pass = False
         self.tensors: dict[TensorKey, Any] = {}
         self._sealer: Sealer | None = None
+        self._specs: dict[bytes, tuple[Any, Any]] = {}  # by pickle
         self._compute = model.compute_logits
         model.compute_logits = self._logits
 
@@ -49,6 +53,8 @@ class HooksOf:
         """Forget tensors."""
         for key in keys:
             self.tensors.pop(key, None)
+        self._specs.clear()
+        self.stage.bindings.clear()
 
     def take(self, scheduled: Any) -> None:
         """Requests that have finished, and new ones."""
@@ -63,8 +69,19 @@ class HooksOf:
                 continue
             if self._sealer is None:
                 raise PermissionError("this rank has no client that may send hooks: start vLLM by LM(engine='vllm')")
-            request_id, prompt_len, hooks = loaded(self._sealer.opened(bytes(sealed)), self.tensors)
-            self.stage.add(new.req_id, request_id, hooks, prompt_len)
+            told = HookedOnWire(*pickle.loads(self._sealer.opened(bytes(sealed))))
+            specs = self._specs_of(told.specs)
+            hooks = RequestHooks(*specs, told.max_tokens, told.logits_from, vector_rows=told.vector_rows)
+            self.stage.add(new.req_id, told.request_id, hooks, told.prompt_len)
+
+    def _specs_of(self, pickled: bytes) -> tuple[Any, Any]:
+        """Interventions and captures. Recent requests get the same objects again."""
+        found = self._specs.get(pickled)
+        if found is None:
+            if len(self._specs) >= KEPT:
+                self._specs.clear()
+            found = self._specs[pickled] = loaded(pickled, self.tensors)
+        return found
 
     def begin(self, req_ids: list[str], starts: np.ndarray, computed: np.ndarray, mode: str) -> None:
         """See `RankStage.begin`."""

@@ -1,5 +1,6 @@
-"""The custom ops in front of vLLM's norms. They change the delta and the stream in place, so that idle rows cost no copy and keep
-all bits.
+"""The custom ops in front of vLLM's norms, or in their place.
+
+They change the delta and the stream in place, so that idle rows cost no copy. In front, idle rows keep all bits.
 
 A compiler sees that the tensors are changed, and nothing else: the tables are reached by a number, through `STAGES`.
 """
@@ -18,6 +19,12 @@ class Taps(Protocol):
         """Ops and captures of the delta and the sum at a residual add; both [rows, hidden], changed in place."""
         ...
 
+    def norm(
+        self, delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int
+    ) -> None:
+        """`pair`, then the norm: `stream` becomes the sum, and `delta` its norm, with what is declared at the final norm's."""
+        ...
+
     def state(self, rows: torch.Tensor, site: int) -> None:
         """Ops and captures of a site's rows [rows, hidden], changed in place."""
         ...
@@ -27,11 +34,26 @@ STAGES: dict[int, Taps] = {}
 """Handle -> the stage of a rank. A process has one rank, and a handle for each model that it loads."""
 _library = torch.library.Library("pymllm_interp", "FRAGMENT")
 _library.define("pair_(Tensor(a!) delta, Tensor(b!) stream, int residual_add, int handle) -> ()")
+_library.define(
+    "norm_(Tensor(a!) delta, Tensor(b!) stream, Tensor weight, float eps, int kind, int residual_add, int handle) -> ()"
+)
 _library.define("state_(Tensor(a!) rows, int site, int handle) -> ()")
 
 
 def _pair(delta: torch.Tensor, stream: torch.Tensor, residual_add: int, handle: int) -> None:
     STAGES[handle].pair(delta, stream, residual_add)
+
+
+def _norm(
+    delta: torch.Tensor,
+    stream: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    kind: int,
+    residual_add: int,
+    handle: int,
+) -> None:
+    STAGES[handle].norm(delta, stream, weight, eps, kind, residual_add)
 
 
 def _state(rows: torch.Tensor, site: int, handle: int) -> None:
@@ -44,9 +66,10 @@ def _nothing(*_: object) -> None:
 
 for _key in ("CPU", "CUDA"):
     _library.impl("pair_", _pair, _key)
+    _library.impl("norm_", _norm, _key)
     _library.impl("state_", _state, _key)
-torch.library.register_fake("pymllm_interp::pair_", _nothing, lib=_library)
-torch.library.register_fake("pymllm_interp::state_", _nothing, lib=_library)
+for _name in ("pair_", "norm_", "state_"):
+    torch.library.register_fake(f"pymllm_interp::{_name}", _nothing, lib=_library)
 
 
 def register(stage: Taps) -> int:

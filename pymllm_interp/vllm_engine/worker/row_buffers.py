@@ -21,23 +21,29 @@ class VllmRowBuffers:
     """
 
     def __init__(self, tokens: int, rows: int, device: torch.device | str) -> None:
-        self.op_rows = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.blocks = torch.zeros(2, tokens, dtype=torch.int64, device=device)
+        self._all = torch.zeros(4, tokens, dtype=torch.int64, device=device)
+        self.op_rows, self.positions, self.blocks = self._all[0].fill_(-1), self._all[1], self._all[2:]
         self.flags = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.edited = torch.zeros(rows, dtype=torch.int32, device=device)
         self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
         self.used = 0
 
-    def fill(self, owners: np.ndarray, positions: np.ndarray) -> None:
-        """Write a step's rows: owners [tokens] int64, -1 for none, and positions [tokens] int64."""
+    def fill(self, owners: np.ndarray, positions: np.ndarray, records: np.ndarray | None) -> None:
+        """Write a step's rows, in one copy.
+
+        Args:
+            owners: [tokens] int64, -1 for none.
+            positions: [tokens] int64.
+            records: [2, tokens] int64, start and stop in the ring; None where nothing is captured.
+        """
         count, length = len(owners), max(len(owners), self.used)
-        padded = np.full(length, -1, dtype=np.int64)
-        padded[:count] = owners
-        on_device, places = upload(self.op_rows.device, padded, positions)
-        self.op_rows[:length].copy_(on_device)
-        self.positions[:count].copy_(places)
-        self.blocks[:, :count].zero_()
+        host = np.zeros((2 if records is None else 4, length), dtype=np.int64)
+        host[0] = -1
+        host[0, :count], host[1, :count] = owners, positions
+        if records is not None:
+            host[2:, :count] = records
+        (on_device,) = upload(self.op_rows.device, host)
+        self._all[: len(host), :length].copy_(on_device)
         self.used = count
 
     def clear(self) -> None:

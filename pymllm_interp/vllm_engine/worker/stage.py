@@ -3,94 +3,67 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...config import ServerConfig
-from ...core.model_spec import LOGITS, ModelSpec, delta_site, inner_site, residual_site
+from ...core.model_spec import LOGITS, ModelSpec, inner_site
 from ...core.sampling_params import SamplingParams
-from ...core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks, ScheduledRequest
-from ...hooks.captures.captures import Captures
+from ...core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks
+from ...hooks.captures.egress.result_memory import Memory
+from ...hooks.captures.egress.ring import CaptureRing
 from ...hooks.captures.reductions.reduction import Readout
-from ...hooks.declared import Declared
-from ...hooks.declared_stage import DeclaredStage, StepRows
-from ...layers.edits.base import apply_and_capture
-from ...layers.edits.host import HostOps
+from ...hooks.declared_stage import DeclaredStage
+from ...hooks.interventions.logit_ops import logit_ops
 from ...layers.edits.table import TableOps
+from ...utils.upload import upload
+from ..bound_hooks import BoundHooks
 from ..settings import limits_of, uses_tables
+from .batch import StepBatch, VllmStep, step_of
+from .hooked_request import HookedRequest, RankResult
+from .host_taps import at_site, pair_on_host
+from .result_arena import ResultArena
 from .row_buffers import VllmRowBuffers
-from .step import VllmStep
 
 _NEUTRAL = SamplingParams()
 SMALL_RING = 1 << 16
 """Bytes of the ring of a rank that captures nothing."""
-
-
-@dataclass
-class HookedRequest:
-    """A request with hooks, while vLLM knows it.
-
-    Attributes:
-        request_id: ours.
-        row: of the tables, while it has one.
-        declared: None once its results were asked for.
-        met: rows that the op met of it, over all taps; on CUDA the tables' count comes on top.
-        scheduled: token rows of its steps.
-        steps: by execution.
-    """
-
-    request_id: str
-    hooks: RequestHooks
-    prompt_len: int
-    row: int | None = None
-    declared: Declared | None = None
-    met: int = 0
-    scheduled: int = 0
-    steps: Counter[str] = field(default_factory=Counter)
-    preemptions: int = 0
-    forgotten: bool = False
-    """vLLM has removed it."""
-
-
-@dataclass
-class RankResult:
-    """What rank 0 says of a request that has ended.
-
-    Attributes:
-        error: why it cannot be trusted; None where it can.
-    """
-
-    declared: DeclaredResult
-    steps: Counter[str]
-    preemptions: int = 0
-    error: str | None = None
+WAIT_SECONDS = 2e-4
+"""Between two looks whether the ring has room."""
 
 
 class TappedStage(DeclaredStage):
     """The declared stage of a rank.
 
     Attributes:
-        captures: whether states leave this rank.
+        results: memory of captured states.
     """
 
-    captures = True
+    results: ResultArena
+
+    def result_memory(self) -> Memory:
+        return self.results
 
     @property
     def has_tables(self) -> bool:
         """Whether passes read declared ops from device tables."""
         return uses_tables(torch.device(self.device).type)
 
-    def _captured_parts(self, rows: StepRows) -> list[tuple[Captures | None, int, int]]:
-        if self.captures:
-            return super()._captured_parts(rows)
-        return [(None, entry.start, entry.num_tokens) for entry in rows.entries]
+    def logit_table_ops(self, rows: VllmStep, num_rows: int) -> TableOps | None:
+        """The ops at the logits of a step."""
+        assert self.device_tables is not None, "on a CPU `site_ops` has them"
+        if not any(found is not None and found.declared and found.declared.edits_logits for found in rows.batch.found):
+            return None
+        logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
+        return self._table_ops(self.device_tables, num_rows, logits)
 
 
 class RankStage:
@@ -115,11 +88,13 @@ class RankStage:
         self.in_tables, on_cuda = uses_tables(device.type), device.type == "cuda"
         if rank:
             config = replace(config, capture_ring_bytes=SMALL_RING)
+        self.arena = ResultArena(config.capture_kept_bytes)
         self.stage = TappedStage(config, model, str(device), readout)
-        self.stage.captures = rank == 0
+        self.stage.results = self.arena
         self.stage.limits = limits_of(config, device.type)
         self.buffers = VllmRowBuffers(tokens, rows + 1, device)
         self.stage.init_tables(self.buffers, self.buffers)
+        self.bindings = BoundHooks(model, self.stage.limits, readout)
         self.lock = threading.RLock()
         self.calls = 0
         self.num_steps = 0
@@ -127,11 +102,12 @@ class RankStage:
         self._rows = list(range(rows, 0, -1))  # row 0 stays empty
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._launched: Any = None
+        self._read: deque[HookedRequest] = deque()  # results were asked for: a row may be free
         self._known: dict[str, HookedRequest] = {}  # by vLLM's id
         self._by_own_id: dict[str, HookedRequest] = {}
         self._ops: Any = None
         self._step: VllmStep | None = None
-        self._hooked: list[tuple[HookedRequest, ScheduledRequest]] = []
+        self._batch: StepBatch | None = None
         self._calls_before = 0
         self._held = False
         self.static: TableOps | None = None
@@ -155,16 +131,18 @@ class RankStage:
             if vllm_id in self._known:
                 return
             found = HookedRequest(request_id, hooks, prompt_len)
-            found.declared = self.stage.bind(hooks, prompt_len)
+            found.declared = self.bindings.bound(hooks, prompt_len)
             if self.rank and not self.in_tables:
                 found.declared.captures = None
             self._known[vllm_id] = self._by_own_id[request_id] = found
+            self._close_batch()
 
     def remove(self, vllm_id: str) -> None:
         """vLLM forgets a request. Its row waits for the client to ask for the results."""
         if vllm_id not in self._known:
             return
         with self.lock:
+            self._close_batch()
             found = self._known.pop(vllm_id)
             found.forgotten = True
             if self.rank:  # nobody asks this rank for results
@@ -196,45 +174,65 @@ class RankStage:
                 self.stage.leave_tables(other.request_id)
                 self._free_row(other)
 
-    def _take_row(self, found: HookedRequest, running: set[str]) -> None:
-        """A row of the tables for a request of the step, if need be from a request outside of it."""
-        if found.row is not None:
+    def _take_rows(self, req_ids: Sequence[str]) -> None:
+        """Rows of the tables for requests of a step, if need be from requests outside of it."""
+        while self._read:
+            found = self._read.popleft()
+            if found.forgotten:
+                self._free_row(found)
+        live = [found for vllm_id in req_ids if (found := self._live(vllm_id)) is not None and found.row is None]
+        if not live:
             return
-        if not self._rows:
-            self._evict(running)
-        found.row = self._rows.pop()
+        if len(self._rows) < len(live):
+            self._evict(set(req_ids))
+        new: list[NewRequest] = []
+        for found in live:
+            found.row = self._rows.pop()
+            found.hooks.bound = found.declared
+            new.append(NewRequest(found.request_id, found.row, found.prompt_len, [], 0, _NEUTRAL, 0, hooks=found.hooks))
         if self.in_tables:
-            self.buffers.seen[found.row] = 0
-        found.hooks.bound = found.declared
-        new = NewRequest(
-            request_id=found.request_id, row=found.row, prompt_len=found.prompt_len, token_ids=[], num_computed_tokens=0,
-            params=_NEUTRAL, seed=0, hooks=found.hooks,
-        )  # fmt: skip
-        self.stage.enter([new])
+            (rows,) = upload(self.device, np.array([found.row for found in live], dtype=np.int64))
+            self.buffers.seen.index_fill_(0, rows, 0)
+        self.stage.enter(new)
 
-    def finish(self, end: RequestEnd) -> Future[RankResult | None]:
-        """The results of a request that has ended; None where this rank never met it. Called on the client's thread."""
-        done: Future[RankResult | None] = Future()
+    def _live(self, vllm_id: str) -> HookedRequest | None:
+        found = self._known.get(vllm_id)
+        return None if found is None or found.declared is None else found
+
+    def finish(self, ends: Sequence[RequestEnd]) -> list[Future[RankResult | None]]:
+        """The results of requests that have ended; None where this rank never met one. Called on the client's thread.
+
+        An exception of one is the result of that one.
+        """
         with self.lock, self.side():
-            found = self._by_own_id.pop(end.request_id, None)
-            if found is None or found.declared is None:
-                done.set_result(None)
-                return done
-            seen = self._read_seen(found)
-            end.hooks.interventions, end.hooks.captures = found.hooks.interventions, found.hooks.captures
-            arrived = self.stage.finish(end)
-            found.declared = None
+            self._close_batch()
+            seen = self._read_seen()
+            return [self._finish(end, seen) for end in ends]
+
+    def _finish(self, end: RequestEnd, seen: Callable[[int], int]) -> Future[RankResult | None]:
+        done: Future[RankResult | None] = Future()
+        found = self._by_own_id.pop(end.request_id, None)
+        if found is None or found.declared is None:
+            done.set_result(None)
+            return done
+        end.hooks.interventions, end.hooks.captures = found.hooks.interventions, found.hooks.captures
+        row = found.row
 
         def complete(result: Future[DeclaredResult]) -> None:
             try:
-                found.met += seen()
-                with self.lock:
-                    if found.forgotten:
-                        self._free_row(found)
+                found.met += 0 if row is None else seen(row)
+                self._read.append(found)  # without the lock: the rank's thread may hold it, and wait for this one
                 done.set_result(RankResult(result.result(), found.steps, found.preemptions, self._unmet(found)))
             except BaseException as failure:
                 done.set_exception(failure)
 
+        try:
+            arrived = self.stage.finish(end)
+        except Exception as error:
+            done.set_exception(error)
+            return done
+        finally:
+            found.declared = None
         arrived.add_done_callback(complete)
         return done
 
@@ -246,20 +244,20 @@ class RankStage:
             self._stream.wait_event(self._launched)
         return torch.cuda.stream(self._stream)
 
-    def _read_seen(self, found: HookedRequest) -> Callable[[], int]:
-        """Copy what the kernels counted in a request's row. The result waits for the copy."""
-        if not self.in_tables or found.row is None:
-            return lambda: 0
+    def _read_seen(self) -> Callable[[int], int]:
+        """Copy what the kernels counted. What is returned waits for the copy, and tells a row's count."""
+        if not self.in_tables:
+            return lambda _: 0
         if self._stream is None:
-            counted = int(self.buffers.seen[found.row])
-            return lambda: counted
-        copied, event = torch.empty(1, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
-        copied.copy_(self.buffers.seen[found.row : found.row + 1], non_blocking=True)
+            counted = self.buffers.seen.tolist()
+            return lambda row: counted[row]
+        copied, event = torch.empty_like(self.buffers.seen, device="cpu", pin_memory=True), torch.cuda.Event()
+        copied.copy_(self.buffers.seen, non_blocking=True)
         event.record()
 
-        def read() -> int:
+        def read(row: int) -> int:
             event.synchronize()
-            return int(copied)
+            return int(copied[row])
 
         return read
 
@@ -287,68 +285,64 @@ class RankStage:
         if not self.busy:
             return
         self._hold()
-        running = set(req_ids)
-        self._hooked = []
-        entries: list[ScheduledRequest] = []
-        for i, vllm_id in enumerate(req_ids):
-            count, found = int(starts[i + 1] - starts[i]), self._known.get(vllm_id)
-            live = found is not None and found.declared is not None
-            if live:
-                assert found is not None
-                self._take_row(found, running)
-            all_logits = live and found is not None and found.hooks.logits_from == 0 and bool(found.hooks.captures)
-            entry = ScheduledRequest(
-                found.request_id if live and found is not None else "", (found.row or 0) if found is not None else 0, count,
-                int(computed[i]), True, False, count if all_logits else 1,
-            )  # fmt: skip
-            entries.append(entry)
-            if live and found is not None:
-                self._hooked.append((found, entry))
-        if not self._hooked:
+        batch = self._batch
+        if batch is None or batch.ids != list(req_ids):
+            self._close_batch()
+            self._take_rows(req_ids)
+            batch = self._batch = StepBatch(req_ids, self._live, self._logits_site)
+        if not batch.hooked:
             self.idle()
             return
-        rows = np.array([0, *np.cumsum([entry.logit_rows for entry in entries])], dtype=np.int32)
-        step = self._step = VllmStep(entries, np.asarray(starts[: len(entries) + 1], dtype=np.int32), rows, mode)
+        step = self._step = step_of(batch, starts, computed, mode)
         self._calls_before = self.calls
-        if self.in_tables:
-            self._fill(step)
-        self._make_room(step)
-        self._ops = self.stage.site_ops(step, step.num_tokens, False)
+        if not self.in_tables:
+            self._ops = self.stage.site_ops(step, step.num_tokens, False)
+            return
+        records = None
+        if batch.captures and not self.rank:
+            self._make_room(step)
+            records = self._ring.lay_out(step.parts)
+        self.buffers.fill(step.owners, step.positions, records)
+        if batch.touches_logits:
+            self._ops = self.stage.logit_table_ops(step, step.num_tokens)
 
-    def _fill(self, step: VllmStep) -> None:
-        owners = np.concatenate(
-            [np.full(e.num_tokens, e.row if e.request_id else -1, dtype=np.int64) for e in step.entries]
-        )
-        positions = np.concatenate([np.arange(e.start, e.start + e.num_tokens, dtype=np.int64) for e in step.entries])
-        self.buffers.fill(owners, positions)
+    def _close_batch(self) -> None:
+        """The next step is not as the last one: requests get what was counted."""
+        if self._batch is not None:
+            self._batch.settle()
+            self._batch = None
+
+    @property
+    def _ring(self) -> CaptureRing:
+        ring = self.stage.capture_ring
+        assert ring is not None, "device tables come with a ring"
+        return ring
 
     def _make_room(self, step: VllmStep) -> None:
         """Wait until the ring has room for a step's captures; those that not even an empty ring holds are lost."""
-        ring = self.stage.capture_ring
-        if ring is None or self.rank:
+        ring = self._ring
+        if int((step.batch.largest_records * step.counts).sum()) <= ring.allocator.largest_free:
             return
-        wanted = [
-            (found.declared.captures, entry)
-            for found, entry in self._hooked
-            if found.declared is not None and found.declared.captures is not None
-        ]
-        sizes = [captures.reserved_size(entry.start, entry.num_tokens) for captures, entry in wanted]
+        wanted = [(captures, first, count) for captures, first, count in step.parts if captures is not None]
+        sizes = [captures.reserved_size(first, count) for captures, first, count in wanted]
         needed = sum(sizes)
-        if needed > ring.allocator.largest_free:
-            ring.wait()
-        for (captures, entry), size in sorted(zip(wanted, sizes, strict=True), key=lambda one: -one[1]):
+        while needed > ring.allocator.largest_free and ring.allocator.in_use:
+            time.sleep(WAIT_SECONDS)  # the copier frees the oldest span
+        for (captures, _, count), size in sorted(zip(wanted, sizes, strict=True), key=lambda one: -one[1]):
             if needed <= ring.allocator.largest_free:
                 break
             needed -= size
             captures.lose(
-                f"request {entry.request_id} lost its captures: the {entry.num_tokens} positions of a step take more than the ring "
-                f"that they leave the device through, which has {self.stage._config.capture_ring_bytes} bytes (raise "
-                "capture_ring_bytes, or lower max_num_batched_tokens)"
+                f"a request lost its captures: the {count} positions of a step take more than the ring that they leave the device "
+                f"through, which has {self.stage._config.capture_ring_bytes} bytes (raise capture_ring_bytes, or lower "
+                "max_num_batched_tokens)"
             )
 
     def idle(self) -> None:
         """The next pass is not one of requests with hooks: a dummy one, or plain."""
-        self._step, self._ops, self._hooked = None, None, []
+        with self.lock:
+            self._close_batch()
+        self._step, self._ops = None, None
         if self.in_tables:
             self.buffers.clear()
         self._let_go()
@@ -362,7 +356,7 @@ class RankStage:
             sampled: [reqs, hidden], the rows that are sampled from.
         """
         step = self._step
-        if step is None or not self._touches_logits():
+        if step is None or not step.batch.touches_logits:
             return compute(sampled)
         if not step.samples_only:
             sampled = hidden[torch.from_numpy(step.logit_token_rows()).to(hidden.device)]
@@ -376,34 +370,19 @@ class RankStage:
             self.stage.capture_logits(step, logits, rows)
         return rows
 
-    def _touches_logits(self) -> bool:
-        site = self._logits_site
-        return any(
-            found.declared is not None
-            and (
-                site in found.declared.ops
-                or (found.declared.captures is not None and site in found.declared.captures.by_site)
-            )
-            for found, _ in self._hooked
-        )
-
     def end(self) -> None:
         """A step was launched: its captured states may leave the device."""
-        if self._step is None:
+        step = self._step
+        if step is None:
             self._let_go()
             return
-        if self.stage.capture_ring is not None and not self.rank:
-            self.stage.capture_ring.send()
+        if self.in_tables and step.batch.captures and not self.rank:
+            self._ring.send()
         if self._stream is not None:
             self._launched = torch.cuda.Event()
             self._launched.record()
-        made = self.calls - self._calls_before
-        for found, entry in self._hooked:
-            found.scheduled += entry.num_tokens
-            found.steps[self._step.mode] += 1
-            if not self.in_tables:
-                found.met += made * entry.num_tokens
-        self._step, self._ops, self._hooked = None, None, []
+        step.batch.count(step.counts, step.mode, 0 if self.in_tables else self.calls - self._calls_before)
+        self._step, self._ops = None, None
         self._let_go()
 
     def _hold(self) -> None:
@@ -432,7 +411,26 @@ class RankStage:
         self.calls += 1
         ops = self._ops
         if ops is not None:
-            _pair_on_host(delta, stream, residual_add, ops)
+            pair_on_host(delta, stream, residual_add, ops)
+
+    def norm(
+        self, delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int
+    ) -> None:
+        """See `Taps`."""
+        from ...kernels.edit_ops import edit_norm_
+
+        assert self.static is not None, "norms of vLLM stay where ops are functions"
+        edit_norm_(
+            delta,
+            stream,
+            weight,
+            eps,
+            kind,
+            residual_add,
+            self.static.tables,
+            self.static.token_rows,
+            self.buffers.seen,
+        )
 
     def state(self, rows: torch.Tensor, site: int) -> None:
         """See `Taps`."""
@@ -443,25 +441,4 @@ class RankStage:
             return
         self.calls += 1
         if self._ops is not None:
-            _at(rows, site, self._ops)
-
-
-def _at(rows: torch.Tensor, site: int, ops: HostOps) -> None:
-    if site in ops.by_site or site in ops.capture_sinks:
-        after = apply_and_capture(rows[None], ops, site)[0]
-        if after is not rows and site in ops.by_site:
-            rows.copy_(after)
-
-
-def _pair_on_host(delta: torch.Tensor, stream: torch.Tensor, residual_add: int, ops: HostOps) -> None:
-    """Edited rows become (0, the edited sum), which the norm adds exactly. Other rows keep all bits."""
-    _at(delta, delta_site(residual_add), ops)
-    site = residual_site(residual_add)
-    if site not in ops.by_site and site not in ops.capture_sinks:
-        return
-    total = stream + delta
-    after = apply_and_capture(total[None], ops, site)[0]
-    if site in ops.by_site:
-        changed = (after != total).any(-1, keepdim=True)
-        stream.copy_(torch.where(changed, after, stream))
-        delta.copy_(torch.where(changed, torch.zeros_like(delta), delta))
+            at_site(rows, site, self._ops)

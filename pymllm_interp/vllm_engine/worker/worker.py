@@ -6,6 +6,7 @@ Each is vLLM's own worker of the platform. Its runner, whichever vLLM chose, get
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..faults import told
 from ..payloads import TensorKey
 from ..refusals import refuse_config
 from ..results import host_name
-from ..settings import served_spec, server_config_of
+from ..settings import KEY, served_spec, server_config_of
 from ..structures import structure_of
 from ..versions import installed_version
 from . import op
@@ -32,6 +33,8 @@ PADDING = 1024
 """Rows of a pass beyond max_num_batched_tokens: captured graphs are padded."""
 SPARE_ROWS = 64
 """Rows of the tables for requests that have ended, until their results were read."""
+SWITCH_SECONDS = 5e-4
+"""How long a thread that copies captured states may keep the thread that launches passes from running."""
 WITHOUT_OP = "PYMLLM_INTERP_VLLM_WITHOUT_OP"
 """For the test of the canary: the taps are left out."""
 
@@ -76,8 +79,10 @@ class InterpWorker:
         device = torch.device(self.device)
         stage = RankStage(settings, spec, device, tokens, rows, structure.taps, self.rank, readout)
         if os.environ.get(WITHOUT_OP) != "1":
-            put_taps(structure, op.register(stage))
+            within = stage.in_tables and config.additional_config[KEY]["taps"] == "norm"
+            put_taps(structure, op.register(stage), within)
         self.model_runner.interp = HooksOf(stage, model)
+        sys.setswitchinterval(SWITCH_SECONDS)
         return found
 
     @property
@@ -88,7 +93,7 @@ class InterpWorker:
         """Take hooks that were sealed with this key. Says what this rank is, and on rank 0 where results are had."""
         self._hooks.open(key)
         if self.rank == 0 and self.egress is None:
-            self.egress = Egress(key, self._hooks.stage.finish)
+            self.egress = Egress(key, self._hooks.stage.finish, self._hooks.stage.arena)
         return {
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(),
             "address": None if self.egress is None else self.egress.address,

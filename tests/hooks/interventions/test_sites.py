@@ -128,7 +128,7 @@ def test_a_site_prints_as_it_parses_and_is_a_key():
         ("blocks.3.hook_q_input", r"the stream before the norm \(resid_pre\), a copy for each head"),
         ("resid_post_5", r"unknown site 'resid_post_5'; did you mean resid_post\.5 or"),
         ("resid_post5", r"did you mean resid_post\.5 or"),
-        ("atn_in.3", r"Kinds are embed, resid_pre, q, k, v, z, attn_out, resid_mid, mlp_act,"),
+        ("atn_in.3", r"Kinds are embed, resid_pre, q, k, v, z, attn_out, resid_mid, router, mlp_act,"),
     ],
 )
 def test_a_name_that_is_no_site_is_refused_with_the_nearest_ones_or_the_reason(name, error):

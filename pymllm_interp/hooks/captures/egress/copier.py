@@ -18,7 +18,7 @@ from ..activations import CaptureError
 from ..captures import Captures
 from ..group import SmallRow
 from ..kept_rows import WORDS
-from .result_memory import ResultMemory
+from .result_memory import Memory
 from .ring_allocator import RingAllocator
 from .step_block import MAX_WORDS, NUM_COPIERS, AlikeStep, StepBlock
 
@@ -81,7 +81,7 @@ class RingCopier:
         on_freed: called on the thread after a span was freed.
     """
 
-    def __init__(self, allocator: RingAllocator, results: ResultMemory) -> None:
+    def __init__(self, allocator: RingAllocator, results: Memory) -> None:
         self.on_freed: Callable[[], None] | None = None
         self._allocator, self._results = allocator, results
         self._queue: queue.SimpleQueue[SentSpan | Callable[[], None] | None] = queue.SimpleQueue()
@@ -200,7 +200,7 @@ class RingCopier:
         rows = part.captures.direct_rows(part.first, len(part.sizes))
         # Positions that were computed again have no record, and sums come before the rows.
         fits = rows is not None and rows.nbytes == part.size * self._host.itemsize
-        return torch.from_numpy(rows.reshape(-1)) if fits else None
+        return torch.from_numpy(rows.reshape(-1)) if rows is not None and fits else None
 
 
 def _dealt(copies: list[_Copy]) -> list[list[_Copy]]:

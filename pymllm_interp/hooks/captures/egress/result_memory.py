@@ -25,6 +25,10 @@ class Memory(Protocol):
         """Leave no foreign data after the first `used` rows of a tensor of `empty`."""
         ...
 
+    def close(self) -> None:
+        """Release what is free. Memory that is freed later is not kept."""
+        ...
+
 
 class FreshMemory:
     """Memory that holds zeros."""
@@ -35,6 +39,9 @@ class FreshMemory:
 
     def clear(self, rows: torch.Tensor, used: int) -> None:
         """Nothing to do: the memory holds zeros."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 FRESH = FreshMemory()
@@ -72,7 +79,7 @@ class ResultMemory:
         size = prod(shape) * dtype.itemsize
         if size < SMALL:
             return FRESH.empty(shape, dtype)
-        mapping = self._take(_rounded(size))
+        mapping = self._take(rounded(size))
         memory = np.frombuffer(mapping, np.uint8, size)
         self._mapping_at[memory.ctypes.data] = mapping
         weakref.finalize(memory, self._free, memory.ctypes.data).atexit = False
@@ -133,7 +140,7 @@ class ResultMemory:
         return mapping
 
 
-def _rounded(size: int) -> int:
+def rounded(size: int) -> int:
     """`size` rounded up by an eighth at most, so that results of similar sizes share mappings."""
     unit = 1 << (size.bit_length() - 4)
     return -(-size // unit) * unit

@@ -28,7 +28,7 @@ from ..group import Group
 from ..reductions.reading import Pending, read_all
 from .admission import RingAdmission
 from .copier import NO_MEMORY, RequestSlice, RingCopier, SentSpan
-from .result_memory import ResultMemory
+from .result_memory import Memory, ResultMemory
 from .ring_allocator import RingAllocator
 from .step_block import AlikeStep
 
@@ -86,7 +86,7 @@ class CaptureRing:
         size: bytes of each ring (`capture_ring_bytes`).
         dtype: of the states.
         when_full: "block" or "fail" (`capture_when_full`).
-        keep: upper bound, in bytes, of freed result memory kept for reuse (`capture_kept_bytes`).
+        results: memory of the results; None: memory of which nothing is kept.
 
     Attributes:
         memory: [elements], the device ring, which kernels write to.
@@ -97,12 +97,17 @@ class CaptureRing:
     """
 
     def __init__(
-        self, size: int, dtype: torch.dtype, device: torch.device | str, when_full: str, keep: int = 0
+        self,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        when_full: str,
+        results: Memory | None = None,
     ) -> None:
         self.memory = torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
         self.allocator = RingAllocator(len(self.memory))
         self.admission = RingAdmission(self.allocator, size, dtype.itemsize, when_full)
-        self.results = ResultMemory(keep)
+        self.results = results or ResultMemory(0)
         self.bytes_sent = 0
         self._copier = RingCopier(self.allocator, self.results)
         self._layout: _StepLayout | None = None
@@ -155,6 +160,8 @@ class CaptureRing:
         """
         if (alike := _all_alike(parts)) is not None:
             return self._lay_out_alike(parts, alike)
+        if (sizes := _sizes_of_single(parts)) is not None:
+            return self._lay_out_single(parts, sizes)
         sizes = np.concatenate([
             np.zeros(count, dtype=np.int64) if captures is None else captures.record_sizes(first, count)
             for captures, first, count in parts
@@ -195,6 +202,22 @@ class CaptureRing:
         self._layout = _StepLayout(start, total, sent, AlikeStep(captures, [part[1] for part in parts], layout))
         starts = start + records_at + size * np.arange(count)
         self._records = np.stack((starts, starts + size))
+        return self._records
+
+    def _lay_out_single(self, parts: Sequence[tuple[Captures | None, int, int]], sizes: list[int]) -> np.ndarray:
+        """`lay_out` of a position each, with records that are not packed."""
+        each = np.array(sizes, dtype=np.int64)
+        stops = np.cumsum(each)
+        end = stops.item(-1)
+        slices = [
+            RequestSlice(captures, first, each[i : i + 1], stop - size, size)
+            for i, ((captures, first, _), size, stop) in enumerate(zip(parts, sizes, stops.tolist(), strict=True))
+            if captures is not None and size
+        ]
+        start = self.allocator.find(end) if slices else 0
+        self._layout = _StepLayout(start, end, end, slices) if slices else None
+        stops += start
+        self._records = np.stack((stops - each, stops))
         return self._records
 
     def put(self, site: int, states: torch.Tensor, parts: Sequence[StatesOf]) -> None:
@@ -270,6 +293,16 @@ def _all_alike(parts: Sequence[tuple[Captures | None, int, int]]) -> RecordLayou
             return None
         found = alike
     return found
+
+
+def _sizes_of_single(parts: Sequence[tuple[Captures | None, int, int]]) -> list[int] | None:
+    """Elements of each request's record, where all have one position and no record is packed; else None."""
+    sizes = []
+    for captures, first, count in parts:
+        if count != 1 or (captures is not None and captures.packs(first)):
+            return None
+        sizes.append(0 if captures is None else captures.reserved_size(first, 1))
+    return sizes
 
 
 def _pack(span: torch.Tensor, slices: Sequence[RequestSlice] | AlikeStep) -> None:

@@ -13,7 +13,7 @@ import torch
 from ....utils.integers import as_integers
 from ..captures import Captures, RecordLayout
 from ..kept_rows import WORDS
-from .result_memory import ResultMemory
+from .result_memory import Memory
 
 MAX_STEPS = 32
 """Upper bound of the steps that a block holds."""
@@ -61,7 +61,7 @@ class StepBlock:
 
     pool: ThreadPoolExecutor
 
-    def __init__(self, results: ResultMemory, lose: Callable[[Captures, Exception], None]) -> None:
+    def __init__(self, results: Memory, lose: Callable[[Captures, Exception], None]) -> None:
         self._results, self._lose = results, lose
         self._memory = torch.empty((0, 0))
         self._first: AlikeStep | None = None

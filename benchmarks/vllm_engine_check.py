@@ -1,0 +1,193 @@
+"""Values of vLLM as the engine of an LM against our own engine on the CPU in float32, over the same weights.
+
+    python benchmarks/vllm_engine_check.py --ways v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager --out FILE
+
+A way is runner-graphs-taps: V2 or V1; full graphs, piecewise ones or none; the hooks in "front" of vLLM's norms or in the "norm".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WAYS = "v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager"
+CHECK_SECONDS = 240
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+TOLERANCE = 0.04
+"""Of states in bfloat16 against float32, relative to the largest."""
+
+
+def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
+    """Random prompts, different for each request."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, vocab - 1, (count, length), generator=generator).tolist()
+
+
+def environment_of(gpus: str | None) -> dict[str, str]:
+    """Of a process on these GPUs ("0,1"); None for all."""
+    found = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "8"}
+    return found if gpus is None else found | {"CUDA_VISIBLE_DEVICES": gpus}
+
+
+def saved_model(folder: Path) -> Path:
+    """A small llama with random weights in bfloat16."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**{name: value for name, value in TINY.items() if name not in ("architectures", "dtype")})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1 if "norm" in name else 3)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def check(ways: list[str], gpus: str | None = None, ranks: int = 1) -> dict[str, Any]:
+    """Each way in a process of its own, all at once. A way is runner-graphs-taps, such as v2-full-norm."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved_model(Path(folder))
+        running: dict[str, Any] = {}
+        for way in ways:
+            runner, graphs, *taps = way.split("-")
+            environment = environment_of(gpus) | {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
+            if taps:
+                environment["PYMLLM_INTERP_VLLM_TAPS"] = taps[0]
+            command = [sys.executable, __file__, "--one", graphs, "--folder", folder, f"--ranks={ranks}"]
+            # To files: a full pipe would stop the process.
+            out, err = (Path(folder, f"{way}.{name}").open("w+") for name in ("out", "err"))
+            running[way] = subprocess.Popen(command, env=environment, stdout=out, stderr=err), out, err
+        return {way: _checked(way, *one) for way, one in running.items()}
+
+
+def _checked(way: str, process: Any, out: Any, err: Any) -> dict[str, Any]:
+    try:
+        process.wait(CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    texts = []
+    for file in (out, err):
+        file.seek(0)
+        texts.append(file.read())
+    lines = [line for line in texts[0].splitlines() if line.startswith("{")]
+    found = json.loads(lines[-1]) if lines else {"error": (texts[0] + texts[1])[-3000:]}
+    print(way, json.dumps(found)[:600], flush=True)
+    return found
+
+
+def check_one(folder: str, graphs: str, ranks: int) -> dict[str, Any]:
+    """Ops and captures of one engine against our own engine on the CPU, in float32 over the same weights."""
+    from pymllm_interp import LM, Ablate, Capture, Gate, Generated, Patch, Project, SamplingParams, Steer
+
+    width = TINY["hidden_size"]
+    vector = lambda seed, *shape: torch.randn(*(shape or (width,)), generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    modes: dict[str, dict[str, Any]] = {
+        "eager": {"disable_cuda_graph": True},
+        "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+        "full": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
+    }
+    kinds = ("attn_out", "resid_mid", "mlp_out", "resid_post")
+    prompts = [*prompts_of(3, 40, TINY["vocab_size"]), *prompts_of(3, 7, TINY["vocab_size"])]
+    ops = [
+        [Steer("resid_post.1", vector(1), 3.0)],
+        None,
+        [Ablate("resid_mid.2", vector(2, 2, width)), Steer("mlp_out.0", vector(3), positions="generated")],
+        [Patch("resid_post.0", vector(4, 2, width), positions=[0, -1])],
+        [Steer("resid_post.2", vector(5), 2.0, when=Gate(vector(6), 0.0, site="resid_post.0"))],
+        [Steer("embed", vector(7), 0.5), Steer("final_norm", vector(8), positions=Generated(1, 5, 2))],
+    ]
+    captures = [
+        [f"{kind}.*" for kind in kinds], None, ["resid_post.*"], [Capture("resid_post.*", reduce=Project(vector(9, 3, width)))],
+        [Capture("resid_post.*", reduce="mean")], ["embed", "final_norm", "logits"],
+    ]  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LM(
+        folder,
+        engine="vllm",
+        dtype="bfloat16",
+        max_model_len=512,
+        max_running_requests=16,
+        gpu_memory_utilization=0.1,
+        kv_cache_tokens=8192,
+        **modes[graphs],
+        **({"tensor_parallel_size": ranks} if ranks > 1 else {}),
+    ) as lm:
+        outs = lm.generate(prompts, params, interventions=ops, capture=captures)
+        again = lm.generate(prompts, params, interventions=ops, capture=captures)
+        plain = lm.generate([prompts[0]], params, capture=["resid_post.1"])[0]
+        name = lm.engine_name
+    with LM(folder, dtype="float32", device="cpu", max_model_len=512) as own:
+        worst: dict[str, float] = {}
+        for i, out in enumerate(outs):
+            completion = out.outputs[0]
+            if not captures[i]:
+                continue
+            # The tokens that vLLM chose, as one prompt; positions of the generation are then positions of the prompt.
+            wanted = own.generate([prompts[i]], params, interventions=ops[i], capture=captures[i])[0].outputs[0]
+            same = next(
+                (
+                    k
+                    for k, pair in enumerate(zip(completion.token_ids, wanted.token_ids, strict=True))
+                    if pair[0] != pair[1]
+                ),
+                12,
+            )
+            rows = len(prompts[i]) + same
+            for site, states in completion.activations.items():
+                count = (
+                    len(states)
+                    if "mean" in str(captures[i])
+                    else min(rows - (site == "logits") * (len(prompts[i]) - 1), len(states))
+                )
+                if "mean" in str(captures[i]) and same < 12:
+                    continue
+                theirs = wanted.activations[site][:count].float()
+                off = (states[:count].float() - theirs).abs().max() / theirs.abs().max()
+                worst[site.split(".")[0]] = max(worst.get(site.split(".")[0], 0.0), float(off))
+    # At the site itself the change is exact: the state before, plus the vector, rounded once.
+    first = outs[0].outputs[0].activations["resid_post.1"][: len(prompts[0])]
+    before = plain.outputs[0].activations["resid_post.1"][: len(prompts[0])]
+    exact = (before.float() + 3.0 * vector(1)).to(before.dtype)
+    steps = sorted({mode for out in outs if out.receipt for mode in out.receipt.steps})
+    return {
+        "engine": name, "steps": steps, "worst": {site: round(off, 5) for site, off in worst.items()},
+        "ok": max(worst.values()) < TOLERANCE, "steered rows equal": float((first == exact).float().mean()),
+        "again equal": [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outs, again, strict=True)],
+        "captured rows": {site: len(rows) for site, rows in list(outs[0].outputs[0].activations.items())[:2]},
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run what the options name."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ways", default=WAYS)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--one", default=None, help="the graphs of one way, in this process")
+    parser.add_argument("--folder", default="")
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if args.one:
+        print(json.dumps(check_one(args.folder, args.one, args.ranks)), flush=True)
+        return
+    found = check(args.ways.split(","), ranks=args.ranks)
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""`StepBatch`: the requests of consecutive steps, while they are the same ones in the same order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...core.step import ScheduledRequest
+from ...hooks.captures.captures import Captures
+from .hooked_request import HookedRequest
+
+
+class StepBatch:
+    """What of a step does not change from one to the next, and counts that requests get when it ends.
+
+    Args:
+        ids: vLLM's, in the order of the batch.
+        find: the request with hooks of such an id, with a row of the tables; or None.
+        logits_site: its number.
+
+    Attributes:
+        hooked: (place in the batch, request) of those with hooks.
+        rows: [reqs] int64, rows of the tables; -1 for requests without hooks.
+        captures: of each request, or None; empty where none captures.
+        largest_records: [reqs] int64, upper bounds of ring elements for a position.
+        all_logits: [reqs] bool, whether all positions of a request have logits.
+        touches_logits: some request has an op or a capture at the logits.
+    """
+
+    def __init__(self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int) -> None:
+        self.ids = list(ids)
+        self.found = [find(vllm_id) for vllm_id in ids]
+        self.hooked = [(i, one) for i, one in enumerate(self.found) if one is not None]
+        self.rows = np.array([-1 if one is None else one.row for one in self.found], dtype=np.int64)
+        captures = [None if one is None else one.captures for one in self.found]
+        self.captures: list[Captures | None] = captures if any(captures) else []
+        self.largest_records = np.array(
+            [0 if one is None else one.max_reserved_size for one in captures], dtype=np.int64
+        )
+        self.all_logits = np.array([one is not None and one.reads_all_logits for one in self.found], dtype=np.bool_)
+        self.touches_logits = any(one.touches(logits_site) for _, one in self.hooked)
+        self._tokens = np.zeros(len(self.ids), dtype=np.int64)
+        self._met = np.zeros(len(self.ids), dtype=np.int64)
+        self._steps: Counter[str] = Counter()
+
+    def count(self, tokens: np.ndarray, mode: str, calls: int) -> None:
+        """A step was launched.
+
+        Args:
+            tokens: [reqs], token rows.
+            mode: how it ran.
+            calls: of the op, that saw all of them.
+        """
+        self._tokens += tokens
+        self._steps[mode] += 1
+        if calls:
+            self._met += calls * tokens
+
+    def settle(self) -> None:
+        """Give the counts to the requests."""
+        if self._steps:
+            for i, one in self.hooked:
+                one.scheduled += int(self._tokens[i])
+                one.met += int(self._met[i])
+                one.steps.update(self._steps)
+            self._tokens[:], self._met[:], self._steps = 0, 0, Counter()
+
+
+@dataclass
+class VllmStep:
+    """The token rows of a step. A `hooks.declared_stage.StepRows`.
+
+    Attributes:
+        query_start_loc: [reqs + 1] int32, first token row of each request.
+        first: [reqs], first position of each.
+        counts: [reqs], positions of each.
+        mode: how the pass runs, for receipts.
+    """
+
+    batch: StepBatch
+    query_start_loc: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+    mode: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Token rows."""
+        return int(self.query_start_loc[-1])
+
+    @property
+    def owners(self) -> np.ndarray:
+        """[tokens] int64: row of the tables, or -1."""
+        return np.repeat(self.batch.rows, self.counts)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[tokens] int64."""
+        shifts = self.first - self.query_start_loc[:-1]
+        return np.repeat(shifts, self.counts) + np.arange(self.num_tokens)
+
+    @property
+    def parts(self) -> list[tuple[Captures | None, int, int]]:
+        """(captures, first position, positions) of each request."""
+        return list(zip(self.batch.captures, self.first.tolist(), self.counts.tolist(), strict=True))
+
+    @cached_property
+    def logit_rows(self) -> np.ndarray:
+        """[reqs]: rows of the logits."""
+        return np.where(self.batch.all_logits, self.counts, 1)
+
+    @property
+    def cu_num_logits(self) -> np.ndarray:
+        """[reqs + 1] int32, first row of the logits of each request."""
+        return np.concatenate(([0], np.cumsum(self.logit_rows))).astype(np.int32)
+
+    @property
+    def sample_rows(self) -> list[int]:
+        """The row of the logits that each request samples from: its last."""
+        return (self.cu_num_logits[1:] - 1).tolist()
+
+    @property
+    def entries(self) -> Sequence[ScheduledRequest]:
+        """The requests; "" for the id of one without hooks."""
+        return self._entries
+
+    @cached_property
+    def _entries(self) -> Sequence[ScheduledRequest]:
+        return [
+            ScheduledRequest("" if one is None else one.request_id, max(row, 0), count, first, True, False, logit_rows)
+            for one, row, count, first, logit_rows in zip(
+                self.batch.found, self.batch.rows.tolist(), self.counts.tolist(), self.first.tolist(),
+                self.logit_rows.tolist(), strict=True,
+            )
+        ]  # fmt: skip
+
+    @property
+    def samples_only(self) -> bool:
+        """Whether the logits are those that tokens are sampled from, and no others."""
+        return not self.batch.all_logits.any()
+
+    def logit_token_rows(self) -> np.ndarray:
+        """[logit rows] int64: the token row of each row of the logits."""
+        return np.concatenate([
+            np.arange(stop - rows, stop, dtype=np.int64)
+            for rows, stop in zip(self.logit_rows.tolist(), self.query_start_loc[1:].tolist(), strict=True)
+        ])  # fmt: skip
+
+
+def step_of(batch: StepBatch, starts: Any, computed: Any, mode: str) -> VllmStep:
+    """A step of a batch: its requests begin at the token rows `starts` and the positions `computed`."""
+    count = len(batch.ids)
+    rows = np.array(starts[: count + 1], dtype=np.int32)
+    return VllmStep(batch, rows, np.array(computed[:count], dtype=np.int64), np.diff(rows).astype(np.int64), mode)

@@ -1,0 +1,67 @@
+"""`HookedRequest`: what a rank knows of a request with hooks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ...core.step import DeclaredResult, RequestHooks
+from ...hooks.captures.captures import Captures
+from ...hooks.declared import Declared
+
+
+@dataclass
+class HookedRequest:
+    """A request with hooks, while vLLM knows it.
+
+    Attributes:
+        request_id: ours.
+        row: of the tables, while it has one.
+        declared: None once its results were asked for.
+        met: rows that the op met of it, over all taps; on CUDA the tables' count comes on top.
+        scheduled: token rows of its steps.
+        steps: by execution.
+    """
+
+    request_id: str
+    hooks: RequestHooks
+    prompt_len: int
+    row: int | None = None
+    declared: Declared | None = None
+    met: int = 0
+    scheduled: int = 0
+    steps: Counter[str] = field(default_factory=Counter)
+    preemptions: int = 0
+    forgotten: bool = False
+    """vLLM has removed it."""
+
+    @property
+    def captures(self) -> Captures | None:
+        """What it captures through the ring."""
+        return None if self.declared is None else self.declared.captures
+
+    @property
+    def reads_all_logits(self) -> bool:
+        """Whether logits of all its positions are computed for its captures."""
+        return self.hooks.logits_from == 0 and bool(self.hooks.captures)
+
+    def touches(self, site: int) -> bool:
+        """Whether it has an op or a capture at a site."""
+        captures = self.captures
+        return self.declared is not None and (
+            site in self.declared.ops or (captures is not None and site in captures.by_site)
+        )
+
+
+@dataclass
+class RankResult:
+    """What rank 0 says of a request that has ended.
+
+    Attributes:
+        error: why it cannot be trusted; None where it can.
+    """
+
+    declared: DeclaredResult
+    steps: Counter[str]
+    preemptions: int = 0
+    error: str | None = None
