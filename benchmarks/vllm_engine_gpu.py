@@ -212,7 +212,7 @@ class Engine:
         """End it."""
         try:
             self._process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
-            self._process.wait(30)
+            self._process.wait(10)
         except (OSError, subprocess.TimeoutExpired):
             self._process.kill()
 
@@ -242,7 +242,8 @@ def measured(args: argparse.Namespace, ours: list[str], gpus: str | None, option
                         found["steps"][f"{what}, {batch}"] = ran.get("steps")
                         if "captured bytes" in ran:
                             found["captured bytes"] = found.get("captured bytes", {}) | {batch: ran["captured bytes"]}
-            print(f"round {turn} after {time.perf_counter() - start:.0f} s", flush=True)
+            told = json.dumps(ratios_of(found["seconds"]))  # engines may take long to end
+            print(f"round {turn} after {time.perf_counter() - start:.0f} s: {told}", flush=True)
     finally:
         for engine in engines.values():
             engine.close()

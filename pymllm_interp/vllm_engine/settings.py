@@ -67,7 +67,7 @@ def served_spec(config: PretrainedConfig, dtype: Any) -> ModelSpec:
 
 
 def taps_for(quantization: str | None) -> str:
-    """Where hooks are: as `TAPS` says, else in the norm. vLLM fuses quantisation with its norms: there they are in front of it.
+    """Where hooks are: as `TAPS` says. Without it they are in the norm, or in front of it with quantised weights.
 
     Raises:
         ValueError: `TAPS` says something else.

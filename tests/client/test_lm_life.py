@@ -592,7 +592,7 @@ def test_memory_that_the_allocator_keeps_for_nobody_is_free_for_the_next_engine(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: (3 << 30) + kept)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: 3 << 30)
     runner: Any = SimpleNamespace(
-        server_config=config, device="cuda:0", gpu_id=0, context_len=4096,
+        server_config=config, device="cuda:0", gpu_id=0, context_len=4096, draft=None,
         get_kv_cache_spec=lambda: dict.fromkeys(range(32), (8, 64, torch.float16)),
     )  # fmt: skip
     assert device_memory.kv_bytes_per_token(runner) == 1 << 16
