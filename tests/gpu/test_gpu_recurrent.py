@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from pymllm_interp import LM, SamplingParams, Steer
 
 FAMILIES = "qwen3_5_text", "nemotron_h", "mamba", "kimi_linear"
+EAGER = {"nemotron_h", "kimi_linear"}
+"""Their code in transformers copies tensors of the CPU in each pass, which no CUDA graph takes."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
@@ -60,5 +62,5 @@ def test_a_batch_generates_the_tokens_of_transformers(device: str, name: str, gr
     assert [handle.result().token_ids for handle in handles] == [steered, plain[3]]
     assert tokens[0, 7:].tolist() == plain[2] and len(states) == 8
     if device == "cuda":
-        assert (ways(lm)["replay"] > 0) == graphs
+        assert (ways(lm)["replay"] > 0) == (graphs and name not in EAGER)
     lm.shutdown()
