@@ -14,6 +14,10 @@ PAUSE = 64
 """Tokens without drafts, where fewer were accepted, or a pass with drafts failed."""
 MAX_MISSES, MISSED_PAUSE = 16, 16
 """Tokens in a row that nothing was proposed for, and tokens that nothing is then looked for."""
+MISSES_AGAIN = 4
+"""The same after such a pause. A step that drafts may follow does not overlap with the host's work."""
+LONGEST_PAUSE = 256
+"""A pause is twice as long as the one before, up to so many tokens, until drafts are proposed or accepted."""
 
 
 class DraftCounts(NamedTuple):
@@ -38,6 +42,8 @@ class RequestDrafts:
     _judged: tuple[int, int] = (0, 0)
     """`drafted` and `accepted` when their use was last judged."""
     _misses: int = 0
+    _pauses: int = 0
+    """Pauses in a row."""
 
     @property
     def counts(self) -> DraftCounts:
@@ -59,19 +65,21 @@ class RequestDrafts:
             self._judged = self.drafted, self.accepted
             if accepted < LEAST_ACCEPTED * drafted:
                 return self.pause(num_generated)
+            self._pauses = 0
         return False
 
     def miss(self, num_generated: int) -> bool:
         """Nothing was proposed behind so many generated tokens. Returns whether it pauses now."""
         self._misses += 1
-        if self._misses < MAX_MISSES:
+        if self._misses < (MISSES_AGAIN if self._pauses else MAX_MISSES):
             return False
         self._misses = 0
         return self.pause(num_generated, MISSED_PAUSE)
 
     def pause(self, num_generated: int, num_tokens: int = PAUSE) -> bool:
-        """Propose nothing for the next tokens. Returns True."""
-        self.resumes_at = num_generated + num_tokens
+        """Propose nothing for the next tokens: more after each pause. Returns True."""
+        self.resumes_at = num_generated + min(num_tokens << min(self._pauses, 8), LONGEST_PAUSE)
+        self._pauses += 1
         return True
 
     def stop(self) -> None:

@@ -27,7 +27,14 @@ from pymllm_interp.sampling import RejectionSampler
 from pymllm_interp.sampling.token_constraint import ConstraintError
 from pymllm_interp.speculative.drafter import MAX_DRAFTS, SpeculativeConfig
 from pymllm_interp.speculative.ngram import NgramDrafter, continuation
-from pymllm_interp.speculative.request_drafts import MAX_MISSES, PAUSE, WINDOW, RequestDrafts
+from pymllm_interp.speculative.request_drafts import (
+    MAX_MISSES,
+    MISSED_PAUSE,
+    MISSES_AGAIN,
+    PAUSE,
+    WINDOW,
+    RequestDrafts,
+)
 from pymllm_interp.utils.arguments import PromptError
 
 pytestmark = pytest.mark.local  # looks into an engine of this process
@@ -467,7 +474,15 @@ def test_pauses_follow_what_came_of_the_drafts():
     assert misses.index(True) == MAX_MISSES - 1 and not drafts.due(21)
     for i in range(WINDOW // 4):
         assert drafts.count(4, 0, 40) is (i == WINDOW // 4 - 1)
-    assert not drafts.due(40 + PAUSE - 1) and drafts.due(40 + PAUSE)
+    assert not drafts.due(40 + 2 * PAUSE - 1) and drafts.due(40 + 2 * PAUSE), "the second pause is twice as long"
+    for _ in range(WINDOW // 4):
+        assert not drafts.count(4, 4, 300)
+    misses = [drafts.miss(300) for _ in range(MAX_MISSES)]
+    assert misses.index(True) == MAX_MISSES - 1 and drafts.due(300 + MISSED_PAUSE)
+    for pause in (2, 4, 8, 16, 16):
+        misses = [drafts.miss(500) for _ in range(MISSES_AGAIN)]
+        assert misses.index(True) == MISSES_AGAIN - 1
+        assert not drafts.due(500 + pause * MISSED_PAUSE - 1) and drafts.due(500 + pause * MISSED_PAUSE)
     drafts.stop()
     assert not drafts.due(10**9)
 
