@@ -17,7 +17,7 @@ MAX_MISSES, MISSED_PAUSE = 16, 16
 MISSES_AGAIN = 4
 """The same after such a pause. A step that drafts may follow does not overlap with the host's work."""
 LONGEST_PAUSE = 256
-"""A pause is twice as long as the one before, up to so many tokens, until drafts are proposed or accepted."""
+"""Upper bound of a pause. Each pause in a row is twice as long as the one before."""
 
 
 class DraftCounts(NamedTuple):
