@@ -86,7 +86,7 @@ def decode_rows(chunks: list[QueryChunk], forward_batch: ForwardBatch) -> Decode
     table = forward_batch.req_to_token_pool
     if forward_batch.fresh_kv_only or table is None or any(chunk.num != 1 for chunk in chunks):
         return None
-    if len(chunks) != forward_batch.batch_size:
+    if not len(chunks) == forward_batch.batch_size == forward_batch.num_tokens:  # another number of queries, or padding
         return None
     rows, lens = forward_batch.req_pool_indices.to(torch.int64), forward_batch.seq_lens.to(torch.int32)
     return DecodeRows(table.req_to_token, rows.contiguous(), lens.contiguous())

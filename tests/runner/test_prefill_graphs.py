@@ -74,6 +74,26 @@ def test_sizes_to_capture() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prompts_of_one_token_in_a_padded_pass(device: str, family: str, load: Load) -> None:
+    """One query for each request, as in a decode pass, and rows of padding behind them, also where a graph cannot run."""
+    graphs, eager = load(device, family), load(device, family, disable_cuda_graph=True)
+    prompts = [[token] for token in (5, 17, 3, 9)]
+    vector = torch.ones(graphs.hidden_size)
+    for options in ({}, {"capture": ["resid_post.*"]}, {"interventions": [Steer("resid_post.0", vector)]}):
+        found, wanted = (lm.generate(prompts, greedy(3), **options) for lm in (graphs, eager))
+        assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
+    read = []
+    for lm in (graphs, eager):
+        with lm.trace() as tracer:
+            for prompt in prompts:
+                with tracer.invoke(prompt):
+                    state = lm.model.layers[1].mlp.act_fn.output.save()
+        read.append(state)
+    torch.testing.assert_close(*read)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
 def test_traffic_equals_that_of_an_engine_without_graphs(device: str, family: str, policy: str, load: Load) -> None:
