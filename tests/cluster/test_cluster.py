@@ -160,8 +160,7 @@ def test_a_driver_and_a_node_that_hang_and_come_back_late_change_nothing(nodes, 
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
         assert driver.wait(SECONDS) == 0
-        raylet.wait(SECONDS)  # the cluster had given it up
-        wait_for(lambda: not workers())
+        wait_for(lambda: not workers())  # of the node, too, whether or not the cluster had given it up
     equal(tmp_path / "local", tmp_path / "out")
     nodes.remove_node(node, allow_graceful=False)
     nodes.add_node(**NODE)
