@@ -158,3 +158,31 @@ def test_states_in_a_block_are_there_when_the_ring_is_closed() -> None:
     found = captures.activations(range(3))
     for site, (group, column) in captures.by_site.items():
         assert torch.equal(found[str(group.names[column])], own[1][site][:3])
+
+
+def test_a_copy_that_fails_costs_its_requests_and_the_ring_serves_the_next(monkeypatch: Any) -> None:
+    """It fails when a request ends, on the thread that all requests' results wait for."""
+    ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
+    ring.open()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    for works in (False, True):
+        captures = captures_of(SPECS["whole"](), 1, 4)
+        own = captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.by_site}
+        with monkeypatch.context() as patch:
+            if not works:
+                patch.setattr(torch, "split_with_sizes_copy", fails)
+            for position in range(1, 4):
+                captures.next_position = position
+                run_step(ring, [(own, position, 1)])
+            ring.wait()
+        assert not ring.allocator.in_use
+        if works:
+            captures.mark_copied(4)
+            assert len(captures.activations(range(4))["resid_post.0"]) == 4
+        else:
+            with pytest.raises(CaptureError, match="no memory"):
+                captures.activations(range(4))["resid_post.0"]
+    ring.close()

@@ -101,7 +101,14 @@ class StepBlock:
             self._copy(self._memory[:count], first)
 
     def _copy(self, block: torch.Tensor, first: AlikeStep) -> None:
-        """Copy states [steps, requests * size] to the results."""
+        """Copy states [steps, requests * size] to the results. Requests lose theirs where that fails; others are still served."""
+        try:
+            self._copy_out(block, first)
+        except (MemoryError, OSError, RuntimeError) as error:
+            for captures in first.captures:
+                self._lose(captures, error)
+
+    def _copy_out(self, block: torch.Tensor, first: AlikeStep) -> None:
         columns = [self._rows_of(*each, block, first.layout) for each in zip(first.captures, first.firsts, strict=True)]
         size = first.layout.sent_size
         # Runs of requests with records that are kept unchanged: one call of torch each, which releases the GIL once.
