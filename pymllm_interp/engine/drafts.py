@@ -93,6 +93,7 @@ class Drafts:
             step.drafts[request.request_id] = drafts
             i, count = places[request.request_id], 1 + len(drafts)
             step.scheduled[i] = step.scheduled[i]._replace(num_tokens=count, decodes=False, logit_rows=count)
+        step.by_row = all(entry.decodes or entry.request_id in step.drafts for entry in step.scheduled)
 
     def _propose(self, requests: Sequence[Request]) -> list[tuple[Request, list[int]]]:
         """The requests with drafts, and their drafts: no more than can become tokens."""

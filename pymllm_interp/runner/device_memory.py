@@ -36,6 +36,8 @@ GRAPH_OVERHEAD_BYTES = 1 << 30
 TOKENS_PER_REQUEST = 512
 """KV tokens that a request is expected to take, where the number of running requests is derived."""
 MAX_DERIVED_REQUESTS = 1024
+MAX_DRAFTED_ROWS = 256
+"""Most rows of a decode pass that are captured for drafts, where requests do not take more."""
 MAX_STATE_SHARE = 0.5
 """Of the memory for KV and recurrent states, at most this much is for states."""
 MAX_TOKENS_WITHOUT_KV = 1 << 20
@@ -58,6 +60,7 @@ class PoolOwner(Protocol):
     max_num_tokens: int
     max_running_requests: int
     max_total_num_tokens: int
+    rows_of_request: int
 
     @property
     def draft(self) -> PoolOwner | None: ...
@@ -181,6 +184,12 @@ def num_running_requests(runner: PoolOwner) -> int:
     else:
         tokens = _default_cpu_kv_tokens(runner)
     return max(1, min(MAX_DERIVED_REQUESTS, tokens // min(TOKENS_PER_REQUEST, runner.context_len)))
+
+
+def num_decode_rows(runner: PoolOwner) -> int:
+    """Rows of the largest decode pass: of all requests, and of as many drafts as `MAX_DRAFTED_ROWS` leaves room for."""
+    drafted = min(runner.max_running_requests * runner.rows_of_request, runner.max_num_tokens, MAX_DRAFTED_ROWS)
+    return max(runner.max_running_requests, drafted)
 
 
 def pool_room(runner: PoolOwner) -> float:

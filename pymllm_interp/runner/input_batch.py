@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,15 @@ from ..sampling import RejectionSampler, TokenMasks
 from ..utils.upload import upload
 from .partition import BatchExecutionDescriptor
 from .request_state import RequestState
+
+
+class PassLayout(NamedTuple):
+    """How a step's tokens are laid out in rows."""
+
+    decodes: bool
+    """As a decode pass. Each draft is a row of its own there: all K and V are written before any are read."""
+    padded_size: int | None
+    """Rows of the captured pass that serves the step; None without such a pass."""
 
 
 @dataclass
@@ -37,12 +46,12 @@ class InputBatch:
     query_start_loc:      np.ndarray    # [reqs + 1] int32, first token row of each request
     input_ids:            torch.Tensor  # [tokens] int64
     positions:            torch.Tensor  # [tokens] int64
-    seq_lens_cpu:         torch.Tensor  # [reqs] int32
+    seq_lens_cpu:         torch.Tensor  # [reqs] int32; in a decode pass [tokens], of each row
     logits_indices:       np.ndarray    # [logit rows] int64
     cu_num_logits:        np.ndarray    # [reqs + 1] int32, first logit row of each request
     sampling:             list[ScheduledRequest]
     sample_rows:          list[int]
-    decodes:              bool = False  # whether each request computes one token, the last one sampled
+    decodes:              bool = False  # a decode pass: each row reads the KV up to its own position
     padded_size:          int = 0       # rows of the input buffers that are laid out, padding included
     verifier:             RejectionSampler | None = None
     # fmt: on

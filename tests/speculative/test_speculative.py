@@ -17,12 +17,14 @@ from helpers_declared import lms, vector
 from helpers_drafts import KINDS, Faulty, Told, checked_steps
 from helpers_runner import random_ids
 
-from pymllm_interp import LM, Capture, Gate, SamplingParams, Steer
+from pymllm_interp import LM, Capture, Gate, Knockout, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.core.step import SchedulerOutput
 from pymllm_interp.core.unsupported import OPTIONS
 from pymllm_interp.core.vllm_flags import hint_of
+from pymllm_interp.runner import executions
 from pymllm_interp.sampling import RejectionSampler
 from pymllm_interp.sampling.token_constraint import ConstraintError
 from pymllm_interp.speculative.drafter import MAX_DRAFTS, SpeculativeConfig
@@ -512,6 +514,37 @@ def test_a_stream_has_each_token_once(plain, with_drafter):
     assert "".join(pieces) == wanted.text
 
 
+@pytest.mark.parametrize("beside", ["nothing", "long texts", "cut edges", "a trace"])
+def test_drafts_are_rows_of_a_decode_pass_unless_something_needs_them_together(
+    beside, plain, with_drafter, monkeypatch
+):
+    if beside == "long texts":
+        monkeypatch.setattr(executions, "MAX_ROW_POSITIONS", 0)
+    drafter = Told("right")
+    lm = with_drafter(drafter, lower_traces="off")
+    options = {"interventions": [Knockout(1, slice(3, None), 0)]} if beside == "cut edges" else {}
+    wanted = plain.generate(PROMPTS, greedy(), **options)
+    drafter.tell(wanted)
+    prepare, modes = lm.runner.prepare_inputs, set[bool]()
+
+    def noting(step: SchedulerOutput) -> Any:
+        batch = prepare(step)
+        if step.drafts:
+            modes.add(batch.decodes)
+        return batch
+
+    monkeypatch.setattr(lm.runner, "prepare_inputs", noting)
+    handles = [lm.submit(prompt, greedy(), **options) for prompt in PROMPTS]
+    if beside == "a trace":
+        with lm.generate(PROMPTS[0], max_new_tokens=3 * NEW, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:]:
+                state = lm.model.layers[0].output.save()  # noqa: F841
+    found = [handle.result() for handle in handles]
+    assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
+    assert counts_of(found)[1] > NEW
+    assert modes == {beside == "nothing"}
+
+
 def test_a_pass_with_drafts_that_fails_is_run_again_without(plain, with_drafter):
     drafter = Told("wrong")
     lm = with_drafter(drafter, page_size=1)
@@ -522,7 +555,7 @@ def test_a_pass_with_drafts_that_fails_is_run_again_without(plain, with_drafter)
 
     def run(batch: Any, descriptor: Any) -> Any:
         output = call(batch, descriptor)
-        if batch.forward_mode.is_extend() and batch.seq_lens_sum > sum(map(len, PROMPTS)) and not failed:
+        if batch.batch_size > len(PROMPTS) and not failed:  # each draft is a row
             failed.append(batch)
             raise RuntimeError("the device is tired")
         return output

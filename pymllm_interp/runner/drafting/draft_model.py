@@ -23,6 +23,8 @@ from .sequences import DraftSequence, DraftSequences
 
 MAX_GRAPH_TOKENS = 256
 """The largest pass with prompts, or accepted tokens, that a draft model has captured: start-up takes longer for each."""
+MAX_ROWS = 8
+"""Most tokens of a request in a decode pass of the draft model, each as a row of its own."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class ModelDrafter:
     def __init__(self, config: SpeculativeConfig, target: ModelRunner) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens
         self.runner = self._loaded(config, target)
+        self.runner.rows_of_request = 1 + config.num_speculative_tokens
 
     def _loaded(self, config: SpeculativeConfig, target: ModelRunner) -> ModelRunner:
         dummy = target.model_config.load_format == "dummy"
@@ -157,12 +160,12 @@ class ModelDrafter:
                 if size:
                     budget -= size
                     parts.append((task, size))
+            step.by_row = all(size <= MAX_ROWS for _, size in parts)
             for task, size in parts:
                 samples = task.start + size == len(task.tokens)
+                rows = size if step.by_row else int(samples)
                 step.scheduled.append(
-                    ScheduledRequest(
-                        task.request.request_id, task.sequence.row, size, task.start, samples, False, int(samples)
-                    )
+                    ScheduledRequest(task.request.request_id, task.sequence.row, size, task.start, samples, False, rows)
                 )
             outputs.append(self._run(step, parts))
             for task, size in parts:
