@@ -95,6 +95,20 @@ class Drafts:
             step.scheduled[i] = step.scheduled[i]._replace(num_tokens=count, decodes=False, logit_rows=count)
         step.by_row = all(entry.decodes or entry.request_id in step.drafts for entry in step.scheduled)
 
+    def may_follow(self, requests: Sequence[Request]) -> bool:
+        """Whether the drafter may propose something behind the next token of one of these, which the host has not read."""
+        foresees = getattr(self._drafter, "foresees", None)
+        for request in requests:
+            if request.drafts is None or not request.drafts.due(request.num_generated):
+                continue
+            try:
+                if foresees is None or foresees(request):
+                    return True
+            except BaseException:  # `propose` is asked, and answers for it
+                return True
+            self._counts["pauses"] += request.drafts.miss(request.num_generated)
+        return False
+
     def _propose(self, requests: Sequence[Request]) -> list[tuple[Request, list[int]]]:
         """The requests with drafts, and their drafts: no more than can become tokens."""
         asked = [

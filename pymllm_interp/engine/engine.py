@@ -360,7 +360,7 @@ class Engine(RequestEnds):
         before, self._in_flight = self._in_flight, launched
         if before is not None:
             self._collect(*before)
-        if launched is not None and (not self._async or needs_tokens(self.scheduler.requests, step)):
+        if launched is not None and (not self._async or needs_tokens(self.scheduler, step)):
             self._in_flight = None
             self._collect(*launched)
         elif launched is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,9 @@ from ..core.output import Logprob
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SampledLogprobs, SchedulerOutput
 from ..runner.interp_model_runner import InterpModelRunner
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
 
 
 class Progress(NamedTuple):
@@ -32,14 +35,14 @@ def logprobs_by_token(sampled: SampledLogprobs) -> dict[int, Logprob]:
     return {token: Logprob(logprob, rank) for token, logprob, rank in entries}
 
 
-def needs_tokens(requests: Mapping[str, Request], step: SchedulerOutput) -> bool:
-    """Whether the next step cannot be prepared before this step's tokens have been read.
-
-    Args:
-        requests: the live ones, by id.
-    """
-    found = [requests.get(entry.request_id) for entry in step.scheduled]
-    return bool(step.drafts) or any(request is not None and request.needs_tokens for request in found)
+def needs_tokens(scheduler: Scheduler, step: SchedulerOutput) -> bool:
+    """Whether the next step cannot be prepared before this step's tokens have been read."""
+    if step.drafts:
+        return True
+    live = [request for entry in step.scheduled if (request := scheduler.requests.get(entry.request_id)) is not None]
+    if any(request.needs_tokens for request in live):
+        return True
+    return scheduler.drafts is not None and scheduler.drafts.may_follow(live)
 
 
 def count_step(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:

@@ -128,7 +128,9 @@ class InputBuffers:
         for lengths in (self.seq_lens, self.seq_lens_cpu):
             lengths.fill_(PAD_SEQ_LEN)
 
-    def lay_out(self, tokens: np.ndarray, states: RequestState, req_to_token: torch.Tensor, padded_size: int) -> None:
+    def lay_out(
+        self, tokens: np.ndarray, states: RequestState, req_to_token: torch.Tensor, padded_size: int
+    ) -> torch.Tensor:
         """Write the rows of a step, on the device's side of things: nothing waits for the step before.
 
         Args:
@@ -136,11 +138,24 @@ class InputBuffers:
             states: the request table.
             req_to_token: [table rows, positions] int32, KV slots.
             padded_size: rows up to here belong to the dummy row.
+
+        Returns:
+            `tokens` on the device, padded.
         """
         padded = np.zeros((3, max(padded_size, tokens.shape[1])), dtype=np.int64)
         padded[:, : tokens.shape[1]] = tokens
         (uploaded,) = upload(self.input_ids.device, padded)
         self._lay_out(self, uploaded, states.last_sampled_tokens, states.edited, req_to_token)
+        return uploaded
+
+    def advance(self, laid_out: torch.Tensor, count: int, states: RequestState, req_to_token: torch.Tensor) -> None:
+        """Write the first `count` rows of a decode pass again, one position later.
+
+        Args:
+            laid_out: what `lay_out` returned; changed.
+        """
+        laid_out[1, :count] += 1
+        self._lay_out(self, laid_out, states.last_sampled_tokens, states.edited, req_to_token)
 
     def open_adapters(self, max_loras: int) -> None:
         """Allocate `adapter_tiles`, unless they are there."""

@@ -428,7 +428,9 @@ class ModelRunner(AdaptedPasses, SeedNames):
             logit_rows, token_rows = upload(
                 self.device, np.array(batch.sample_rows, dtype=np.int64), batch.last_token_rows
             )
-            logits, rows = all_logits[logit_rows], rows[token_rows]
+            rows = rows[token_rows]
+            if len(batch.sample_rows) != len(all_logits):
+                logits = all_logits[logit_rows]
         of_prompts = self.step_inputs.prompt_logprobs(all_logits, batch, self._as_logits)
         output = ModelRunnerOutput(req_ids=batch.req_ids, execution=state.descriptor.execution.value)
         for stage in self.stages:
@@ -439,7 +441,9 @@ class ModelRunner(AdaptedPasses, SeedNames):
         verified, fed = None, sampled.token_ids
         if batch.verifier is not None:
             verified = batch.verifier(sampled.token_ids)
-            fed = verified.last[upload(self.device, np.flatnonzero([entry.samples for entry in batch.entries]))[0]]
+            fed, samples = verified.last, [entry.samples for entry in batch.entries]
+            if not all(samples):
+                fed = fed[upload(self.device, np.flatnonzero(samples))[0]]
         # The copy to the host is queued first: it waits for nothing that follows.
         on_the_way = AsyncOutput(output, batch, sampled, of_prompts, verified)
         self.req_states.feed(rows, fed)

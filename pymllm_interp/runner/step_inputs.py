@@ -101,16 +101,17 @@ class StepInputs:
         if all(decoding):
             # Fed on the device: the host may not know that token yet.
             rows, positions, token_ids = index, starts.astype(np.int64), np.full(len(index), -1)
-            cu_num_logits, logits_indices = loc, np.arange(len(index))
         else:
             rows = np.repeat(index, sizes)
             positions = np.arange(loc[-1], dtype=np.int64) - np.repeat(loc[:-1] - starts, sizes)
             token_ids = np.where(np.repeat(decoding, sizes), -1, states.all_token_ids[rows, positions])
+        cu_num_logits, logits_indices = loc, np.arange(len(rows))
+        if layout.decodes:
+            lens = positions.astype(np.int32) + 1
+        else:
             logit_counts = np.array(logit_rows, dtype=np.int32)
             cu_num_logits = cumulated(logit_counts)
             logits_indices = np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1])
-            if layout.decodes:
-                lens = positions.astype(np.int32) + 1
         padded = int(loc[-1]) if layout.padded_size is None else layout.padded_size
         self.buffers.lay_out(np.stack((token_ids, positions, rows)), states, self.table.req_to_token, padded)
         sampling, sample_rows = (

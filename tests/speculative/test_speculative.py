@@ -467,6 +467,27 @@ def test_drafts_that_are_not_accepted_pause(plain, with_drafter):
     assert lm.engine.stats()["speculation"]["pauses"] == 1
 
 
+@pytest.mark.parametrize("text", ["nothing to draft", "a text that repeats", "a drafter that cannot say"])
+def test_steps_wait_for_tokens_only_where_drafts_are_foreseen(text, plain, with_drafter):
+    drafter = NgramDrafter(2, 2)
+    lm = with_drafter(drafter, async_scheduling=True)
+    params = greedy(60, logit_bias=None if text == "nothing to draft" else {7: 1e4})
+    if text == "nothing to draft":  # no pair of tokens comes twice
+        lm.engine.call(lambda: setattr(drafter, "_shortest", 100))
+        lm.engine.call(lambda: setattr(drafter, "_longest", 100))
+    if text == "a drafter that cannot say":
+        drafter.foresees = None  # type: ignore[method-assign, assignment]
+    before = lm.engine.stats()["overlapped_steps"]
+    (found,) = lm.generate([PROMPTS[0]], params)
+    (wanted,) = plain.generate([PROMPTS[0]], params)
+    assert found.token_ids == wanted.token_ids
+    overlapped = lm.engine.stats()["overlapped_steps"] - before
+    if text == "nothing to draft":
+        assert overlapped >= 58 and counts_of([found]) == (0, 0)
+    else:
+        assert overlapped < 6 and counts_of([found])[1] > 40
+
+
 def test_pauses_follow_what_came_of_the_drafts():
     drafts = RequestDrafts()
     assert not drafts.due(0) and drafts.due(1)
