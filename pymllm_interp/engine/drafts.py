@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest, SchedulerOutput
+from ..hooks.captures.egress.admission import RingAdmission
 from ..runner.interp_model_runner import InterpModelRunner
 from ..speculative.drafter import Drafter, DrafterError, SpeculativeConfig
 from ..speculative.request_drafts import RequestDrafts
@@ -73,8 +74,17 @@ class Drafts:
 
     # -- a step ------------------------------------------------------------------------
 
-    def extend(self, step: SchedulerOutput, requests: Mapping[str, Request], kv: KVManager, num_rows: int) -> None:
-        """Give decoding requests of a step rows for drafts. They take rows and pages that are left: nothing is preempted for them.
+    def extend(
+        self,
+        step: SchedulerOutput,
+        requests: Mapping[str, Request],
+        kv: KVManager,
+        ring: RingAdmission | None,
+        num_rows: int,
+    ) -> None:
+        """Give decoding requests of a step rows for drafts.
+
+        They take rows, pages and room in the ring that are left: nothing is preempted for them, and nobody waits.
 
         Args:
             requests: the live ones, by id.
@@ -85,6 +95,8 @@ class Drafts:
         places = {entry.request_id: i for i, entry in enumerate(step.scheduled) if entry.decodes}
         for request, drafts in self._propose([requests[request_id] for request_id in places]):
             drafts = drafts[:num_rows]
+            if ring is not None and not ring.take_drafts(request, len(drafts)):
+                continue
             if not kv.grow(request, request.kv_len + 1 + len(drafts)):
                 drafts = drafts[: len(request.pages) * kv.page_size - request.kv_len - 1]
             if not drafts:

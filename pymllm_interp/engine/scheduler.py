@@ -55,8 +55,7 @@ class Scheduler:
         times: StepTimes | None = None,
         drafts: Drafts | None = None,
     ) -> None:
-        self.config = config
-        self.max_num_tokens = max_num_tokens
+        self.config, self.max_num_tokens = config, max_num_tokens
         self.max_running = min(kv.rows.size, max_num_tokens)
         self.kv = kv
         self.ring_admission, self._times, self.drafts = ring_admission, times, drafts
@@ -181,7 +180,8 @@ class Scheduler:
         if self._exclusive.requests and not step.scheduled:
             self._schedule_exclusive(step, others=False)
         elif self.drafts is not None:
-            self.drafts.extend(step, self.requests, self.kv, self.max_num_tokens - step.total_num_scheduled_tokens)
+            num_rows = self.max_num_tokens - step.total_num_scheduled_tokens
+            self.drafts.extend(step, self.requests, self.kv, self.ring_admission, num_rows)
         step.scheduled.sort(key=attrgetter("decodes"), reverse=True)  # stable: decode first
         return step
 

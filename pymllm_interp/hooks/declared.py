@@ -383,8 +383,8 @@ class Declared:
         """
         if self.patterns is not None:
             return "attention patterns"
-        if in_tables and self.captures is not None:
-            return "captures on CUDA"
+        if in_tables and self.captures is not None and self.captures.in_order:
+            return "pooled captures on CUDA"
         return "gates on CUDA" if in_tables and any(op.spec.when is not None for op in self) else ""
 
     def demands(self, in_tables: bool = False) -> Demands:

@@ -347,14 +347,52 @@ def test_hooks_see_accepted_positions_only_and_once(kind, plain, with_drafter):
         assert torch.equal(found.activations.positions[site], wanted.activations.positions[site])
 
 
+def assert_states_equal(found: RequestOutput, wanted: RequestOutput) -> None:
+    assert found.activations.keys() == wanted.activations.keys()
+    for site, rows in wanted.activations.items():
+        torch.testing.assert_close(found.activations[site], rows, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found.activations.positions[site], wanted.activations.positions[site])
+
+
+@pytest.mark.parametrize("way", ["tables", "graphs"])
+def test_states_that_leave_by_the_ring_are_those_of_accepted_positions(way, model_folder):
+    """Rows of rejected drafts are replaced when their positions are computed again; a small ring has no room for drafts."""
+    drafter = Told("partly", "wrong", "right", k=4)
+    captures = [
+        Capture("resid_post.*"),
+        Capture("mlp_out.1", positions=slice(1, None, 2)),
+        Capture("logits", positions=[-1]),
+    ]
+    kept = {"kv_cache_tokens": 64, "page_size": 4, "max_num_tokens": 24, "max_running_requests": 3}
+    with lms(way, model_folder) as load:
+        reference = load("llama", enable_prefix_caching=False)
+        width = reference.hidden_size * reference.num_layers * 4
+        for room in (64 << 20, 8 * (2 * width + 4 * VOCAB)):
+            lm = load("llama", speculative=drafter, capture_ring_bytes=room, **kept)
+            for _ in range(3):
+                prompts = [random_ids(n, seed=n) for n in (3, 8, 14, 17)]
+                wanted = reference.generate(prompts, greedy(20), capture=captures)
+                drafter.tell(wanted)
+                with checked_steps(lm):
+                    found = lm.generate(prompts, greedy(20), capture=captures)
+                for mine, other in zip(found, wanted, strict=True):
+                    assert mine.token_ids == other.token_ids
+                    assert mine.receipt is not None and other.receipt is not None
+                    assert mine.receipt.captures == other.receipt.captures
+                    assert_states_equal(mine, other)
+                assert counts_of(found)[0] > counts_of(found)[1] > 0
+            assert lm.engine.stats()["preempted"]
+
+
 def test_hooks_that_cannot_take_drafts_back_have_none(model_folder):
-    """As on CUDA, where kernels count gates, and states leave by the ring. Ops without a gate have drafts."""
+    """As on CUDA, where kernels count gates, and pools fold states that leave by the ring."""
     width = CONFIGS["llama"]().hidden_size
     steer = Steer("resid_post.1", vector(width, 1), scale=2.0)
     gated = Steer("resid_post.1", vector(width, 1), when=Gate(vector(width, 3), 0.1))
     options = {
-        "": {"interventions": [steer]}, "gates on CUDA": {"interventions": [gated]},
-        "captures on CUDA": {"capture": ["resid_post.1"]}, "attention patterns": {"capture": [Capture("pattern.1")]},
+        "": {"interventions": [steer], "capture": ["resid_post.1", "logits"]}, "gates on CUDA": {"interventions": [gated]},
+        "pooled captures on CUDA": {"capture": [Capture("resid_post.1", reduce="mean")]},
+        "attention patterns": {"capture": [Capture("pattern.1")]},
     }  # fmt: skip
     drafter = Told("partly", "right")
     with lms("tables", model_folder) as load:
@@ -365,6 +403,8 @@ def test_hooks_that_cannot_take_drafts_back_have_none(model_folder):
             found = lm.generate(PROMPTS, greedy(), **given)
             assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
             assert (counts_of(found)[1] > 0) is (not why)
+            for mine, other in zip(found, wanted, strict=True):
+                assert_states_equal(mine, other)
             if why:
                 assert all(out.outputs[0].drafts is None for out in found)
                 assert lm.engine.stats()["speculation"]["undrafted"][why] == 2

@@ -219,8 +219,12 @@ class EagleDrafter(ModelDrafter):
 
     def _take(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
         """The head leaves its output where it read its input: the last one of a task is what its next draft reads."""
-        (ends,) = upload(self.runner.device, np.cumsum([size for _, size in parts]) - 1)
-        last = self._head.states[ends]
+        sizes = [size for _, size in parts]
+        if max(sizes) > 1:
+            (ends,) = upload(self.runner.device, np.cumsum(sizes) - 1)
+            last = self._head.states[ends]
+        else:
+            last = self._head.states[: len(sizes)].clone()
         for i, (task, size) in enumerate(parts):
             left = task.states[size:] if task.states is not None else last[:0]
             task.states = left if len(left) else last[i : i + 1]
