@@ -58,7 +58,7 @@ class Scheduler:
         self.config, self.max_num_tokens = config, max_num_tokens
         self.max_running = min(kv.rows.size, max_num_tokens)
         self.kv = kv
-        self.ring_admission, self._times, self.drafts = ring_admission, times, drafts
+        self.ring_admission, self._times, self._drafts = ring_admission, times, drafts
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(config.scheduling_policy, kv.num_cached_tokens)
         self.running: list[Request] = []
@@ -85,8 +85,8 @@ class Scheduler:
             self.waiting.add(request)
             self.requests[request.request_id] = request
             self._exclusive.add(request)
-            if self.drafts is not None:
-                self.drafts.add(request)
+            if self._drafts is not None:
+                self._drafts.add(request)
 
     @property
     def live(self) -> list[Request]:
@@ -107,7 +107,7 @@ class Scheduler:
             "preempted": self.num_preempted,
             "moved_to_host": self.num_swapped,
             "prefix_cache": self.kv.sharing.stats(),
-            "speculation": None if self.drafts is None else self.drafts.stats(),
+            "speculation": None if self._drafts is None else self._drafts.stats(),
         }
 
     @property
@@ -179,9 +179,9 @@ class Scheduler:
             self._schedule_waiting(step, budget)
         if self._exclusive.requests and not step.scheduled:
             self._schedule_exclusive(step, others=False)
-        elif self.drafts is not None:
+        elif self._drafts is not None:
             num_rows = self.max_num_tokens - step.total_num_scheduled_tokens
-            self.drafts.extend(step, self.requests, self.kv, self.ring_admission, num_rows)
+            self._drafts.extend(step, self.requests, self.kv, self.ring_admission, num_rows)
         step.scheduled.sort(key=attrgetter("decodes"), reverse=True)  # stable: decode first
         return step
 
@@ -382,8 +382,8 @@ class Scheduler:
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue
             decodes = entry.decodes and self.kv.states is None  # a pass that stopped halfway has changed some states
-            if self.drafts is not None and entry.request_id in step.drafts:
-                self.drafts.failed(request)
+            if self._drafts is not None and entry.request_id in step.drafts:
+                self._drafts.failed(request)
                 self.kv.trim(request, request.kv_len)
                 self._settled[entry.request_id], decodes = entry.start, True
             if request.trace is not None or (decodes and request.request_id not in self._entering):
@@ -415,8 +415,8 @@ class Scheduler:
                 reason = take(request, token_ids, output, self._accepted)
             except BaseException as error:  # a tokenizer's, while stop strings are looked for
                 request.error, reason = error, "error"
-            if drafts is not None and self.drafts is not None:
-                self.drafts.settle(request, entry, len(drafts), len(token_ids))
+            if drafts is not None and self._drafts is not None:
+                self._drafts.settle(request, entry, len(drafts), len(token_ids))
                 self.kv.trim(request, request.kv_len)
                 self._settled[request.request_id] = request.kv_len
             if reason is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,9 +13,7 @@ from ..core.output import Logprob
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SampledLogprobs, SchedulerOutput
 from ..runner.interp_model_runner import InterpModelRunner
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
+from .drafts import Drafts
 
 
 class Progress(NamedTuple):
@@ -35,14 +33,17 @@ def logprobs_by_token(sampled: SampledLogprobs) -> dict[int, Logprob]:
     return {token: Logprob(logprob, rank) for token, logprob, rank in entries}
 
 
-def needs_tokens(scheduler: Scheduler, step: SchedulerOutput) -> bool:
-    """Whether the next step cannot be prepared before this step's tokens have been read."""
+def needs_tokens(requests: Mapping[str, Request], step: SchedulerOutput, drafts: Drafts | None) -> bool:
+    """Whether the next step cannot be prepared before this step's tokens have been read.
+
+    Args:
+        requests: the live ones, by id.
+        drafts: of the engine.
+    """
     if step.drafts:
         return True
-    live = [request for entry in step.scheduled if (request := scheduler.requests.get(entry.request_id)) is not None]
-    if any(request.needs_tokens for request in live):
-        return True
-    return scheduler.drafts is not None and scheduler.drafts.may_follow(live)
+    live = [request for entry in step.scheduled if (request := requests.get(entry.request_id)) is not None]
+    return any(request.needs_tokens for request in live) or (drafts is not None and drafts.may_follow(live))
 
 
 def count_step(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 WINDOW = 64
-"""Drafts after which their use is judged. Of half as many, chance alone may accept few."""
+"""Drafts after which their use is judged. Of half as many, few may be accepted by chance."""
 LEAST_ACCEPTED = 0.15
 """Fraction of them that must have been accepted: a pass with drafts takes longer than a replayed one."""
 PAUSE = 64

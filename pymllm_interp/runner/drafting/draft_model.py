@@ -161,7 +161,7 @@ class ModelDrafter:
         task.sequence.num_known = len(task.tokens)
 
     def _catch_up(self, tasks: Sequence[DraftTask]) -> None:
-        """Compute the tokens that the draft has no KV of, in as many passes as they need, and sample behind them."""
+        """Compute the tokens that the draft has no KV of, and sample behind them."""
         step, sizes = self._first_step(tasks), [len(task.tokens) - task.start for task in tasks]
         if max(sizes) <= MAX_ROWS and self.passes.fits(sum(sizes)):
             self.runner.finish_requests(step)

@@ -218,7 +218,7 @@ class EagleDrafter(ModelDrafter):
         torch.cat(rows, out=self._head.states[: sum(size for _, size in parts)])
 
     def _take(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
-        """The head leaves its output where it read its input: the last one of a task is what its next draft reads."""
+        """The head leaves its output where it read its input. A next draft reads the last one of its task."""
         sizes = [size for _, size in parts]
         if max(sizes) > 1:
             (ends,) = upload(self.runner.device, np.cumsum(sizes) - 1)

@@ -1,7 +1,7 @@
 """`RowPasses`: decode passes of a draft's runner in a row. The host prepares the first one, and reads nothing in between.
 
 A step of an engine takes the host a millisecond or two, which it has while the device computes. A draft model's pass is shorter.
-So a pass here is a replayed graph, a sampled token, and one more position of each row on the device.
+So a pass here is a replayed graph, a sampled token, and one more position of each row.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class RingAdmission:
         return self._refuse(wanted)
 
     def take_drafts(self, request: Request, count: int) -> bool:
-        """Reserve space for `count` positions behind the next one, which has its own. False: there is none, and nobody waits."""
+        """Reserve space for `count` positions behind the next one, which has its own. False: there is no room. Nobody waits."""
         needed = _reserved_size(request, 1 + count) - _reserved_size(request, 1)
         if needed > self._free:
             return False
