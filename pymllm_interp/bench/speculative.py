@@ -197,9 +197,9 @@ def measure(lm: LM, model: Model, batch: int, repeats_token: bool) -> dict[str, 
 
 
 def other_tokens(lm: LM, model: Model, synthetic: Synthetic) -> dict[str, Any]:
-    """Greedy texts of several passes, against those of one request at a time: how many agree, and the first token that does not.
+    """How many greedy texts are the same with drafts, or in batches, as one by one; and the first token that is not.
 
-    Sums have another order in a pass of another shape, so texts of random weights part where two tokens are about as likely.
+    A pass of another shape adds numbers in another order. Texts part where two tokens are about as likely.
     """
     prompts, tokens = random_prompts(lm, 8, model.settings.prompt_tokens), model.settings.new_tokens
 
@@ -241,8 +241,10 @@ def schema_ratio(lm: LM, model: Model) -> dict[str, float] | None:
         lm.generate(prompts, params)
         return time.perf_counter() - started
 
+    short = min(8, tokens - 1)
+
     def step_ms(schema: bool) -> float:
-        return (seconds(schema, tokens) - seconds(schema, 8)) / (tokens - 8) * 1e3
+        return (seconds(schema, tokens) - seconds(schema, short)) / (tokens - short) * 1e3
 
     pairs = [(step_ms(False), step_ms(True)) for _ in range(model.settings.repeats + 1)][1:]
     return {
