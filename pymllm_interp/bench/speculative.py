@@ -197,7 +197,7 @@ def measure(lm: LM, model: Model, batch: int, repeats_token: bool) -> dict[str, 
 
 
 def other_tokens(lm: LM, model: Model, synthetic: Synthetic) -> dict[str, Any]:
-    """How many greedy texts are the same with drafts, or in batches, as one by one; and the first token that is not.
+    """How many greedy texts are the same with drafts, and in batches, as one by one. For others, where they part.
 
     A pass of another shape adds numbers in another order. Texts part where two tokens are about as likely.
     """
@@ -224,8 +224,8 @@ def other_tokens(lm: LM, model: Model, synthetic: Synthetic) -> dict[str, Any]:
 
 
 def schema_ratio(lm: LM, model: Model) -> dict[str, float] | None:
-    """Milliseconds a decode step with a JSON schema in each row, by plain ones; None without xgrammar or a tokenizer."""
-    if find_spec("xgrammar") is None or lm.tokenizer is None:
+    """Milliseconds a decode step with a JSON schema in each row, by plain ones; None without xgrammar, a tokenizer, or end tokens."""
+    if find_spec("xgrammar") is None or lm.tokenizer is None or not lm.backend.defaults.eos_token_ids:
         return None
     prompts, tokens = (
         random_prompts(lm, max(model.settings.batches), model.settings.prompt_tokens),
