@@ -224,7 +224,7 @@ def other_tokens(lm: LM, model: Model, synthetic: Synthetic) -> dict[str, Any]:
 
 
 def schema_ratio(lm: LM, model: Model) -> dict[str, float] | None:
-    """Milliseconds a decode step with a JSON schema in each row, by plain ones; None without xgrammar, a tokenizer, or end tokens."""
+    """Decode steps with a JSON schema in each row, by plain ones. None without xgrammar, a tokenizer or end tokens."""
     if find_spec("xgrammar") is None or lm.tokenizer is None or not lm.backend.defaults.eos_token_ids:
         return None
     prompts, tokens = (
