@@ -33,6 +33,7 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -202,6 +203,15 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    # sinks, windows by turns, YaRN, biases, experts
+    "gpt_oss": lambda: GptOssConfig(
+        **COMMON, hidden_size=72, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
+        sliding_window=5, num_local_experts=5, num_experts_per_tok=3,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 150.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 32,
         },
     ),
     # a rotation of 6 of 24 channels

@@ -80,6 +80,7 @@ class Family:
         mixers: children of decoder layers that mix tokens, by layer. Their outputs are `attn_out`. A row of the table has the
             names that a layer may have. Empty: each layer has the same attention.
         missing: kinds of sites that the family does not have.
+        mlp_in_tuple: whether the MLP returns a tuple, with `mlp_out` first.
         sliding_window: whether the config's `sliding_window` counts.
     """
 
@@ -105,6 +106,7 @@ class Family:
     resid_mid: str = ""
     mixers: tuple[str, ...] = ()
     missing: frozenset[str] = frozenset()
+    mlp_in_tuple: bool = False
     sliding_window: bool = True
 
     @cached_property
@@ -253,6 +255,7 @@ FAMILIES = {
         Family(name="qwen2"),
         Family(name="qwen3"),
         *(Family(name=name, router="gate", missing=_EXPERTS) for name in ("mixtral", "olmoe", "qwen3_moe")),
+        Family(name="gpt_oss", router="router", mlp_in_tuple=True, missing=_EXPERTS),
         Family(name="gpt2", **_GPT2, qkv="c_attn", missing=frozenset({"embed"}), sliding_window=False),
         Family(
             name="gpt_neox", embed="gpt_neox.embed_in", layers="gpt_neox.layers", final_norm="gpt_neox.final_layer_norm",
@@ -273,7 +276,7 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
             Family(name=name)
             for name in (
                 "arcee", "ernie4_5", "exaone4_5", "glm", "helium", "ministral", "ministral3", "nemotron",
-                "olmo", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
+                "olmo", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "stablelm",
             )
         ),
         *(Family(name=name, missing=_LATENT) for name in ("deepseek_v2", "deepseek_v3")),

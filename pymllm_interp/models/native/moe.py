@@ -82,7 +82,7 @@ class SparseMoeBlock(ResidualBranch):
 class SparseForCausalLM(LlamaForCausalLM):
     """A decoder with experts in all layers. Quantised experts are not read."""
 
-    reads_quantised = False
+    quantised_methods, quantises = frozenset(), False
 
     def parameters_of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """With the weights of a layer's experts as two tensors. Checkpoints have three for each expert."""
