@@ -70,7 +70,7 @@ exponent and the first of the mantissa. That number, which may be subnormal, is 
 def _decoded_pairs(code, word, FIRST: tl.constexpr, PACKED: tl.constexpr, dtype: tl.constexpr):
     """(low, high) codes in `dtype`, times their scales.
 
-    `code` is [rows, columns] uint8, `word` [rows] int32. Byte FIRST of a word has the scale of low codes, the next that of high codes.
+    `code` is [rows, columns] uint8, `word` [rows] int32. Byte FIRST of a word scales low codes, the next one high codes.
     """
     low_power, high_power = (word >> (8 * FIRST)) & 0xFF, (word >> (8 * FIRST + 8)) & 0xFF
     if PACKED:
