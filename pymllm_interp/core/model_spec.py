@@ -19,7 +19,7 @@ Then come the inner sites (`INNER_SITES` of each layer), and last the logits. In
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -187,6 +187,8 @@ class ModelSpec:
             [rope] if "rope_type" in rope else [r for r in rope.values() if r]
         )  # one, or one for each type of layers
         growth = max([r.get("factor", 1.0) for r in ropes if r.get("rope_type") == "dynamic"], default=1.0)
+        if family.router and (dense := getattr(text, "first_k_dense_replace", 0)):
+            family = replace(family, dense_layers=dense)
         return cls(
             family=family,
             num_hidden_layers=text.num_hidden_layers,

@@ -53,11 +53,18 @@ class TopKRouter(nn.Module):
 
     def route(self, x: torch.Tensor, batch: ForwardBatch | None) -> Routed:
         """x [..., hidden], flattened to tokens. Declared ops at the logits come before the choice."""
-        logits = self._gemm(x.reshape(-1, self.hidden_dim))
-        if batch is not None:
-            logits = apply_inner(logits[None], batch.site_ops, self.layer_idx, "router")[0]
-            capture_inner(logits[None], batch.site_ops, self.layer_idx, "router")
+        logits = self.logits_of(x.reshape(-1, self.hidden_dim))
+        site_ops = None if batch is None else batch.site_ops
+        if site_ops is not None and "router" in site_ops.inner:
+            state = logits.to(x.dtype)  # of sites
+            edited = apply_inner(state[None], site_ops, self.layer_idx, "router")[0]
+            capture_inner(edited[None], site_ops, self.layer_idx, "router")
+            logits = edited if state is logits else torch.where(edited == state, logits, edited.to(logits.dtype))
         return (logits, *self.choose(logits))
+
+    def logits_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [tokens, experts] of x [tokens, hidden]."""
+        return self._gemm(x)
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and ids of logits [tokens, experts]."""
@@ -85,6 +92,53 @@ class LogitRouter(TopKRouter):
     def chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         top, ids = torch.topk(logits, self.top_k, dim=-1)
         return F.softmax(top, dim=-1, dtype=torch.float32), ids
+
+
+class SigmoidRouter(TopKRouter):
+    """GLM-4.5's router. Experts are ranked by the sigmoid of their logit plus a correction, in groups; scores have no correction.
+
+    Logits are float32, as in transformers.
+
+    Args:
+        groups, top_groups: experts are in so many groups, and chosen from those with the highest two ranks together.
+        scaling: what scores are multiplied by.
+    """
+
+    scoring = "sigmoid"
+
+    def __init__(
+        self, layer_idx: int, experts: int, hidden: int, top_k: int, normalise: bool, dtype: torch.dtype, device: str,
+        groups: int, top_groups: int, scaling: float,
+    ) -> None:  # fmt: skip
+        super().__init__(layer_idx, experts, hidden, top_k, normalise, dtype, torch.float32, device)
+        self.num_group, self.topk_group, self.routed_scaling_factor = groups, top_groups, scaling
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=torch.float32, device=device))
+
+    def logits_of(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.detach().float()
+        return Gemm([weight], weight, None)(x.float())
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if triton_kernels_for(logits) is not None and self.topk_group == self.num_group:
+            from ..kernels.products import moe
+
+            correction = self.e_score_correction_bias, self.routed_scaling_factor
+            return moe.route(logits, self.top_k, self.norm_topk_prob, torch.float32, self.scoring, *correction)
+        return self.chosen(logits)
+
+    def chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.float().sigmoid()
+        ranks = scores + self.e_score_correction_bias
+        if self.topk_group < self.num_group:
+            grouped = ranks.unflatten(-1, (self.num_group, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.topk_group, dim=-1).indices
+            left = torch.ones(grouped.shape[:2], dtype=torch.bool, device=ranks.device).scatter_(1, best, False)
+            ranks = grouped.masked_fill(left[..., None], float("-inf")).flatten(1)
+        ids = ranks.topk(self.top_k, dim=-1).indices
+        scores = scores.gather(1, ids)
+        if self.norm_topk_prob:
+            scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+        return scores * self.routed_scaling_factor, ids
 
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0

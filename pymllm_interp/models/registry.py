@@ -19,6 +19,7 @@ from ..layers.quantization.unallocated import unallocated_weights
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
 from .native.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from .native.glm import Glm4MoeForCausalLM
 from .native.gpt2 import GPT2LMHeadModel
 from .native.gpt_neox import GPTNeoXForCausalLM
 from .native.gpt_oss import GptOssForCausalLM
@@ -37,6 +38,7 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "GemmaForCausalLM": GemmaForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
+    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,

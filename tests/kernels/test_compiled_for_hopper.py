@@ -55,8 +55,9 @@ from pymllm_interp.kernels.products import moe as kernels
 
 HALF = "*bf16"
 sizes = {"EXPERTS": 128, "TOP_K": 8, "NORMALISE": True, "BLOCK": 128, "CHOICES": 8, "PDL": True}
-for scoring in ("softmax", "chosen"):
-    compiled(kernels._route, {"logits": HALF, "scores": HALF, "ids": "*i64"}, sizes | {"SCORING": scoring}, 1, 3)
+for scoring, scale in (("softmax", 1.0), ("chosen", 1.0), ("sigmoid", 2.5)):
+    pointers = {"logits": HALF, "correction": "*fp32", "scores": HALF, "ids": "*i64"}
+    compiled(kernels._route, pointers, sizes | {"SCORING": scoring, "SCALE": scale}, 1, 3)
 compiled(kernels._count, {"ids": "*i64", "counts": "*i32"}, {"BLOCK": 1024, "PDL": True}, 4, 3)
 pointers = {"ids": "*i64", "counts": "*i32", "order": "*i32", "owners": "*i32"}
 for tiling in kernels.TILINGS:

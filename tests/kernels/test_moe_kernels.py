@@ -13,6 +13,7 @@ from pymllm_interp.layers.moe import (
     ClampedExperts,
     Experts,
     LogitRouter,
+    SigmoidRouter,
     TopKRouter,
     clamped_swiglu,
     multiplied,
@@ -73,6 +74,18 @@ def test_the_router_of_logits_chooses_what_torch_chooses(tokens, experts, top_k)
     logits[0, 1], logits[-1, 0] = 1e4, float("-inf")
     expected = router.chosen(logits)
     scores, ids = kernels.route(logits, top_k, True, torch.float32, "chosen")
+    assert torch.equal(ids, expected[1])
+    torch.testing.assert_close(scores, expected[0])
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 4, 2), (17, 128, 8)])
+def test_the_router_of_sigmoids_chooses_what_torch_chooses(tokens, experts, top_k):
+    router = SigmoidRouter(0, experts, 8, top_k, True, torch.float32, DEVICE, 1, 1, 2.5)
+    router.e_score_correction_bias.copy_(numbers(experts, seed=2))
+    logits = numbers(tokens, experts, seed=3) * 3
+    logits[0, 1], logits[-1, 0] = 1e4, float("-inf")
+    expected = router.chosen(logits)
+    scores, ids = kernels.route(logits, top_k, True, torch.float32, "sigmoid", router.e_score_correction_bias, 2.5)
     assert torch.equal(ids, expected[1])
     torch.testing.assert_close(scores, expected[0])
 

@@ -82,6 +82,8 @@ def test_r03_every_modules_output_equals_transformers(family, runner_of, oracle)
     for ids in prompts.values():
         with Outputs(hf) as theirs, torch.no_grad():
             hf(input_ids=torch.tensor([ids]), use_cache=False)
+        # Experts are one product, where no hook waits at their activation.
+        theirs = {name: found for name, found in theirs.items() if not name.endswith(".mlp.experts.act_fn")}
         assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
         for name, expected in theirs.items():
             if (family, name) == ("gemma3_text", "model.rotary_emb"):

@@ -19,7 +19,8 @@ def points_of(spec: ModelSpec) -> dict[str, SitePoint]:
     found = {}
     for kind, (module, end) in spec.family.points.items():
         if kind in NUMBERED_SITES and kind != "logits":
-            layers = range(spec.num_hidden_layers) if "{}" in module else [None]
+            first = spec.family.first_layer(kind)
+            layers = range(first, spec.num_hidden_layers) if "{}" in module else [None]
             for layer in layers:
                 found[kind if layer is None else f"{kind}.{layer}"] = SitePoint(module.format(layer), end)
     return found

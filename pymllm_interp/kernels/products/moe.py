@@ -39,8 +39,8 @@ TILINGS = (Tiling(16, 32, 256, 4, 3), Tiling(32, 128, 128, 8, 3), Tiling(64, 128
 
 @triton.jit
 def _route(
-    logits, scores, ids, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, NORMALISE: tl.constexpr,
-    BLOCK: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr,
+    logits, correction, scores, ids, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
+    NORMALISE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     grid_wait(PDL)
@@ -48,10 +48,14 @@ def _route(
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
     value = tl.load(logits + row * EXPERTS + expert, mask=inside, other=float("-inf")).to(tl.float32)
-    weight = tl.where(inside, tl.exp(value - tl.max(value)), 0.0)
-    if SCORING == "softmax":
-        weight = weight / tl.sum(weight)
-    rank = weight if SCORING == "softmax" else value
+    if SCORING == "sigmoid":
+        weight = 1.0 / (1.0 + tl.exp(-value))
+        rank = weight + tl.load(correction + expert, mask=inside, other=0.0)
+    else:
+        weight = tl.where(inside, tl.exp(value - tl.max(value)), 0.0)
+        if SCORING == "softmax":
+            weight = weight / tl.sum(weight)
+        rank = weight if SCORING == "softmax" else value
     total = tl.sum(tl.where(inside, weight, 0.0))  # NaN, if any logit is: the row's scores are, too
     left = tl.where(inside, tl.where(rank > -3e38, rank, -3e38), float("-inf"))
     choice = tl.arange(0, CHOICES)
@@ -64,8 +68,8 @@ def _route(
         id_of = tl.where(choice == k, which, id_of)
         left = tl.where(expert == which, float("-inf"), left)
     if NORMALISE:
-        best_of = best_of / tl.sum(best_of)
-    best_of += total * 0.0
+        best_of = best_of / (tl.sum(best_of) + 1e-20)
+    best_of = best_of * SCALE + total * 0.0
     place = row * TOP_K + choice
     tl.store(scores + place, best_of.to(scores.dtype.element_ty), mask=choice < TOP_K)
     tl.store(ids + place, id_of, mask=choice < TOP_K)
@@ -195,14 +199,17 @@ _combine_launch = Launcher(_combine, pdl=True)
 
 
 def route(
-    logits: torch.Tensor, top_k: int, normalise: bool, dtype: torch.dtype, scoring: str = "softmax"
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, top_k: int, normalise: bool, dtype: torch.dtype, scoring: str = "softmax",
+    correction: torch.Tensor | None = None, scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(scores [tokens, top_k] in `dtype`, ids [tokens, top_k] int64) of logits [tokens, experts].
 
     Args:
         normalise: the scores of a token add up to 1.
         scoring: "softmax": the largest values of the softmax. "chosen": the largest logits, and their exponentials; with
-            `normalise` the softmax of only these.
+            `normalise` the softmax of only these. "sigmoid": the largest sums of sigmoid and correction, and their sigmoids.
+        correction: [experts] float32, with "sigmoid".
+        scale: what scores are multiplied by.
     """
     logits = logits.contiguous()
     tokens, experts = logits.shape
@@ -210,9 +217,8 @@ def route(
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     if tokens:
         block, choices = triton.next_power_of_2(experts), triton.next_power_of_2(top_k)
-        _route_launch(
-            (tokens, 1, 1), (logits, scores, ids), (), (experts, top_k, scoring, normalise, block, choices), 1
-        )
+        tensors = logits, logits if correction is None else correction, scores, ids
+        _route_launch((tokens, 1, 1), tensors, (), (experts, top_k, scoring, normalise, scale, block, choices), 1)
     return scores, ids
 
 
