@@ -16,7 +16,7 @@ from .activation import Activation, activation, activation_module, gated, silu
 from .dispatch import triton_kernels_for
 from .edits.base import apply_inner, capture_inner
 from .gemm import Gemm
-from .quantization.experts import ExpertWeight, QuantizableExperts, gemms_of
+from .quantization.experts import ExpertWeight, QuantizableExperts
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Logits [tokens, experts], scores [tokens, top_k] and ids [tokens, top_k] int64 of the chosen experts, best first."""
@@ -153,7 +153,7 @@ def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return ((up + 1) * (silu(CLAMP_ALPHA * gate) / CLAMP_ALPHA)).to(gate_up.dtype)
 
 
-class Experts(nn.Module):
+class Experts(QuantizableExperts):
     """MLPs with gates; the weights of all of them are two tensors.
 
     On CUDA, Triton kernels multiply rows sorted by expert (kernels/products/moe.py). Otherwise each chosen expert multiplies its
@@ -166,16 +166,11 @@ class Experts(nn.Module):
     def __init__(
         self, layer_idx: int, experts: int, hidden: int, intermediate: int, act: str, dtype: torch.dtype, device: str
     ) -> None:
-        super().__init__()
-        self.layer_idx, self.num_experts = layer_idx, experts
-        self.hidden_dim, self.intermediate_dim = hidden, intermediate
-        gate_up = torch.empty(experts, 2 * intermediate, hidden, dtype=dtype, device=device)
-        self.gate_up_proj = nn.Parameter(gate_up, False)
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate, dtype=dtype, device=device), False)
+        super().__init__(experts, hidden, intermediate, dtype, device)
+        self.layer_idx, self.hidden_dim, self.intermediate_dim = layer_idx, hidden, intermediate
         self.act_fn = activation_module(act)
         # The fused pass has its own copy: hooks may wait at the module `act_fn`.
         self._act: list[Activation] = [activation(act)]
-        self._gemms = [gemms_of(self.gate_up_proj.detach(), experts), gemms_of(self.down_proj.detach(), experts)]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -197,7 +192,7 @@ class Experts(nn.Module):
         """x [tokens, hidden] through the experts `ids`, weighted by `scores`, both [tokens, top_k]; no call to a module."""
         (act,) = self._act
         if act is silu and triton_kernels_for(x) is not None:
-            return multiplied(x, ids, scores, (self.gate_up_proj, self.down_proj), self.num_experts)
+            return multiplied(x, ids, scores, self._weights, self.num_experts)
         return one_by_one(x, ids, scores, self._gemms, lambda gate_up: gated(gate_up, act))
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss in bfloat16 on CUDA: sinks, windows by turns and experts, with graphs and without, in MXFP4 and dequantised."""
+"""gpt-oss and GLM-4.5 in bfloat16 on CUDA, with graphs and without, with quantised experts and dequantised ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from helpers_devices import ways
 from helpers_families import points_of
 from helpers_mxfp4 import in_mxfp4
+from helpers_quantized import write_quantized
 from helpers_runner import random_ids
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.model_spec import INNER_SITES
@@ -142,3 +143,36 @@ def test_the_checkpoint_of_the_bench_is_read(tmp_path: Path) -> None:
         assert lm.runner.get_model().get_submodule("model.layers.0.mlp.experts").quantized
         (out,) = lm.generate(PROMPTS[:1], PARAMS, capture=["resid_post.1"])
         assert out.activations["resid_post.1"].isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def in_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GLM-4.5's architecture with experts in blocks of FP8; dequantised in its folder "plain"."""
+    torch.manual_seed(0)
+    config = Glm4MoeConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=384, moe_intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, n_routed_experts=8, num_experts_per_tok=3, use_qk_norm=True,
+        max_position_embeddings=1024, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    root = tmp_path_factory.mktemp("glm")
+    AutoModelForCausalLM.from_config(config).eval().save_pretrained(root / "base")
+    return write_quantized(
+        root / "base", root / "m", "fp8-blocks", keep=("mlp.gate.",), group=128, rows=128, weight_block_size=[128, 128]
+    )
+
+
+def test_experts_in_fp8_are_as_dequantised_ones(in_fp8: Path) -> None:
+    made = [LM(path, dtype="bfloat16", **OPTIONS) for path in (in_fp8, in_fp8 / "plain")]
+    made.append(LM(in_fp8 / "plain", dtype="float32", **OPTIONS))
+    assert made[0].runner.get_model().get_submodule("model.layers.1.mlp.experts").quantized
+    for prompts in (PROMPTS[:1], PROMPTS, LONG):
+        points = list(points_of(made[0].model_spec))
+        for outs in zip(*(lm.forward(prompts, capture=points) for lm in made), strict=True):
+            near(*(out.logits for out in outs), "logits")
+            for site in points:
+                near(*(out.activations[site] for out in outs), site)
+    tokens = [out.token_ids for out in made[0].generate(PROMPTS[:8], PARAMS)]
+    for lm in made:
+        lm.shutdown()
+    with LM(in_fp8, dtype="bfloat16", disable_cuda_graph=True, **OPTIONS) as lm:
+        assert [out.token_ids for out in lm.generate(PROMPTS[:8], PARAMS)] == tokens

@@ -86,7 +86,7 @@ class QuantizableExperts(nn.Module):
             False where no kernel of the device takes it: it is stored dequantised.
         """
         weight = weight.to(device)
-        if weight.is_cuda and not has_expert_kernel(weight.kind, weight.shape[1], weight.group_size):
+        if weight.is_cuda and not _has_kernel(weight):
             rows = weight.dequantize()
             self.set_plain(name, rows.view(self.num_experts, -1, rows.shape[1]), device)
             return False
@@ -106,6 +106,12 @@ class QuantizableExperts(nn.Module):
             path = f"{vars(self).get('sealed_path', '')}.{name}".lstrip(".")
             return DequantizedWeight.of(weight.transpose(1, 2) if self.transposed else weight, path)
         return super().__getattr__(name)
+
+
+def _has_kernel(weight: QuantizedWeight) -> bool:
+    """Whether the weight's device multiplies sorted rows with its codes."""
+    reads_fp8 = weight.kind != "fp8" or torch.cuda.get_device_capability(weight.device) >= (8, 9)
+    return reads_fp8 and has_expert_kernel(weight.kind, weight.shape[1], weight.group_size)
 
 
 def gemms_of(weight: ExpertWeight, experts: int, biases: torch.Tensor | None = None) -> Sequence[Gemm | QuantizedGemm]:

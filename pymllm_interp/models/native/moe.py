@@ -80,9 +80,9 @@ class SparseMoeBlock(ResidualBranch):
 
 
 class SparseForCausalLM(LlamaForCausalLM):
-    """A decoder with experts in all layers. Quantised experts are not read."""
+    """A decoder with experts in all layers."""
 
-    quantised_methods, quantises = frozenset(), False
+    quantised_methods, quantises = frozenset({"fp8", "compressed-tensors"}), False
 
     def parameters_of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """With the weights of a layer's experts as two tensors. Checkpoints have three for each expert."""

@@ -112,7 +112,7 @@ def load_quantized(
     paths = {path for product in products for path in product.modules}
     own: dict[str, dict[str, Tensor]] = {path: {} for path in paths}
     experts: set[str] = set()
-    rest = list(_sorted_out(load_experts(model, weights, device, experts), own))
+    rest = list(_sorted_out(load_experts(model, weights, stored, device, experts), own))
     head = getattr(model, "lm_head", None)
     pending: list[LinearParts] = []
     for product in products:
@@ -141,8 +141,7 @@ def init_dummy_quantized(model: nn.Module, stored: QuantizationFormat | None, de
     """
     head = getattr(model, "lm_head", None)
     only_experts = stored is not None and stored.method == "mxfp4"
-    if only_experts:
-        init_dummy_experts(model, device, seed)
+    init_dummy_experts(model, stored, device, seed)
     kind, group = ("fp8", None) if stored is None else (stored.kind, stored.group_size)
     for product in linear_parts(model):
         parts: list[Part] = []
