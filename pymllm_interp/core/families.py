@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
-INNER_SITES = ("q", "k", "v", "z", "mlp_act", "router", "shared_out")
+INNER_SITES = ("q", "k", "v", "z", "mlp_act", "router", "experts", "shared_out")
 """Kinds of inner sites that a layer may have."""
-SPARSE_SITES = frozenset({"router", "shared_out"})
+SPARSE_SITES = frozenset({"router", "experts", "shared_out"})
 """Kinds of sites that only layers with experts have."""
+EXPERTS = "experts"
+"""The chosen experts and their scores: they can be captured, and not edited."""
 HEAD_SITES = ("q", "k", "v", "z")
 """Kinds of sites with a state that is split into attention heads, [heads, head_dim]."""
 PATTERN = "pattern"
@@ -139,6 +141,7 @@ class Family:
             "resid_mid": SitePoint(f"{layer}.{self.resid_mid or self.mlp_norm}", "input"),
             "mlp_in": SitePoint(f"{layer}.{self.mlp_norm}", "output"),
             **({"router": SitePoint(f"{mlp}.{self.router}", "output")} if self.router else {}),
+            **({EXPERTS: SitePoint(f"{mlp}.experts", "input")} if self.router else {}),
             "mlp_act": SitePoint(f"{mlp}.{self.down_proj}", "input"),
             **({"shared_out": SitePoint(f"{mlp}.{self.shared}", "output")} if self.shared else {}),
             "mlp_out": SitePoint(f"{layer}.{self.mlp_out or self.mlp}", "output"),

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core.current_pass import current_batch
 from ..core.forward_batch import ForwardBatch
+from ..core.model_spec import EXPERTS
 from .activation import Activation, activation, activation_module, gated, silu
 from .dispatch import triton_kernels_for
 from .edits.base import apply_inner, capture_inner
@@ -65,6 +66,12 @@ class TopKRouter(nn.Module):
     def logits_of(self, x: torch.Tensor) -> torch.Tensor:
         """Logits [tokens, experts] of x [tokens, hidden]."""
         return self._gemm(x)
+
+    def capture(self, ids: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype, batch: ForwardBatch | None) -> None:
+        """Capture the choice at the site `experts`: ids and scores, in the dtype of states. Ids up to 256 are exact in bfloat16."""
+        if batch is not None and batch.site_ops is not None and EXPERTS in batch.site_ops.inner:
+            state = torch.cat((ids.to(dtype), scores.to(dtype)), -1)
+            capture_inner(state[None], batch.site_ops, self.layer_idx, EXPERTS)
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and ids of logits [tokens, experts]."""

@@ -16,7 +16,7 @@ from helpers_graphs import use_eager_graphs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp import LM, Gate, SamplingParams, Steer
 from pymllm_interp.models.weights.loading import WeightsError
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
@@ -356,3 +356,27 @@ def test_sites_of_experts_are_in_layers_that_have_them(lm_of: Any, oracle: Any) 
         for edits in ([Steer("shared_out.1", vector)], [])
     )
     torch.testing.assert_close(steered["mlp_out.1"], plain["mlp_out.1"] + vector, **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "mixtral"])
+@pytest.mark.parametrize("execution", ["split", "eager"])
+def test_the_chosen_experts_are_captured(family: str, execution: str) -> None:
+    """Beside other requests, in prompts and generated tokens; what a block writes to a router's output is among them."""
+    options: dict[str, Any] = {"load_format": "dummy", "hook_execution": execution, **SIZES}
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LM(hf_config=tiny_config(family), **options) as lm:
+        name = lm.model_spec.family.router
+        router = lm.runner.get_model().get_submodule(f"model.layers.1.mlp.{name}")
+        for out in lm.generate(PROMPTS, greedy, capture=["router.1", "experts.*"]):
+            states, logits = out.activations["experts.1"], out.activations["router.1"]
+            scores, ids = router.choose(logits)
+            assert states.shape == (len(logits), 2, 2) and torch.equal(states[:, 0].long(), ids)
+            torch.testing.assert_close(states[:, 1], scores, **CLOSE)
+            assert ("experts.0" in out.activations) == (family != "glm4_moe")
+        with lm.generate(PROMPTS[0], max_new_tokens=1, capture=["experts.1"]) as tracer:
+            lm.get(f"model.layers.1.mlp.{name}").output[2][0, 0] = 3
+        assert tracer.activations["experts.1"][0, 0, 0] == 3
+        with pytest.raises(ValueError, match=r"experts\.1 is only captured; an op or a gate at router\.1"):
+            Steer("experts.1", torch.ones(4))
+        with pytest.raises(ValueError, match=r"experts\.1 is only captured"):
+            Steer("resid_post.1", torch.ones(32), when=Gate(torch.ones(4), site="experts.1"))

@@ -101,6 +101,7 @@ class Glm4MoeMoE(SparseMoeBlock):
         out = None if batch is None else self.run_segments(batch, x=hidden_states)
         if out is None:
             _, scores, ids = self.gate(hidden_states)
+            self.gate.capture(ids, scores, hidden_states.dtype, batch)
             out = self.experts(hidden_states.view(-1, hidden_states.shape[-1]), ids, scores).view(hidden_states.shape)
             out = out + self._captured(self.shared_experts(hidden_states), batch)
         return self.after_ops(out, batch)

@@ -50,6 +50,7 @@ class GptOssMLP(ResidualBranch):
             return self.after_ops(run["delta"], batch), run["scores"]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, scores, ids = self.router(x)
+        self.router.capture(ids, scores, x.dtype, batch)
         out = self.experts(x, ids, scores).view(hidden_states.shape)
         if batch is not None and batch.hook_query is not None and batch.segments is not None:
             batch.hook_query.runs_eagerly(self.layer_idx, self.name, but="")
@@ -68,6 +69,7 @@ class GptOssMLP(ResidualBranch):
     def _routed(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = x.view(-1, x.shape[-1])
         _, scores, ids = self.router.route(hidden, batch)
+        self.router.capture(ids, scores, x.dtype, batch)
         return self.experts.fused(hidden, ids, scores).view(x.shape), scores
 
 

@@ -69,6 +69,7 @@ class SparseMoeBlock(ResidualBranch):
         if out is None:
             hidden = x.view(-1, x.shape[-1])
             _, scores, ids = self.gate(hidden)
+            self.gate.capture(ids, scores, x.dtype, batch)
             out = self.experts(hidden, ids, scores).view(x.shape)
         return self.after_ops(out, batch)
 
@@ -76,6 +77,7 @@ class SparseMoeBlock(ResidualBranch):
         (x,) = inputs
         hidden = x.view(-1, x.shape[-1])
         _, scores, ids = self.gate.route(hidden, batch)
+        self.gate.capture(ids, scores, x.dtype, batch)
         return self.experts.fused(hidden, ids, scores).view(x.shape)
 
 

@@ -128,7 +128,7 @@ def test_a_site_prints_as_it_parses_and_is_a_key():
         ("blocks.3.hook_q_input", r"the stream before the norm \(resid_pre\), a copy for each head"),
         ("resid_post_5", r"unknown site 'resid_post_5'; did you mean resid_post\.5 or"),
         ("resid_post5", r"did you mean resid_post\.5 or"),
-        ("atn_in.3", r"Kinds are embed, resid_pre, q, k, v, z, attn_out, resid_mid, router, mlp_act,"),
+        ("atn_in.3", r"Kinds are embed, resid_pre, q, k, v, z, attn_out, resid_mid, router, experts, mlp_act,"),
     ],
 )
 def test_a_name_that_is_no_site_is_refused_with_the_nearest_ones_or_the_reason(name, error):
@@ -229,7 +229,11 @@ def test_a_kind_that_the_family_lacks_is_refused_by_name():
 
 def test_every_point_of_a_family_is_a_name_of_its_kind():
     for family in FAMILIES.values():
-        lacking = {kind for kind, part in (("router", family.router), ("shared_out", family.shared)) if not part}
+        lacking = {
+            kind
+            for kind, part in (("router", family.router), ("experts", family.router), ("shared_out", family.shared))
+            if not part
+        }
         assert set(family.points) == set(KINDS) - family.missing - lacking
         for kind, (module, end) in family.points.items():
             assert family.is_slice(kind) or path_names(family)[f"{module}.{end}"] == kind
@@ -262,7 +266,7 @@ def states_of(model: torch.nn.Module, info: ModelSpec, tokens: torch.Tensor) -> 
         states[name] = part_of(info, name.partition(".")[0], state).clone()
 
     handles = []
-    for kind in info.family.points:
+    for kind in set(info.family.points) - {"experts"}:  # which are no state of a module
         for site in expand(kind if kind in WITHOUT_LAYER else f"{kind}.*", info.num_hidden_layers, info.family):
             path, end = info.family.point(site)
             module = model.get_submodule(path)
