@@ -223,7 +223,9 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
     if selector is None:
         return [Site(kind)]
     found = [
-        site for site in _at_layers(kind, selector, str(pattern), num_layers) if site.layer >= family.first_layer(kind)
+        site
+        for site in _at_layers(kind, selector, str(pattern), num_layers)
+        if (site.layer or 0) >= family.first_layer(kind)
     ]
     if not found:
         raise ValueError(

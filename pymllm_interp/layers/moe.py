@@ -112,6 +112,8 @@ class SigmoidRouter(TopKRouter):
     """
 
     scoring = "sigmoid"
+    e_score_correction_bias: torch.Tensor
+    """[experts] float32."""
 
     def __init__(
         self, layer_idx: int, experts: int, hidden: int, top_k: int, normalise: bool, dtype: torch.dtype, device: str,

@@ -63,14 +63,14 @@ class SparseMoeBlock(ResidualBranch):
         """The name of the activation function."""
         return config.hidden_act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch = current_batch()
-        out = None if batch is None else self.run_segments(batch, x=x)
+        out = None if batch is None else self.run_segments(batch, x=hidden_states)
         if out is None:
-            hidden = x.view(-1, x.shape[-1])
+            hidden = hidden_states.view(-1, hidden_states.shape[-1])
             _, scores, ids = self.gate(hidden)
-            self.gate.capture(ids, scores, x.dtype, batch)
-            out = self.experts(hidden, ids, scores).view(x.shape)
+            self.gate.capture(ids, scores, hidden_states.dtype, batch)
+            out = self.experts(hidden, ids, scores).view(hidden_states.shape)
         return self.after_ops(out, batch)
 
     def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
