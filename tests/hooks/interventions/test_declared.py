@@ -18,7 +18,7 @@ from pymllm_interp.client.handle import RequestHandle
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.utils.arguments import PromptError
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "gpt_oss"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2"]
 WAIT = 600
 
 
