@@ -80,7 +80,7 @@ from pymllm_interp.kernels.products import quantized_experts as kernels
 
 HALF = "*bf16"
 shared = {"x": HALF, "codes": "*u8", "bias": HALF, "scores": HALF, "order": "*i32", "owners": "*i32", "out": HALF}
-for tiling in kernels.TILINGS:
+for tiling in (kernels.TILINGS[0], kernels.TILINGS[-1]):
     tile = {"ENTRIES": tiling.entries, "CHANNELS": tiling.channels, "PDL": True}
     forms = ("fp4", "clamped", 2880, 2880), ("fp4", "", 2880, 2880), ("fp8", "silu", 768, 2048)
     for kind, gate, n, k in forms if tiling.entries == 16 else forms[:1]:

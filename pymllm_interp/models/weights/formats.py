@@ -228,7 +228,7 @@ def _float8(path: str, tensors: Tensors, dtype: torch.dtype, settings: Mapping[s
 
 def _block_of(scales: torch.Size, shape: tuple[int, int], block: Any) -> tuple[int, int]:
     """(rows, columns) that share a scale."""
-    if block and scales[1] != 1:
+    if block and (scales[1] != 1 or (shape[1] <= block[1] and scales[0] == -(-shape[0] // block[0]))):
         return int(block[0]), int(block[1])
     return 1, -(-shape[1] // scales[1])
 
