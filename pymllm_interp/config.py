@@ -102,7 +102,8 @@ class ServerConfig:
     max_intervention_vectors: int = 4096
     """Maximum vectors of all live requests' interventions; equal vectors count once."""
     inner_sites: tuple[str, ...] = ()
-    """Kinds of sites inside attention and MLP ("q", "k", "v", "z", "mlp_act", "router") for declared ops and captures on CUDA.
+    """Kinds of sites inside attention and MLP, for declared ops and captures on CUDA: "q", "k", "v", "z", "mlp_act", "router",
+    "experts", "shared_out".
     Each kind costs at least one kernel launch a layer, used or not. On a CPU all kinds can be used, at no cost."""
     max_capture_bytes: int = 1 << 30
     """Maximum bytes of one request's captures on the host."""

@@ -31,8 +31,10 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -204,6 +206,22 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
         },
     ),
+    # a dense layer, then experts with shared ones; biases, a rotation of 12 of 24 channels
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **COMMON, hidden_size=72, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=24,
+        attention_bias=True, use_qk_norm=True, moe_intermediate_size=40, n_routed_experts=5, num_experts_per_tok=3,
+        n_shared_experts=2, routed_scaling_factor=1.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    ),
+    # sinks, windows by turns, YaRN, biases, experts
+    "gpt_oss": lambda: GptOssConfig(
+        **COMMON, hidden_size=72, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
+        sliding_window=5, num_local_experts=5, num_experts_per_tok=3,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 150.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    ),
     # a rotation of 6 of 24 channels
     "gpt_neox": lambda: GPTNeoXConfig(**COMMON, hidden_size=96, num_hidden_layers=3, num_attention_heads=4),
     "gpt_neox-sequential": lambda: GPTNeoXConfig(
@@ -236,6 +254,9 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(0, 0.1)
             elif parameter.dim() == 1:  # a norm's; Gemma's is stored less 1
                 parameter.normal_(0 if "gemma" in config.model_type else 1, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     return model
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,12 @@ class AttentionBackend(ABC):
         """
 
 
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The softmax of scores [..., keys] with ``exp(sinks)`` in its sum. Sinks broadcast to [..., 1]."""
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+
+
 @dataclass(frozen=True)
 class RadixAttention:
     """The parameters of one attention layer, for a backend.
@@ -96,6 +102,19 @@ class RadixAttention:
     """A token attends to itself and to `sliding_window - 1` tokens before; None: to all."""
     logit_cap: float | None = None
     """Scores become ``cap * tanh(scores / cap)`` before the softmax."""
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    """[heads]: each head's softmax has ``exp(sink)`` in its sum, beside the keys (Xiao et al., 2023; gpt-oss). None: no sinks."""
+
+    def softmax(self, scores: torch.Tensor, heads: torch.Tensor | None = None) -> torch.Tensor:
+        """The weights of the keys.
+
+        Args:
+            scores: [heads, queries, keys].
+            heads: [heads] int64, the query heads of `scores`; None: all.
+        """
+        if self.sinks is None:
+            return scores.softmax(-1)
+        return softmax_with_sinks(scores, (self.sinks if heads is None else self.sinks[heads]).view(-1, 1, 1))
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]."""

@@ -250,6 +250,6 @@ def _attend(
             scores = part @ keys * layer.scaling
             if layer.logit_cap is not None:
                 scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-            parts.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values)
+            parts.append(layer.softmax(scores.masked_fill(hidden, float("-inf")), heads) @ values)
         of_heads.append(torch.cat(parts, 1))
     return torch.cat(of_heads).transpose(0, 1).to(q.dtype)

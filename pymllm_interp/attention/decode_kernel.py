@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.forward_batch import ForwardBatch
-from .attention_backend import RadixAttention
+from .attention_backend import RadixAttention, softmax_with_sinks
 
 MAX_PROGRAMS = 8
 """Upper bound of the parts of all requests and KV heads, per multiprocessor, where requests are divided at all."""
@@ -42,13 +42,15 @@ class DecodeAttention:
         rows, lens = forward_batch.req_pool_indices[:requests], forward_batch.seq_lens[:requests]
         window = layer.sliding_window or 0
         if not q.is_cuda:
-            decode_attention_torch(q, *kv, rows, lens, table.req_to_token, out, layer.scaling, window, layer.logit_cap)
+            decode_attention_torch(
+                q, *kv, rows, lens, table.req_to_token, out, layer.scaling, window, layer.logit_cap, layer.sinks
+            )
             return
         from ..kernels.triton_decode import decode_attention
 
         decode_attention(
             q, *kv, rows, lens, table.req_to_token, out, *self._memory_for(layer, q.device), self._num_sms,
-            layer.scaling, window, layer.logit_cap or 0.0,
+            layer.scaling, window, layer.logit_cap or 0.0, layer.sinks,
         )  # fmt: skip
 
     def _memory_for(self, layer: RadixAttention, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,6 +75,7 @@ def decode_attention_torch(
     scale: float,
     window: int,
     cap: float | None,
+    sinks: torch.Tensor | None = None,  # [heads]
 ) -> None:
     """`triton_decode.decode_attention` in plain torch."""
     queries = q.shape[1] // k_cache.shape[1]
@@ -82,5 +85,5 @@ def decode_attention_torch(
         scores = torch.bmm(k, q[i].float().unsqueeze(2)).squeeze(2) * scale  # [heads, positions]
         if cap:
             scores = cap * torch.tanh(scores / cap)
-        weights = torch.softmax(scores, -1)
+        weights = torch.softmax(scores, -1) if sinks is None else softmax_with_sinks(scores, sinks[:, None])
         out[i] = torch.bmm(weights.unsqueeze(1), v).squeeze(1)

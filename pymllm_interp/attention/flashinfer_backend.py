@@ -120,7 +120,7 @@ class FlashInferAttnBackend(AttentionBackend):
                 self._decode(single_q, pool.get_kv(layer.layer_id), layer, forward_batch, single_out)
             if prefill is not None:
                 planned = self._planned(layer, prefill, forward_batch)
-                planned.run(prefill_q, pool.paged(layer.layer_id), prefill_out)
+                planned.run(prefill_q, pool.paged(layer.layer_id), prefill_out, layer.sinks)
 
         return attend
 

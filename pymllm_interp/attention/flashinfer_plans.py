@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -65,12 +66,36 @@ class Planned:
         if self._read is not None:
             self._read.record()
 
-    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
-        """`wrapper.run` for the first layer of a plan. Later layers repeat its kernel call without the wrapper's checks."""
-        if self._call is not None and self._call.takes(q):
-            self._call(q, *kv, out)
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """`wrapper.run` for the first layer of a plan. Later layers repeat its kernel call without the wrapper's checks.
+
+        Args:
+            sinks: [heads], see `RadixAttention`. The kernel has none; its output is scaled by ``sigmoid(lse - sink)``.
+        """
+        lse = None if sinks is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if self._call is not None and self._call.takes(q, lse):
+            self._call(q, *kv, out, *(() if lse is None else (lse,)))
         else:
-            self._call = KernelCall.noted(self.wrapper, q, kv, out)
+            self._call = KernelCall.noted(self.wrapper, q, kv, out, lse)
+        if sinks is not None and lse is not None:
+            scale_by_sinks(out, lse, sinks)
+
+
+def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Scale attention in place: it becomes what it is with ``exp(sink)`` in each softmax's sum.
+
+    Args:
+        out: [tokens, heads, head_dim].
+        lse: [tokens, heads] float32, the base-2 logarithm of each sum.
+        sinks: [heads].
+    """
+    out.mul_(torch.sigmoid(lse * math.log(2) - sinks.float()).unsqueeze(-1))
 
 
 class KernelCall(NamedTuple):
@@ -79,18 +104,20 @@ class KernelCall(NamedTuple):
     # fmt: off
     kernel: Callable[..., None]
     args:   list[Any]
-    places: tuple[int, ...]  # indices of q, k, v and out in args
+    places: tuple[int, ...]  # indices of q, k, v, out and, with one, lse in args
     like:   tuple[torch.Size, torch.dtype, torch.device]  # of q
     # fmt: on
 
     @classmethod
     def noted(
-        cls, wrapper: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
-    ) -> KernelCall | None:
+        cls, wrapper: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> KernelCall | None:  # fmt: skip
         """Run `wrapper` and record its kernel call. None if the wrapper differs from FlashInfer 0.7's."""
         module, calls = getattr(wrapper, "_cached_module", None), []
+        options = {"out": out} if lse is None else {"out": out, "lse": lse, "return_lse": True}
         if not isinstance(module, SimpleNamespace) or not hasattr(module, "paged_run"):
-            wrapper.run(q, kv, out=out)
+            wrapper.run(q, kv, **options)
             return None
 
         def noting(*args: Any) -> Any:
@@ -99,24 +126,27 @@ class KernelCall(NamedTuple):
 
         wrapper._cached_module = SimpleNamespace(**{**vars(module), "paged_run": noting})
         try:
-            wrapper.run(q, kv, out=out)
+            wrapper.run(q, kv, **options)
         finally:
             wrapper._cached_module = module
-        tensors = (q, *kv, out)
+        tensors = (q, *kv, out) if lse is None else (q, *kv, out, lse)
         found = [[i for i, arg in enumerate(args) if arg is tensor] for args in calls for tensor in tensors]
-        if [len(places) for places in found] != [1, 1, 1, 1]:
+        if any(len(places) != 1 for places in found) or len(found) != len(tensors):
             return None
         places = tuple(i for (i,) in found)
         # Without the layer's tensors, to release their memory.
         args = [None if i in places else arg for i, arg in enumerate(calls[0])]
         return cls(module.paged_run, args, places, (q.shape, q.dtype, q.device))
 
-    def takes(self, q: torch.Tensor) -> bool:
-        """Whether the plan is for the shape, dtype and device of `q`. If not, the wrapper raises its own error."""
-        return (q.shape, q.dtype, q.device) == self.like
+    def takes(self, q: torch.Tensor, lse: torch.Tensor | None) -> bool:
+        """Whether the call is for the shape, dtype and device of `q`. If not, the wrapper raises its own error.
+
+        A call with `lse` is another one than a call without.
+        """
+        return (q.shape, q.dtype, q.device) == self.like and len(self.places) == (4 if lse is None else 5)
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """Run the kernel on q, k, v and out, in the order of `places`."""
+        """Run the kernel on q, k, v, out and, with one, lse, in the order of `places`."""
         args = self.args.copy()
         for place, tensor in zip(self.places, tensors, strict=True):
             args[place] = tensor

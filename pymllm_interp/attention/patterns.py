@@ -53,6 +53,6 @@ def pattern_of(
             scores = some @ keys * layer.scaling
             if layer.logit_cap is not None:
                 scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-            rows.append(scores.masked_fill(mask, float("-inf")).softmax(-1))
+            rows.append(layer.softmax(scores.masked_fill(mask, float("-inf")), part))
         found.append(torch.cat(rows, 1))
     return torch.cat(found)

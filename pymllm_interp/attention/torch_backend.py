@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from ..core.forward_batch import ForwardBatch
 from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
 from ..utils.kv_rows import read_rows
-from .attention_backend import AttentionBackend, RadixAttention
+from .attention_backend import AttentionBackend, RadixAttention, softmax_with_sinks
 from .torch_plan import (
     AttnGroup,
     AttnMetadata,
     AttnPlan,
     DecodeRows,
+    PlanKey,
     StaticDecode,
     build_plan,
     build_static_plan,
@@ -97,12 +98,12 @@ class TorchAttnBackend(AttentionBackend):
     def _plan(self, layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype) -> AttnPlan:
         metadata = forward_batch.attn_metadata
         if isinstance(metadata, StaticDecode):
-            key = layer.sliding_window, layer.logit_cap is not None
+            key = PlanKey.of(layer, layer.sliding_window)
             if key not in metadata.plans:
                 metadata.plans[key] = build_static_plan(metadata.kv_len, layer, forward_batch, dtype)
             return metadata.plans[key]
         assert isinstance(metadata, AttnMetadata), "init_forward_metadata plans the pass before its first layer"
-        key = effective_window(metadata.chunks, layer), layer.logit_cap is not None
+        key = PlanKey.of(layer, effective_window(metadata.chunks, layer))
         if key not in metadata.plans:
             metadata.plans[key] = build_plan(metadata.chunks, layer, forward_batch, dtype)
         return metadata.plans[key]
@@ -121,7 +122,8 @@ def _decode_on_cpu(
     rows = decode_rows_of(forward_batch)
     if rows is None or (kernels := cpu_kernels_for(q, k, v)) is None or layer.head_dim % kernels.ATTENTION_WIDTH:
         return None
-    return kernels.decode_attention(q, k, v, *rows, layer.scaling, layer.sliding_window, layer.logit_cap)
+    sinks = None if layer.sinks is None else layer.sinks.float()
+    return kernels.decode_attention(q, k, v, *rows, layer.scaling, layer.sliding_window, layer.logit_cap, sinks)
 
 
 def _attend_group(
@@ -168,9 +170,21 @@ def _attend(
     if layer.logit_cap is not None:
         scores = torch.bmm(q.float(), k.float().transpose(1, 2)) * layer.scaling
         scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap) + mask
-        return torch.bmm(torch.softmax(scores, -1), v.float()).to(q.dtype)
-    if q.shape[0] * q.shape[1] * k.shape[1] < FUSED_SCORES:
+        return torch.bmm(_softmax(scores, layer), v.float()).to(q.dtype)
+    if layer.sinks is None and q.shape[0] * q.shape[1] * k.shape[1] < FUSED_SCORES:
         q, k, v, mask = (x.unsqueeze(0) for x in (q, k, v, mask))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scaling).squeeze(0)
     scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=layer.scaling)
-    return torch.bmm(torch.softmax(scores, -1), v)
+    return torch.bmm(_softmax(scores, layer), v)
+
+
+def _softmax(scores: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+    """The weights of scores [size * kv_heads, heads_per_kv * q_len, kv_len]."""
+    if layer.sinks is None:
+        return torch.softmax(scores, -1)
+    rows, queries, _ = scores.shape
+    heads_per_kv = layer.num_heads // layer.num_kv_heads
+    sinks = layer.sinks.view(layer.num_kv_heads, heads_per_kv, 1).repeat(
+        rows // layer.num_kv_heads, 1, queries // heads_per_kv
+    )
+    return softmax_with_sinks(scores, sinks.flatten(1)[..., None])

@@ -92,14 +92,27 @@ def decode_rows(chunks: list[QueryChunk], forward_batch: ForwardBatch) -> Decode
     return DecodeRows(table.req_to_token, rows.contiguous(), lens.contiguous())
 
 
+class PlanKey(NamedTuple):
+    """The parameters of a layer that its plan depends on."""
+
+    window: int | None
+    capped: bool
+    has_sinks: bool
+
+    @classmethod
+    def of(cls, layer: RadixAttention, window: int | None) -> PlanKey:
+        """The key of a layer with this sliding window."""
+        return cls(window, layer.logit_cap is not None, layer.sinks is not None)
+
+
 @dataclass
 class AttnMetadata:
-    """A pass's query chunks, and their plans: one for each kind of layer (sliding window, soft cap)."""
+    """A pass's query chunks, and their plans: one for each kind of layer."""
 
     chunks: list[QueryChunk]
     decode: DecodeRows | None = None
     """For the CPU's kernel: set where each request has one query, over the KV pool."""
-    plans: dict[tuple[int | None, bool], AttnPlan] = field(default_factory=dict)
+    plans: dict[PlanKey, AttnPlan] = field(default_factory=dict)
 
 
 @dataclass
@@ -107,7 +120,7 @@ class StaticDecode:
     """A decode pass with shapes that do not depend on lengths: each row gathers `kv_len` positions, and masks unused ones."""
 
     kv_len: int
-    plans: dict[tuple[int | None, bool], AttnPlan] = field(default_factory=dict)
+    plans: dict[PlanKey, AttnPlan] = field(default_factory=dict)
 
 
 def make_chunks(forward_batch: ForwardBatch) -> list[QueryChunk]:
@@ -134,7 +147,7 @@ def make_chunks(forward_batch: ForwardBatch) -> list[QueryChunk]:
 def build_plan(
     chunks: list[QueryChunk], layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype
 ) -> AttnPlan:
-    """The plan for layers with the window, soft cap and heads of `layer`. Masks are `dtype`, or float32 with a soft cap."""
+    """The plan for layers with the window, soft cap, sinks and heads of `layer`. Masks are `dtype`, or float32 with a soft cap."""
     window = effective_window(chunks, layer)
     capped = layer.logit_cap is not None
     dtype = torch.float32 if capped else dtype
@@ -143,7 +156,7 @@ def build_plan(
     for chunk in chunks:
         if chunk.num * chunk.kv_len <= max_pairs:
             pieces.append(_narrow(chunk, window))
-        elif chunk.prefix == 0 and window is None and not capped:
+        elif chunk.prefix == 0 and window is None and not capped and layer.sinks is None:
             lone.append([chunk])
         else:
             pieces.extend(_split(chunk, window, max_pairs))

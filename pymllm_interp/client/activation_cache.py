@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ..core.model_spec import INNER_SITES, LOGITS, NUMBERED_SITES, PATTERN, ModelSpec
+from ..core.model_spec import EXPERTS, INNER_SITES, LOGITS, NUMBERED_SITES, PATTERN, ModelSpec
 from ..hooks.captures.activations import BySite
 from ..hooks.site import KINDS, TRANSFORMER_LENS, Site, expand
 
@@ -80,12 +80,12 @@ def select_traced_sites(names: NamesFilter, model: ModelSpec) -> list[Site]:
         ValueError: what `select_sites` refuses, and a router that is named.
     """
     found = select_sites(names, model, captured=False)
-    routers = [site for site in found if site.kind == "router"]
+    routers = [site for site in found if site.kind in ("router", EXPERTS)]
     if routers and not (names is None or callable(names)):
         raise ValueError(
             f"{routers[0]} is not served here: a declared intervention or a capture takes it, or a trace, by the router's module"
         )
-    return [site for site in found if site.kind != "router"]
+    return [site for site in found if site not in routers]
 
 
 class ActivationCache(BySite):

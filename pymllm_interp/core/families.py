@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
-INNER_SITES = ("q", "k", "v", "z", "mlp_act", "router")
-"""Kinds of inner sites that each layer has."""
+INNER_SITES = ("q", "k", "v", "z", "mlp_act", "router", "experts", "shared_out")
+"""Kinds of inner sites that a layer may have."""
+SPARSE_SITES = frozenset({"router", "experts", "shared_out"})
+"""Kinds of sites that only layers with experts have."""
+EXPERTS = "experts"
+"""The chosen experts and their scores: they can be captured, and not edited."""
 HEAD_SITES = ("q", "k", "v", "z")
 """Kinds of sites with a state that is split into attention heads, [heads, head_dim]."""
 PATTERN = "pattern"
@@ -75,11 +79,14 @@ class Family:
         by_head: whether q, k and v of each head follow each other; else all q, all k, all v.
         down_proj: the MLP's last projection.
         router: child of the MLP that scores its experts; "": it has none.
+        shared: child of the MLP that all tokens go through, beside the experts; "": it has none.
+        dense_layers: the first layers, without experts, in families that have a router.
         attn_out, mlp_out: children of a decoder layer with outputs that are added to the residual stream; "": attention and MLP.
         resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.
         mixers: children of decoder layers that mix tokens, by layer. Their outputs are `attn_out`. A row of the table has the
             names that a layer may have. Empty: each layer has the same attention.
         missing: kinds of sites that the family does not have.
+        mlp_in_tuple: whether the MLP returns a tuple, with `mlp_out` first.
         sliding_window: whether the config's `sliding_window` counts.
     """
 
@@ -100,11 +107,14 @@ class Family:
     mlp: str = "mlp"
     down_proj: str = "down_proj"
     router: str = ""
+    shared: str = ""
+    dense_layers: int = 0
     attn_out: str = ""
     mlp_out: str = ""
     resid_mid: str = ""
     mixers: tuple[str, ...] = ()
     missing: frozenset[str] = frozenset()
+    mlp_in_tuple: bool = False
     sliding_window: bool = True
 
     @cached_property
@@ -131,7 +141,9 @@ class Family:
             "resid_mid": SitePoint(f"{layer}.{self.resid_mid or self.mlp_norm}", "input"),
             "mlp_in": SitePoint(f"{layer}.{self.mlp_norm}", "output"),
             **({"router": SitePoint(f"{mlp}.{self.router}", "output")} if self.router else {}),
+            **({EXPERTS: SitePoint(f"{mlp}.experts", "input")} if self.router else {}),
             "mlp_act": SitePoint(f"{mlp}.{self.down_proj}", "input"),
+            **({"shared_out": SitePoint(f"{mlp}.{self.shared}", "output")} if self.shared else {}),
             "mlp_out": SitePoint(f"{layer}.{self.mlp_out or self.mlp}", "output"),
             "resid_post": SitePoint(layer, "output"),
             "final_norm": SitePoint(self.final_norm, "output"),
@@ -159,6 +171,10 @@ class Family:
     def is_slice(self, kind: str) -> bool:
         """Whether a kind's value is a part of what is at its point."""
         return bool(self.qkv) and kind in ("q", "k", "v")
+
+    def first_layer(self, kind: str) -> int:
+        """The first layer with sites of a kind."""
+        return self.dense_layers if kind in SPARSE_SITES else 0
 
     def check(self, kind: str) -> None:
         """Raise ValueError for a kind of site that the family does not have."""
@@ -253,6 +269,8 @@ FAMILIES = {
         Family(name="qwen2"),
         Family(name="qwen3"),
         *(Family(name=name, router="gate", missing=_EXPERTS) for name in ("mixtral", "olmoe", "qwen3_moe")),
+        Family(name="glm4_moe", router="gate", shared="shared_experts", missing=_EXPERTS),
+        Family(name="gpt_oss", router="router", mlp_in_tuple=True, missing=_EXPERTS),
         Family(name="gpt2", **_GPT2, qkv="c_attn", missing=frozenset({"embed"}), sliding_window=False),
         Family(
             name="gpt_neox", embed="gpt_neox.embed_in", layers="gpt_neox.layers", final_norm="gpt_neox.final_layer_norm",
@@ -273,7 +291,7 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
             Family(name=name)
             for name in (
                 "arcee", "ernie4_5", "exaone4_5", "glm", "helium", "ministral", "ministral3", "nemotron",
-                "olmo", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
+                "olmo", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "stablelm",
             )
         ),
         *(Family(name=name, missing=_LATENT) for name in ("deepseek_v2", "deepseek_v3")),

@@ -19,13 +19,14 @@ Then come the inner sites (`INNER_SITES` of each layer), and last the logits. In
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
 from .families import (
+    EXPERTS,
     FAMILIES,
     HEAD_SITES,
     INNER_SITES,
@@ -39,8 +40,8 @@ from .families import (
 )
 
 __all__ = [
-    "FAMILIES", "HEAD_SITES", "INNER_SITES", "LOGITS", "NUMBERED_SITES", "PATTERN", "STREAM_SITES", "Family", "ModelSpec",
-    "SiteLike", "SitePoint",
+    "EXPERTS", "FAMILIES", "HEAD_SITES", "INNER_SITES", "LOGITS", "NUMBERED_SITES", "PATTERN", "STREAM_SITES", "Family",
+    "ModelSpec", "SiteLike", "SitePoint",
 ]  # fmt: skip
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -135,6 +136,7 @@ _SHAPES = {
     PATTERN: ("num_attention_heads",),
     "mlp_act": ("intermediate_size",),
     "router": ("num_experts",),
+    EXPERTS: ("num_experts_per_tok",),
     "logits": ("vocab_size",),
 }
 """Kind of site -> the config's settings that make the shape of its state; hidden_size for all others."""
@@ -166,6 +168,8 @@ class ModelSpec:
     """Whether layers have recurrent states, of the whole sequence so far, in place of K and V by position."""
     num_experts: int = 0
     """Experts that a router chooses from; 0 without."""
+    num_experts_per_tok: int = 0
+    """Experts that it chooses for a token."""
     num_projected_kv_heads: int | None = None
     """Heads of the sites `k` and `v`, where attention repeats them for its queries; None: `num_key_value_heads`."""
 
@@ -187,6 +191,8 @@ class ModelSpec:
             [rope] if "rope_type" in rope else [r for r in rope.values() if r]
         )  # one, or one for each type of layers
         growth = max([r.get("factor", 1.0) for r in ropes if r.get("rope_type") == "dynamic"], default=1.0)
+        if family.router and (dense := getattr(text, "first_k_dense_replace", 0)):
+            family = replace(family, dense_layers=dense)
         return cls(
             family=family,
             num_hidden_layers=text.num_hidden_layers,
@@ -200,11 +206,17 @@ class ModelSpec:
             sliding_windows=_sliding_windows(text, family),
             rope_depends_on_length=any(r.get("rope_type") in LENGTH_DEPENDENT_ROPE for r in ropes),
             dtype=dtype,
+            num_experts_per_tok=getattr(text, "num_experts_per_tok", None) or 0,
             num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
         )
 
     def shape(self, kind: str) -> tuple[int, ...]:
-        """Shape of one position's state: (heads, head_dim) for `q`, `k`, `v` and `z`, (width,) for all other kinds."""
+        """Shape of one position's state: (heads, head_dim) for `q`, `k`, `v` and `z`, (width,) for other kinds.
+
+        For `experts` it is (2, chosen): ids, and scores.
+        """
+        if kind == EXPERTS:
+            return 2, self.num_experts_per_tok
         if kind in ("k", "v") and self.num_projected_kv_heads is not None:
             return self.num_projected_kv_heads, self.head_dim
         return tuple(getattr(self, setting) for setting in self.settings(kind))

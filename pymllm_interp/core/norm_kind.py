@@ -12,6 +12,8 @@ RMS_OFFSET = 1
 """``x / rms(x) * (1 + weight)``, rounded once (Gemma)."""
 LAYER = 2
 """``(x - mean(x)) / std(x) * weight + bias``, rounded once."""
+RMS_ONCE = 3
+"""``weight * x / rms(x)``, rounded once (gpt-oss)."""
 
 
 class Norm(Protocol):

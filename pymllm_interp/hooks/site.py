@@ -23,8 +23,8 @@ from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, Family
 from ..utils.arguments import shown
 
 KINDS = (
-    "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "router", "mlp_act",
-    "mlp_out",
+    "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "router", "experts",
+    "mlp_act", "shared_out", "mlp_out",
     "resid_post", "final_norm", "logits",
 )  # fmt: skip
 """Kinds of sites, in the order of a forward pass.
@@ -33,7 +33,8 @@ KINDS = (
 and MLP, and after the layer. `attn_in`, `mlp_in`: the normed inputs of attention and MLP. `attn_out`, `mlp_out`: their outputs,
 which are added to the residual stream. `q`, `k`, `v`: the projections' outputs, before a query or key norm and before RoPE. `z`:
 the concatenated heads, the input of `o_proj`. `router`: the logits over the experts that a mixture of experts chooses from.
-`mlp_act`: the neurons, the input of `down_proj`. `final_norm`: the output of the last norm. `logits`: the output of the LM head.
+`experts`: the ids and the scores of the chosen ones. `mlp_act`: the neurons, the input of `down_proj`. `shared_out`: what shared
+experts add to the chosen ones. `final_norm`: the output of the last norm. `logits`: the output of the LM head.
 """
 WITHOUT_LAYER = frozenset({"embed", "final_norm", "logits"})
 
@@ -219,7 +220,18 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
             f"{written!r} is another state in {family.name} models than elsewhere: name the site, {kind}, which is at "
             f"{family.points[kind].module}, or the one that is meant"
         )
-    return [Site(kind)] if selector is None else list(_at_layers(kind, selector, str(pattern), num_layers))
+    if selector is None:
+        return [Site(kind)]
+    found = [
+        site
+        for site in _at_layers(kind, selector, str(pattern), num_layers)
+        if (site.layer or 0) >= family.first_layer(kind)
+    ]
+    if not found:
+        raise ValueError(
+            f"{str(pattern)!r}: the first {family.dense_layers} layers have no experts, and no site {kind!r}"
+        )
+    return found
 
 
 @lru_cache(maxsize=1 << 14)  # each layer's name is looked up for every request

@@ -22,11 +22,11 @@ MERGED_VALUES = 8192
 
 @triton.jit(do_not_specialize=["width", "q_stride", "splits", "min_chunk", "scale", "cap"])
 def _kernel(
-    q, k_cache, v_cache, rows, seq_lens, req_to_token, out, parts, counters,
+    q, k_cache, v_cache, rows, seq_lens, req_to_token, out, parts, counters, sinks,
     width, q_stride, splits, min_chunk, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr, HEAD_TILE: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr, HEAD_TILE: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     request, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -51,6 +51,9 @@ def _kernel(
     best = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), tl.float32)
     value = tl.zeros((GROUP, DIM), tl.float32)
+    if SINKS:  # a sink is a key with a value of zeros, in the first part
+        sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        best, total = tl.where(part == 0, sink, best), tl.where(part == 0, 1.0, total)
     offset = kv_head * DIM + dim
     for at in tl.range(start, stop, BLOCK, num_stages=LOADS):
         position = at + tl.arange(0, BLOCK)
@@ -129,6 +132,7 @@ def decode_attention(
     scale: float,
     window: int,
     cap: float,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See `decode_kernel.DecodeAttention`.
 
@@ -138,6 +142,7 @@ def decode_attention(
         num_sms: multiprocessors of the device.
         window: positions that a query attends to; 0: all.
         cap: of the scores; 0.0: none.
+        sinks: [heads], see `RadixAttention`; None: none.
     """
     requests, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -150,8 +155,8 @@ def decode_attention(
     group = max(16, head_tile)  # rows of a matrix product, at least
     _launch(
         (requests, kv_heads, splits),
-        (q, k_cache, v_cache, rows, seq_lens, req_to_token, out, parts, counters),
+        (q, k_cache, v_cache, rows, seq_lens, req_to_token, out, parts, counters, q if sinks is None else sinks),
         (req_to_token.shape[1], q.stride(0), splits, min_chunk, scale, cap),
-        (heads, kv_heads, dim, group, window, cap > 0, block, STAGES, head_tile, merged),
+        (heads, kv_heads, dim, group, window, cap > 0, sinks is not None, block, STAGES, head_tile, merged),
         WARPS,
     )

@@ -10,9 +10,7 @@ import triton.language as tl
 from ..core import norm_kind
 from .launch import Launcher, grid_wait, launch_dependents
 
-RMS, RMS_OFFSET, LAYER = (
-    tl.constexpr(norm_kind.RMS), tl.constexpr(norm_kind.RMS_OFFSET), tl.constexpr(norm_kind.LAYER)
-)  # fmt: skip
+RMS, RMS_ONCE, LAYER = tl.constexpr(norm_kind.RMS), tl.constexpr(norm_kind.RMS_ONCE), tl.constexpr(norm_kind.LAYER)
 NORM_BLOCK = 2048
 """Elements per program of a norm: as many whole rows as fit, at least one."""
 NORM_WARP = 512
@@ -39,6 +37,8 @@ def normalize(value, weights, shift, eps, column, SIZE: tl.constexpr, KIND: tl.c
         return (weights.to(tl.float32) * normed).to(dtype)
     if KIND == LAYER:
         return (value * scale * weights.to(tl.float32) + shift.to(tl.float32)).to(dtype)
+    if KIND == RMS_ONCE:
+        return (value * scale * weights.to(tl.float32)).to(dtype)
     return (value * scale * (1.0 + weights.to(tl.float32))).to(dtype)
 
 

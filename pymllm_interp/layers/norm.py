@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.current_pass import current_site_ops
 from ..core.forward_batch import Delta, ParallelDelta, SiteOps
-from ..core.norm_kind import LAYER, RMS, RMS_OFFSET
+from ..core.norm_kind import LAYER, RMS, RMS_OFFSET, RMS_ONCE
 from .dispatch import kernels_for, triton_kernels_for
 from .edits.base import apply_at
 
@@ -21,12 +21,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: int = RMS)
     """The norm of x over the last dim, as in transformers: float32 inside.
 
     Args:
-        kind: `RMS` or `RMS_OFFSET` (core/norm_kind.py).
+        kind: `RMS`, `RMS_OFFSET` or `RMS_ONCE` (core/norm_kind.py).
     """
     if (kernels := kernels_for(x, weight)) is not None:
         return kernels.rms_norm(x, weight, eps, kind)
     normed = F.rms_norm(x.float(), x.shape[-1:], None, eps)
-    return weight * normed.to(x.dtype) if kind == RMS else (normed * (1.0 + weight.float())).to(x.dtype)
+    if kind == RMS:
+        return weight * normed.to(x.dtype)
+    return (normed * (weight.float() if kind == RMS_ONCE else 1.0 + weight.float())).to(x.dtype)
 
 
 def add_rms_norm(
@@ -125,6 +127,12 @@ class OffsetRMSNorm(RMSNorm):
     """Gemma's norm. It stores its weight less 1."""
 
     kind = RMS_OFFSET
+
+
+class OnceRMSNorm(RMSNorm):
+    """gpt-oss' norm: rounded once, after the weight has multiplied."""
+
+    kind = RMS_ONCE
 
 
 class LayerNorm(NormModule, nn.LayerNorm):  # pyright: ignore[reportIncompatibleMethodOverride]

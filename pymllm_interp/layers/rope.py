@@ -35,17 +35,22 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.
     return _halves(torch.cat((cos[0], signed(sin[0])), dim=-1))
 
 
-def rotation_of(batch: ForwardBatch, *embeddings: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def rotation_of(batch: ForwardBatch, *embeddings: torch.Tensor, halved: bool = False) -> tuple[torch.Tensor, ...]:
     """`rotation` of cosines and sines, cached for the pass; () without any.
 
     Made again if a hook replaced the cosines or sines, or wrote to them.
+
+    Args:
+        halved: the embeddings come from a `HalvedRotaryEmbedding`.
     """
     if not embeddings:
         return ()
     cos, sin = embeddings
     cached, versions = batch.rotations.get(id(cos)), (cos._version, sin._version)
     if cached is None or cached.cos is not cos or cached.sin is not sin or cached.versions != versions:
-        batch.rotations[id(cos)] = cached = CachedRotation(cos, sin, versions, rotation(cos, sin))
+        batch.rotations[id(cos)] = cached = CachedRotation(
+            cos, sin, versions, rotation(*(torch.cat((x, x), -1) for x in embeddings)) if halved else rotation(cos, sin)
+        )
     return cached.rotation
 
 
@@ -172,6 +177,17 @@ class RotaryEmbedding(nn.Module):
         freqs = positions.float()[:, None] * inv_freq.float()[None, :]
         angles = torch.cat((freqs, freqs), dim=-1)
         return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+
+
+class HalvedRotaryEmbedding(RotaryEmbedding):
+    """A `RotaryEmbedding` that returns the first half of its cosines and sines. The second half is equal to it."""
+
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, rope_lens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = super().forward(x, position_ids, rope_lens)
+        half = cos.shape[-1] // 2
+        return cos[..., :half].contiguous(), sin[..., :half].contiguous()
 
 
 def _halves(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ Not seen by any of this: writes to ``module._modules`` and other private attribu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from functools import cache
 from types import new_class
@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from .quantization.experts import QuantizableExperts
 from .quantization.readable import QuantizableModule, refuse_write
 
 INSTEAD_OF_HOOKS = (
@@ -51,6 +52,13 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, buffer) of those that belong to the weights, as a router's bias does. Others follow from the config."""
     saved = model.state_dict(keep_vars=True)
     return ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def quantised_names(module: nn.Module) -> Collection[str]:
+    """Names of a module's quantised weights."""
+    if isinstance(module, QuantizableExperts):
+        return module.quantized
+    return ("weight",) if isinstance(module, QuantizableModule) and module.quantized is not None else ()
 
 
 class Weight(nn.Parameter):
@@ -181,8 +189,8 @@ class Sealed(nn.Module):
         if name not in self.sealed_names:
             super().__setattr__(name, value)
             return
-        if name == "weight" and isinstance(self, QuantizableModule) and self.quantized is not None:
-            refuse_write(f"{self.sealed_path}.weight")
+        if name in quantised_names(self):
+            refuse_write(f"{self.sealed_path}.{name}")
         if value is getattr(self, name):
             return
         weight = self._parameters.get(name)

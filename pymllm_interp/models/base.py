@@ -204,9 +204,11 @@ class FusedLayer(Protocol):
 
     Attributes:
         rotary: names the rotation that its attention takes, in families that have several.
+        halved_rotation: see `rotation_of`.
     """
 
     rotary: str
+    halved_rotation: bool
 
     def forward_fused(
         self, h: torch.Tensor, delta: Any, rotation: tuple[torch.Tensor, ...], batch: ForwardBatch
@@ -240,7 +242,8 @@ def run_layers(
     Returns:
         the hidden state [1, tokens, hidden] after the last layer.
     """
-    rotations = {kind: rotation_of(batch, *found) for kind, found in position_embeddings.items()}
+    halved = layers[0].halved_rotation
+    rotations = {kind: rotation_of(batch, *found, halved=halved) for kind, found in position_embeddings.items()}
     names = [
         f"{name}{kind}" for kind, found in rotations.items() for name, _ in zip(("cos", "sin"), found, strict=False)
     ]

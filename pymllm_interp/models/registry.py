@@ -19,14 +19,16 @@ from ..layers.quantization.unallocated import unallocated_weights
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
 from .native.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from .native.glm import Glm4MoeForCausalLM
 from .native.gpt2 import GPT2LMHeadModel
 from .native.gpt_neox import GPTNeoXForCausalLM
+from .native.gpt_oss import GptOssForCausalLM
 from .native.llama import LlamaForCausalLM
 from .native.mistral import MistralForCausalLM
 from .native.moe import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .transformers.structure import config_spec
-from .weights.formats import QuantizationFormat
+from .weights.formats import METHODS, QuantizationFormat, method_of
 from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
 from .weights.quantized import init_dummy_quantized, load_quantized, round_rows
 
@@ -36,6 +38,8 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "GemmaForCausalLM": GemmaForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
+    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MixtralForCausalLM": MixtralForCausalLM,
@@ -119,7 +123,8 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
     if impl == "transformers" or architecture not in NATIVE or getattr(config, "use_bidirectional_attention", False):
         return False
     cls = NATIVE[architecture]
-    if not cls.implements(config) or (getattr(config, "quantization_config", None) and not cls.reads_quantised):
+    stored = method_of(config)
+    if not cls.implements(config) or (stored in METHODS and stored not in cls.quantised_methods):
         if impl == "native":
             raise UnsupportedModelError(f"{architecture} has no native implementation for this config: use impl='auto'")
         return False
@@ -170,7 +175,7 @@ def load_model(
 
         return load_transformers_model(config, spec, device, folder, seed)
     cls = NATIVE[architecture_of(config)]
-    if quantize is not None and not cls.reads_quantised:
+    if quantize is not None and not cls.quantises:
         raise WeightsError(f"quantize={quantize!r}: the experts of {architecture_of(config)} cannot be quantised")
     if stored is None and quantize is None:
         model = cls(config, spec, device, max_positions)
@@ -179,8 +184,6 @@ def load_model(
         else:
             load_weights(model, _tensors(model, folder))
         return model
-    if stored is not None and stored.method == "mxfp4":
-        raise WeightsError(f"{architecture_of(config)} with mxfp4 is not read: mxfp4 of compressed-tensors is")
     with unallocated_weights():
         model = cls(config, spec, device, max_positions)
     if folder is None:

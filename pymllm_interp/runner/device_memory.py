@@ -153,7 +153,8 @@ def long_pass_bytes(runner: PassOwner, tokens: int, eager_attention: bool) -> in
     row = spec.dtype.itemsize * (2 * spec.vocab_size + 8 * spec.hidden_size + 4 * spec.intermediate_size + 4 * qkv)
     layers = runner.get_model().attention_layers()
     scores = eager_attention or (
-        isinstance(runner.attn_backend, TorchAttnBackend) and any(a.sliding_window or a.logit_cap for a in layers)
+        isinstance(runner.attn_backend, TorchAttnBackend)
+        and any(a.sliding_window or a.logit_cap or a.sinks is not None for a in layers)
     )
     return tokens * (row + (3 * 4 * spec.num_attention_heads * tokens if scores else 0))
 

@@ -44,6 +44,8 @@ class BackendCase(NamedTuple):
 
     def fit(self, layer: RadixAttention) -> RadixAttention:
         """The layer with heads that the backend has kernels for."""
+        if layer.sinks is not None:
+            layer = replace(layer, sinks=layer.sinks.to(self.device))
         return replace(layer, head_dim=64, scaling=0.125) if self.name == "flashinfer" else layer
 
 
@@ -84,6 +86,7 @@ def backend_of(case: BackendCase, dtype: torch.dtype | None = None) -> Attention
     return create_attention_backend(case.name, case.device, dtype or case.dtype)
 
 
+SINKS = torch.tensor([-3.0, 0.0, 1.0, 2.5, 6.0, -20.0])
 LAYERS = {
     "9-over-3": make_layer(9, 3, 64),
     "4-over-1": make_layer(4, 1, 16),
@@ -93,8 +96,11 @@ LAYERS = {
     "window-100": make_layer(4, 2, 16, sliding_window=100),
     "cap": make_layer(9, 3, 16, logit_cap=1.5),
     "cap-window-4": make_layer(4, 1, 16, logit_cap=1.5, sliding_window=4),
+    "sinks": make_layer(6, 2, 16, sinks=SINKS),
+    "sinks-window-4": make_layer(6, 3, 16, sinks=SINKS, sliding_window=4),
+    "sinks-cap": make_layer(6, 1, 16, sinks=SINKS, logit_cap=1.5),
 }
-kinds_of_layer = pytest.mark.parametrize("layer", [LAYERS[name] for name in ("9-over-3", "window-4", "cap")])
+kinds_of_layer = pytest.mark.parametrize("layer", [LAYERS[name] for name in ("9-over-3", "window-4", "cap", "sinks")])
 # Position ranges of each request in a pass; the pages have 16 slots or one.
 PASSES: dict[str, list[tuple[int, int]]] = {
     "one-token-prompt": [(0, 1)],
@@ -696,13 +702,20 @@ def test_flashinfer_equals_reference_for_each_dtype_and_head_size(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["decode", "mixed", "past-the-window"])
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"logit_cap": 1.5}], ids=["plain", "window", "cap"])
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"sliding_window": 20}, {"logit_cap": 1.5}, {"sinks": torch.linspace(-3, 6, 8)},
+        {"sinks": torch.zeros(8), "sliding_window": 20},
+    ],
+    ids=["plain", "window", "cap", "sinks", "sinks-window"],
+)  # fmt: skip
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_flashinfer_equals_reference_for_windows_and_caps_of_large_heads(
     head_dim: int, options: dict[str, Any], page_size: int, name: str
 ) -> None:
     pytest.importorskip("flashinfer")
-    layer = make_layer(8, 2, head_dim, **options)
+    layer = BACKENDS["torch-cuda"].fit(make_layer(8, 2, head_dim, **options))
     sequences = Sequences.make([stop for _, stop in PASSES[name]], layer, torch.bfloat16, page_size, "cuda")
     sequences.fill({i: start for i, (start, _) in enumerate(PASSES[name])})
     check_against_reference(FlashInferAttnBackend("cuda", torch.bfloat16), sequences, dict(enumerate(PASSES[name])))

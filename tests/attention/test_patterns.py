@@ -19,7 +19,7 @@ from pymllm_interp.hooks.declared import Declared, DeclaredLimits
 from pymllm_interp.wire.specs import capture_of, to_json
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
-FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt_neox"]
+FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt_neox", "gpt_oss"]
 PARAMS = SamplingParams(temperature=0, max_tokens=5)
 WAIT = 600
 

@@ -21,7 +21,7 @@ from pymllm_interp.hooks.declared_stage import DeclaredStage
 
 RECURRENT = ("qwen3_next", "jamba", "lfm2")
 """Families with recurrent states."""
-FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "mistral", "olmo2", "deepseek_v3", *RECURRENT)
+FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "mistral", "gpt_oss", "olmo2", "deepseek_v3", *RECURRENT)
 """From OLMo 2 on by transformers' classes."""
 PRESSURE: dict[str, Any] = {
     "kv_cache_tokens": 72, "page_size": 4, "max_num_tokens": 24, "max_running_requests": 8, "trace_step_timeout": None,

@@ -18,7 +18,7 @@ from .engines import FAMILIES, WAYS
 
 pytestmark = [pytest.mark.local, pytest.mark.filterwarnings("ignore::UserWarning")]
 SHORT = range(5)
-LONG = range(100, 177)
+LONG = range(100, 184)
 """As many as there are pairs of a family and a way."""
 INTERPRETED = 0.25
 """Size of runs with device tables: off CUDA, an interpreter runs their kernels."""

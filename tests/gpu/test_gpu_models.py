@@ -106,7 +106,9 @@ def modules_of(model: Any, ids: list[int], new_tokens: int) -> list[list[tuple[s
     handles = [
         module.register_forward_hook(lambda _module, _args, output, path=path: note(path, output))
         for path, module in model.named_modules()
-        if path not in ("", twice) and not isinstance(module, torch.nn.ModuleList)
+        if path not in ("", twice)
+        and not isinstance(module, torch.nn.ModuleList)
+        and not path.endswith(".mlp.experts.act_fn")  # one call for each expert
     ]
     cache, tokens = None, ids
     for _ in range(new_tokens):

@@ -55,18 +55,40 @@ from pymllm_interp.kernels.products import moe as kernels
 
 HALF = "*bf16"
 sizes = {"EXPERTS": 128, "TOP_K": 8, "NORMALISE": True, "BLOCK": 128, "CHOICES": 8, "PDL": True}
-compiled(kernels._route, {"logits": HALF, "scores": HALF, "ids": "*i64"}, sizes, 1, 3)
+for scoring, scale in (("softmax", 1.0), ("chosen", 1.0), ("sigmoid", 2.5)):
+    pointers = {"logits": HALF, "correction": "*fp32", "scores": HALF, "ids": "*i64"}
+    compiled(kernels._route, pointers, sizes | {"SCORING": scoring, "SCALE": scale}, 1, 3)
 compiled(kernels._count, {"ids": "*i64", "counts": "*i32"}, {"BLOCK": 1024, "PDL": True}, 4, 3)
 pointers = {"ids": "*i64", "counts": "*i32", "order": "*i32", "owners": "*i32"}
 for tiling in kernels.TILINGS:
     sizes = {"EXPERTS": 128, "EXPERT_BLOCK": 128, "TILE": tiling.entries, "BLOCK": 1024, "PDL": True}
     compiled(kernels._place, pointers, sizes, 4, 3)
-    rows = {"x": HALF, "weight": HALF, "scores": HALF, "order": "*i32", "owners": "*i32", "out": HALF}
+    rows = {"x": HALF, "weight": HALF, "bias": HALF, "scores": HALF, "order": "*i32", "owners": "*i32", "out": HALF}
+    rows |= {"alpha": "fp32", "limit": "fp32"}
     tile = {"ENTRIES": tiling.entries, "CHANNELS": tiling.channels, "DEPTH": tiling.depth, "PDL": True}
-    for gated, n, k in ((True, 768, 2048), (False, 2048, 768)):
-        sizes = {"N": n, "K": k, "TOP_K": 8 if gated else 1, "GATED": gated, "SCALED": not gated, **tile}
+    gate = "silu" if tiling.entries > 16 else "clamped"
+    forms = [(gate, 768, 2048), ("", 2048, 768)]
+    for gate, n, k in forms:
+        biased = gate == "clamped"
+        sizes = {"N": n, "K": k, "TOP_K": 8 if gate else 1, "GATE": gate, "BIASED": biased, "SCALED": not gate, **tile}
         compiled(kernels._product, rows, sizes, tiling.warps, tiling.stages)
 compiled(kernels._combine, {"parts": HALF, "out": HALF}, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4, 3)
+print("compiled")
+"""
+EXPERTS_SCRIPT = """
+from pymllm_interp.kernels.products import quantized_experts as kernels
+
+HALF = "*bf16"
+shared = {"x": HALF, "codes": "*u8", "bias": HALF, "scores": HALF, "order": "*i32", "owners": "*i32", "out": HALF}
+for tiling in (kernels.TILINGS[0], kernels.TILINGS[-1]):
+    tile = {"ENTRIES": tiling.entries, "CHANNELS": tiling.channels, "PDL": True}
+    forms = ("fp4", "clamped", 2880, 2880), ("fp4", "", 2880, 2880), ("fp8", "silu", 768, 2048)
+    for kind, gate, n, k in forms if tiling.entries == 16 else forms[:1]:
+        form = {"GROUP": 32, "DEPTH": 128} if kind == "fp4" else {"GROUP": 128, "DEPTH": 128}
+        sizes = {"KIND": kind, "GATE": gate, "N": n, "K": k, "PACKED": kind == "fp4", "TOP_K": 4 if gate else 1}
+        sizes |= {"BIASED": kind == "fp4", "SCALED": not gate, **form, **tile}
+        pointers = shared | {"scales": "*i32" if kind == "fp4" else "*fp32", "alpha": "fp32", "limit": "fp32"}
+        compiled(kernels._codes_product, pointers, sizes, tiling.warps, tiling.stages)
 print("compiled")
 """
 EDIT_SCRIPT = """
@@ -92,7 +114,9 @@ print("compiled")
 """
 
 
-@pytest.mark.parametrize("script", [QUANTISED_SCRIPT, MOE_SCRIPT, EDIT_SCRIPT], ids=["quantised", "moe", "edits"])
+@pytest.mark.parametrize(
+    "script", [QUANTISED_SCRIPT, MOE_SCRIPT, EXPERTS_SCRIPT, EDIT_SCRIPT], ids=["quantised", "moe", "experts", "edits"]
+)
 def test_kernels_compile(script: str, tmp_path) -> None:
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -158,12 +158,14 @@ def test_weights_of_a_batch_are_nobodys(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["olmo2", "mixtral", "olmoe", "gpt_oss", "phi", "opt", "gpt_bigcode", "llama", "gemma3_text"]
+    "family",
+    ["olmo2", "mixtral", "olmoe", "gpt_oss", "phi", "opt", "gpt_bigcode", "llama", "gemma3_text", "gpt_oss-native"],
 )
 def test_gradients_of_each_layer_are_transformers(family: str) -> None:
-    """Of models that run by their class, with ``loss.backward()``, ``grad=True`` and `lm.attribute`, and nothing else said."""
-    config = tiny_config(family)
-    options: dict[str, Any] = {"load_format": "dummy", "impl": "transformers", "device": "cpu", "dtype": "float32"}
+    """Of classes of transformers and of native gpt-oss, with ``loss.backward()``, ``grad=True`` and `lm.attribute`, and no more."""
+    family, _, native = family.partition("-")
+    config, impl = tiny_config(family), native or "transformers"
+    options: dict[str, Any] = {"load_format": "dummy", "impl": impl, "device": "cpu", "dtype": "float32"}
     with LM(hf_config=config, kv_cache_tokens=256, **options) as lm:
         oracle: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         oracle.requires_grad_(False).load_state_dict(lm.runner.get_model().state_dict())

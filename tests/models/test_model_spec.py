@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_sliding_windows_are_those_of_the_family():
     assert windows == {
         "llama": (None,) * 3, "llama-rope": (None,) * 2, "mistral": (5, 5), "qwen2": (None, 4, 4), "qwen3": (None, None),
         "gemma": (None, None), "gemma2": (5, None), "gemma3_text": (4, None, 4), "gpt2": (None, None),
-        "gpt_neox": (None,) * 3, "gpt_neox-sequential": (None, None),
+        "gpt_neox": (None,) * 3, "gpt_neox-sequential": (None, None), "glm4_moe": (None,) * 3, "gpt_oss": (5, None, 5),
     }  # fmt: skip
     config = CONFIGS["llama"]()
     config.sliding_window = 4
@@ -101,10 +102,14 @@ def test_kinds_without_a_number_are_refused():
 def test_a_models_modules_are_at_the_familys_paths(name):
     model: Any = make_runner(CONFIGS[name]()).get_model()
     family = model.spec.family
-    assert family is FAMILIES[model.config.model_type] and isinstance(model, CausalLM)
+    dense = getattr(model.config, "first_k_dense_replace", 0)
+    assert family == replace(FAMILIES[model.config.model_type], dense_layers=dense) and isinstance(model, CausalLM)
     for layer in model.get_submodule(family.layers):
         for branch, last in ((family.attention, family.o_proj), (family.mlp, family.down_proj)):
             module = layer.get_submodule(branch)
+            if hasattr(module, "experts"):
+                assert module.name == branch
+                continue
             assert (module.name, module.last_projection) == (branch, last) and module.inner_kind in INNER_SITES
 
 

@@ -82,6 +82,8 @@ def test_r03_every_modules_output_equals_transformers(family, runner_of, oracle)
     for ids in prompts.values():
         with Outputs(hf) as theirs, torch.no_grad():
             hf(input_ids=torch.tensor([ids]), use_cache=False)
+        # Experts are one product, where no hook waits at their activation.
+        theirs = {name: found for name, found in theirs.items() if not name.endswith(".mlp.experts.act_fn")}
         assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
         for name, expected in theirs.items():
             if (family, name) == ("gemma3_text", "model.rotary_emb"):
@@ -91,7 +93,8 @@ def test_r03_every_modules_output_equals_transformers(family, runner_of, oracle)
                 if family == "gemma3_text" and his.dim() == 4:  # norms of heads; ours have tokens first, as Qwen3's
                     his = his.transpose(1, 2)
                 rows = mine[0, start : start + len(ids)] if mine.shape[0] == 1 else mine[start : start + len(ids)]
-                assert_near(rows, his[0], f"{family} {name or 'model'}, prompt of {len(ids)}")
+                his = his if his.dim() == 2 else his[0]  # routers and experts have flat rows
+                assert_near(rows, his, f"{family} {name or 'model'}, prompt of {len(ids)}")
         start += len(ids)
 
 

@@ -16,7 +16,7 @@ from helpers_graphs import use_eager_graphs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp import LM, Gate, SamplingParams, Steer
 from pymllm_interp.models.weights.loading import WeightsError
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
@@ -39,9 +39,10 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model, folder
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder: Path, layers: int = 2) -> dict[str, torch.Tensor]:
+    """Of a checkpoint with so many layers of experts."""
     found = load_file(folder / "model.safetensors")
-    assert sum(".experts.1." in name for name in found) == 6, "transformers writes another format now"
+    assert sum(".experts.1." in name for name in found) == 3 * layers, "transformers writes another format now"
     return found
 
 
@@ -303,3 +304,79 @@ def test_routers_are_sites_of_native_mixtures_only(saved: tuple[Any, Path]) -> N
         assert "router.*" not in lm.sites
         with pytest.raises(ValueError, match="no site 'router'"):
             lm.generate([PROMPTS[0]], SamplingParams(max_tokens=1), capture=["router.0"])
+
+
+def test_a_checkpoint_of_glm_is_read_without_the_layers_behind_the_last(
+    model_folder: Any, oracle: Any, tmp_path: Path
+) -> None:
+    """Its first layer is dense, and its router's correction is a buffer."""
+    model, folder = oracle("glm4_moe"), model_folder("glm4_moe")
+    tensors = tensors_of(folder, layers=2)
+    extra = {f"model.layers.3.{name}": torch.zeros(2) for name in ("eh_proj.weight", "mlp.experts.0.gate_proj.weight")}
+    with LM(with_tensors(folder, tensors | extra, tmp_path / "m"), impl="native", **SIZES) as lm, torch.no_grad():
+        correction = lm.runner.get_model().get_submodule("model.layers.2.mlp.gate").e_score_correction_bias
+        assert torch.equal(correction, tensors["model.layers.2.mlp.gate.e_score_correction_bias"]) and correction.any()
+        for prompt, out in zip(PROMPTS, lm.forward(PROMPTS), strict=True):
+            torch.testing.assert_close(out.logits, model(torch.tensor([prompt])).logits[0], **CLOSE)
+
+
+def test_sites_of_experts_are_in_layers_that_have_them(lm_of: Any, oracle: Any) -> None:
+    """GLM's router: an expert is banned for one request, where its correction ranks it high. The shared experts are steered."""
+    lm, model = lm_of("glm4_moe"), oracle("glm4_moe")
+    (out,) = lm.generate([PROMPTS[0]], SamplingParams(max_tokens=0), capture=["router.*", "shared_out.*"])
+    assert sorted(out.activations) == ["router.1", "router.2", "shared_out.1", "shared_out.2"]
+    with pytest.raises(ValueError, match=r"router\.0.*first 1 layers have no experts"):
+        lm.generate([PROMPTS[0]], SamplingParams(max_tokens=0), capture=["router.0"])
+    logits = out.activations["router.1"]
+    (_, scores, ids), gate = (
+        (
+            value := model.model.layers[1].mlp.gate(
+                torch.linalg.lstsq(model.model.layers[1].mlp.gate.weight, logits.T).solution.T
+            )
+        ),
+        lm.runner.get_model().get_submodule("model.layers.1.mlp.gate"),
+    )
+    ours = gate.choose(logits)
+    assert torch.equal(ours[1].sort().values, ids.sort().values) and value is not None
+    torch.testing.assert_close(ours[0].sort().values, scores.sort().values, **CLOSE)
+    ban = torch.zeros(lm.model_spec.width("router"))
+    ban[int(ids[-1, 0])] = -1e4
+    (banned,) = lm.generate(
+        [PROMPTS[0]],
+        SamplingParams(max_tokens=0),
+        interventions=[Steer("router.1", ban)],
+        capture=["router.1", "mlp_out.1"],
+    )
+    assert int(ids[-1, 0]) not in gate.choose(banned.activations["router.1"])[1][-1]
+    vector = torch.linspace(-1, 1, lm.model_spec.hidden_size)
+    steered, plain = (
+        lm.generate([PROMPTS[0]], SamplingParams(max_tokens=0), interventions=edits, capture=["mlp_out.1"])[
+            0
+        ].activations
+        for edits in ([Steer("shared_out.1", vector)], [])
+    )
+    torch.testing.assert_close(steered["mlp_out.1"], plain["mlp_out.1"] + vector, **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "mixtral"])
+@pytest.mark.parametrize("execution", ["split", "eager"])
+def test_the_chosen_experts_are_captured(family: str, execution: str) -> None:
+    """Beside other requests, in prompts and generated tokens; what a block writes to a router's output is among them."""
+    options: dict[str, Any] = {"load_format": "dummy", "hook_execution": execution, **SIZES}
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LM(hf_config=tiny_config(family), **options) as lm:
+        name = lm.model_spec.family.router
+        router = lm.runner.get_model().get_submodule(f"model.layers.1.mlp.{name}")
+        for out in lm.generate(PROMPTS, greedy, capture=["router.1", "experts.*"]):
+            states, logits = out.activations["experts.1"], out.activations["router.1"]
+            scores, ids = router.choose(logits)
+            assert states.shape == (len(logits), 2, 2) and torch.equal(states[:, 0].long(), ids)
+            torch.testing.assert_close(states[:, 1], scores, **CLOSE)
+            assert ("experts.0" in out.activations) == (family != "glm4_moe")
+        with lm.generate(PROMPTS[0], max_new_tokens=1, capture=["experts.1"]) as tracer:
+            lm.get(f"model.layers.1.mlp.{name}").output[2][0, 0] = 3
+        assert tracer.activations["experts.1"][0, 0, 0] == 3
+        with pytest.raises(ValueError, match=r"experts\.1 is only captured; an op or a gate at router\.1"):
+            Steer("experts.1", torch.ones(4))
+        with pytest.raises(ValueError, match=r"experts\.1 is only captured"):
+            Steer("resid_post.1", torch.ones(32), when=Gate(torch.ones(4), site="experts.1"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_quantized import FORMATS, awq, fp8_channel, gptq
+from helpers_quantized import FORMATS, awq, fp8_blocks, fp8_channel, gptq
 from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
@@ -149,3 +149,11 @@ def test_all_codes_of_fp8_have_their_values() -> None:
 def test_an_unquantised_config_has_no_format() -> None:
     assert QuantizationFormat.of(PretrainedConfig()) is None
     assert isinstance(quantized(torch.ones(2, 2)), QuantizedWeight)
+
+
+def test_a_block_of_fp8_may_be_wider_than_the_weight() -> None:
+    """As of the last projection of small experts. The scales are one column, and one for several rows."""
+    tensors, value = fp8_blocks(torch.randn(50, 16, generator=torch.Generator().manual_seed(0)), group=32, rows=24)
+    form = QuantizationFormat("fp8", "fp8", 32, {"weight_block_size": [24, 32]})
+    assert tensors["weight_scale_inv"].shape == (3, 1)
+    assert torch.allclose(form.read("x", tensors, torch.float32).dequantize(), value)

@@ -62,6 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm": HEADS,
     "glm4": HEADS,
     "gpt_oss": {**HEADS, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**HEADS, **EXPERTS, "n_routed_experts": 4, "use_qk_norm": True, "n_group": 2, "topk_group": 1},
     "exaone4": {**MIXED},
     "nemotron": {},
     "arcee": {},

@@ -133,5 +133,7 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer
             scores = k[first : t + 1, kv_head] @ q[t, h] * layer.scaling
             if layer.logit_cap is not None:
                 scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-            out[t, h] = torch.softmax(scores, 0) @ v[first : t + 1, kv_head]
+            if layer.sinks is not None:
+                scores = torch.cat((scores, layer.sinks[h : h + 1].double().cpu()))
+            out[t, h] = torch.softmax(scores, 0)[: t + 1 - first] @ v[first : t + 1, kv_head]
     return out.flatten(1)

@@ -18,8 +18,9 @@ def points_of(spec: ModelSpec) -> dict[str, SitePoint]:
     """Every site with a number, but for the logits, and for `resid_pre` behind the first layer, which is a `resid_post`."""
     found = {}
     for kind, (module, end) in spec.family.points.items():
-        if kind in NUMBERED_SITES and kind != "logits":
-            layers = range(spec.num_hidden_layers) if "{}" in module else [None]
+        if kind in NUMBERED_SITES and kind not in ("logits", "experts"):  # the chosen experts are no state of a module
+            first = spec.family.first_layer(kind)
+            layers = range(first, spec.num_hidden_layers) if "{}" in module else [None]
             for layer in layers:
                 found[kind if layer is None else f"{kind}.{layer}"] = SitePoint(module.format(layer), end)
     return found

@@ -6,6 +6,7 @@ the planned module, by place.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import torch
@@ -36,14 +37,14 @@ class _Paged:
         self._cached_module = SimpleNamespace(paged_run=self._paged_run)
         self.plans += 1
 
-    def run(self, q, paged_kv_cache, out=None):
+    def run(self, q, paged_kv_cache, out=None, lse=None, return_lse=False):
         assert out is not None and out.shape == q.shape and out.dtype == q.dtype
         k_cache, v_cache = paged_kv_cache
         assert k_cache.shape[1] == self.page_size
         if q.dtype != k_cache.dtype or len(q) != self._qo_indptr[-1]:
             raise ValueError(f"the plan is for other queries than {len(q)} in {q.dtype}")
-        self._cached_module.paged_run(self._qo_indptr, q, k_cache, v_cache, *self._buffers, out, None)
-        return out
+        self._cached_module.paged_run(self._qo_indptr, q, k_cache, v_cache, *self._buffers, out, lse)
+        return (out, lse) if return_lse else out
 
     def _paged_run(self, qo_indptr, q, k_cache, v_cache, indptr, indices, last, out, lse):
         assert torch.equal(indptr, self._planned), "the plan is of a pass with other numbers of pages"
@@ -52,7 +53,9 @@ class _Paged:
             length = (len(pages) - 1) * self.page_size + int(last[i])
             k, v = (cache[pages].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
             start, stop = qo_indptr[i : i + 2].tolist()
-            out[start:stop] = self._attend(q[start:stop], k, v)
+            out[start:stop], sums = self._attend(q[start:stop], k, v)
+            if lse is not None:
+                lse[start:stop] = sums
 
     def _attend(self, q, k, v):
         layer = self._layer
@@ -64,8 +67,9 @@ class _Paged:
         scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scaling
         if layer.logit_cap is not None:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
-        return torch.einsum("hqk,khd->qhd", weights, v).to(torch.bfloat16)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        out = torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1), v)
+        return out.to(torch.bfloat16), scores.logsumexp(-1).T / math.log(2)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Paged):

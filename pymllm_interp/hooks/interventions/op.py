@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ...core.model_spec import PATTERN
+from ...core.model_spec import EXPERTS, PATTERN
 from ...kernels.edit_codes import OpWords
 from ..saes.sae import SAE
 from ..site import EDITED_PATTERNS, Site, canonical
@@ -58,10 +58,16 @@ class Gate(Spec):
                 self._set("site", str(Site.parse(canonical(self.site))))
             except ValueError as error:
                 raise ValueError(f"{self.name}: site: {error}") from None
+            kind, _, layer = str(self.site).partition(".")
+            if kind == EXPERTS:
+                raise ValueError(f"{self.name}: site: {CAPTURED_ONLY.format(layer)}")
         decides = self.scope == "token" or self.site is not None
         self._check("scope", decides, "'token', or a site= whose states at the prompt decide")
 
 
+CAPTURED_ONLY = (
+    "experts.{0} is only captured; an op or a gate at router.{0}, the logits before the choice, takes its place"
+)
 Missing = Literal["error", "skip"]
 """What happens to positions that a prompt does not have: an error, or they are left out and counted."""
 
@@ -131,8 +137,11 @@ class Op(PlacedSpec, ABC):
 
     def _set_place(self) -> None:
         super()._set_place()
-        if self.site.partition(".")[0] == PATTERN:
+        kind, _, layer = self.site.partition(".")
+        if kind == PATTERN:
             raise ValueError(f"{self.name}: {EDITED_PATTERNS}")
+        if kind == EXPERTS:
+            raise ValueError(f"{self.name}: {CAPTURED_ONLY.format(layer)}")
 
 
 def row_dots(x: Tensor, vector: Tensor) -> Tensor:

@@ -155,10 +155,10 @@ inline Vec exp(Vec x) {  // within 1 ulp; Cephes' polynomial
 // -- norm ---------------------------------------------------------------------------------------
 
 // Row r of x, delta and total is at r / inner * outer_stride + r % inner * inner_stride; of out, too, if it is x.
-// `offset`: the weight is stored less 1, and the result is rounded once.
+// `kind`: 0 rounds before the weight multiplies, 1 has a weight that is stored less 1, 3 rounds once.
 template <class T>
 void rms_norm(const T* x, const T* delta, const T* weight, T* total, T* out, int64_t rows, int64_t size, int64_t inner,
-              int64_t outer_stride, int64_t inner_stride, float eps, int offset, int threads) {
+              int64_t outer_stride, int64_t inner_stride, float eps, int kind, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * size > 16384)
   for (int64_t row = 0; row < rows; row++) {
     int64_t at = row / inner * outer_stride + row % inner * inner_stride;
@@ -178,7 +178,7 @@ void rms_norm(const T* x, const T* delta, const T* weight, T* total, T* out, int
     T* to = out == x ? out + at : out + row * size;
     for (int64_t i = 0; i < size; i += LANES) {
       Vec normed = load_upto(from + i, size - i) * scale, factor = load_upto(weight + i, size - i);
-      store_upto(to + i, offset ? normed * (factor + 1.0f) : factor * round_to<T>(normed), size - i);
+      store_upto(to + i, kind == 0 ? factor * round_to<T>(normed) : normed * (kind == 1 ? factor + 1.0f : factor), size - i);
     }
   }
 }
@@ -277,9 +277,10 @@ void argmax(const T* x, int32_t* out, int64_t rows, int64_t size, int64_t stride
 constexpr int64_t AHEAD = 16;  // positions whose keys are on their way to the cache
 
 // Attention of HEADS queries of one KV head over `count` slots: out [HEADS, head_dim]. `weights` [HEADS, padded] is scratch.
+// `sinks` [HEADS]: exp(sink) is in the sum of a softmax. nullptr: none.
 template <int HEADS, class T>
 void attend(const T* queries, const T* keys, const T* values, const int32_t* slots, float* weights, T* out, int64_t count,
-            int64_t padded, int64_t slot_stride, int64_t head_dim, float scale, float cap) {
+            int64_t padded, int64_t slot_stride, int64_t head_dim, float scale, float cap, const float* sinks) {
   for (int64_t p = 0; p < count; p += 4) {  // up to three positions too many: the last one again
     const T* at[4];
     for (int64_t i = 0; i < 4; i++) {
@@ -303,7 +304,7 @@ void attend(const T* queries, const T* keys, const T* values, const int32_t* slo
     for (int g = 0; g < HEADS; g++) sum4(dots[g], weights + g * padded + p);
   }
   for (int g = 0; g < HEADS; g++) {
-    float *row = weights + g * padded, peak = -INFINITY;
+    float *row = weights + g * padded, peak = sinks ? sinks[g] : -INFINITY;
     for (int64_t p = 0; p < count; p++) row[p] = cap > 0 ? cap * tanhf(row[p] * scale / cap) : row[p] * scale;
     for (int64_t p = 0; p < count; p++) peak = std::max(peak, row[p]);
     Vec total = {};
@@ -313,7 +314,7 @@ void attend(const T* queries, const T* keys, const T* values, const int32_t* slo
       total += weight;
       store(row + p, weight);
     }
-    Vec inverse = Vec{} + 1.0f / sum(total);
+    Vec inverse = Vec{} + 1.0f / (sum(total) + (sinks ? expf(sinks[g] - peak) : 0.0f));
     for (int64_t p = 0; p < padded; p += LANES) store(row + p, load(row + p) * inverse);
   }
   for (int64_t i = 0; i < head_dim; i += LANES) {
@@ -330,7 +331,7 @@ void attend(const T* queries, const T* keys, const T* values, const int32_t* slo
 template <class T>
 void decode_attention(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, const int64_t* table_rows,
                       const int32_t* lens, T* out, int64_t requests, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                      int64_t table_stride, int64_t window, float scale, float cap, int threads) {
+                      int64_t table_stride, int64_t window, float scale, float cap, const float* sinks, int threads) {
   int64_t group = heads / kv_heads, work = 0;
   for (int64_t r = 0; r < requests; r++) work += lens[r];
 #pragma omp parallel num_threads(threads) if (work * heads * head_dim > 32768)
@@ -350,7 +351,8 @@ void decode_attention(const T* q, const T* k_cache, const T* v_cache, const int3
                    : std::min<int64_t>(4, group - g) == 2 ? attend<2, T>
                    : std::min<int64_t>(4, group - g) == 3 ? attend<3, T>
                                                           : attend<4, T>;
-        run(q + first, keys, values, slots, weights.data(), out + first, count, padded, stride, head_dim, scale, cap);
+        run(q + first, keys, values, slots, weights.data(), out + first, count, padded, stride, head_dim, scale, cap,
+            sinks ? sinks + head * group + g : nullptr);
       }
     }
   }
@@ -600,7 +602,7 @@ void decode_layer(const T* h, const T* delta, T* total, T* out, const T* cos, co
   rope(qkv, cos, signed_sin, q, k_cache, v_cache, slots, requests, heads, kv_heads, head_dim, head_dim, qkv_width, head_dim,
        turn_stride, 0, t);
   decode_attention(q, k_cache, v_cache, table, table_rows, lens, z, requests, heads, kv_heads, head_dim, table_stride, window,
-                   scale, cap, t);
+                   scale, cap, nullptr, t);
   gemm(z, o_w, o_b, out, requests, hidden, q_width, t);
   rms_norm(delta ? total : h, out, norm2, total, normed, requests, hidden, 1, hidden, 0, eps, 0, t);
   gemm(normed, gate_up_w, gate_up_b, gate_up, requests, 2 * width, hidden, t);
@@ -614,8 +616,8 @@ void decode_layer(const T* h, const T* delta, T* total, T* out, const T* cos, co
 
 #define EXPORT(T, SUFFIX)                                                                                                   \
   void rms_norm_##SUFFIX(const T* x, const T* delta, const T* weight, T* total, T* out, int64_t rows, int64_t size,         \
-                         int64_t inner, int64_t outer_stride, int64_t inner_stride, float eps, int offset, int threads) {   \
-    rms_norm(x, delta, weight, total, out, rows, size, inner, outer_stride, inner_stride, eps, offset, threads);            \
+                         int64_t inner, int64_t outer_stride, int64_t inner_stride, float eps, int kind, int threads) {     \
+    rms_norm(x, delta, weight, total, out, rows, size, inner, outer_stride, inner_stride, eps, kind, threads);              \
   }                                                                                                                         \
   void rope_##SUFFIX(const T* x, const T* cos, const T* signed_sin, T* out, T* k_cache, T* v_cache, const int64_t* slots,   \
                      int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t turned, int64_t stride,     \
@@ -632,9 +634,9 @@ void decode_layer(const T* h, const T* delta, T* total, T* out, const T* cos, co
   void decode_attention_##SUFFIX(const T* q, const T* k_cache, const T* v_cache, const int32_t* table,                      \
                                  const int64_t* table_rows, const int32_t* lens, T* out, int64_t requests, int64_t heads,   \
                                  int64_t kv_heads, int64_t head_dim, int64_t table_stride, int64_t window, float scale,     \
-                                 float cap, int threads) {                                                                  \
+                                 float cap, const float* sinks, int threads) {                                              \
     decode_attention(q, k_cache, v_cache, table, table_rows, lens, out, requests, heads, kv_heads, head_dim, table_stride,  \
-                     window, scale, cap, threads);                                                                          \
+                     window, scale, cap, sinks, threads);                                                                   \
   }
 
 #define EXPORT_GEMM(T, SUFFIX)                                                                                              \

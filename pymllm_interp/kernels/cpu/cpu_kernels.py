@@ -40,7 +40,7 @@ _rms_norm = _kernel("rms_norm", *[POINTER] * 5, *[SIZE] * 5, FLOAT, FLAG)
 _rope = _kernel("rope", *[POINTER] * 7, *[SIZE] * 8, FLAG)
 _argmax = _kernel("argmax", *[POINTER] * 2, *[SIZE] * 3)
 _silu = _kernel("silu", *[POINTER] * 2, *[SIZE] * 2, FLAG)
-_attention = _kernel("decode_attention", *[POINTER] * 7, *[SIZE] * 6, FLOAT, FLOAT)
+_attention = _kernel("decode_attention", *[POINTER] * 7, *[SIZE] * 6, FLOAT, FLOAT, POINTER)
 _gemm_dtypes = DTYPES if _has_tiles else {torch.float32: "f32"}
 _gemm = _kernel("gemm", *[POINTER] * 4, *[SIZE] * 3, dtypes=_gemm_dtypes)
 _decode_layer = _kernel("decode_layer", *[POINTER] * 24, *[SIZE] * 9, *[FLOAT] * 3, dtypes=_gemm_dtypes)
@@ -50,7 +50,7 @@ _decode_layer = _kernel("decode_layer", *[POINTER] * 24, *[SIZE] * 9, *[FLOAT] *
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: int = RMS) -> torch.Tensor:
-    """x [..., size] -> the same shape in fresh memory. `kind` is RMS or RMS_OFFSET."""
+    """x [..., size] -> the same shape in fresh memory. `kind` is RMS, RMS_OFFSET or RMS_ONCE."""
     size = x.shape[-1]
     if weight.shape[0] != size:
         raise RuntimeError(f"the norm's weight has {weight.shape[0]} elements, and what is normalised has {size}")
@@ -184,14 +184,15 @@ def decode_attention(
     scale: float,
     window: int | None,
     cap: float | None,
+    sinks: torch.Tensor | None = None,  # [heads] float32
 ) -> torch.Tensor:
-    """Attention of one query for each request: [requests, heads * head_dim]. All are contiguous, with one dtype."""
+    """Attention of one query for each request: [requests, heads * head_dim]. All are contiguous; q, K and V have one dtype."""
     requests, heads, head_dim = q.shape
     out = q.new_empty(requests, heads * head_dim)
     _attention[q.dtype](
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), table.data_ptr(), table_rows.data_ptr(), lens.data_ptr(),
         out.data_ptr(), requests, heads, k_cache.shape[1], head_dim, table.stride(0), window or 0, scale, cap or 0.0,
-        torch.get_num_threads(),
+        _address(sinks), torch.get_num_threads(),
     )  # fmt: skip
     return out
 

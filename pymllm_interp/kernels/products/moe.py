@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
 # As in triton_kernels.py.
 """Triton kernels for mixtures of experts: routing, and products of rows sorted by expert.
 
@@ -11,6 +11,7 @@ So a row's result depends neither on the other rows nor on the order of blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import triton.language as tl
 from ..launch import Launcher, grid_wait, launch_dependents
 
 ENTRY_BLOCK, COMBINE_BLOCK = 1024, 1024
+Product = Callable[..., torch.Tensor]
 
 
 class Tiling(NamedTuple):
@@ -37,8 +39,8 @@ TILINGS = (Tiling(16, 32, 256, 4, 3), Tiling(32, 128, 128, 8, 3), Tiling(64, 128
 
 @triton.jit
 def _route(
-    logits, scores, ids, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
-    CHOICES: tl.constexpr, PDL: tl.constexpr,
+    logits, correction, scores, ids, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
+    NORMALISE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     grid_wait(PDL)
@@ -46,22 +48,28 @@ def _route(
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
     value = tl.load(logits + row * EXPERTS + expert, mask=inside, other=float("-inf")).to(tl.float32)
-    exp = tl.where(inside, tl.exp(value - tl.max(value)), 0.0)
-    probability = exp / tl.sum(exp)
-    total = tl.sum(tl.where(inside, probability, 0.0))  # NaN, if any logit is: the row's scores are, too
-    left = tl.where(inside, tl.where(probability == probability, probability, 0.0), -1.0)
+    if SCORING == "sigmoid":
+        weight = 1.0 / (1.0 + tl.exp(-value))
+        rank = weight + tl.load(correction + expert, mask=inside, other=0.0)
+    else:
+        weight = tl.where(inside, tl.exp(value - tl.max(value)), 0.0)
+        if SCORING == "softmax":
+            weight = weight / tl.sum(weight)
+        rank = weight if SCORING == "softmax" else value
+    total = tl.sum(tl.where(inside, weight, 0.0))  # NaN, if any logit is: the row's scores are, too
+    left = tl.where(inside, tl.where(rank > -3e38, rank, -3e38), float("-inf"))
     choice = tl.arange(0, CHOICES)
     best_of = tl.zeros((CHOICES,), tl.float32)
     id_of = tl.zeros((CHOICES,), tl.int32)
     for k in tl.static_range(TOP_K):
         best = tl.max(left)
         which = tl.min(tl.where(left == best, expert, BLOCK))
-        best_of = tl.where(choice == k, best, best_of)
+        best_of = tl.where(choice == k, tl.sum(tl.where(expert == which, weight, 0.0)), best_of)
         id_of = tl.where(choice == k, which, id_of)
-        left = tl.where(expert == which, -1.0, left)
+        left = tl.where(expert == which, float("-inf"), left)
     if NORMALISE:
-        best_of = best_of / tl.sum(best_of)
-    best_of += total * 0.0
+        best_of = best_of / (tl.sum(best_of) + 1e-20)
+    best_of = best_of * SCALE + total * 0.0
     place = row * TOP_K + choice
     tl.store(scores + place, best_of.to(scores.dtype.element_ty), mask=choice < TOP_K)
     tl.store(ids + place, id_of, mask=choice < TOP_K)
@@ -106,11 +114,26 @@ def _place(
     tl.store(order + padding, num_entries, mask=padding < end * TILE)
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit
+def gated(gate, up, alpha, limit, GATE: tl.constexpr, dtype: tl.constexpr):
+    """The result of a first product in `dtype`, from float32 sums, rounded as the products of modules are."""
+    gate = gate.to(dtype)
+    if GATE == "silu":
+        gate, up = gate.to(tl.float32), up.to(dtype).to(tl.float32)
+        gate = ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
+    elif GATE == "clamped":
+        gate, up = gate.to(tl.float32), up.to(dtype).to(tl.float32)
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        gate = ((up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))).to(dtype)
+    return gate
+
+
+@triton.jit(do_not_specialize=["num_entries", "alpha", "limit"])
 def _product(
-    x, weight, scores, order, owners, out, num_entries, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-    GATED: tl.constexpr, SCALED: tl.constexpr, ENTRIES: tl.constexpr, CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, bias, scores, order, owners, out, num_entries, alpha, limit, N: tl.constexpr, K: tl.constexpr,
+    TOP_K: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr, SCALED: tl.constexpr, ENTRIES: tl.constexpr,
+    CHANNELS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     grid_wait(PDL)
@@ -126,7 +149,11 @@ def _product(
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
     depth = tl.arange(0, DEPTH)
     x_at = x + row[:, None] * K + depth[None, :]
-    weight_at = weight + (expert * (2 * N if GATED else N) + channel[None, :]) * K + depth[:, None]
+    # Rows of gate and up: next to each other, or all of gate before all of up.
+    step: tl.constexpr = 2 if GATE == "clamped" else 1
+    to_up: tl.constexpr = 1 if GATE == "clamped" else N
+    first = expert * (N if GATE == "" else 2 * N) + channel * step
+    weight_at = weight + first[None, :] * K + depth[:, None]
     known = real[:, None], (channel < N)[None, :]
     sums = tl.zeros((ENTRIES, CHANNELS), tl.float32)
     up_sums = tl.zeros((ENTRIES, CHANNELS), tl.float32)
@@ -135,16 +162,16 @@ def _product(
         rows = tl.load(x_at, mask=known[0] & here[None, :], other=0.0)
         columns = tl.load(weight_at, mask=known[1] & here[:, None], other=0.0)
         sums = tl.dot(rows, columns, sums, input_precision="ieee")
-        if GATED:
-            columns = tl.load(weight_at + N * K, mask=known[1] & here[:, None], other=0.0)
+        if GATE != "":
+            columns = tl.load(weight_at + to_up * K, mask=known[1] & here[:, None], other=0.0)
             up_sums = tl.dot(rows, columns, up_sums, input_precision="ieee")
         x_at += DEPTH
         weight_at += DEPTH
-    value = sums.to(dtype)
-    if GATED:  # rounded as the products of modules are
-        gate = value.to(tl.float32)
-        value = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-        value = (value.to(tl.float32) * up_sums.to(dtype).to(tl.float32)).to(dtype)
+    if BIASED:
+        sums += tl.load(bias + first, mask=channel < N, other=0.0).to(tl.float32)[None, :]
+        if GATE != "":
+            up_sums += tl.load(bias + first + to_up, mask=channel < N, other=0.0).to(tl.float32)[None, :]
+    value = gated(sums, up_sums, alpha, limit, GATE, dtype)
     if SCALED:
         score = tl.load(scores + entry, mask=real, other=0.0).to(tl.float32)
         value = (value.to(tl.float32) * score[:, None]).to(dtype)
@@ -171,11 +198,18 @@ _product_launches = {
 _combine_launch = Launcher(_combine, pdl=True)
 
 
-def route(logits: torch.Tensor, top_k: int, normalise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scores [tokens, top_k] in `dtype`, ids [tokens, top_k] int64): the softmax of logits [tokens, experts], and its largest.
+def route(
+    logits: torch.Tensor, top_k: int, normalise: bool, dtype: torch.dtype, scoring: str = "softmax",
+    correction: torch.Tensor | None = None, scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(scores [tokens, top_k] in `dtype`, ids [tokens, top_k] int64) of logits [tokens, experts].
 
     Args:
         normalise: the scores of a token add up to 1.
+        scoring: "softmax": the largest values of the softmax. "chosen": the largest logits, and their exponentials; with
+            `normalise` the softmax of only these. "sigmoid": the largest sums of sigmoid and correction, and their sigmoids.
+        correction: [experts] float32, with "sigmoid".
+        scale: what scores are multiplied by.
     """
     logits = logits.contiguous()
     tokens, experts = logits.shape
@@ -183,7 +217,8 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool, dtype: torch.dtype)
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     if tokens:
         block, choices = triton.next_power_of_2(experts), triton.next_power_of_2(top_k)
-        _route_launch((tokens, 1, 1), (logits, scores, ids), (), (experts, top_k, normalise, block, choices), 1)
+        tensors = logits, logits if correction is None else correction, scores, ids
+        _route_launch((tokens, 1, 1), tensors, (), (experts, top_k, scoring, normalise, scale, block, choices), 1)
     return scores, ids
 
 
@@ -200,15 +235,15 @@ class Sorted(NamedTuple):
     tiling: Tiling
 
 
-def tiling_of(entries: int, experts: int) -> Tiling:
+def tiling_of(entries: int, experts: int, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
     """The tiling for so many entries: if they are spread evenly, half a tile for each expert."""
-    return next((tiling for tiling in TILINGS if 2 * entries <= tiling.entries * experts), TILINGS[-1])
+    return next((tiling for tiling in tilings if 2 * entries <= tiling.entries * experts), tilings[-1])
 
 
-def sort_by_expert(ids: torch.Tensor, experts: int) -> Sorted:
+def sort_by_expert(ids: torch.Tensor, experts: int, tilings: Sequence[Tiling] = TILINGS) -> Sorted:
     """Lay the entries of ids [tokens, top_k] out by expert."""
     entries = ids.numel()
-    tiling = tiling_of(entries, experts)
+    tiling = tiling_of(entries, experts, tilings)
     tiles = min(entries, experts + entries // tiling.entries)  # each expert pads one tile at most
     counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
     order = torch.empty(tiles * tiling.entries, dtype=torch.int32, device=ids.device)
@@ -221,23 +256,27 @@ def sort_by_expert(ids: torch.Tensor, experts: int) -> Sorted:
 
 
 def expert_product(
-    x: torch.Tensor, weight: torch.Tensor, by_expert: Sorted, entries: int, gated: bool, scores: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, by_expert: Sorted, entries: int, gate: str, scores: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, clamp: tuple[float, float] = (0.0, 0.0),
 ) -> torch.Tensor:  # fmt: skip
     """Each entry's row of x times the weight of its expert: [entries, out].
 
     Args:
         x: [tokens, in], or a row for each entry [entries, in]; contiguous.
-        weight: [experts, out, in]; with `gated` [experts, 2 * out, in], gate and up.
-        gated: the result is ``silu(gate) * up``.
+        weight: [experts, out, in]; with a `gate` [experts, 2 * out, in].
+        gate: "": none. "silu": ``silu(gate) * up``, all rows of gate before all of up. "clamped": `layers.moe.clamped_swiglu`.
         scores: [tokens, top_k], what the entries are multiplied by; None: 1.
+        bias: [experts, rows of weight].
+        clamp: alpha and limit of a "clamped" gate.
     """
-    channels = weight.shape[1] // 2 if gated else weight.shape[1]
+    channels = weight.shape[1] // 2 if gate else weight.shape[1]
     out = torch.empty(entries, channels, dtype=x.dtype, device=x.device)
     tiling = by_expert.tiling
     grid = (len(by_expert.owners) * triton.cdiv(channels, tiling.channels), 1, 1)
-    constants = channels, weight.shape[2], entries // len(x), gated, scores is not None, *tiling[:3]
-    tensors = x, weight, x if scores is None else scores, by_expert.order, by_expert.owners, out
-    _product_launches[tiling.stages](grid, tensors, (entries,), constants, tiling.warps)
+    constants = channels, weight.shape[2], entries // len(x), gate, bias is not None, scores is not None, *tiling[:3]
+    others = x if bias is None else bias, x if scores is None else scores
+    tensors = x, weight, *others, by_expert.order, by_expert.owners, out
+    _product_launches[tiling.stages](grid, tensors, (entries, *clamp), constants, tiling.warps)
     return out
 
 
@@ -251,17 +290,21 @@ def combine(parts: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def experts(
-    x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
+    x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, num_experts: int, first: Product, last: Product,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None, clamp: tuple[float, float] | None = None,
+    tilings: Sequence[Tiling] = TILINGS,
+) -> torch.Tensor:  # fmt: skip
     """x [tokens, hidden] through the experts that ids [tokens, top_k] name, weighted by scores [tokens, top_k].
 
     Args:
-        gate_up: [experts, 2 * intermediate, hidden].
-        down: [experts, hidden, intermediate].
+        first, last: `expert_product` with the weights of gate and up, and of down.
+        biases: of both, [experts, rows].
+        clamp: alpha and limit of a "clamped" gate; None: the gate is "silu" (`expert_product`).
     """
     if not len(x):
         return torch.empty_like(x)
-    by_expert = sort_by_expert(ids, len(gate_up))
-    inner = expert_product(x, gate_up, by_expert, ids.numel(), gated=True)
-    parts = expert_product(inner, down, by_expert, ids.numel(), gated=False, scores=scores)
-    return combine(parts, ids.shape[1])
+    first_bias, last_bias = biases or (None, None)
+    found = {"by_expert": sort_by_expert(ids, num_experts, tilings), "entries": ids.numel()}
+    gate = "silu" if clamp is None else "clamped"
+    inner = first(x, **found, gate=gate, bias=first_bias, clamp=clamp or (0.0, 0.0))
+    return combine(last(inner, **found, gate="", scores=scores, bias=last_bias), ids.shape[1])

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 BLOCK_K = 128
+EXPERT_PAIR, EXPERT_GROUP = 32, 32
+"""Of MXFP4, in the kernel for experts: `QuantizedWeight.pair`, and inputs of a scale."""
 MIN_BLOCK_K = {8: 16, 4: 32}
 """Bits of a code -> inputs of a block at least. Tensor cores take 16; a byte of 4-bit codes has two."""
+
+
+def has_expert_kernel(kind: str, width: int, group_size: int) -> bool:
+    """Whether `quantized_experts.expert_product` takes weights of this kind and shape."""
+    if kind == "fp4":
+        return group_size == EXPERT_GROUP and width % (2 * EXPERT_PAIR) == 0
+    depth = min(group_size, BLOCK_K)
+    return (
+        kind == "fp8"
+        and depth >= MIN_BLOCK_K[8]
+        and not (depth & depth - 1)
+        and group_size % depth == 0 == width % depth
+    )
 
 
 def block_of(bits: int, width: int, group_size: int) -> int | None:

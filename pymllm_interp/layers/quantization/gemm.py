@@ -44,7 +44,8 @@ class QuantizedGemm:
         """x [..., in] -> [..., out], in x's dtype."""
         weight = self.weight
         rows = x.numel() // max(x.shape[-1], 1)
-        if x.dtype in HALF and 0 < rows <= MAX_KERNEL_ROWS and triton_kernels_for(x) is not None:
+        has_scales = weight.scales.is_floating_point()  # and no exponents, which only experts have
+        if x.dtype in HALF and 0 < rows <= MAX_KERNEL_ROWS and has_scales and triton_kernels_for(x) is not None:
             from ...kernels.products.quantized import has_kernel, product
 
             if has_kernel(weight.kind, x.shape[-1], weight.group_size, x.get_device()):

@@ -34,7 +34,8 @@ class QuantizedWeight:
     Attributes:
         kind: of the codes: "fp8" (E4M3), "uint8", "uint4" or "fp4" (E2M1).
         codes: [out, in] float8_e4m3fn or uint8. Of 4 bits: [out, in / 2] uint8; see `pair`.
-        scales: [out, groups] float32, float16 or bfloat16.
+        scales: [out, groups] float32, float16 or bfloat16; or uint8: E8M0, exponents of 2 plus 127. Of experts on CUDA, four
+            exponents are a word: see `in_words`.
         zeros: [out, groups] uint8: the codes of zero; None: 2^(bits - 1) of integers, 0 of others.
         group_size: inputs of a group; the last group may be smaller.
         dtype: of the dequantised weight.
@@ -75,8 +76,38 @@ class QuantizedWeight:
     def split(self, sizes: Sequence[int]) -> list[QuantizedWeight]:
         """The weights of consecutive rows: views."""
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [self._mapped(lambda tensor: tensor[start : start + size])  # noqa: B023
-                for start, size in zip(starts, sizes, strict=True)]  # fmt: skip
+        return [self.rows(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+    def rows(self, start: int, stop: int) -> QuantizedWeight:
+        """The weight of some rows, of whole experts where scales are words: a view."""
+        if self.scales.ndim == 2:
+            return self._mapped(lambda tensor: tensor[start:stop])
+        size = self.scales.shape[2]
+        assert start % size == 0 == stop % size, "words are divided by experts"
+        return replace(self, codes=self.codes[start:stop], scales=self.scales[start // size : stop // size])
+
+    def in_words(self, experts: int) -> QuantizedWeight:
+        """The weight of experts, with scales as words: [experts, groups / 4, rows of an expert] int32.
+
+        The lowest byte of a word is the exponent of its first group.
+        """
+        rows, groups = self.scales.shape
+        padded = torch.nn.functional.pad(self.scales, (0, -groups % 4))
+        words = padded.view(experts, rows // experts, -1, 4).transpose(1, 2).contiguous().view(torch.int32)
+        return replace(self, scales=words[..., 0])
+
+    @property
+    def scale_values(self) -> torch.Tensor:
+        """The scales [out, groups] as numbers."""
+        if self.scales.is_floating_point():
+            return self.scales
+        exponents = self.scales
+        if exponents.ndim == 3:
+            groups = -(-self.shape[1] // self.group_size)
+            exponents = (
+                exponents.contiguous()[..., None].view(torch.uint8).transpose(1, 2).flatten(2).flatten(0, 1)[:, :groups]
+            )
+        return powers_of_two(exponents)
 
     def to(self, device: str | torch.device) -> QuantizedWeight:
         """The weight with its tensors on a device, contiguous."""
@@ -104,10 +135,10 @@ class QuantizedWeight:
         """The weight [out, in]: computed in float32, rounded once."""
         dtype = dtype or self.dtype
         rows, width = self.shape
-        if rows and width and triton_kernels_for(self.scales) is not None:
+        if rows and width and triton_kernels_for(self.codes) is not None:
             from ...kernels.products.quantized import dequantize
 
-            return dequantize(self.kind, self.codes, self.scales, self.zeros, self.group_size, self.pair, dtype)
+            return dequantize(self.kind, self.codes, self.scale_values, self.zeros, self.group_size, self.pair, dtype)
         out = torch.empty(rows, width, dtype=dtype, device=self.device)
         step = rows if self.is_cuda else max(1, CHUNK // max(width, 1))
         for start in range(0, rows, step):
@@ -115,7 +146,7 @@ class QuantizedWeight:
         return out
 
     def _dequantize_rows(self, rows: slice, out: torch.Tensor) -> None:
-        values, scales = self._values(rows), self.scales[rows].float()
+        values, scales = self._values(rows), self.scale_values[rows].float()
         groups, width = scales.shape[1], values.shape[1]
         if self.kind in ("uint8", "uint4"):
             middle = 1 << (BITS[self.kind] - 1)
@@ -144,6 +175,12 @@ class QuantizedWeight:
         if of_groups.shape[1] == 1:
             return of_groups
         return of_groups.repeat_interleave(self.group_size, 1)[:, :width]
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """E8M0 uint8 -> 2^(exponent - 127) in bfloat16, which has the same exponents."""
+    bits = exponents.short() << 7
+    return torch.where(exponents == 0, 1 << 6, bits).short().view(torch.bfloat16)
 
 
 def _float8_values(codes: torch.Tensor) -> torch.Tensor:

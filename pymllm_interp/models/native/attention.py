@@ -24,9 +24,10 @@ class Attention(ProjectedBranch):
     Attributes:
         by_head: whether the projection has q, k and v of each head next to each other.
         scaling: of the scores.
+        halved_rotation: see `rotation_of`.
     """
 
-    inner_kind, by_head = "z", False
+    inner_kind, by_head, halved_rotation = "z", False, False
 
     def __init__(
         self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, scaling: float, logit_cap: float | None = None
@@ -68,7 +69,7 @@ class Attention(ProjectedBranch):
             if forward_batch.attention_cuts is not None:
                 forward_batch.attention_cuts.keep_pattern(self.layer_idx, weights)
             return self.after_ops(out, forward_batch), weights
-        rotation = rotation_of(forward_batch, *position_embeddings)
+        rotation = rotation_of(forward_batch, *position_embeddings, halved=self.halved_rotation)
         turn = dict(zip(("cos", "sin"), rotation, strict=False))
         out = self.run_segments(forward_batch, x=hidden_states, **turn)
         if out is None:

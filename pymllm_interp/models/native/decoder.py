@@ -59,6 +59,7 @@ class DecoderLayer(nn.Module):
     """
 
     rotary = ""
+    halved_rotation = False
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()
@@ -164,12 +165,14 @@ class DecoderForCausalLM(CausalLM):
     Attributes:
         decoder_cls, decoder_name: the decoder's class, and the attribute that holds it.
         embedding_name: the decoder's attribute with the weight of a tied head.
-        reads_quantised: whether quantised weights can be read.
+        quantised_methods: formats of quantised weights that are read.
+        quantises: whether weights can be quantised at load.
     """
 
     decoder_cls: Any
     decoder_name, embedding_name = "model", "embed_tokens"
-    reads_quantised = True
+    quantised_methods = frozenset({"fp8", "compressed-tensors", "awq", "gptq"})
+    quantises = True
 
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class LlamaDecoderLayer(DecoderLayer):
     """``h = h + attention(norm(h)); h = h + mlp(norm(h))``."""
 
     attention_cls: type[LlamaAttention] = LlamaAttention
-    mlp_cls: type[ResidualBranch] = LlamaMLP
+    mlp_cls: Callable[..., ResidualBranch] = LlamaMLP
     norm_cls: type[RMSNorm] = RMSNorm
 
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:

@@ -63,26 +63,28 @@ class SparseMoeBlock(ResidualBranch):
         """The name of the activation function."""
         return config.hidden_act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch = current_batch()
-        out = None if batch is None else self.run_segments(batch, x=x)
+        out = None if batch is None else self.run_segments(batch, x=hidden_states)
         if out is None:
-            hidden = x.view(-1, x.shape[-1])
+            hidden = hidden_states.view(-1, hidden_states.shape[-1])
             _, scores, ids = self.gate(hidden)
-            out = self.experts(hidden, ids, scores).view(x.shape)
+            self.gate.capture(ids, scores, hidden_states.dtype, batch)
+            out = self.experts(hidden, ids, scores).view(hidden_states.shape)
         return self.after_ops(out, batch)
 
     def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         (x,) = inputs
         hidden = x.view(-1, x.shape[-1])
         _, scores, ids = self.gate.route(hidden, batch)
+        self.gate.capture(ids, scores, x.dtype, batch)
         return self.experts.fused(hidden, ids, scores).view(x.shape)
 
 
 class SparseForCausalLM(LlamaForCausalLM):
-    """A decoder with experts in all layers. Quantised experts are not read."""
+    """A decoder with experts in all layers."""
 
-    reads_quantised = False
+    quantised_methods, quantises = frozenset({"fp8", "compressed-tensors"}), False
 
     def parameters_of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """With the weights of a layer's experts as two tensors. Checkpoints have three for each expert."""

@@ -155,8 +155,9 @@ def set_paged_calls(found: Probe, spec: ModelSpec) -> list[RadixAttention]:
     layers = []
     for i, call in enumerate(found.calls):
         layer = RadixAttention(
-            i, call.num_heads, spec.num_key_value_heads, spec.head_dim, call.scaling, call.window, call.softcap or None
-        )
+            i, call.num_heads, spec.num_key_value_heads, spec.head_dim, call.scaling, call.window, call.softcap or None,
+            None if call.sinks is None else call.sinks.detach(),
+        )  # fmt: skip
         layers.append(layer)
         copies = spec.num_key_value_heads // call.num_kv_heads
         by_module.setdefault(call.module, []).append(PagedCall(layer, call.eager, call.chunk, copies))
@@ -205,11 +206,12 @@ def _probe_attention(
         raise UnsupportedModelError("its attention is not causal")
     else:
         window = sliding_window
-    dims = query.shape[-1], value.shape[-1]
+    dims, sinks = (query.shape[-1], value.shape[-1]), kwargs.get("s_aux")
+    paged = isinstance(sinks, nn.Parameter) and sinks.shape == query.shape[1:2]
     found.calls.append(
         AttentionCall(
             module, query.shape[1], key.shape[1], dims, query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            softcap, window, kwargs.get("s_aux") is not None or chunk is not None, chunk,
+            softcap, window, chunk is not None or (sinks is not None and not paged), chunk, sinks=sinks if paged else None,
         )
     )  # fmt: skip
     groups = query.shape[1] // value.shape[1]

@@ -30,6 +30,7 @@ class AttentionCall:
     eager:        bool
     chunk:        int | None = None  # a query sees the keys of its chunk of positions
     layer_idx:    int = 0            # of the cache, where there is no attention function
+    sinks:        nn.Parameter | None = None  # [heads], where the backend computes with them
     # fmt: on
 
 
@@ -62,7 +63,7 @@ class Probe:
         if any(call.chunk is not None for call in self.calls):
             return "its attention is chunked, and runs request by request"
         if any(call.eager for call in self.calls):
-            return "its attention has sinks, and runs request by request"
+            return "its attention has sinks that are no parameter, and runs request by request"
         return f"a pass {' and '.join(self.waits)}" if self.waits else None
 
     def pattern_of(self, rule: Callable[..., Any], device: torch.device) -> tuple[int | None, int | None]:

@@ -54,11 +54,9 @@ class QuantizationFormat:
         Raises:
             WeightsError: a method or a scheme that is not read.
         """
-        given = getattr(config, "quantization_config", None)
-        if not given:
+        settings, method = _settings(config), method_of(config)
+        if method is None:
             return None
-        settings: dict[str, Any] = dict(given) if isinstance(given, Mapping) else given.to_dict()
-        method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
         if method not in METHODS:
             raise WeightsError(
                 f"{name} is quantised by {method!r}, which is not supported ({', '.join(METHODS)} are): use the unquantised model"
@@ -71,6 +69,11 @@ class QuantizationFormat:
 
     def __str__(self) -> str:
         """The codes, and the kernels for them."""
+        if self.method == "mxfp4":
+            return (
+                "the weights of its experts are quantised (mxfp4): on CUDA by our Triton kernel, which dequantises in registers, "
+                "or dequantised at load where their inputs are no multiple of 64; on a CPU dequantised for each product"
+            )
         groups = "a scale for each channel or tensor" if self.group_size is None else f"groups of {self.group_size}"
         bits = BITS[self.kind]
         kernels = "on CUDA few rows by our Triton kernels, more by cuBLAS from dequantised weights"
@@ -116,6 +119,17 @@ class QuantizationFormat:
                 _refuse(path, "its g_idx reorders the inputs (desc_act)", "quantise it with desc_act=False")
         _check_groups(path, width, groups, group_size)
         return _integers(codes, bits, scales, zeros, group_size, dtype)
+
+
+def method_of(config: PretrainedConfig) -> str | None:
+    """The `quant_method` of a config; None: unquantised."""
+    method = (settings := _settings(config)).get("quant_method")
+    return str(getattr(method, "value", method)) if settings else None
+
+
+def _settings(config: PretrainedConfig) -> dict[str, Any]:
+    given = getattr(config, "quantization_config", None) or {}
+    return dict(given) if isinstance(given, Mapping) else given.to_dict()
 
 
 def _problem(method: str, settings: Mapping[str, Any]) -> str | None:
@@ -214,7 +228,7 @@ def _float8(path: str, tensors: Tensors, dtype: torch.dtype, settings: Mapping[s
 
 def _block_of(scales: torch.Size, shape: tuple[int, int], block: Any) -> tuple[int, int]:
     """(rows, columns) that share a scale."""
-    if block and scales[1] != 1:
+    if block and (scales[1] != 1 or (shape[1] <= block[1] and scales[0] == -(-shape[0] // block[0]))):
         return int(block[0]), int(block[1])
     return 1, -(-shape[1] // scales[1])
 

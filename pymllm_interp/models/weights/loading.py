@@ -119,7 +119,11 @@ def load_weights(
         raise WeightsError(
             "\n".join([f"these weights are not those of this {type(model).__name__}:", *lines])
             + "\nCheck that config.json and the weight files belong together."
-            + (NO_FORMAT if any(name.rpartition(".")[2] in MARKS for name in unexpected) else "")
+            + (
+                NO_FORMAT
+                if any(name.rpartition(".")[2] in MARKS or name.endswith("_blocks") for name in unexpected)
+                else ""
+            )
         )
 
 
@@ -146,10 +150,14 @@ def draw(param: Tensor, name: str, seed: int) -> None:
     else:
         mean, std = (1.0, 0.1) if name.endswith("weight") else (0.0, 0.02)
     device = param.device if param.numel() > CPU_DRAW_LIMIT else torch.device("cpu")
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest) >> 1)
-    values = torch.randn(param.shape, generator=generator, device=device, dtype=torch.float32)
+    values = torch.randn(param.shape, generator=generator_of(name, seed, device), device=device, dtype=torch.float32)
     param.copy_(values.mul_(std).add_(mean))
+
+
+def generator_of(name: str, seed: int, device: str | torch.device) -> torch.Generator:
+    """The random numbers of a parameter."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest) >> 1)
 
 
 def _read(files: dict[Path, set[str]]) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ from ...layers.fused_qkv import Conv1D
 from ...layers.linear import Linear, MergedLinear, Projection
 from ...layers.quantization.gemm import QuantizedGemm, laid_out, takes_rounded_rows
 from ...layers.quantization.weight import QuantizedWeight, concatenated, quantized
+from .experts import init_dummy_experts, load_experts
 from .formats import LEAVES, QuantizationFormat
 from .loading import MARKS, WeightsError, draw, is_harmless, load_weights
 
@@ -110,7 +111,8 @@ def load_quantized(
     products = linear_parts(model)
     paths = {path for product in products for path in product.modules}
     own: dict[str, dict[str, Tensor]] = {path: {} for path in paths}
-    rest = list(_sorted_out(weights, own))
+    experts: set[str] = set()
+    rest = list(_sorted_out(load_experts(model, weights, stored, device, experts), own))
     head = getattr(model, "lm_head", None)
     pending: list[LinearParts] = []
     for product in products:
@@ -127,12 +129,19 @@ def load_quantized(
         if quantize is not None and head not in product.modules.values():
             found = [_rounded(part, module) for part, module in zip(found, product.modules.values(), strict=True)]
         product.set_parts(found, device)
-    _load_rest(model, rest, {path for product in products if product not in pending for path in product.modules})
+    _load_rest(
+        model, rest, {path for product in products if product not in pending for path in product.modules}, experts
+    )
 
 
 def init_dummy_quantized(model: nn.Module, stored: QuantizationFormat | None, device: str, seed: int) -> None:
-    """Random weights, as `init_dummy_weights` draws them, rounded to the codes of the format; the head's are not."""
+    """Random weights, as `init_dummy_weights` draws them, rounded to the codes of the format; the head's are not.
+
+    With MXFP4 only experts have codes.
+    """
     head = getattr(model, "lm_head", None)
+    only_experts = stored is not None and stored.method == "mxfp4"
+    init_dummy_experts(model, stored, device, seed)
     kind, group = ("fp8", None) if stored is None else (stored.kind, stored.group_size)
     for product in linear_parts(model):
         parts: list[Part] = []
@@ -140,7 +149,7 @@ def init_dummy_quantized(model: nn.Module, stored: QuantizationFormat | None, de
             weight = torch.empty(*module.weight.shape, dtype=module.weight.dtype, device=device)
             draw(weight, f"{path}.weight", seed)
             weight = weight.t() if module.transposed else weight
-            if module is not head:
+            if module is not head and not only_experts:
                 parts.append(quantized(weight.contiguous(), "uint4" if kind == "fp4" else kind, group))
             else:
                 parts.append(weight)
@@ -214,12 +223,18 @@ def _kv_scales(tensors: list[tuple[str, Tensor]]) -> dict[int, tuple[float, floa
     return {layer: (scales.get("k", 1.0), scales.get("v", 1.0)) for layer, scales in found.items()}
 
 
-def _load_rest(model: nn.Module, rest: list[tuple[str, Tensor]], loaded: set[str]) -> None:
-    """Load the other tensors; what is loaded is not missed."""
+def _load_rest(model: nn.Module, rest: list[tuple[str, Tensor]], loaded: set[str], experts: set[str]) -> None:
+    """Load the other tensors; what is loaded is not missed.
+
+    Args:
+        loaded: paths of modules.
+        experts: names of weights.
+    """
     model.kv_scales = _kv_scales(rest)  # pyright: ignore[reportArgumentType]
     have = [
         (name, tensor)
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if name.rpartition(".")[0] in loaded and not name.endswith(".bias")
+        if (name.rpartition(".")[0] in loaded and not name.endswith(".bias"))
+        or name.removesuffix("_codes").removesuffix("_scales") in experts
     ]
     load_weights(model, [*rest, *have], ignore=lambda name: is_harmless(name) or name.endswith(SCALES_OF_STATES))

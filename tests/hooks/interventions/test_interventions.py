@@ -550,7 +550,7 @@ def test_directions_and_probes_are_float32_whatever_the_models_dtype_is(spec: Op
 def test_specs_fit_every_family():
     for name, config in CONFIGS.items():
         info = ModelSpec.of(config(), torch.bfloat16)
-        for kind in info.family.points:
+        for kind in set(info.family.points) - {"experts"}:  # which are only captured
             site = kind if kind in ("embed", "final_norm", "logits") else f"{kind}.*"
             assert bind(Steer(site, random(info.width(kind))), info, 5), name
 

@@ -128,7 +128,7 @@ def test_a_site_prints_as_it_parses_and_is_a_key():
         ("blocks.3.hook_q_input", r"the stream before the norm \(resid_pre\), a copy for each head"),
         ("resid_post_5", r"unknown site 'resid_post_5'; did you mean resid_post\.5 or"),
         ("resid_post5", r"did you mean resid_post\.5 or"),
-        ("atn_in.3", r"Kinds are embed, resid_pre, q, k, v, z, attn_out, resid_mid, router, mlp_act,"),
+        ("atn_in.3", r"Kinds are embed, resid_pre, q, k, v, z, attn_out, resid_mid, router, experts, mlp_act,"),
     ],
 )
 def test_a_name_that_is_no_site_is_refused_with_the_nearest_ones_or_the_reason(name, error):
@@ -229,7 +229,12 @@ def test_a_kind_that_the_family_lacks_is_refused_by_name():
 
 def test_every_point_of_a_family_is_a_name_of_its_kind():
     for family in FAMILIES.values():
-        assert set(family.points) == set(KINDS) - family.missing - (set() if family.router else {"router"})
+        lacking = {
+            kind
+            for kind, part in (("router", family.router), ("experts", family.router), ("shared_out", family.shared))
+            if not part
+        }
+        assert set(family.points) == set(KINDS) - family.missing - lacking
         for kind, (module, end) in family.points.items():
             assert family.is_slice(kind) or path_names(family)[f"{module}.{end}"] == kind
             assert ("{}" in module) == (kind not in WITHOUT_LAYER)
@@ -256,11 +261,12 @@ def states_of(model: torch.nn.Module, info: ModelSpec, tokens: torch.Tensor) -> 
     states: dict[str, torch.Tensor] = {}
 
     def keep(name: str, value):
-        state = (value[0] if isinstance(value, tuple) else value)[0]
+        state = value[0] if isinstance(value, tuple) else value
+        state = state if state.dim() == 2 else state[0]  # a router's rows are flat
         states[name] = part_of(info, name.partition(".")[0], state).clone()
 
     handles = []
-    for kind in info.family.points:
+    for kind in set(info.family.points) - {"experts"}:  # which are no state of a module
         for site in expand(kind if kind in WITHOUT_LAYER else f"{kind}.*", info.num_hidden_layers, info.family):
             path, end = info.family.point(site)
             module = model.get_submodule(path)
@@ -286,7 +292,7 @@ def test_the_tables_points_hold_what_the_kinds_say(name, oracle):
     if "embed" in states:
         torch.testing.assert_close(states["resid_pre.0"], states["embed"], rtol=0, atol=0)
     for i in range(info.num_hidden_layers):
-        of = {kind: states[f"{kind}.{i}"] for kind in family.points if kind not in WITHOUT_LAYER}
+        of = {kind: states.get(f"{kind}.{i}") for kind in family.points if kind not in WITHOUT_LAYER}
         layer = model.get_submodule(f"{family.layers}.{i}")
         attention, mlp = layer.get_submodule(family.attention), layer.get_submodule(family.mlp)
         attn_end, mlp_end = (family.attn_out, family.mlp_out)
@@ -296,10 +302,9 @@ def test_the_tables_points_hold_what_the_kinds_say(name, oracle):
         torch.testing.assert_close(of["resid_pre"] + of["attn_out"] + of["mlp_out"], of["resid_post"])
         torch.testing.assert_close(layer.get_submodule(family.attention_norm)(of["resid_pre"]), of["attn_in"])
         torch.testing.assert_close(layer.get_submodule(family.mlp_norm)(middle), of["mlp_in"])
-        out, neurons_out = (
-            attention.get_submodule(family.o_proj)(of["z"]),
-            mlp.get_submodule(family.down_proj)(of["mlp_act"]),
-        )
+        out = attention.get_submodule(family.o_proj)(of["z"])
+        sparse = "mlp_act" in family.missing
+        neurons_out = of["mlp_out"] if sparse else mlp.get_submodule(family.down_proj)(of["mlp_act"])
         torch.testing.assert_close(layer.get_submodule(attn_end)(out) if attn_end else out, of["attn_out"])
         torch.testing.assert_close(layer.get_submodule(mlp_end)(neurons_out) if mlp_end else neurons_out, of["mlp_out"])
         for kind in "qkv":

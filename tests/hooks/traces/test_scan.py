@@ -210,7 +210,7 @@ def test_the_source_of_a_module_has_transformers_operations(lm):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe"])
 def test_mixtures_of_experts_are_scanned(family, dtype):
     config = tiny_config(family)
     with LM(hf_config=config, load_format="dummy", device="cpu", dtype=dtype, kv_cache_tokens=512) as lm:

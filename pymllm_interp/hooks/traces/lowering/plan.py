@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....core.families import LOGITS, Family, LayerPath
+from ....core.families import EXPERTS, LOGITS, Family, LayerPath
 from ...captures.spec import Capture
 from ...interventions.op import Op
 from ...interventions.row_edit import RowEdit, RowProgram
@@ -47,7 +47,9 @@ def points_of(root: str, family: Family, num_layers: int, softcap: float | None)
     before, inside, after = [], [], []
     for kind, (module, end) in family.points.items():
         normed = kind == "mlp_in" and "resid_mid" not in family.points
-        in_tuple = isinstance(module, LayerPath) or kind == "router"  # in some layers, or in all
+        in_tuple = (
+            isinstance(module, LayerPath) or kind in ("router", EXPERTS) or (kind == "mlp_out" and family.mlp_in_tuple)
+        )
         if not (in_tuple or family.is_slice(kind) or normed or (softcap and kind == LOGITS)):
             group = inside if "{}" in module else after if before or inside else before
             group.append((kind, module, end))
