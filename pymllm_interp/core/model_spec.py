@@ -19,7 +19,7 @@ Then come the inner sites (`INNER_SITES` of each layer), and last the logits. In
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -182,6 +182,10 @@ class ModelSpec:
                 f"no table of sites for {text.model_type!r} models; there is one for {', '.join(FAMILIES)}"
             )
         family, heads = FAMILIES[text.model_type], text.num_attention_heads
+        if family.mixers:
+            linear, attention = family.mixers
+            mixers = [linear if kind == "linear_attention" else attention for kind in text.layer_types]
+            family = replace(family, mixers=tuple(mixers))
         rope = getattr(text, "rope_parameters", None) or {}
         ropes = (
             [rope] if "rope_type" in rope else [r for r in rope.values() if r]
@@ -200,8 +204,15 @@ class ModelSpec:
             sliding_windows=_sliding_windows(text, family),
             rope_depends_on_length=any(r.get("rope_type") in LENGTH_DEPENDENT_ROPE for r in ropes),
             dtype=dtype,
+            cuts_edges=not family.mixers,
+            has_states=bool(family.mixers),
             num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
         )
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer of the KV pool that an attention layer of a native family has."""
+        mixers = self.family.mixers
+        return mixers[:layer].count(self.family.attention) if mixers else layer
 
     def shape(self, kind: str) -> tuple[int, ...]:
         """Shape of one position's state: (heads, head_dim) for `q`, `k`, `v` and `z`, (width,) for all other kinds."""

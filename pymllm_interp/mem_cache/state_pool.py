@@ -88,6 +88,10 @@ class StatePool:
         """Bytes of all slots."""
         return sum(state.nbytes for state in self.states)
 
+    def memory(self, index: int) -> torch.Tensor:
+        """A state of all slots, [slots, *shape]: the pool's own memory."""
+        return self.states[index]
+
     def read(self, index: int, slots: torch.Tensor) -> torch.Tensor:
         """A copy of a state of some slots, in the dtype of the layer's code.
 

@@ -25,6 +25,7 @@ from .native.llama import LlamaForCausalLM
 from .native.mistral import MistralForCausalLM
 from .native.moe import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+from .native.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
 from .transformers.structure import config_spec
 from .weights.formats import QuantizationFormat
 from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
@@ -41,8 +42,10 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "MixtralForCausalLM": MixtralForCausalLM,
     "OlmoeForCausalLM": OlmoeForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
 }
 
 

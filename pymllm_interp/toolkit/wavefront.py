@@ -83,8 +83,8 @@ class Wavefront:
 
     @staticmethod
     def serves(lm: Any) -> bool:
-        """Whether the layers of an `LM`'s model can run one by one: native families."""
-        return isinstance(lm._module, DecoderForCausalLM)
+        """Whether the layers of an `LM`'s model can run one by one: native families without recurrent states."""
+        return isinstance(lm._module, DecoderForCausalLM) and not lm.model_spec.has_states
 
     def logits(self, cells: Sequence[WaveCell]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """The logits of the last position, cell by cell.
