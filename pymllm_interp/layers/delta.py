@@ -7,7 +7,8 @@ A head's state is a matrix S [key_dim, dim]. A token decays it, and corrects wha
     out = S'q
 
 Rows of requests that continue with one token are a *step*: each reads and writes its slot in place. The rows of each other request
-are a *prompt*, and are computed in chunks of tokens. On CUDA fla-core does that, where it is installed. The first chunk of a prompt reads no slot.
+are a *prompt*, and are computed in chunks of tokens. On CUDA fla-core does that, where it is installed. The first chunk of a prompt
+reads no slot.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def _steps(
 
 
 def _heads(mixed: torch.Tensor, sizes: DeltaSizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v [rows, heads, size] float32, from behind the convolution. q and k are normalised, with as many heads as v."""
+    """q, k and v [rows, heads, size] float32. q and k are normalised, with as many heads as v."""
     q, k, v = mixed.float().split([sizes.keys, sizes.keys, sizes.values], dim=-1)
     q, k = (_normalised(part.unflatten(-1, (sizes.key_heads, sizes.key_dim))) for part in (q, k))
     times = sizes.heads // sizes.key_heads
