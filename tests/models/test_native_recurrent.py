@@ -56,6 +56,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LM, Any]]:
             load_format="dummy",
             impl="native",
             hook_execution="segments",
+            lower_traces="off",
             **SIZES,
         )
         yield lm, model_of(request.param, lm.runner.get_model().state_dict())
