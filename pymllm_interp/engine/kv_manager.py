@@ -227,7 +227,7 @@ class KVManager:
         return min(tokens, stops[0] - request.kv_len) if stops else tokens
 
     def _plan_snapshots(self, request: Request) -> None:
-        """Plan to keep snapshots of an admitted request, where it leaves known pages, and at the last page of its prompt."""
+        """Plan snapshots of an admitted request: where it leaves known pages, and at its prompt's last page."""
         if len(request.unit) > 1:  # its prompt runs in one pass
             return
         pages = {request.prefix.num_known, (request.prompt_len - 1) // self.page_size}

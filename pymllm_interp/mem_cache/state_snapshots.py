@@ -1,8 +1,8 @@
 """`StateSnapshots`: copies of recurrent states at the ends of pages, so that later prompts start behind them.
 
-A state cannot be cut at a page. So a prefix is reused only up to a page that has a snapshot: the states behind it. A snapshot is found
-by the number of its page in the prefix cache. There, the path to a page stands for all tokens and edits before it. A snapshot goes when
-its page goes, or when it is the least recently used one and another needs its place.
+A state cannot be cut at a page. So a prefix is reused only up to a page that has a snapshot: the states behind it. A snapshot is
+found by the number of its page in the prefix cache. There, the path to a page stands for all tokens and edits before it. A snapshot
+goes when its page goes. It also goes when another needs its place, and it is the least recently used one.
 """
 
 from __future__ import annotations
