@@ -216,3 +216,30 @@ def test_a_mixture_with_dense_layers_runs_by_its_class() -> None:
     config.mlp_only_layers = [1]
     with LM(hf_config=config, load_format="dummy", **SIZES) as lm:
         assert not lm.runner.get_model().fuses_ops
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels in Triton's interpreter; tests/gpu has the same on CUDA")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_passes_by_the_triton_kernels_are_those_by_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, chunks, steps and all of them in one pass, with slots that were not zero before."""
+    pytest.importorskip("triton", reason="the kernels' tests need the package triton")
+    from pymllm_interp.kernels import triton_delta
+
+    passes = [
+        (ForwardMode.EXTEND, {0: random_ids(7), 1: random_ids(1, seed=1), 2: random_ids(30, seed=2)}),
+        (ForwardMode.MIXED, {0: [8], 2: [9], 1: random_ids(6, seed=4), 3: random_ids(5, seed=5)}),
+        (ForwardMode.DECODE, {3: [1], 0: [5], 1: [6]}),
+    ]
+    found: list[list[torch.Tensor]] = []
+    for modules in ([], ["layers.delta", "models.native.delta"]):
+        for module in modules:
+            monkeypatch.setattr(f"pymllm_interp.{module}.triton_kernels_for", lambda x: triton_delta)
+        runner = make_runner(registry_config(name), kv_cache_tokens=512, page_size=4, max_running_requests=8)
+        for state in runner.gdn_pool.states:
+            state.fill_(float("nan"))
+        hand = ByHand(runner)
+        found.append([runner.forward(hand.batch(tokens, mode)).next_token_logits for mode, tokens in passes])
+        found[-1] += [state[1:5] for state in runner.gdn_pool.states]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+        assert ours.isfinite().all()
