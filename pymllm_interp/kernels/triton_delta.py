@@ -86,8 +86,9 @@ def conv_step(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, slots:
 @triton.jit(do_not_specialize=["rows"])
 def _conv_rows(
     x, state, weight, firsts, sources, out, rows, X_STRIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """`out` has all rows of the first KEYS channels, then of the next KEYS, then of the other channels."""
     launch_dependents(PDL)
     grid_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -104,8 +105,10 @@ def _conv_rows(
         place = (slot * (TAPS - 1) + (source - first + TAPS - 1)) * CHANNELS + channel
         value += tl.load(state + place, mask=kept, other=0.0).to(tl.float32)
         total += value * tl.load(weight + channel * TAPS + tap, mask=channel < CHANNELS, other=0.0).to(tl.float32)
-    target = out + row.to(tl.int64) * CHANNELS + channel
-    tl.store(target, _silu(total, out.dtype.element_ty), mask=mask)
+    first_channel = tl.where(channel < 2 * KEYS, channel // tl.maximum(KEYS, 1) * KEYS, 2 * KEYS)
+    width = tl.where(channel < 2 * KEYS, KEYS, CHANNELS - 2 * KEYS)
+    target = first_channel.to(tl.int64) * rows + row.to(tl.int64) * width + channel - first_channel
+    tl.store(out + target, _silu(total, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -147,10 +150,12 @@ def conv_prompts(
     continued: torch.Tensor,
     firsts: torch.Tensor,
     sources: torch.Tensor,
-) -> torch.Tensor:
-    """All rows of several requests through the convolution and silu: x [rows, channels] -> the same shape, in fresh memory.
+    keys: int = 0,
+) -> list[torch.Tensor]:
+    """All rows of several requests through the convolution and silu: x [rows, channels] -> three contiguous parts of the channels.
 
     Args:
+        keys: channels of the first part, and of the second one; 0: all channels are in the third.
         state, weight: see `conv_step`.
         starts: [requests + 1] int64, the first row of each request, and the number of rows.
         slots: [requests] int64.
@@ -159,15 +164,17 @@ def conv_prompts(
         sources: [rows] int64, the slot of the row's request; -1 where it has no inputs from before.
     """
     rows, channels = x.shape
-    out = x.new_empty(rows, channels)
+    out = x.new_empty(rows * channels)
     if rows:
         blocks, shape = -(-channels // CONV_BLOCK), (x.stride(0), channels, weight.shape[-1])
         tensors = (x, state, weight, firsts, sources, out)
-        constants = (*shape, CONV_ROWS, CONV_BLOCK)
+        constants = (*shape, keys, CONV_ROWS, CONV_BLOCK)
         _conv_rows_launch((-(-rows // CONV_ROWS), blocks, 1), tensors, (rows,), constants, CONV_WARPS)
         tensors = (x, state, starts, slots, continued)
         _conv_keep_launch((len(slots), blocks, 1), tensors, (), (*shape, CONV_BLOCK), CONV_WARPS)
-    return out
+    widths = [keys, keys, channels - 2 * keys]
+    parts = out.split([rows * width for width in widths])
+    return [part.view(rows, width) for part, width in zip(parts, widths, strict=True)]
 
 
 # -- delta rule ----------------------------------------------------------------------

@@ -13,9 +13,10 @@ reads no slot.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +27,16 @@ from torch import nn
 from ..core.forward_batch import ForwardBatch
 from ..utils.upload import upload
 from .dispatch import triton_kernels_for
+from .gemm import HALF
 
 CHUNK = 64
 """Tokens of a chunk."""
 FLA_VERSIONS = (0, 6), (0, 7)
 """Versions of fla-core from the first up to the second, which is not served."""
+FLA_DIMS = range(16, 257)
+"""Sizes of a head's keys that fla-core takes. It rounds products in float32, so that only half precision runs by it."""
+
+logger = logging.getLogger(__name__)
 
 
 class DeltaWeights(NamedTuple):
@@ -216,11 +222,11 @@ def _prompts(
     rows: PromptRows,
 ) -> torch.Tensor:  # fmt: skip
     """The rows of `rows`, and no others."""
-    mixed = _convolve(x, weights.conv, states, rows)
     g, beta = _gates(b, a, weights)
-    if triton_kernels_for(x) is not None and (rule := fla_rule()) is not None:
-        return _by_fla(rule, mixed, g, beta, sizes, states, rows)
-    q, k, v = _heads(mixed, sizes)
+    by_fla = triton_kernels_for(x) is not None and x.dtype in HALF and sizes.key_dim in FLA_DIMS
+    if by_fla and (rule := fla_rule()) is not None:
+        return _by_fla(rule, _convolve(x, weights.conv, states, rows, sizes.keys), g, beta, sizes, states, rows)
+    q, k, v = _heads(_convolve(x, weights.conv, states, rows)[-1], sizes)
     outs, first = [], 0
     for prompt, (size, has_state) in enumerate(zip(rows.sizes, rows.has_state, strict=True)):
         own, slot = slice(first, first + size), rows.slots[prompt : prompt + 1]
@@ -233,13 +239,19 @@ def _prompts(
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _convolve(x: torch.Tensor, weight: torch.Tensor, states: DeltaStates | None, rows: PromptRows) -> torch.Tensor:
-    """The convolution and silu of all prompts: [rows, channels]. Their last inputs are kept."""
+def _convolve(
+    x: torch.Tensor, weight: torch.Tensor, states: DeltaStates | None, rows: PromptRows, keys: int = 0
+) -> list[torch.Tensor]:
+    """The convolution and silu of all prompts: q, k and v [rows, channels]. Their last inputs are kept.
+
+    Args:
+        keys: channels of q, and of k; 0: v has them.
+    """
     if states is not None and triton_kernels_for(x) is not None:
         from ..kernels import triton_delta
 
         return triton_delta.conv_prompts(
-            x, states.conv, weight, rows.starts, rows.slots, rows.continued, rows.firsts, rows.sources
+            x, states.conv, weight, rows.starts, rows.slots, rows.continued, rows.firsts, rows.sources, keys
         )
     outs, first, before = [], 0, weight.shape[-1] - 1
     for prompt, (size, has_state) in enumerate(zip(rows.sizes, rows.has_state, strict=True)):
@@ -253,7 +265,8 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor, states: DeltaStates | None,
             states.conv.index_copy_(0, slot, window[-before:].unsqueeze(0).to(states.conv.dtype))
         outs.append(F.conv1d(window.t().unsqueeze(0), weight, groups=len(weight))[0].t())
         first += size
-    return F.silu((outs[0] if len(outs) == 1 else torch.cat(outs)).contiguous())
+    mixed = F.silu((outs[0] if len(outs) == 1 else torch.cat(outs)).contiguous())
+    return list(mixed.split([keys, keys, len(weight) - 2 * keys], dim=-1))
 
 
 def chunked_rule(
@@ -304,26 +317,30 @@ def chunked_rule(
 
 @cache
 def fla_rule() -> Any:
-    """fla-core's `chunk_gated_delta_rule`; None where it is not installed, in a version of `FLA_VERSIONS`."""
+    """fla-core's `chunk_gated_delta_rule`; None where no version of `FLA_VERSIONS` can be imported."""
     try:
         found = tuple(int(part) for part in version("fla-core").split(".")[:2])
-    except (PackageNotFoundError, ValueError):
-        return None
-    if not FLA_VERSIONS[0] <= found < FLA_VERSIONS[1]:
-        return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+        if FLA_VERSIONS[0] <= found < FLA_VERSIONS[1]:
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 
-    return chunk_gated_delta_rule
+            return chunk_gated_delta_rule
+        why = f"its version {version('fla-core')} is not supported"
+    except (ImportError, ValueError) as error:  # also of a package that is not installed
+        why = str(error)
+    logger.warning(
+        'prompts are computed one by one: fla-core cannot be used (%s); pip install "pymllm-interp[fla]" installs it',
+        why,
+    )
+    return None
 
 
 def _by_fla(
-    rule: Any, mixed: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, sizes: DeltaSizes, states: DeltaStates | None,
+    rule: Any, mixed: list[torch.Tensor], g: torch.Tensor, beta: torch.Tensor, sizes: DeltaSizes, states: DeltaStates | None,
     rows: PromptRows,
 ) -> torch.Tensor:  # fmt: skip
-    """All prompts at once."""
-    q, k, v = mixed.split([sizes.keys, sizes.keys, sizes.values], dim=-1)
-    q, k = (part.unflatten(-1, (sizes.key_heads, sizes.key_dim)).unsqueeze(0) for part in (q, k))
-    v = v.unflatten(-1, (sizes.heads, sizes.dim)).unsqueeze(0)
+    """All prompts at once. `mixed` are q, k and v behind the convolution."""
+    q, k = (part.unflatten(-1, (sizes.key_heads, sizes.key_dim)).unsqueeze(0) for part in mixed[:2])
+    v = mixed[2].unflatten(-1, (sizes.heads, sizes.dim)).unsqueeze(0)
     before = None
     if states is not None and any(rows.has_state):
         fresh = (rows.continued == 0)[:, None, None, None]
@@ -334,7 +351,7 @@ def _by_fla(
     )  # fmt: skip
     if states is not None:
         states.recurrent.index_copy_(0, rows.slots, memory.to(states.recurrent.dtype))
-    return out[0].to(mixed.dtype)
+    return out[0].to(mixed[2].dtype)
 
 
 # -- norm with a gate --------------------------------------------------------------------

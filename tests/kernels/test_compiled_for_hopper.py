@@ -100,7 +100,7 @@ conv = {"X_STRIDE": 12352, "CHANNELS": 8192, "TAPS": 4, "BLOCK": kernels.CONV_BL
 states = {"x": HALF, "state": HALF, "weight": HALF, "slots": "*i64", "out": HALF}
 compiled(kernels._conv_step, states, conv, kernels.CONV_WARPS, 3)
 rows = {"x": HALF, "state": HALF, "weight": HALF, "firsts": "*i64", "sources": "*i64", "out": HALF}
-compiled(kernels._conv_rows, rows, conv | {"ROWS": kernels.CONV_ROWS}, kernels.CONV_WARPS, 3)
+compiled(kernels._conv_rows, rows, conv | {"KEYS": 2048, "ROWS": kernels.CONV_ROWS}, kernels.CONV_WARPS, 3)
 kept = {"x": HALF, "state": HALF, "starts": "*i64", "slots": "*i64", "continued": "*i32"}
 compiled(kernels._conv_keep, kept, conv, kernels.CONV_WARPS, 3)
 step = {"qkv": HALF, "b": HALF, "a": HALF, "decay": HALF, "bias": HALF, "state": "*fp32", "slots": "*i64", "out": HALF}

@@ -77,7 +77,8 @@ def test_a_step_of_states_in_half_precision_is_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1], [2, 1, 3], [40, 5, 1, 17]])
-def test_the_convolution_of_prompts_is_torchs(lengths: list[int]) -> None:
+@pytest.mark.parametrize("keys", [0, SIZES[1].keys])
+def test_the_convolution_of_prompts_is_torchs(lengths: list[int], keys: int) -> None:
     """Shorter and longer than the convolution; some continue, and the slots of others are NaN."""
     sizes = SIZES[1]
     weight, ours = weights_of(sizes).conv, states_of(sizes)
@@ -90,10 +91,13 @@ def test_the_convolution_of_prompts_is_torchs(lengths: list[int]) -> None:
     expected = DeltaStates(*(state.clone() for state in ours))
     rows = delta._prompt_rows(lengths, has_state, slots)
     with torch.enable_grad():  # plain torch
-        wanted = delta._convolve(x, weight, expected, rows)
-    out = kernels.conv_prompts(x, ours.conv, weight, rows.starts, rows.slots, rows.continued, rows.firsts, rows.sources)
-    torch.testing.assert_close(out, wanted, **CLOSE)
-    assert torch.equal(ours.conv, expected.conv) and out.isfinite().all()
+        wanted = delta._convolve(x, weight, expected, rows, keys)
+    given = rows.starts, rows.slots, rows.continued, rows.firsts, rows.sources
+    out = kernels.conv_prompts(x, ours.conv, weight, *given, keys)
+    for own, other in zip(out, wanted, strict=True):
+        torch.testing.assert_close(own, other, **CLOSE)
+        assert own.is_contiguous() and own.isfinite().all()
+    assert torch.equal(ours.conv, expected.conv)
 
 
 def test_the_norm_with_a_gate_is_torchs() -> None:
