@@ -211,6 +211,28 @@ def test_checkpoints_of_the_multimodal_model_are_read(tmp_path: Path) -> None:
         )
 
 
+def test_a_sweep_runs_by_requests_and_weights_are_not_quantised(pair: tuple[LM, Any]) -> None:
+    lm, model = pair
+    base, source = random_ids(6, seed=1), random_ids(6, seed=2)
+    sweep = lm.patch_sweep(base, source, site="resid_post", metric=(5, 7))
+    assert sweep.how == "requests (the model has recurrent states)"
+    states: list[torch.Tensor] = []
+    layer = model.get_submodule("model.layers.1")
+    handle = layer.register_forward_hook(lambda module, args, output: states.append(output))
+    model(torch.tensor([source]))
+    handle.remove()
+
+    def patch(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.cat((output[:, :2], states[0][:, 2:3], output[:, 3:]), 1)
+
+    handle = layer.register_forward_hook(patch)
+    logits = model(torch.tensor([base])).logits[0, -1]
+    handle.remove()
+    torch.testing.assert_close(sweep.values[1, 2], logits[5] - logits[7], **CLOSE)
+    with pytest.raises(ValueError, match="has experts or states, and is not quantised"):
+        LM(hf_config=lm.runner.get_model().config, load_format="dummy", quantize="fp8", **SIZES)
+
+
 def test_a_mixture_with_dense_layers_runs_by_its_class() -> None:
     config = copy.deepcopy(registry_config("qwen3_next"))
     config.mlp_only_layers = [1]
