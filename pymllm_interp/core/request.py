@@ -125,6 +125,8 @@ class Request:
     arrival: int = 0
     prefix: Any = None
     """What it shares (engine.prefix_sharing.Prefix), since it was first considered."""
+    state_stops: list[int] = field(default_factory=list)
+    """Positions, ascending, at which a chunk of it ends, so that a snapshot of its states is kept there."""
     num_cached_tokens: int = 0
     """Positions with KV in the prefix cache when it was first admitted."""
     not_reused: str = ""

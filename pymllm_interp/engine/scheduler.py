@@ -239,7 +239,7 @@ class Scheduler:
     def _schedule_chunks(self, step: SchedulerOutput, budget: int) -> int:
         """Continue prompts that earlier steps began."""
         for request in sorted((r for r in self.running if r.in_prompt), key=lambda r: r.arrival):
-            tokens = min(request.num_tokens_left, budget)
+            tokens = self.kv.chunk(request, budget)
             if tokens:
                 tokens = self._reserve_ring([(request, tokens)], whole=request.trace is not None)
             if tokens and request.status is RequestStatus.RUNNING and self._ensure_pages(request, tokens, step):
@@ -272,7 +272,7 @@ class Scheduler:
         for request in self.waiting.in_order():
             if budget <= 0 or self._swapped_come_first:
                 return
-            if request.status is not RequestStatus.WAITING:
+            if request.status is not RequestStatus.WAITING or self.kv.comes_after(request, self.running):
                 continue
             unit = request.unit
             whole = request.trace is not None or len(unit) > 1
@@ -288,7 +288,7 @@ class Scheduler:
             for member in unit:
                 self.kv.admit(member)
             room = self._reserve_ring(
-                [(r, r.num_tokens_left if whole else min(r.num_tokens_left, budget)) for r in unit], whole
+                [(r, r.num_tokens_left if whole else self.kv.chunk(r, budget)) for r in unit], whole
             )
             for member in unit:
                 if not room:

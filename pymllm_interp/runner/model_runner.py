@@ -282,7 +282,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
         return not self.get_model().fuses_ops or any(stage.wants_plain_graphs for stage in self.stages)
 
     def _prefill_sizes(self) -> list[int]:
-        if not self.get_model().fuses_ops:
+        if not self.get_model().fuses_ops or self.get_model().state_layouts:
             return []
         limit = min(self.server_config.prefill_graph_tokens, self.max_num_tokens)
         return capture_token_counts(limit) if limit else []
