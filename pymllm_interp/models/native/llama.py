@@ -230,3 +230,25 @@ class LlamaForCausalLM(DecoderForCausalLM):
         outputs = self.model(input_ids=input_ids, position_ids=position_ids, forward_batch=forward_batch)
         logits = self.lm_head(logit_rows(outputs.last_hidden_state, forward_batch))
         return causal_output(logits, outputs)
+
+
+class MistralAttention(LlamaAttention):
+    """Llama's attention without biases."""
+
+    @staticmethod
+    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
+        return False, False
+
+
+class MistralDecoderLayer(LlamaDecoderLayer):
+    attention_cls = MistralAttention
+
+
+class MistralModel(LlamaModel):
+    layer_cls = MistralDecoderLayer
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """Llama without biases. Its sliding window comes from the model's spec."""
+
+    decoder_cls = MistralModel
