@@ -87,6 +87,9 @@ class ServerConfig:
     """The KV pool's dtype; "auto" is the model's. "fp8" is E4M3, with a checkpoint's scales, else 1; torch's attention only."""
     state_dtype: str = "float32"
     """The dtype of recurrent states between steps, in models that have them: "float32", or "bfloat16" for half of the memory."""
+    state_cache_bytes: int = 1 << 30
+    """Memory for snapshots of recurrent states, behind which later prompts start (docs/models.md). An eighth of the memory for KV
+    and states is the most. 0: prefixes are not reused in models with such states."""
     page_size: int = 16
     """Slots of one KV page."""
     enable_prefix_caching: bool = True
@@ -162,8 +165,9 @@ class ServerConfig:
         )
         _positive(self, "max_loras", "max_lora_rank")
         _positive(self, "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes")
-        if self.prefill_graph_tokens != 0:
-            _positive(self, "prefill_graph_tokens")
+        for name in ("prefill_graph_tokens", "state_cache_bytes"):
+            if getattr(self, name) != 0:
+                _positive(self, name)
         for kind in self.inner_sites:
             if kind not in INNER_SITES:
                 raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")

@@ -24,6 +24,7 @@ from .. import LM
 from ..core.output import RequestOutput
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
+from ..core.structured.structured_outputs import StructuredOutputs
 from ..engine.grammars.grammar_constraint import GrammarConstraint
 from ..runner.interp_model_runner import InterpModelRunner
 from ..sampling.token_constraint import empty_bitmask
@@ -56,6 +57,7 @@ class Synthetic:
         chance: that a draft is right, where the draft before it is.
         inner: proposes first; None: nothing else does.
         keeps_inner: what `inner` proposes is proposed.
+        texts: by prompt, the tokens that are right in place of one that is repeated.
         seconds: of the calls of `inner`.
     """
 
@@ -64,6 +66,7 @@ class Synthetic:
     def __init__(self) -> None:
         self.chance, self.keeps_inner = 1.0, False
         self.inner: Propose | None = None
+        self.texts: dict[tuple[int, ...], list[int]] = {}
         self.seconds: list[float] = []
         self._rng = random.Random(0)
 
@@ -78,6 +81,8 @@ class Synthetic:
         return [self._drafts(request, k) for request in requests]
 
     def _drafts(self, request: Request, k: int) -> list[int]:
+        if text := self.texts.get(tuple(request.prompt_token_ids)):
+            return text[request.accepted_len : request.accepted_len + k]
         (token,) = request.params.logit_bias or {0: 0.0}
         right = next((i for i in range(k) if self._rng.random() >= self.chance), k)
         return [token] * right + [token + 1] * (k - right)
@@ -110,6 +115,10 @@ def speculative_suite(model: Model) -> Iterator[dict[str, Any]]:
             for row in _rows(lm, model, f"synthetic, {name}"):
                 found["rows"].append(row)
                 yield found
+        synthetic.inner = None
+        found["other_tokens"] = other_tokens(lm, model, synthetic)
+        found["schema_ratio"] = schema_ratio(lm, model)
+        yield found
         synthetic.inner, synthetic.keeps_inner = NgramDrafter(5, 5).propose, True
         for row in _rows(lm, model, "n-gram, nothing to draft", repeats_token=False):
             found["rows"].append(row)
@@ -184,6 +193,65 @@ def measure(lm: LM, model: Model, batch: int, repeats_token: bool) -> dict[str, 
         "lowest": ratios[0],
         "highest": ratios[-1],
         "tokens_a_pass": (passes + accepted) / passes if passes else 1.0,
+    }
+
+
+def other_tokens(lm: LM, model: Model, synthetic: Synthetic) -> dict[str, Any]:
+    """How many greedy texts are the same with drafts, and in batches, as one by one. For others, where they part.
+
+    A pass of another shape adds numbers in another order. Texts part where two tokens are about as likely.
+    """
+    prompts, tokens = random_prompts(lm, 8, model.settings.prompt_tokens), model.settings.new_tokens
+
+    def texts(batch: int, speculate: bool) -> list[list[int]]:
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, speculate=None if speculate else False
+        )
+        parts = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+        return [out.token_ids for part in parts for out in lm.generate(part, params)]
+
+    wanted = texts(1, False)
+    synthetic.texts = {tuple(prompt): text for prompt, text in zip(prompts, wanted, strict=True)}
+    found: dict[str, Any] = {"texts": len(prompts), "tokens": tokens, "dtype": str(lm.dtype)[6:]}
+    for name, others in (("again", texts(1, False)), ("batch 4", texts(4, False)), ("with drafts", texts(1, True))):
+        parted = [
+            next((i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+            for one, other in zip(wanted, others, strict=True)
+        ]
+        found[name] = {"same": parted.count(None), "first_other": [i for i in parted if i is not None]}
+    synthetic.texts = {}
+    return found
+
+
+def schema_ratio(lm: LM, model: Model) -> dict[str, float] | None:
+    """Decode steps with a JSON schema in each row, by plain ones. None without xgrammar, a tokenizer or end tokens."""
+    if find_spec("xgrammar") is None or lm.tokenizer is None or not lm.backend.defaults.eos_token_ids:
+        return None
+    prompts, tokens = (
+        random_prompts(lm, max(model.settings.batches), model.settings.prompt_tokens),
+        model.settings.new_tokens,
+    )
+
+    def seconds(schema: bool, count: int) -> float:
+        form = StructuredOutputs(json=SCHEMA) if schema else None
+        params = SamplingParams(
+            temperature=1.0, seed=1, max_tokens=count, speculate=False, ignore_eos=True, structured_outputs=form
+        )
+        started = time.perf_counter()
+        lm.generate(prompts, params)
+        return time.perf_counter() - started
+
+    short = min(8, tokens - 1)
+
+    def step_ms(schema: bool) -> float:
+        return (seconds(schema, tokens) - seconds(schema, short)) / (tokens - short) * 1e3
+
+    pairs = [(step_ms(False), step_ms(True)) for _ in range(model.settings.repeats + 1)][1:]
+    return {
+        "batch": len(prompts),
+        "plain_ms": statistics.median(plain for plain, _ in pairs),
+        "ms": statistics.median(held for _, held in pairs),
+        "ratio": statistics.median(held / plain for plain, held in pairs),
     }
 
 
@@ -265,6 +333,17 @@ def speculative_lines(record: dict[str, Any], aims: dict[str, Any], conditions: 
         if mask is None
         else f"; a mask of a JSON schema {mask['median']:.0f} us, the longest {mask['longest']:.0f} us"
     )
+    if (held := record.get("schema_ratio")) is not None:
+        lines += [
+            "",
+            f"A step of {held['batch']} rows with a JSON schema each: {held['ms']:.2f} ms, x {held['ratio']:.3f} of plain.",
+        ]
+    if (other := record.get("other_tokens")) is not None:
+        told = ", ".join(f"{name} {other[name]['same']}" for name in ("again", "batch 4", "with drafts"))
+        lines += [
+            "",
+            f"Texts of {other['tokens']} tokens in {other['dtype']} that are the same, of {other['texts']}: {told}.",
+        ]
     return [*lines, "", f"n-grams of a request with {NGRAM_TOKENS:,} tokens: {record['ngram_us']:.0f} us{text}."]
 
 

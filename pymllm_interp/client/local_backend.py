@@ -29,6 +29,9 @@ from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .request_factory import RequestFactory
 
+MADE_TOGETHER = 128
+"""Requests of lowered traces that are submitted together. A trace of many invokes has several such parts."""
+
 
 class LocalBackend(FactoryBackend):
     """A `Backend` with its engine, runner and weights in this process.
@@ -117,22 +120,16 @@ class LocalBackend(FactoryBackend):
                 "a trace cannot be opened inside the block of another, of this LM or of another: use a session, or invokes"
             )
         self.engine.check_open()
-        requests = self._requests_of(mode, traces, inputs)
-        handles = [RequestHandle(None, [request], None, self.engine) for request in requests]
-        if self._sent is not None:
-            self._sent(requests)
-        self.send([(handle.requests, handle) for handle in handles])
+        submitted = _Submitted()
         for trace in traces:
-            trace.cancel = lambda: [handle.cancel() for handle in handles]
+            trace.cancel = submitted.cancel
         try:
-            for handle in handles:
-                handle.wait()
+            self._submit_traces(mode, traces, inputs, submitted)
+            submitted.wait()
         except BaseException:
-            for handle in handles:
-                handle.cancel()
-            for handle in handles:
-                handle.wait()
+            submitted.end()
             raise
+        requests = submitted.requests
         saves = {key: names for request in requests for key, names in request.saves.items()}
         for trace in traces:
             trace.saves.collected = saves.get(trace.key, {})
@@ -148,24 +145,40 @@ class LocalBackend(FactoryBackend):
             # Why it ended comes before what its block, which still waited, made of that.
             trace.error = _ended_early(request) or request.error or trace.error
 
-    def _requests_of(
-        self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]
-    ) -> list[Request]:
-        """The requests of the traces, with captures and ops in the place of blocks that can run afterwards."""
+    def _submit_traces(
+        self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None], submitted: _Submitted
+    ) -> None:
+        """Submit the requests of the traces, with captures and ops in the place of blocks that can run afterwards.
+
+        Requests of such blocks need not wait for each other: the first ones run while the others are made.
+        """
         self.lowered.lower(mode, traces, inputs)
-        try:
-            return self.factory.for_traces(mode, traces, inputs)
-        except Exception as error:
-            if all(trace.plan is None for trace in traces):
-                raise
-            self.lowered.unlower(traces, error)
-            requests = self.factory.for_traces(mode, traces, inputs)  # raises what is wrong in any case
-            if self.lowered.mode == "require":
-                self.factory.release(requests)
-                raise LoweringError(
-                    f"lower_traces='require', but what this block reads cannot be captured: {error}"
-                ) from error
-            return requests
+        size = MADE_TOGETHER if all(trace.plan is not None for trace in traces) else len(traces)
+        for first in range(0, len(traces), size):
+            part = slice(first, first + size)
+            try:
+                requests = self.factory.for_traces(mode, traces[part], inputs[part], first, len(traces))
+            except Exception as error:
+                if traces[0].plan is None:
+                    raise
+                submitted.end()
+                self.lowered.unlower(traces, error)
+                requests = self.factory.for_traces(mode, traces, inputs)  # raises what is wrong in any case
+                if self.lowered.mode == "require":
+                    self.factory.release(requests)
+                    raise LoweringError(
+                        f"lower_traces='require', but what this block reads cannot be captured: {error}"
+                    ) from error
+                submitted.add(self._submit(requests))
+                return
+            submitted.add(self._submit(requests))
+
+    def _submit(self, requests: list[Request]) -> list[RequestHandle]:
+        handles = [RequestHandle(None, [request], None, self.engine) for request in requests]
+        if self._sent is not None:
+            self._sent(requests)
+        self.send([(handle.requests, handle) for handle in handles])
+        return handles
 
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         blocks = model.edits_of(kwargs.pop("edits", None))
@@ -192,6 +205,39 @@ class LocalBackend(FactoryBackend):
         found, config = super().describe(), self.runner.server_config
         lora = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank}
         return found | {"adapters": self.adapters, "limits": found["limits"] | lora}
+
+
+class _Submitted:
+    """The requests of a trace that are submitted so far. Another thread may cancel them."""
+
+    def __init__(self) -> None:
+        self._handles: list[RequestHandle] = []
+        self._cancelled = False
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for handle in self._handles for request in handle.requests]
+
+    def add(self, handles: list[RequestHandle]) -> None:
+        self._handles += handles
+        if self._cancelled:
+            self.cancel()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        for handle in list(self._handles):
+            handle.cancel()
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+    def end(self) -> None:
+        """Cancel and forget them, when they have ended."""
+        for handle in self._handles:
+            handle.cancel()
+        self.wait()
+        self._handles = []
 
 
 def _ended(trace: RequestTrace, request: Request) -> Ended:

@@ -320,13 +320,14 @@ class RequestFactory:
     # -- traces ---------------------------------------------------------------------------------
 
     def for_traces(
-        self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]
-    ) -> list[Request]:
+        self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None], first: int = 0, count: int = 0,
+    ) -> list[Request]:  # fmt: skip
         """The requests of a ``with`` block: one for each prompt of its traces.
 
         Args:
             mode: "trace" (one forward pass), "generate" or "pipe".
             inputs: ``(args, kwargs)`` of each trace's prompts; None for a trace that sees the prompts of all others.
+            first, count: these are the traces from `first` on, of so many. By default they are all.
 
         Raises:
             PromptError, TypeError, ValueError: an invoke that cannot be served.
@@ -336,10 +337,10 @@ class RequestFactory:
         weights: dict[str | None, str] = {}
         grad = any(trace.grad for trace in traces) if traces[0].gang else False
         text = GeneratedText(self.tokenizer) if mode == "pipe" else None
-        for i, (trace, given) in enumerate(zip(traces, inputs, strict=True)):
+        for i, (trace, given) in enumerate(zip(traces, inputs, strict=True), first):
             trace.grad, trace.pad_token_id = trace.grad or grad, self.pad_token_id
             if given is not None:
-                what = f"invoke {i}" if len(traces) > 1 else "the prompt"
+                what = f"invoke {i}" if max(count, len(traces)) > 1 else "the prompt"
                 own = self._of_trace(mode, trace, given, what, sampling, weights)
                 trace.request_ids = tuple(request.request_id for request in own)
                 made += own

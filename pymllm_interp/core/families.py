@@ -280,6 +280,8 @@ FAMILIES = {
         Family(name="gemma", sliding_window=False),
         Family(name="gemma2", **_SANDWICH),
         Family(name="gemma3_text", **_SANDWICH),
+        Family(name="qwen3_5_text", mixers=("linear_attn", "self_attn"), missing=_MIXED),
+        Family(name="qwen3_next", mixers=("linear_attn", "self_attn"), router="gate", missing=_MIXED | _EXPERTS),
     )
 }  # fmt: skip
 """Families with native implementations, by the config's `model_type`. GPT-2's stream begins behind the positions' embedding."""
@@ -325,10 +327,7 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
             attention_norm="norm_1", attention="attn", o_proj="out_proj", mlp_norm="norm_2", mlp="ffn",
             mlp_out="ffn.down_proj", qkv="Wqkv",
         ),
-        *(
-            Family(name=name, mixers=("linear_attn", "self_attn"), missing=_MIXED)
-            for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-        ),
+        Family(name="qwen3_5_moe_text", mixers=("linear_attn", "self_attn"), missing=_MIXED),
         *(
             Family(
                 name=name, final_norm="model.final_layernorm", mixers=("mamba", "self_attn"), mlp_norm="pre_ff_layernorm",

@@ -206,6 +206,10 @@ class PagedKV(Protocol):
 class LayerStatePool(Protocol):
     """The convolution and recurrent states of layers, by slot (`mem_cache.state_pool.StatePool`)."""
 
+    def memory(self, index: int) -> torch.Tensor:
+        """A state of all slots, [slots, *shape]: the pool's own memory."""
+        ...
+
     def read(self, index: int, slots: torch.Tensor) -> torch.Tensor:
         """A copy of a state of `slots` [batch]: [batch, *shape]."""
         ...
@@ -292,6 +296,7 @@ class ForwardBatch:
     segments:        GraphSegments | None = None  # runs graph segments; None: kernel by kernel
     rotations:       dict[int, CachedRotation] = field(default_factory=dict, init=False, repr=False)  # by the id of the cosines
     attn_metadata:   object = field(default=None, repr=False)  # the backend's plan
+    state_rows:      object = field(default=None, init=False, repr=False)  # how rows read states (layers/delta.py)
     # fmt: on
 
     def __post_init__(self) -> None:

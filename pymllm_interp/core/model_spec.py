@@ -186,6 +186,10 @@ class ModelSpec:
                 f"no table of sites for {text.model_type!r} models; there is one for {', '.join(FAMILIES)}"
             )
         family, heads = FAMILIES[text.model_type], text.num_attention_heads
+        if family.mixers:
+            linear, attention = family.mixers
+            mixers = [linear if kind == "linear_attention" else attention for kind in text.layer_types]
+            family = replace(family, mixers=tuple(mixers))
         rope = getattr(text, "rope_parameters", None) or {}
         ropes = (
             [rope] if "rope_type" in rope else [r for r in rope.values() if r]
@@ -207,8 +211,15 @@ class ModelSpec:
             rope_depends_on_length=any(r.get("rope_type") in LENGTH_DEPENDENT_ROPE for r in ropes),
             dtype=dtype,
             num_experts_per_tok=getattr(text, "num_experts_per_tok", None) or 0,
+            cuts_edges=not family.mixers,
+            has_states=bool(family.mixers),
             num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
         )
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer of the KV pool that an attention layer of a native family has."""
+        mixers = self.family.mixers
+        return mixers[:layer].count(self.family.attention) if mixers else layer
 
     def shape(self, kind: str) -> tuple[int, ...]:
         """Shape of one position's state: (heads, head_dim) for `q`, `k`, `v` and `z`, (width,) for other kinds.

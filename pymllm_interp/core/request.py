@@ -125,6 +125,8 @@ class Request:
     arrival: int = 0
     prefix: Any = None
     """What it shares (engine.prefix_sharing.Prefix), since it was first considered."""
+    state_stops: list[int] = field(default_factory=list)
+    """Positions, ascending, at which a chunk of it ends, so that a snapshot of its states is kept there."""
     num_cached_tokens: int = 0
     """Positions with KV in the prefix cache when it was first admitted."""
     not_reused: str = ""
@@ -248,10 +250,8 @@ class Request:
         """Whether the next step cannot be prepared before the host has read this step's token.
 
         Penalties count the token, and bad words of several tokens are compared with it. The requests of a gang are scheduled
-        together while they have not finished. Drafts follow the token.
+        together while they have not finished.
         """
-        if self.drafts is not None and self.drafts.due(self.num_generated):
-            return True
         return self.params.penalised or bool(self.gang) or any(len(word) > 1 for word in self.bad_words)
 
     def scheduled(self, num_tokens: int) -> ScheduledRequest:

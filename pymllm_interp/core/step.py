@@ -161,6 +161,8 @@ class SchedulerOutput:
     """Tokens appended since the last step."""
     drafts: dict[str, list[int]] = field(default_factory=dict)
     """Request id -> draft tokens, the inputs of its part's rows after the first. Its hooks count when they are `settled`."""
+    by_row: bool = False
+    """Whether a step with short parts may run as a decode pass, each token a row of its own. Logits are wanted of all rows."""
     settled: dict[str, int] = field(default_factory=dict)
     """Request id -> positions that stay of those that it computed with drafts, since the last step."""
     finished_req_ids: set[str] = field(default_factory=set)

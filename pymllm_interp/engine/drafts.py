@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.request import Request
 from ..core.step import ScheduledRequest, SchedulerOutput
+from ..hooks.captures.egress.admission import RingAdmission
 from ..runner.interp_model_runner import InterpModelRunner
 from ..speculative.drafter import Drafter, DrafterError, SpeculativeConfig
 from ..speculative.request_drafts import RequestDrafts
@@ -73,8 +74,17 @@ class Drafts:
 
     # -- a step ------------------------------------------------------------------------
 
-    def extend(self, step: SchedulerOutput, requests: Mapping[str, Request], kv: KVManager, num_rows: int) -> None:
-        """Give decoding requests of a step rows for drafts. They take rows and pages that are left: nothing is preempted for them.
+    def extend(
+        self,
+        step: SchedulerOutput,
+        requests: Mapping[str, Request],
+        kv: KVManager,
+        ring: RingAdmission | None,
+        num_rows: int,
+    ) -> None:
+        """Give decoding requests of a step rows for drafts.
+
+        They take rows, pages and room in the ring that are left: nothing is preempted for them, and nobody waits.
 
         Args:
             requests: the live ones, by id.
@@ -85,6 +95,8 @@ class Drafts:
         places = {entry.request_id: i for i, entry in enumerate(step.scheduled) if entry.decodes}
         for request, drafts in self._propose([requests[request_id] for request_id in places]):
             drafts = drafts[:num_rows]
+            if ring is not None and not ring.take_drafts(request, len(drafts)):
+                continue
             if not kv.grow(request, request.kv_len + 1 + len(drafts)):
                 drafts = drafts[: len(request.pages) * kv.page_size - request.kv_len - 1]
             if not drafts:
@@ -93,6 +105,21 @@ class Drafts:
             step.drafts[request.request_id] = drafts
             i, count = places[request.request_id], 1 + len(drafts)
             step.scheduled[i] = step.scheduled[i]._replace(num_tokens=count, decodes=False, logit_rows=count)
+        step.by_row = all(entry.decodes or entry.request_id in step.drafts for entry in step.scheduled)
+
+    def may_follow(self, requests: Sequence[Request]) -> bool:
+        """Whether the drafter may propose something behind the next token of one of these, which the host has not read."""
+        foresees = getattr(self._drafter, "foresees", None)
+        for request in requests:
+            if request.drafts is None or not request.drafts.due(request.num_generated):
+                continue
+            try:
+                if foresees is None or foresees(request):
+                    return True
+            except BaseException:  # `propose` is asked, and answers for it
+                return True
+            self._counts["pauses"] += request.drafts.miss(request.num_generated)
+        return False
 
     def _propose(self, requests: Sequence[Request]) -> list[tuple[Request, list[int]]]:
         """The requests with drafts, and their drafts: no more than can become tokens."""

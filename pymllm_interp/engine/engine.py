@@ -275,8 +275,8 @@ class Engine(RequestEnds):
         kv = KVManager.of(runner)
         ring = runner.capture_ring
         admission = None if ring is None else ring.admission
-        drafts, times = Drafts.of(runner), self._pacing.times
-        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, times, drafts)
+        self._drafts, times = Drafts.of(runner), self._pacing.times
+        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, times, self._drafts)
         if ring is not None:
             ring.notify_when_freed(self._wake_up)
 
@@ -360,7 +360,7 @@ class Engine(RequestEnds):
         before, self._in_flight = self._in_flight, launched
         if before is not None:
             self._collect(*before)
-        if launched is not None and (not self._async or needs_tokens(self.scheduler.requests, step)):
+        if launched is not None and (not self._async or needs_tokens(self.scheduler.requests, step, self._drafts)):
             self._in_flight = None
             self._collect(*launched)
         elif launched is not None:

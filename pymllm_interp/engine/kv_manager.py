@@ -51,6 +51,7 @@ class KVManager:
         self.sharing = sharing or PrefixSharing(RadixCache(self.page_size), None)
         self._tree = self.sharing.tree
         self._changed: dict[str, Request] = {}
+        self._snapshots = None if states is None or not states.snapshots.size else states.snapshots
         self._unwritten: set[int] = set()  # pages that entered the tree since the last launch
         self._weights_are_known = False
 
@@ -94,7 +95,7 @@ class KVManager:
         if missing <= 0:
             return True
         if (short := missing - self.allocator.available_pages()) > 0:
-            self.allocator.free_pages(self._tree.evict(short))
+            self._free(self._tree.evict(short))
         pages = self.allocator.alloc_pages(missing)
         if pages is None:
             return False
@@ -105,7 +106,7 @@ class KVManager:
     def trim(self, request: Request, num_tokens: int) -> None:
         """Take back the request's own pages behind its first `num_tokens` positions: drafts had them that were not accepted."""
         kept = max(self.pages_for(num_tokens), request.num_shared_pages)
-        self.allocator.free_pages(request.pages[kept:])
+        self._free(request.pages[kept:])
         del request.pages[kept:]
         request.num_pages_sent = min(request.num_pages_sent, kept)
 
@@ -119,6 +120,10 @@ class KVManager:
             request.prefix.node = self._tree.hold(match)
             request.pages, request.num_shared_pages = list(match.pages), len(match.pages)
             request.kv_len = len(match.pages) * self.page_size
+            if self._snapshots is not None:
+                if match.pages:
+                    self._snapshots.restore(match.pages[-1], row)
+                self._plan_snapshots(request)
         grown = self.grow(request, request.num_tokens)
         assert grown, "fits() counted the pages"
         self.resend(request)
@@ -127,7 +132,15 @@ class KVManager:
         if request.status is RequestStatus.SWAPPED:
             return None
         self._check_weights()
-        return self.sharing.match(request)
+        match = self.sharing.match(request)
+        if match is None or self._snapshots is None:
+            return match
+        known, prefix = self._snapshots.longest(match.pages), request.prefix
+        prefix.num_known = len(match.pages)
+        if known == prefix.num_known:
+            return match
+        prefix.reason = prefix.reason or "no states were kept there"
+        return self._tree.match(prefix.key, known)
 
     def withdraw(self, request: Request) -> None:
         """Undo `admit`."""
@@ -149,7 +162,8 @@ class KVManager:
                 own = own[known - first :] + self._tree.insert(prefix.node, prefix.key, first, own[: known - first])
             own += self._tree.release(prefix.node)
             prefix.node = None
-        self.allocator.free_pages(own)
+        self._free(own)
+        request.state_stops.clear()
         request.pages, request.num_shared_pages, request.num_pages_sent = [], 0, 0
         self._changed.pop(request.request_id, None)
         if request.req_pool_idx is not None:
@@ -189,12 +203,70 @@ class KVManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV of requests that have ended. Those that run keep theirs."""
-        self.allocator.free_pages(self._tree.reset())
+        if self._snapshots is not None:
+            self._snapshots.clear()
+        self._free(self._tree.reset())
 
     def discard_unwritten(self) -> None:
         """The last scheduled step failed: what it was to write leaves the prefix cache. No request may hold it."""
-        self.allocator.free_pages(self._tree.discard(self._unwritten))
+        self._free(self._tree.discard(self._unwritten))
         self._unwritten.clear()
+
+    # -- snapshots of recurrent states -----------------------------------------------------
+
+    def chunk(self, request: Request, budget: int) -> int:
+        """Tokens of the request's next chunk. Chunks end where snapshots are due, and a snapshot that is due now is kept.
+
+        Args:
+            budget: the chunk's tokens at most.
+        """
+        tokens, stops = min(request.num_tokens_left, budget), request.state_stops
+        while stops and stops[0] <= request.kv_len:
+            if stops.pop(0) == request.kv_len:
+                self._keep_snapshot(request)
+        return min(tokens, stops[0] - request.kv_len) if stops else tokens
+
+    def _plan_snapshots(self, request: Request) -> None:
+        """Plan snapshots of an admitted request: where it leaves known pages, and at its prompt's last page."""
+        if len(request.unit) > 1:  # its prompt runs in one pass
+            return
+        pages = {request.prefix.num_known, (request.prompt_len - 1) // self.page_size}
+        request.state_stops = sorted(n * self.page_size for n in pages if n * self.page_size > request.kv_len)
+
+    def _keep_snapshot(self, request: Request) -> None:
+        """Keep the states of all positions so far, with the page that ends there."""
+        assert self._snapshots is not None and request.req_pool_idx is not None
+        if self._may_insert(request):
+            self._adopt(request, request.kv_len // self.page_size)
+            self._snapshots.keep(request.pages[request.kv_len // self.page_size - 1], request.req_pool_idx)
+
+    def _adopt(self, request: Request, num_pages: int) -> None:
+        """Have the prefix cache own the request's first pages. Where the cache has equal pages, the request gives up its own.
+
+        `share` stops at pages that the cache has. A request that computes them again, for its states, has pages of its own.
+        """
+        first, prefix = request.num_shared_pages, request.prefix
+        if first >= num_pages:
+            return
+        own = self._tree.insert(prefix.node, prefix.key, first, request.pages[first:num_pages])
+        match = self._tree.match(prefix.key, num_pages)
+        node = self._tree.hold(match)
+        own += self._tree.release(prefix.node)
+        prefix.node, request.num_shared_pages = node, num_pages
+        request.pages[:num_pages] = match.pages
+        self._free(own)
+        self.resend(request)
+
+    def comes_after(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether a snapshot of the same prompt is about to be kept, which another of its samples will start from."""
+        if self._snapshots is None or not request.sample_index:
+            return False
+        return any(other.state_stops and other.prompt_token_ids is request.prompt_token_ids for other in running)
+
+    def _free(self, pages: list[int]) -> None:
+        if self._snapshots is not None:
+            self._snapshots.drop(pages)
+        self.allocator.free_pages(pages)
 
     # -- what the runner is told -----------------------------------------------------------
 
@@ -278,6 +350,6 @@ def _why_no_prefixes(runner: InterpModelRunner) -> str:
     """Why requests share no prefixes; "" where they do."""
     if not runner.server_config.enable_prefix_caching:
         return "enable_prefix_caching=False"
-    if runner.gdn_pool is not None:
-        return "a recurrent state holds the whole sequence: it cannot be cut at a page"
+    if runner.gdn_pool is not None and not runner.gdn_pool.snapshots.size:
+        return "state_cache_bytes holds no snapshot of the recurrent states, which cannot be cut at a page"
     return "a position's rotation depends on its sequence's length" if runner.model_spec.rope_depends_on_length else ""

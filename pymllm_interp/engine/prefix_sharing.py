@@ -35,12 +35,14 @@ class Prefix:
         kind: of its namespaces.
         node: what it holds of the tree, while it has pages.
         reason: why the last `match` went no further; "" where the tree had no more.
+        num_known: pages that the tree had then, in models with recurrent states.
     """
 
     key: RadixKey | None
     kind: str
     node: Node | None = None
     reason: str = ""
+    num_known: int = 0
 
 
 class PrefixSharing:

@@ -55,8 +55,7 @@ class Scheduler:
         times: StepTimes | None = None,
         drafts: Drafts | None = None,
     ) -> None:
-        self.config = config
-        self.max_num_tokens = max_num_tokens
+        self.config, self.max_num_tokens = config, max_num_tokens
         self.max_running = min(kv.rows.size, max_num_tokens)
         self.kv = kv
         self.ring_admission, self._times, self._drafts = ring_admission, times, drafts
@@ -181,7 +180,8 @@ class Scheduler:
         if self._exclusive.requests and not step.scheduled:
             self._schedule_exclusive(step, others=False)
         elif self._drafts is not None:
-            self._drafts.extend(step, self.requests, self.kv, self.max_num_tokens - step.total_num_scheduled_tokens)
+            num_rows = self.max_num_tokens - step.total_num_scheduled_tokens
+            self._drafts.extend(step, self.requests, self.kv, self.ring_admission, num_rows)
         step.scheduled.sort(key=attrgetter("decodes"), reverse=True)  # stable: decode first
         return step
 
@@ -239,7 +239,7 @@ class Scheduler:
     def _schedule_chunks(self, step: SchedulerOutput, budget: int) -> int:
         """Continue prompts that earlier steps began."""
         for request in sorted((r for r in self.running if r.in_prompt), key=lambda r: r.arrival):
-            tokens = min(request.num_tokens_left, budget)
+            tokens = self.kv.chunk(request, budget)
             if tokens:
                 tokens = self._reserve_ring([(request, tokens)], whole=request.trace is not None)
             if tokens and request.status is RequestStatus.RUNNING and self._ensure_pages(request, tokens, step):
@@ -272,7 +272,7 @@ class Scheduler:
         for request in self.waiting.in_order():
             if budget <= 0 or self._swapped_come_first:
                 return
-            if request.status is not RequestStatus.WAITING:
+            if request.status is not RequestStatus.WAITING or self.kv.comes_after(request, self.running):
                 continue
             unit = request.unit
             whole = request.trace is not None or len(unit) > 1
@@ -288,7 +288,7 @@ class Scheduler:
             for member in unit:
                 self.kv.admit(member)
             room = self._reserve_ring(
-                [(r, r.num_tokens_left if whole else min(r.num_tokens_left, budget)) for r in unit], whole
+                [(r, r.num_tokens_left if whole else self.kv.chunk(r, budget)) for r in unit], whole
             )
             for member in unit:
                 if not room:

@@ -13,6 +13,7 @@ from ..core.output import Logprob
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SampledLogprobs, SchedulerOutput
 from ..runner.interp_model_runner import InterpModelRunner
+from .drafts import Drafts
 
 
 class Progress(NamedTuple):
@@ -32,14 +33,17 @@ def logprobs_by_token(sampled: SampledLogprobs) -> dict[int, Logprob]:
     return {token: Logprob(logprob, rank) for token, logprob, rank in entries}
 
 
-def needs_tokens(requests: Mapping[str, Request], step: SchedulerOutput) -> bool:
+def needs_tokens(requests: Mapping[str, Request], step: SchedulerOutput, drafts: Drafts | None) -> bool:
     """Whether the next step cannot be prepared before this step's tokens have been read.
 
     Args:
         requests: the live ones, by id.
+        drafts: of the engine.
     """
-    found = [requests.get(entry.request_id) for entry in step.scheduled]
-    return bool(step.drafts) or any(request is not None and request.needs_tokens for request in found)
+    if step.drafts:
+        return True
+    live = [request for entry in step.scheduled if (request := requests.get(entry.request_id)) is not None]
+    return any(request.needs_tokens for request in live) or (drafts is not None and drafts.may_follow(live))
 
 
 def count_step(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:

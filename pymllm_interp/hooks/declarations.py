@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..core.model_spec import ModelSpec
 from ..core.request import Request
@@ -15,6 +18,53 @@ from .declared import Declared, DeclaredLimits
 from .interventions.knockout import Intervention
 from .interventions.vector_pool import VectorPool
 
+KEPT = 64
+"""Bound hooks that are kept."""
+
+
+class BoundHooks:
+    """Binds hooks, as `Declared.bound` does. Equal hooks of prompts of one length are bound once. Thread-safe.
+
+    Args:
+        model, limits, readout: as there.
+        only_captures: keep captures of states only. Else vectors, and what was read of weights, outlive their requests.
+    """
+
+    def __init__(
+        self, model: ModelSpec, limits: DeclaredLimits, readout: Readout | None, only_captures: bool = False
+    ) -> None:
+        self._model, self._limits, self._readout, self._only_captures = model, limits, readout, only_captures
+        # With the specs, so that their ids stay theirs.
+        self._known: OrderedDict[Any, tuple[Any, Declared]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def bound(self, hooks: RequestHooks, prompt_len: int) -> Declared:
+        """The hooks of one request, bound.
+
+        Raises:
+            ValueError: see `Declared.bound`.
+        """
+        specs = *hooks.interventions, None, *hooks.captures
+        # By identity: specs do not change.
+        key = *map(id, specs), prompt_len, hooks.max_tokens, hooks.logits_from
+        with self._lock:
+            if (found := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return found[1].fresh()
+        found = Declared.bound(hooks, prompt_len, self._model, self._limits, self._readout)
+        if found.patterns is not None or (self._only_captures and not found.only_captures):
+            return found
+        with self._lock:
+            self._known[key] = specs, found
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return found.fresh()
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._known.clear()
+
 
 class Declarations:
     """Checks what requests declare, and reserves what it takes. Called on any thread; the worker learns of it by steps.
@@ -23,6 +73,7 @@ class Declarations:
         limits: of the engine.
         model: what specs are checked against.
         readout: of the model, for reductions.
+        only_captures: see `BoundHooks`.
         ring: that captured states leave the device through; None where they do not.
 
     Attributes:
@@ -30,9 +81,15 @@ class Declarations:
     """
 
     def __init__(
-        self, limits: DeclaredLimits, model: ModelSpec, readout: Readout | None = None, ring: CaptureRing | None = None
+        self,
+        limits: DeclaredLimits,
+        model: ModelSpec,
+        readout: Readout | None = None,
+        ring: CaptureRing | None = None,
+        only_captures: bool = True,
     ) -> None:
         self._limits, self._model, self._readout, self._ring = limits, model, readout, ring
+        self._bindings = BoundHooks(model, limits, readout, only_captures)
         rows = limits.max_intervention_vectors
         self.pool = VectorPool(rows, model.hidden_size) if limits.device_tables else None
 
@@ -51,14 +108,11 @@ class Declarations:
         )  # fmt: skip
         if not hooks.declares:
             return
-        declared = hooks.bound = self._bound(hooks, request.prompt_len)
+        declared = hooks.bound = self._bindings.bound(hooks, request.prompt_len)
         declared.hash_large()
         request.declared = declared.demands(self._limits.device_tables)
         if trace is None or not trace.grad:
             self.check_room([request], "this request")
-
-    def _bound(self, hooks: RequestHooks, prompt_len: int) -> Declared:
-        return Declared.bound(hooks, prompt_len, self._model, self._limits, self._readout)
 
     def check_room(self, together: Sequence[Request], what: str) -> None:
         """Check that the ring can hold what requests capture that run in the same steps. A traced prompt runs in one step.
@@ -99,4 +153,5 @@ class Declarations:
     def close(self) -> None:
         """Let go of the ring and the model."""
         self._ring = self._readout = None
+        self._bindings.clear()
         self._limits = replace(self._limits, encoders={})

@@ -345,6 +345,12 @@ class Declared:
         found.vectors, found.held, found.fires, found.first_fired = {}, [], Fires(), {}
         return found
 
+    @property
+    def only_captures(self) -> bool:
+        """Whether it captures states, and nothing else: no vector, and no weight, is held."""
+        captures = self.captures is None or not any(group.reads_weights for group in self.captures.groups)
+        return captures and self.patterns is None and not (self.ops or self.knockouts)
+
     @cached_property
     def edits_logits(self) -> bool:
         """Whether an op acts at the logits."""
@@ -377,8 +383,8 @@ class Declared:
         """
         if self.patterns is not None:
             return "attention patterns"
-        if in_tables and self.captures is not None:
-            return "captures on CUDA"
+        if in_tables and self.captures is not None and self.captures.in_order:
+            return "pooled captures on CUDA"
         return "gates on CUDA" if in_tables and any(op.spec.when is not None for op in self) else ""
 
     def demands(self, in_tables: bool = False) -> Demands:

@@ -66,6 +66,12 @@ class StepRows(Protocol):
         ...
 
 
+class StepDemands(Protocol):
+    """What the ops of a step's requests demand of its pass (`runner.stage.PassDemands`)."""
+
+    grouped: bool
+
+
 class RowBuffers(Protocol):
     """Input memory of the passes, by token row (`runner.input_batch.InputBuffers`)."""
 
@@ -167,7 +173,7 @@ class DeclaredStage:
 
     # -- requests in and out -----------------------------------------------------------------
 
-    def begin(self, step: SchedulerOutput, demands: object = None) -> None:
+    def begin(self, step: SchedulerOutput, demands: StepDemands) -> None:
         """Preempted requests leave the tables; bind the specs of those that enter."""
         for request_id in step.preempted_req_ids:
             self.leave_tables(request_id)
@@ -178,6 +184,7 @@ class DeclaredStage:
                 declared.settle(num_positions)
         if step.drafts and self._live:
             self._begin_drafts(step)
+            demands.grouped |= any(entry.request_id in self._cutting for entry in step.scheduled)
 
     def _begin_drafts(self, step: SchedulerOutput) -> None:
         for entry in step.scheduled:

@@ -57,12 +57,16 @@ _NNTERP = {
 }
 
 
+_ALIKE = [family for family in FAMILIES.values() if not family.mixers]
+"""Families with layers of one kind."""
+
+
 def _names() -> dict[str, str]:
     """name -> kind, of all names; `{}` stands for the layer."""
     names = {kind if kind in WITHOUT_LAYER else kind + ".{}": kind for kind in KINDS}
     names |= {f"{PATTERN}.{{}}": PATTERN, "blocks.{}.attn.hook_pattern": PATTERN}
     names |= TRANSFORMER_LENS | _NNTERP
-    for family in FAMILIES.values():
+    for family in _ALIKE:
         names = path_names(family) | names  # the first family's meaning of a name
     return names
 
@@ -82,8 +86,8 @@ def path_names(family: Family) -> dict[str, str]:
 NAMES = _names()
 BY_FAMILY = frozenset(
     name
-    for family in FAMILIES.values()
-    for other in FAMILIES.values()
+    for family in _ALIKE
+    for other in _ALIKE
     if family.layers == other.layers
     for name in path_names(other)
     if path_names(family).get(name) != path_names(other)[name]

@@ -60,7 +60,7 @@ class _Sweep:
         self._base, self._starts = self._corrupted_run(cells)
         self.cells = [cell for cell in cells if self._starts[cell] is not None]
         self._found: dict[Index, torch.Tensor] = {}
-        run = self._by_wavefront if Wavefront.serves(bridge.lm) else self._by_requests
+        run = self._by_requests if Wavefront.why_not(bridge.lm) else self._by_wavefront
         self._coming = zip(*(run(row, ids) for row, ids in enumerate(tokens.tolist())), strict=True)
 
     def run_with_hooks(self, tokens: torch.Tensor, fwd_hooks: list[Any]) -> torch.Tensor:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+
+from .state_snapshots import StateSnapshots
 
 StateKind = Literal["conv", "recurrent"]
 
@@ -66,27 +68,40 @@ class StatePool:
         size: slots to hand out, numbered 1..size; slot 0 comes on top.
         dtype: of recurrent states.
         device: of the memory.
+        num_snapshots: of slots, that can be kept.
 
     Attributes:
         states: [size + 1, *shape] of each state.
+        snapshots: of slots, for the prefix cache.
     """
 
     def __init__(
-        self, layouts: Sequence[StateLayout], size: int, dtype: torch.dtype, device: str | torch.device
+        self,
+        layouts: Sequence[StateLayout],
+        size: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        num_snapshots: int = 0,
     ) -> None:
         self.layouts, self.size, self.dtype = tuple(layouts), size, dtype
         self.states = [
             torch.zeros(size + 1, *layout.shape, dtype=layout.stored(dtype), device=device) for layout in self.layouts
         ]
+        self.snapshots = StateSnapshots(self.states, num_snapshots)
 
     def close(self) -> None:
         """Free the memory, whoever still holds the pool."""
+        self.snapshots.close()
         self.states = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return sum(state.nbytes for state in self.states)
+
+    def memory(self, index: int) -> torch.Tensor:
+        """A state of all slots, [slots, *shape]: the pool's own memory."""
+        return self.states[index]
 
     def read(self, index: int, slots: torch.Tensor) -> torch.Tensor:
         """A copy of a state of some slots, in the dtype of the layer's code.
@@ -119,6 +134,6 @@ class StatePool:
         for state, saved in zip(self.states, host.states, strict=True):
             state[slot].copy_(saved)
 
-    def stats(self) -> dict[str, int]:
-        """Slots to hand out, and bytes of all."""
-        return {"slots": self.size, "bytes": self.nbytes}
+    def stats(self) -> dict[str, Any]:
+        """Slots to hand out, bytes of all, and snapshots."""
+        return {"slots": self.size, "bytes": self.nbytes, "snapshots": self.snapshots.stats()}

@@ -27,6 +27,7 @@ from .native.llama import LlamaForCausalLM
 from .native.mistral import MistralForCausalLM
 from .native.moe import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+from .native.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
 from .transformers.structure import config_spec
 from .weights.formats import METHODS, QuantizationFormat, method_of
 from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
@@ -45,8 +46,10 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "MixtralForCausalLM": MixtralForCausalLM,
     "OlmoeForCausalLM": OlmoeForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
 }
 
 
@@ -176,7 +179,7 @@ def load_model(
         return load_transformers_model(config, spec, device, folder, seed)
     cls = NATIVE[architecture_of(config)]
     if quantize is not None and not cls.quantises:
-        raise WeightsError(f"quantize={quantize!r}: the experts of {architecture_of(config)} cannot be quantised")
+        raise WeightsError(f"quantize={quantize!r}: {architecture_of(config)} has experts or states, and is not quantised")
     if stored is None and quantize is None:
         model = cls(config, spec, device, max_positions)
         if folder is None:

@@ -36,8 +36,12 @@ GRAPH_OVERHEAD_BYTES = 1 << 30
 TOKENS_PER_REQUEST = 512
 """KV tokens that a request is expected to take, where the number of running requests is derived."""
 MAX_DERIVED_REQUESTS = 1024
+MAX_DRAFTED_ROWS = 256
+"""Most rows of a decode pass that are captured for drafts, where requests do not take more."""
 MAX_STATE_SHARE = 0.5
 """Of the memory for KV and recurrent states, at most this much is for states."""
+SNAPSHOTS_OF_A_REQUEST = 4
+"""Snapshots of states to keep, at most, for each request that may run."""
 MAX_TOKENS_WITHOUT_KV = 1 << 20
 """Tokens of all requests in a model without attention: slots without memory."""
 
@@ -58,6 +62,7 @@ class PoolOwner(Protocol):
     max_num_tokens: int
     max_running_requests: int
     max_total_num_tokens: int
+    rows_of_request: int
 
     @property
     def draft(self) -> PoolOwner | None: ...
@@ -182,6 +187,12 @@ def num_running_requests(runner: PoolOwner) -> int:
     else:
         tokens = _default_cpu_kv_tokens(runner)
     return max(1, min(MAX_DERIVED_REQUESTS, tokens // min(TOKENS_PER_REQUEST, runner.context_len)))
+
+
+def num_decode_rows(runner: PoolOwner) -> int:
+    """Rows of the largest decode pass: of all requests, and of as many drafts as `MAX_DRAFTED_ROWS` leaves room for."""
+    drafted = min(runner.max_running_requests * runner.rows_of_request, runner.max_num_tokens, MAX_DRAFTED_ROWS)
+    return max(runner.max_running_requests, drafted)
 
 
 def pool_room(runner: PoolOwner) -> float:
@@ -325,6 +336,7 @@ def make_state_pool(runner: PoolOwner) -> StatePool | None:
         torch.OutOfMemoryError: they do not fit.
     """
     layouts, config, size = runner.get_model().state_layouts, runner.server_config, runner.max_running_requests
+    dtype = state_dtype(config)
     if not layouts:
         return None
     if config.speculative is not None:
@@ -333,10 +345,23 @@ def make_state_pool(runner: PoolOwner) -> StatePool | None:
             "take drafts back: use speculative=None"
         )
     return within_memory(
-        lambda: StatePool(layouts, size, state_dtype(config), runner.device),
+        lambda: StatePool(layouts, size, dtype, runner.device, num_snapshots(runner, slot_bytes(layouts, dtype))),
         f"the recurrent states of {size} requests do not fit on {runner.device}{memory_left(runner.device, runner.gpu_id)}; what "
-        "helps: a lower max_running_requests, or state_dtype='bfloat16'",
+        "helps: a lower max_running_requests, a lower state_cache_bytes, or state_dtype='bfloat16'",
     )
+
+
+def num_snapshots(runner: PoolOwner, slot: int) -> int:
+    """Snapshots of states that `state_cache_bytes` hold, at most `SNAPSHOTS_OF_A_REQUEST` for each running request.
+
+    Args:
+        slot: bytes of each.
+    """
+    config = runner.server_config
+    if not config.enable_prefix_caching:
+        return 0
+    room = min(config.state_cache_bytes, int(pool_room(runner) / 8))
+    return min(room // slot, SNAPSHOTS_OF_A_REQUEST * runner.max_running_requests)
 
 
 def return_freed_memory(device: str) -> None:

@@ -11,14 +11,18 @@ import torch
 from ..core.forward_batch import ForwardBatch, HookQuery, Waits
 from ..core.model_spec import ModelSpec
 from ..core.pass_parts import AttentionCuts
-from ..core.step import LogitsProcessorOutput
+from ..core.step import LogitsProcessorOutput, SchedulerOutput
 from ..layers.edits.table import TableOps
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.prefill_graphs import PrefillGraphs
 from .graphs.prompt_segments import PromptSegments
 from .graphs.segments import DecodeSegments
+from .input_batch import PassLayout
 from .partition import BatchExecutionDescriptor, Execution
 from .stage import PassDemands
+
+MAX_ROW_POSITIONS = 1 << 16
+"""Most positions that the rows of a decode pass with drafts read. Each row reads its request's K and V on its own."""
 
 
 class CutQuery:
@@ -117,6 +121,29 @@ class Executions:
     def run(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         """Run the pass as the descriptor says."""
         return WAYS[descriptor.execution].run(self, batch, descriptor)
+
+    def layout(self, step: SchedulerOutput) -> PassLayout:
+        """How the step's tokens are laid out."""
+        decodes, rows = self._is_decode(step), step.total_num_scheduled_tokens
+        if self.runner.demands.unpadded:
+            return PassLayout(decodes, None)
+        if decodes:
+            graphs = self.runner.graph_runner
+            return PassLayout(True, None if graphs is None or rows > graphs.max_bs else graphs.padded_size(rows))
+        prefill = self.runner.prefill_graphs
+        return PassLayout(False, None if prefill is None else prefill.padded_size(rows))
+
+    def _is_decode(self, step: SchedulerOutput) -> bool:
+        """Whether the step is a decode pass. With drafts it is one where that is faster than a pass with prompts."""
+        if all(entry.decodes for entry in step.scheduled):
+            return True
+        if not step.by_row or self.runner.demands.grouped:
+            return False
+        graphs = self.runner.graph_runner
+        if graphs is not None and step.total_num_scheduled_tokens > graphs.max_bs:
+            return False
+        positions = sum(entry.num_tokens * (entry.start + entry.num_tokens) for entry in step.scheduled)
+        return positions <= MAX_ROW_POSITIONS
 
     # -- whether it can -----------------------------------------------------------------
 

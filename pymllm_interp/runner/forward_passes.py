@@ -44,6 +44,8 @@ class ForwardPasses(BatchBuilder):
     forward_pass_id: int
     sampler: Sampler
     stages: Sequence[Stage]
+    rows_of_request: int = 1
+    """Most rows of a request in a decode pass: with drafts, one more than these."""
     draft: PoolOwner | None = None
     """The runner of a draft model. Its memory counts with this runner's."""
 

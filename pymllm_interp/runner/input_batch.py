@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,15 @@ from ..sampling import RejectionSampler, TokenMasks
 from ..utils.upload import upload
 from .partition import BatchExecutionDescriptor
 from .request_state import RequestState
+
+
+class PassLayout(NamedTuple):
+    """How a step's tokens are laid out in rows."""
+
+    decodes: bool
+    """As a decode pass. Each draft is a row of its own there: all K and V are written before any are read."""
+    padded_size: int | None
+    """Rows of the captured pass that serves the step; None without such a pass."""
 
 
 @dataclass
@@ -37,12 +46,12 @@ class InputBatch:
     query_start_loc:      np.ndarray    # [reqs + 1] int32, first token row of each request
     input_ids:            torch.Tensor  # [tokens] int64
     positions:            torch.Tensor  # [tokens] int64
-    seq_lens_cpu:         torch.Tensor  # [reqs] int32
+    seq_lens_cpu:         torch.Tensor  # [reqs] int32; in a decode pass [tokens], of each row
     logits_indices:       np.ndarray    # [logit rows] int64
     cu_num_logits:        np.ndarray    # [reqs + 1] int32, first logit row of each request
     sampling:             list[ScheduledRequest]
     sample_rows:          list[int]
-    decodes:              bool = False  # whether each request computes one token, the last one sampled
+    decodes:              bool = False  # a decode pass: each row reads the KV up to its own position
     padded_size:          int = 0       # rows of the input buffers that are laid out, padding included
     verifier:             RejectionSampler | None = None
     # fmt: on
@@ -119,7 +128,9 @@ class InputBuffers:
         for lengths in (self.seq_lens, self.seq_lens_cpu):
             lengths.fill_(PAD_SEQ_LEN)
 
-    def lay_out(self, tokens: np.ndarray, states: RequestState, req_to_token: torch.Tensor, padded_size: int) -> None:
+    def lay_out(
+        self, tokens: np.ndarray, states: RequestState, req_to_token: torch.Tensor, padded_size: int
+    ) -> torch.Tensor:
         """Write the rows of a step, on the device's side of things: nothing waits for the step before.
 
         Args:
@@ -127,11 +138,24 @@ class InputBuffers:
             states: the request table.
             req_to_token: [table rows, positions] int32, KV slots.
             padded_size: rows up to here belong to the dummy row.
+
+        Returns:
+            `tokens` on the device, padded.
         """
         padded = np.zeros((3, max(padded_size, tokens.shape[1])), dtype=np.int64)
         padded[:, : tokens.shape[1]] = tokens
         (uploaded,) = upload(self.input_ids.device, padded)
         self._lay_out(self, uploaded, states.last_sampled_tokens, states.edited, req_to_token)
+        return uploaded
+
+    def advance(self, laid_out: torch.Tensor, count: int, states: RequestState, req_to_token: torch.Tensor) -> None:
+        """Write the first `count` rows of a decode pass again, one position later.
+
+        Args:
+            laid_out: what `lay_out` returned; changed.
+        """
+        laid_out[1, :count] += 1
+        self._lay_out(self, laid_out, states.last_sampled_tokens, states.edited, req_to_token)
 
     def open_adapters(self, max_loras: int) -> None:
         """Allocate `adapter_tiles`, unless they are there."""

@@ -93,6 +93,8 @@ class InterpModelRunner(ModelRunner):
         """Load the weights, and the weights of a draft model. Then wrap the module."""
         super().load_model(*args, **kwargs)
         speculative = SpeculativeConfig.of(self.server_config.speculative)
+        if speculative is not None:
+            self.rows_of_request = 1 + speculative.num_speculative_tokens
         if speculative is not None and speculative.model:
             self.drafter = (EagleDrafter if speculative.method == "eagle3" else ModelDrafter)(speculative, self)
             self.draft = self.drafter.runner

@@ -220,7 +220,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
         self.gdn_pool = device_memory.make_state_pool(self)
         self.req_states = RequestState(self.max_running_requests, self.context_len, self.device)
         # A traced prompt may be longer than all other steps.
-        rows = max(self.max_num_tokens, self.max_running_requests, self.context_len)
+        rows = max(self.max_num_tokens, self.max_decode_rows, self.context_len)
         self.input_buffers = InputBuffers(rows, self.device)
         for stage in self.stages:
             stage.init_tables(self.req_states, self.input_buffers)
@@ -272,12 +272,17 @@ class ModelRunner(AdaptedPasses, SeedNames):
         return taken
 
     @property
+    def max_decode_rows(self) -> int:
+        """Rows of the largest decode pass."""
+        return device_memory.num_decode_rows(self)
+
+    @property
     def wants_plain_graphs(self) -> bool:
         """Whether kernels of declared ops take so long, even without an op, that other passes get graphs of their own."""
         return not self.get_model().fuses_ops or any(stage.wants_plain_graphs for stage in self.stages)
 
     def _prefill_sizes(self) -> list[int]:
-        if not self.get_model().fuses_ops:
+        if not self.get_model().fuses_ops or self.get_model().state_layouts:
             return []
         limit = min(self.server_config.prefill_graph_tokens, self.max_num_tokens)
         return capture_token_counts(limit) if limit else []
@@ -286,7 +291,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
         """Device memory to leave for the graphs when the KV pool is sized, in bytes: each keeps its outputs."""
         if self._why_no_graphs() is not None:
             return 0
-        rows = sum(capture_batch_sizes(self.max_running_requests)) * (2 if self.wants_plain_graphs else 1)
+        rows = sum(capture_batch_sizes(self.max_decode_rows)) * (2 if self.wants_plain_graphs else 1)
         outputs = rows * (self.vocab_size + self.hidden_size) + sum(self._prefill_sizes()) * self.hidden_size
         return outputs * self.dtype.itemsize + device_memory.GRAPH_OVERHEAD_BYTES
 
@@ -423,7 +428,9 @@ class ModelRunner(AdaptedPasses, SeedNames):
             logit_rows, token_rows = upload(
                 self.device, np.array(batch.sample_rows, dtype=np.int64), batch.last_token_rows
             )
-            logits, rows = all_logits[logit_rows], rows[token_rows]
+            rows = rows[token_rows]
+            if len(batch.sample_rows) != len(all_logits):
+                logits = all_logits[logit_rows]
         of_prompts = self.step_inputs.prompt_logprobs(all_logits, batch, self._as_logits)
         output = ModelRunnerOutput(req_ids=batch.req_ids, execution=state.descriptor.execution.value)
         for stage in self.stages:
@@ -434,7 +441,9 @@ class ModelRunner(AdaptedPasses, SeedNames):
         verified, fed = None, sampled.token_ids
         if batch.verifier is not None:
             verified = batch.verifier(sampled.token_ids)
-            fed = verified.last[upload(self.device, np.flatnonzero([entry.samples for entry in batch.entries]))[0]]
+            fed, samples = verified.last, [entry.samples for entry in batch.entries]
+            if not all(samples):
+                fed = fed[upload(self.device, np.flatnonzero(samples))[0]]
         # The copy to the host is queued first: it waits for nothing that follows.
         on_the_way = AsyncOutput(output, batch, sampled, of_prompts, verified)
         self.req_states.feed(rows, fed)
@@ -476,17 +485,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:
         """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and rows of the head."""
-        return self.step_inputs.prepare(scheduler_output, self._padded_size(scheduler_output))
-
-    def _padded_size(self, step: SchedulerOutput) -> int | None:
-        """Rows of the captured pass that serves the step; None without such a pass."""
-        if self.demands.unpadded:
-            return None
-        if not all(entry.decodes for entry in step.scheduled):
-            graphs = self.prefill_graphs
-            return None if graphs is None else graphs.padded_size(step.total_num_scheduled_tokens)
-        graphs, count = self.graph_runner, len(step.scheduled)
-        return None if graphs is None or count > graphs.max_bs else graphs.padded_size(count)
+        return self.step_inputs.prepare(scheduler_output, self.executions.layout(scheduler_output))
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""

@@ -37,6 +37,8 @@ class PassDemands:
     """The pass has rows of requests only."""
     keeps_logits: bool = False
     """Its logits are read after the next pass has begun."""
+    grouped: bool = False
+    """The rows of a request are one group of the batch, in steps with drafts, too."""
 
 
 class Stage(Protocol):

@@ -19,7 +19,7 @@ from ..models.adapters.slots import AdapterSlots
 from ..sampling import LogprobTensors, RejectionSampler, prompt_logprobs
 from ..utils.upload import upload
 from .batch_builder import BatchBuilder
-from .input_batch import InputBatch, InputBuffers
+from .input_batch import InputBatch, InputBuffers, PassLayout
 from .request_state import RequestState
 
 PAD_SLOT_ID = 0
@@ -89,31 +89,30 @@ class StepInputs:
 
     # -- arrays ----------------------------------------------------------------------------
 
-    def prepare(self, step: SchedulerOutput, padded_size: int | None) -> InputBatch:
-        """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and rows of the head.
-
-        Args:
-            padded_size: rows of the captured pass that serves the step; None without such a pass.
-        """
+    def prepare(self, step: SchedulerOutput, layout: PassLayout) -> InputBatch:
+        """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and rows of the head."""
         entries, states = step.scheduled, self.states
         req_ids, table_rows, num_tokens, first, samples, decoding, logit_rows = zip(*entries, strict=True)
         index, starts = np.array(table_rows, dtype=np.int64), np.array(first, dtype=np.int32)
-        sizes, decodes = np.array(num_tokens, dtype=np.int32), all(decoding)
+        sizes = np.array(num_tokens, dtype=np.int32)
         lens = starts + sizes
         states.set_computed(index, lens)
         loc = cumulated(sizes)
-        if decodes:
+        if all(decoding):
             # Fed on the device: the host may not know that token yet.
             rows, positions, token_ids = index, starts.astype(np.int64), np.full(len(index), -1)
-            cu_num_logits, logits_indices = loc, np.arange(len(index))
         else:
             rows = np.repeat(index, sizes)
             positions = np.arange(loc[-1], dtype=np.int64) - np.repeat(loc[:-1] - starts, sizes)
             token_ids = np.where(np.repeat(decoding, sizes), -1, states.all_token_ids[rows, positions])
+        cu_num_logits, logits_indices = loc, np.arange(len(rows))
+        if layout.decodes:
+            lens = positions.astype(np.int32) + 1
+        else:
             logit_counts = np.array(logit_rows, dtype=np.int32)
             cu_num_logits = cumulated(logit_counts)
             logits_indices = np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1])
-        padded = int(loc[-1]) if padded_size is None else padded_size
+        padded = int(loc[-1]) if layout.padded_size is None else layout.padded_size
         self.buffers.lay_out(np.stack((token_ids, positions, rows)), states, self.table.req_to_token, padded)
         sampling, sample_rows = (
             list(compress(entries, samples)),
@@ -140,7 +139,7 @@ class StepInputs:
             cu_num_logits=cu_num_logits,
             sampling=sampling,
             sample_rows=sample_rows,
-            decodes=decodes,
+            decodes=layout.decodes,
             padded_size=padded,
             verifier=verifier,
         )
@@ -159,7 +158,7 @@ class StepInputs:
         sizes, lens = batch.num_scheduled_tokens, batch.seq_lens_cpu
         if batch.decodes:
             found = builder.prepare_forward_batch_decode(
-                batch.input_ids, rows, self.buffers.seq_lens[: len(sizes)], slots, positions=batch.positions,
+                batch.input_ids, rows, self.buffers.seq_lens[: batch.num_tokens], slots, positions=batch.positions,
                 seq_lens_cpu=lens,
             )  # fmt: skip
         else:

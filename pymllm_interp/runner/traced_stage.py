@@ -54,7 +54,7 @@ class TracedStage(Stage):
         # would lie among the rows of a single request.
         single = self.has_experts and len(step.scheduled) == 1
         demands.unpadded = options.exclusive or self._with_gradients or single
-        demands.keeps_logits = True
+        demands.keeps_logits = demands.grouped = True
 
     def _put_hooked_last(self, step: SchedulerOutput) -> None:
         """In a decode step, move requests with blocks that wait for a module to the end. Each half is one slice."""

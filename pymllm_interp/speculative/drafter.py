@@ -42,7 +42,8 @@ class Drafter(Protocol):
     The model samples its own token at each drafted position. It accepts drafts while they equal these tokens. So a wrong draft
     costs time, and changes nothing. A drafter that raises is asked no more for the requests that it was asked for.
 
-    An attribute `num_speculative_tokens` sets the `k` of the calls; without it, `k` is 4.
+    An attribute `num_speculative_tokens` sets the `k` of the calls; without it, `k` is 4. A method ``foresees(request)`` says
+    whether drafts are likely behind the next token. Where it returns False, the next step need not wait for that token.
     """
 
     def propose(self, requests: Sequence[Request], k: int) -> Sequence[Sequence[int]]:

@@ -32,6 +32,10 @@ class NgramDrafter:
         """See `Drafter.propose`."""
         return [continuation(self._tokens(request), self._longest, self._shortest, k) for request in requests]
 
+    def foresees(self, request: Request) -> bool:
+        """Whether the text so far has a continuation: the next token may then have one."""
+        return bool(continuation(self._tokens(request), self._longest, self._shortest, 1))
+
     def _tokens(self, request: Request) -> np.ndarray:
         text = self._texts.get(request)
         if text is None:

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WINDOW = 32
-"""Drafts after which their use is judged."""
+WINDOW = 64
+"""Drafts after which their use is judged. Of half as many, few may be accepted by chance."""
 LEAST_ACCEPTED = 0.15
 """Fraction of them that must have been accepted: a pass with drafts takes longer than a replayed one."""
 PAUSE = 64
@@ -15,7 +15,7 @@ PAUSE = 64
 MAX_MISSES, MISSED_PAUSE = 16, 16
 """Tokens in a row that nothing was proposed for, and tokens that nothing is then looked for."""
 MISSES_AGAIN = 4
-"""The same after such a pause. A step that drafts may follow does not overlap with the host's work."""
+"""The same after such a pause. To look for drafts takes time, and a step that they may follow does not overlap with the host's."""
 LONGEST_PAUSE = 256
 """Upper bound of a pause. Each pause in a row is twice as long as the one before."""
 

@@ -188,7 +188,7 @@ def _why_requests(lm: Any, lora: str | None) -> str:
         return "they have an adapter"
     if not lm.backend.in_process:
         return "the engine is a server's"
-    return "" if Wavefront.serves(lm) else "the model runs by its class in transformers"
+    return Wavefront.why_not(lm)
 
 
 def _both_runs(

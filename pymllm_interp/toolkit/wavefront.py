@@ -82,9 +82,11 @@ class Wavefront:
         self._run, self._post = run, post
 
     @staticmethod
-    def serves(lm: Any) -> bool:
-        """Whether the layers of an `LM`'s model can run one by one: native families."""
-        return isinstance(lm._module, DecoderForCausalLM)
+    def why_not(lm: Any) -> str:
+        """Why the layers of an `LM`'s model cannot run one by one; "" where they can."""
+        if not isinstance(lm._module, DecoderForCausalLM):
+            return "the model runs by its class in transformers"
+        return "the model has recurrent states" if lm.model_spec.has_states else ""
 
     def logits(self, cells: Sequence[WaveCell]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """The logits of the last position, cell by cell.

@@ -13,7 +13,7 @@ def upload(device: torch.device | str, *host: np.ndarray | torch.Tensor) -> tupl
 
     The copy goes through pinned memory. From pageable memory it would wait for all work of the stream.
     """
-    tensors = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in host]
+    tensors = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x.detach().cpu() for x in host]
     if torch.device(device).type != "cuda":
         return tuple(tensor.to(device, copy=True) for tensor in tensors)
     offsets, size = [], 0
@@ -21,10 +21,16 @@ def upload(device: torch.device | str, *host: np.ndarray | torch.Tensor) -> tupl
         offsets.append(size)
         size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    packed = pinned.numpy()
     for tensor, offset in zip(tensors, offsets, strict=True):
-        pinned[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        # By NumPy, which takes a fraction of torch's time for small arrays; it has no bfloat16.
+        array = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+        packed[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
     arena = pinned.to(device, non_blocking=True)
-    return tuple(
-        arena[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for tensor, offset in zip(tensors, offsets, strict=True)
-    )
+    typed = {dtype: arena.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}
+
+    def found(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        flat = typed[tensor.dtype].as_strided((tensor.numel(),), (1,), offset // tensor.itemsize)
+        return flat if tensor.ndim == 1 else flat.view(tensor.shape)
+
+    return tuple(found(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True))

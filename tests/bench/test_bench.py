@@ -386,6 +386,9 @@ def test_the_speculative_suite_measures_each_drafter_at_each_batch_size(
         )
         assert "all right" not in row["case"] or row["tokens_a_pass"] == 3.5
     assert record["ngram_us"] > 0 and record["mask_us"]["median"] > 0
+    other = record["other_tokens"]
+    assert [other[name]["same"] for name in ("again", "batch 4", "with drafts")] == [other["texts"]] * 3, "in float32"
+    assert record["schema_ratio"] is None, "there is no end token"
     printed = capsys.readouterr().out
     assert "| draft_model, all right | " in printed and "a mask of a JSON schema" in printed
 

@@ -112,11 +112,41 @@ own = {"NORM": True, "LAST": True, "PARALLEL": False, "KIND": norm_kind.RMS, "HE
 compiled(_edit_kernel, states | tables, own | shared, warps, 3)
 print("compiled")
 """
+DELTA_SCRIPT = """
+from pymllm_interp.core import norm_kind
+from pymllm_interp.kernels import triton_delta as kernels
+from pymllm_interp.kernels.triton_norm import norm_launch
+
+HALF = "*bf16"
+conv = {"X_STRIDE": 12352, "CHANNELS": 8192, "TAPS": 4, "BLOCK": kernels.CONV_BLOCK, "PDL": True}
+states = {"x": HALF, "state": HALF, "weight": HALF, "slots": "*i64", "out": HALF}
+compiled(kernels._conv_step, states, conv, kernels.CONV_WARPS, 3)
+rows = {"x": HALF, "state": HALF, "weight": HALF, "firsts": "*i64", "sources": "*i64", "out": HALF}
+compiled(kernels._conv_rows, rows, conv | {"KEYS": 2048, "ROWS": kernels.CONV_ROWS}, kernels.CONV_WARPS, 3)
+kept = {"x": HALF, "state": HALF, "starts": "*i64", "slots": "*i64", "continued": "*i32"}
+compiled(kernels._conv_keep, kept, conv, kernels.CONV_WARPS, 3)
+step = {"qkv": HALF, "b": HALF, "a": HALF, "decay": HALF, "bias": HALF, "state": "*fp32", "slots": "*i64", "out": HALF}
+sizes = {
+    "QKV_STRIDE": 8192, "B_STRIDE": 12352, "A_STRIDE": 12352, "KEY_HEADS": 16, "HEADS": 32, "KEY_DIM": 128, "DIM": 128,
+    "SCALE": 128**-0.5, "KEY_BLOCK": 128, "BLOCK": kernels.VALUE_BLOCK, "PDL": True,
+}
+compiled(kernels._delta_step, step, sizes, kernels.STEP_WARPS, 3)
+compiled(kernels._delta_step, step | {"state": HALF}, sizes, kernels.STEP_WARPS, 3)
+per_program, block, warps = norm_launch(128)
+sizes = {"GATE_STRIDE": 12352, "HEADS": 32, "SIZE": 128, "ROWS": per_program, "BLOCK": block, "PDL": True}
+compiled(kernels._gated_norm, {"x": HALF, "gate": HALF, "weight": HALF, "out": HALF, "eps": "fp32"}, sizes, warps, 3)
+per_program, block, warps = norm_launch(256)
+heads = {"X_STRIDE": 10240, "HEADS": 16, "KV_HEADS": 4, "SIZE": 256, "KIND": norm_kind.RMS_OFFSET}
+heads |= {"ROWS": per_program, "BLOCK": block, "PDL": True}
+compiled(kernels._split_gated, {"x": HALF, "q_weight": HALF, "k_weight": HALF, "out": HALF, "eps": "fp32"}, heads, warps, 3)
+gate = {"GATE_STRIDE": 10240, "HEAD_STRIDE": 512, "HEADS": 16, "SIZE": 256, "BLOCK": kernels.GATE_BLOCK, "PDL": True}
+compiled(kernels._open_gate, {"x": HALF, "gate": HALF, "out": HALF}, gate, kernels.GATE_WARPS, 3)
+print("compiled")
+"""
+SCRIPTS = {"quantised": QUANTISED_SCRIPT, "moe": MOE_SCRIPT, "experts": EXPERTS_SCRIPT, "edits": EDIT_SCRIPT, "delta": DELTA_SCRIPT}
 
 
-@pytest.mark.parametrize(
-    "script", [QUANTISED_SCRIPT, MOE_SCRIPT, EXPERTS_SCRIPT, EDIT_SCRIPT], ids=["quantised", "moe", "experts", "edits"]
-)
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_kernels_compile(script: str, tmp_path) -> None:
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

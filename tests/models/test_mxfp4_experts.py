@@ -121,5 +121,5 @@ def test_layers_that_are_not_quantised_stay_so(folders: tuple[Path, Path], tmp_p
 
 
 def test_what_cannot_be_quantised_at_load_says_so(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(WeightsError, match="experts of GptOssForCausalLM cannot be quantised"):
+    with pytest.raises(WeightsError, match="GptOssForCausalLM has experts or states, and is not quantised"):
         LM(folders[1], quantize="fp8", **SIZES)

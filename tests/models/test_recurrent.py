@@ -1,4 +1,4 @@
-"""Models with recurrent states, by their transformers classes: equal to transformers in chunks, batches, slots and preemptions."""
+"""Models with recurrent states, native or by their classes: equal to transformers in chunks, batches, slots and preemptions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pymllm_interp import LM, Knockout, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.unsupported import UnsupportedModelError
+from pymllm_interp.layers import delta
 from pymllm_interp.mem_cache.state_pool import StateLayout, StatePool, slot_bytes
 from pymllm_interp.models.adapters.peft_config import AdapterError
 from pymllm_interp.models.transformers.structure import config_spec
@@ -25,8 +26,9 @@ from pymllm_interp.models.transformers.transformers_model import load_transforme
 from pymllm_interp.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-PILOTS = "qwen3_next", "nemotron_h", "mamba", "zaya", "minimax"
-"""One of each kind: delta rule, state-space with and without attention, two states in an attention, a cache of its own."""
+NATIVE = "qwen3_5_text", "qwen3_next"
+PILOTS = *NATIVE, "qwen3_5_moe_text", "nemotron_h", "mamba", "zaya", "minimax"
+"""One of each kind: native, delta rule, state-space with and without attention, two states in an attention, a cache of its own."""
 SIZES: dict[str, Any] = {"kv_cache_tokens": 512, "page_size": 4, "max_num_tokens": 16, "max_running_requests": 4}
 TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -113,7 +115,7 @@ def test_a_traced_request_takes_its_states_to_the_host_and_back() -> None:
     lm.shutdown()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_next", *(pytest.param(name, marks=pytest.mark.slow) for name in PILOTS[2:4])])
 def test_1000_requests_through_three_slots_leave_nothing_behind(name: str) -> None:
     """All memory of states is NaN at first, and again after each tenth of the requests."""
     lm = load(name, max_running_requests=3, max_num_tokens=32)
@@ -129,11 +131,21 @@ def test_1000_requests_through_three_slots_leave_nothing_behind(name: str) -> No
     lm.shutdown()
 
 
-def test_a_failed_pass_updates_no_state_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's step runs out of memory behind the first state of a request that decodes beside it, which starts over."""
-    lm = load("qwen3_next")
-    oracle, prompts = oracle_of(lm, "qwen3_next"), [random_prompt(n, n) for n in (5, 9)]
+def fail_once(monkeypatch: pytest.MonkeyPatch, lm: LM) -> None:
+    """Have a pass with a prompt run out of memory in the second layer with states."""
     pool: Any = lm.runner.gdn_pool
+    if lm.runner.get_model().fuses_ops:
+        failed: list[None] = []
+
+        def fail_mix(*args: Any) -> torch.Tensor:
+            states, batch = args[-2:]
+            if batch.forward_mode.is_extend() and states.conv is pool.states[2] and not failed:
+                failed.append(None)
+                raise torch.OutOfMemoryError("once")
+            return delta.mix(*args)
+
+        monkeypatch.setattr("pymllm_interp.models.native.delta.mix", fail_mix)
+        return
     written: list[Any] = [0]
     write = pool.write
 
@@ -144,10 +156,18 @@ def test_a_failed_pass_updates_no_state_twice(monkeypatch: pytest.MonkeyPatch) -
             raise torch.OutOfMemoryError("once")
         write(index, *args)
 
+    monkeypatch.setattr(pool, "write", fail)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_a_failed_pass_updates_no_state_twice(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's step runs out of memory behind the first state of a request that decodes beside it, which starts over."""
+    lm = load("qwen3_next", impl=impl)
+    oracle, prompts = oracle_of(lm, "qwen3_next"), [random_prompt(n, n) for n in (5, 9)]
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     pieces = lm.stream(prompts[0], params)
     tokens = list(next(pieces).token_ids)
-    monkeypatch.setattr(pool, "write", fail)
+    fail_once(monkeypatch, lm)
     with pytest.raises(RequestError, match="ran out of memory"):
         lm.submit(prompts[1], params).result()
     for piece in pieces:
@@ -191,7 +211,7 @@ def test_a_steered_request_leaves_others_as_they_are() -> None:
     lm.shutdown()
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear"])
+@pytest.mark.parametrize("name", [*NATIVE, "nemotron_h", "lfm2", "kimi_linear"])
 def test_ops_at_the_mixers_of_all_layers_are_hooks_of_transformers(name: str) -> None:
     """Of layers with states, and of layers with attention, which return tuples."""
     lm = load(name)
@@ -269,14 +289,14 @@ def test_states_in_half_precision_take_half_the_memory() -> None:
     assert pools[0] == [2 * size for size in pools[1]] != []
 
 
-def test_stats_say_that_no_prefix_is_reused() -> None:
-    lm = load("qwen3_next")
+def test_stats_say_why_no_prefix_is_reused() -> None:
+    lm = load("qwen3_next", state_cache_bytes=0)
     prompt = random_prompt(30, 2)
     outs = [lm.generate([prompt], GREEDY)[0] for _ in range(2)]
     stats = lm.engine.stats()
     assert outs[1].num_cached_tokens == 0 and stats["prefix_cache"]["kept_tokens"] == 0
-    assert stats["states"] == {"slots": 4, "bytes": lm.runner.gdn_pool.nbytes}
-    assert "recurrent state" in stats["prefix_cache"]["off"]
+    assert stats["states"]["slots"] == 4 and stats["states"]["bytes"] == lm.runner.gdn_pool.nbytes
+    assert stats["states"]["snapshots"]["places"] == 0 and "state_cache_bytes" in stats["prefix_cache"]["off"]
     lm.shutdown()
 
 
@@ -299,12 +319,21 @@ def test_requests_without_room_for_their_states_do_not_run_at_once(monkeypatch: 
     lm.shutdown()
 
 
+def test_native_families_refuse_what_has_no_edges() -> None:
+    lm = load("qwen3_5_text")
+    with pytest.raises(ValueError, match=r"Knockout\(.*qwen3_5_text.*recurrent states.*no edges"):
+        lm.generate([random_prompt(9, 1)], GREEDY, interventions=[Knockout(layer=0, from_=[3], to=[1])])
+    with pytest.raises(ValueError, match=r"qwen3_5_text.*recurrent states.*no patterns"):
+        lm.generate([random_prompt(9, 1)], GREEDY, capture=["pattern.0"])
+    lm.shutdown()
+
+
 def test_what_states_do_not_allow_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"speculative=.*qwen3_next.*recurrent states"):
         load("qwen3_next", speculative={"method": "ngram", "num_speculative_tokens": 2})
     with pytest.raises(ValueError, match="state_dtype='float16'"):
         load("qwen3_next", state_dtype="float16")
-    lm = load("qwen3_next")
+    lm = load("qwen3_next", impl="transformers")
     prompt = random_prompt(9, 1)
     with pytest.raises(ValueError, match=r"Knockout\(.*qwen3_next.*recurrent states.*no edges"):
         lm.generate([prompt], GREEDY, interventions=[Knockout(layer=0, from_=[3], to=[1])])

@@ -17,12 +17,14 @@ from helpers_declared import lms, vector
 from helpers_drafts import KINDS, Faulty, Told, checked_steps
 from helpers_runner import random_ids
 
-from pymllm_interp import LM, Capture, Gate, SamplingParams, Steer
+from pymllm_interp import LM, Capture, Gate, Knockout, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.core.step import SchedulerOutput
 from pymllm_interp.core.unsupported import OPTIONS
 from pymllm_interp.core.vllm_flags import hint_of
+from pymllm_interp.runner import executions
 from pymllm_interp.sampling import RejectionSampler
 from pymllm_interp.sampling.token_constraint import ConstraintError
 from pymllm_interp.speculative.drafter import MAX_DRAFTS, SpeculativeConfig
@@ -345,14 +347,52 @@ def test_hooks_see_accepted_positions_only_and_once(kind, plain, with_drafter):
         assert torch.equal(found.activations.positions[site], wanted.activations.positions[site])
 
 
+def assert_states_equal(found: RequestOutput, wanted: RequestOutput) -> None:
+    assert found.activations.keys() == wanted.activations.keys()
+    for site, rows in wanted.activations.items():
+        torch.testing.assert_close(found.activations[site], rows, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found.activations.positions[site], wanted.activations.positions[site])
+
+
+@pytest.mark.parametrize("way", ["tables", "graphs"])
+def test_states_that_leave_by_the_ring_are_those_of_accepted_positions(way, model_folder):
+    """Rows of rejected drafts are replaced when their positions are computed again; a small ring has no room for drafts."""
+    drafter = Told("partly", "wrong", "right", k=4)
+    captures = [
+        Capture("resid_post.*"),
+        Capture("mlp_out.1", positions=slice(1, None, 2)),
+        Capture("logits", positions=[-1]),
+    ]
+    kept = {"kv_cache_tokens": 64, "page_size": 4, "max_num_tokens": 24, "max_running_requests": 3}
+    with lms(way, model_folder) as load:
+        reference = load("llama", enable_prefix_caching=False)
+        width = reference.hidden_size * reference.num_layers * 4
+        for room in (64 << 20, 8 * (2 * width + 4 * VOCAB)):
+            lm = load("llama", speculative=drafter, capture_ring_bytes=room, **kept)
+            for _ in range(3):
+                prompts = [random_ids(n, seed=n) for n in (3, 8, 14, 17)]
+                wanted = reference.generate(prompts, greedy(20), capture=captures)
+                drafter.tell(wanted)
+                with checked_steps(lm):
+                    found = lm.generate(prompts, greedy(20), capture=captures)
+                for mine, other in zip(found, wanted, strict=True):
+                    assert mine.token_ids == other.token_ids
+                    assert mine.receipt is not None and other.receipt is not None
+                    assert mine.receipt.captures == other.receipt.captures
+                    assert_states_equal(mine, other)
+                assert counts_of(found)[0] > counts_of(found)[1] > 0
+            assert lm.engine.stats()["preempted"]
+
+
 def test_hooks_that_cannot_take_drafts_back_have_none(model_folder):
-    """As on CUDA, where kernels count gates, and states leave by the ring. Ops without a gate have drafts."""
+    """As on CUDA, where kernels count gates, and pools fold states that leave by the ring."""
     width = CONFIGS["llama"]().hidden_size
     steer = Steer("resid_post.1", vector(width, 1), scale=2.0)
     gated = Steer("resid_post.1", vector(width, 1), when=Gate(vector(width, 3), 0.1))
     options = {
-        "": {"interventions": [steer]}, "gates on CUDA": {"interventions": [gated]},
-        "captures on CUDA": {"capture": ["resid_post.1"]}, "attention patterns": {"capture": [Capture("pattern.1")]},
+        "": {"interventions": [steer], "capture": ["resid_post.1", "logits"]}, "gates on CUDA": {"interventions": [gated]},
+        "pooled captures on CUDA": {"capture": [Capture("resid_post.1", reduce="mean")]},
+        "attention patterns": {"capture": [Capture("pattern.1")]},
     }  # fmt: skip
     drafter = Told("partly", "right")
     with lms("tables", model_folder) as load:
@@ -363,6 +403,8 @@ def test_hooks_that_cannot_take_drafts_back_have_none(model_folder):
             found = lm.generate(PROMPTS, greedy(), **given)
             assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
             assert (counts_of(found)[1] > 0) is (not why)
+            for mine, other in zip(found, wanted, strict=True):
+                assert_states_equal(mine, other)
             if why:
                 assert all(out.outputs[0].drafts is None for out in found)
                 assert lm.engine.stats()["speculation"]["undrafted"][why] == 2
@@ -465,6 +507,27 @@ def test_drafts_that_are_not_accepted_pause(plain, with_drafter):
     assert lm.engine.stats()["speculation"]["pauses"] == 1
 
 
+@pytest.mark.parametrize("text", ["nothing to draft", "a text that repeats", "a drafter that cannot say"])
+def test_steps_wait_for_tokens_only_where_drafts_are_foreseen(text, plain, with_drafter):
+    drafter = NgramDrafter(2, 2)
+    lm = with_drafter(drafter, async_scheduling=True)
+    params = greedy(60, logit_bias=None if text == "nothing to draft" else {7: 1e4})
+    if text == "nothing to draft":  # no pair of tokens comes twice
+        lm.engine.call(lambda: setattr(drafter, "_shortest", 100))
+        lm.engine.call(lambda: setattr(drafter, "_longest", 100))
+    if text == "a drafter that cannot say":
+        drafter.foresees = None  # type: ignore[method-assign, assignment]
+    before = lm.engine.stats()["overlapped_steps"]
+    (found,) = lm.generate([PROMPTS[0]], params)
+    (wanted,) = plain.generate([PROMPTS[0]], params)
+    assert found.token_ids == wanted.token_ids
+    overlapped = lm.engine.stats()["overlapped_steps"] - before
+    if text == "nothing to draft":
+        assert overlapped >= 58 and counts_of([found]) == (0, 0)
+    else:
+        assert overlapped < 6 and counts_of([found])[1] > 40
+
+
 def test_pauses_follow_what_came_of_the_drafts():
     drafts = RequestDrafts()
     assert not drafts.due(0) and drafts.due(1)
@@ -512,6 +575,37 @@ def test_a_stream_has_each_token_once(plain, with_drafter):
     assert "".join(pieces) == wanted.text
 
 
+@pytest.mark.parametrize("beside", ["nothing", "long texts", "cut edges", "a trace"])
+def test_drafts_are_rows_of_a_decode_pass_unless_something_needs_them_together(
+    beside, plain, with_drafter, monkeypatch
+):
+    if beside == "long texts":
+        monkeypatch.setattr(executions, "MAX_ROW_POSITIONS", 0)
+    drafter = Told("right")
+    lm = with_drafter(drafter, lower_traces="off")
+    options = {"interventions": [Knockout(1, slice(3, None), 0)]} if beside == "cut edges" else {}
+    wanted = plain.generate(PROMPTS, greedy(), **options)
+    drafter.tell(wanted)
+    prepare, modes = lm.runner.prepare_inputs, set[bool]()
+
+    def noting(step: SchedulerOutput) -> Any:
+        batch = prepare(step)
+        if step.drafts:
+            modes.add(batch.decodes)
+        return batch
+
+    monkeypatch.setattr(lm.runner, "prepare_inputs", noting)
+    handles = [lm.submit(prompt, greedy(), **options) for prompt in PROMPTS]
+    if beside == "a trace":
+        with lm.generate(PROMPTS[0], max_new_tokens=3 * NEW, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:]:
+                state = lm.model.layers[0].output.save()  # noqa: F841
+    found = [handle.result() for handle in handles]
+    assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
+    assert counts_of(found)[1] > NEW
+    assert modes == {beside == "nothing"}
+
+
 def test_a_pass_with_drafts_that_fails_is_run_again_without(plain, with_drafter):
     drafter = Told("wrong")
     lm = with_drafter(drafter, page_size=1)
@@ -522,7 +616,7 @@ def test_a_pass_with_drafts_that_fails_is_run_again_without(plain, with_drafter)
 
     def run(batch: Any, descriptor: Any) -> Any:
         output = call(batch, descriptor)
-        if batch.forward_mode.is_extend() and batch.seq_lens_sum > sum(map(len, PROMPTS)) and not failed:
+        if batch.batch_size > len(PROMPTS) and not failed:  # each draft is a row
             failed.append(batch)
             raise RuntimeError("the device is tired")
         return output

@@ -18,10 +18,10 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.step import RequestHooks
+from pymllm_interp.hooks.declarations import BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.models.weights.source import ModelSource
 from pymllm_interp.vllm_engine import payloads, versions
-from pymllm_interp.vllm_engine.bound_hooks import BoundHooks
 from pymllm_interp.vllm_engine.client.arguments import engine_arguments
 from pymllm_interp.vllm_engine.client.sampling import salt_of
 from pymllm_interp.vllm_engine.client.uplink import Uplink

@@ -253,7 +253,11 @@ class Captures(RecordSizes):
             group.begin_draft()
 
     def settle(self, num_positions: int) -> None:
-        """Keep the rows of the first `num_positions` positions, and take back those behind them, which come again."""
+        """Keep the rows of the first `num_positions` positions, and take back those behind them, which come again.
+
+        Rows that left through the ring stay where they are until then.
+        """
+        self.next_position = min(self.next_position, num_positions)
         for group in self.groups:
             group.settle(num_positions)
 

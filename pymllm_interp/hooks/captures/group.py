@@ -144,6 +144,11 @@ class Group:
         return aligned(len(self.sites) * self._site_size)
 
     @property
+    def reads_weights(self) -> bool:
+        """Whether what is sent for a state depends on weights."""
+        return self.reading is not None or self.probes is not None
+
+    @property
     def stores_states(self) -> bool:
         """Whether a record holds the group's states as the model has them."""
         return self.probes is None and self.converted is None

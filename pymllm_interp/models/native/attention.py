@@ -39,7 +39,7 @@ class Attention(ProjectedBranch):
         set_transformers_forward(self, config, spec)
         window = spec.sliding_windows[layer_idx]
         self.attn = RadixAttention(
-            layer_idx, self.num_heads, self.num_kv_heads, self.head_dim, scaling, window, logit_cap
+            spec.kv_layer(layer_idx), self.num_heads, self.num_kv_heads, self.head_dim, scaling, window, logit_cap
         )
 
     @abstractmethod
@@ -73,29 +73,40 @@ class Attention(ProjectedBranch):
         turn = dict(zip(("cos", "sin"), rotation, strict=False))
         out = self.run_segments(forward_batch, x=hidden_states, **turn)
         if out is None:
-            q, k, v = self.projected(hidden_states, forward_batch)
-            if rotation:
-                q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
-            z = self.attn(q, k, v, forward_batch).unsqueeze(0)
+            z = self.heads_output(hidden_states, rotation, forward_batch)
             out = self.last(apply_inner(z, site_ops, self.layer_idx, "z"))
         return self.after_ops(out, forward_batch), None
+
+    def heads_output(self, x: torch.Tensor, rotation: Sequence[torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
+        """z [1, tokens, heads * head_dim] of x [1, tokens, hidden], module by module, before its ops."""
+        return self.attend(*self.projected(x, batch), rotation=rotation, batch=batch)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Sequence[torch.Tensor], batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Attention of q, k and v [tokens, heads, head_dim], before RoPE: [1, tokens, heads * head_dim]."""
+        if rotation:
+            q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
+        return self.attn(q, k, v, batch).unsqueeze(0)
 
     def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`inputs` are x [1, tokens, hidden], and the cosines and signed sines of a `rotation`, if any."""
         x, *rotation = inputs
+        z = self.attend_fused(self.projected_fused(x, batch), rotation, batch)
+        return apply_inner(z, batch.site_ops, self.layer_idx, "z")
+
+    def attend_fused(self, qkv: torch.Tensor, rotation: Sequence[torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
+        """`attend` of `projected_fused`."""
         if batch.fresh_kv_only or batch.token_to_kv_pool is None:  # k and v do not go to the pool
-            q, k, v = heads_of(self.projected_fused(x, batch), self.num_kv_heads, self.by_head)
-            if rotation:
-                q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
-            z = self.attn(q, k, v, batch)
-        else:
-            z = self.attn.of_written(self.write_kv(x, *rotation, batch=batch), batch)
-        return apply_inner(z.unsqueeze(0), batch.site_ops, self.layer_idx, "z")
+            return self.attend(*heads_of(qkv, self.num_kv_heads, self.by_head), rotation=rotation, batch=batch)
+        return self.attn.of_written(self._write(qkv, rotation, batch), batch).unsqueeze(0)
 
     def write_kv(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Write k and v to the pool. `inputs` are the inputs of `inner_fused`. Returns the rotated q [tokens, heads, head_dim]."""
         x, *rotation = inputs
-        pool, (cos, sin) = batch.token_to_kv_pool, rotation or (None, None)
+        return self._write(self.projected_fused(x, batch), rotation, batch)
+
+    def _write(self, qkv: torch.Tensor, rotation: Sequence[torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
+        pool, (cos, sin), layer = batch.token_to_kv_pool, rotation or (None, None), self.attn.layer_id
         assert pool is not None, "prepare_forward_batch_* sets the pools"
-        qkv, slots = self.projected_fused(x, batch), batch.out_cache_loc
-        return rope_and_write(qkv, cos, sin, pool, self.layer_idx, slots, batch.query_buffer, self.by_head)
+        return rope_and_write(qkv, cos, sin, pool, layer, batch.out_cache_loc, batch.query_buffer, self.by_head)

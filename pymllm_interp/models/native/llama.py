@@ -32,11 +32,16 @@ class LlamaAttention(Attention):
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
         super().__init__(config, spec, layer_idx, self.scale_of(config, spec), self.cap_of(config))
         qkv_bias, o_bias = self.biases(config)
-        sizes = [spec.width(kind) for kind in "qkv"]
+        sizes = self.sizes_of(spec)
         sites = [(layer_idx, kind) for kind in "qkv"]
         self._qkv = MergedLinear(spec.hidden_size, sizes, qkv_bias, spec.dtype, device, output_sites=sites)
         self.q_proj, self.k_proj, self.v_proj = self._qkv.projections()
         self.o_proj = Linear(spec.width("z"), spec.hidden_size, o_bias, spec.dtype, device, input_site=(layer_idx, "z"))
+
+    @staticmethod
+    def sizes_of(spec: ModelSpec) -> list[int]:
+        """Outputs of the projections for q, k and v."""
+        return [spec.width(kind) for kind in "qkv"]
 
     @staticmethod
     def biases(config: PretrainedConfig) -> tuple[bool, bool]:

@@ -364,6 +364,8 @@ def _joined(outs: list[tuple[CallRows, Any]], rows: int) -> Any:
     ]
     if any(out is None or out.shape[1] != size for (_, out), size in zip(outs, sizes, strict=True)):
         return None
+    if any((out.shape[0], *out.shape[2:]) != (1, *first.shape[2:]) for _, out in outs):
+        return None  # it has no rows, such as a state, and as many of something else
     starts = [part.rows.start for part, _ in outs if isinstance(part.rows, slice)]
     if len(starts) == len(outs):
         in_order = sorted(zip(starts, outs, strict=True), key=lambda entry: entry[0])

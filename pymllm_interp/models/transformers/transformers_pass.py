@@ -183,12 +183,12 @@ class PagedCache:
             return key_states, value_states
         pool = batch.token_to_kv_pool
         assert pool is not None, "prepare_forward_batch_* sets the pools"
-        fresh = key_states, value_states
-        pool.set_kv(layer_idx, batch.out_cache_loc, *(x[0].transpose(0, 1) for x in fresh))
+        fresh, layer = (key_states, value_states), self._spec.kv_layer(layer_idx)
+        pool.set_kv(layer, batch.out_cache_loc, *(x[0].transpose(0, 1) for x in fresh))
         if not self._prefix:
             return fresh
         slots = self._prefix_slots(self._spec.sliding_windows[layer_idx])
-        stored = zip(pool.get_kv(layer_idx), pool.scales(layer_idx), fresh, strict=True)
+        stored = zip(pool.get_kv(layer), pool.scales(layer), fresh, strict=True)
         key, value = (
             torch.cat((read_rows(old, slots, new.dtype, scale).transpose(0, 1).unsqueeze(0), new), 2)
             for old, scale, new in stored

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -17,12 +18,14 @@ from ...core.sampling_params import SamplingParams
 from ...core.step import NewRequest, ScheduledRequest, SchedulerOutput
 from ...core.unsupported import UnsupportedModelError
 from ...speculative.drafter import SpeculativeConfig
-from ..async_output import AsyncOutput
 from ..model_runner import ModelRunner
+from .row_passes import RowPasses
 from .sequences import DraftSequence, DraftSequences
 
 MAX_GRAPH_TOKENS = 256
 """The largest pass with prompts, or accepted tokens, that a draft model has captured: start-up takes longer for each."""
+MAX_ROWS = 8
+"""Most tokens of a request in a decode pass of the draft model, each as a row of its own."""
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class ModelDrafter:
     Attributes:
         runner: of the draft model: loaded, and open after `open`.
         sequences: what the draft has computed of each request.
+        passes: of the runner.
 
     Raises:
         ValueError: the draft model does not fit the model.
@@ -67,10 +71,12 @@ class ModelDrafter:
     """
 
     sequences: DraftSequences
+    passes: RowPasses
 
     def __init__(self, config: SpeculativeConfig, target: ModelRunner) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens
         self.runner = self._loaded(config, target)
+        self.runner.rows_of_request = 1 + config.num_speculative_tokens
 
     def _loaded(self, config: SpeculativeConfig, target: ModelRunner) -> ModelRunner:
         dummy = target.model_config.load_format == "dummy"
@@ -101,6 +107,7 @@ class ModelDrafter:
         runner.context_len = min(runner.context_len, target.context_len)
         runner.open()
         assert runner.req_to_token_pool is not None and runner.token_to_kv_pool_allocator is not None
+        self.passes = RowPasses(runner)
         self.sequences = DraftSequences(runner.req_to_token_pool, runner.token_to_kv_pool_allocator)
 
     def close(self) -> None:
@@ -114,14 +121,7 @@ class ModelDrafter:
         self.sequences.drop_ended()
         try:
             tasks = self._tasks(requests, k)
-            outputs = self._catch_up(tasks) if tasks else []
-            outputs += self._continue(tasks)
-            drafts: dict[str, list[int]] = {task.request.request_id: [] for task in tasks}
-            for output in outputs:
-                for request_id, tokens in zip(
-                    output.output.req_ids, output.get_output().sampled_token_ids, strict=True
-                ):
-                    drafts[request_id] += tokens
+            drafts = self._drafts(tasks) if tasks else {}
         except BaseException:
             self.runner.abandon()
             self.sequences.clear()
@@ -129,6 +129,20 @@ class ModelDrafter:
         for task in tasks:
             self._computed(task, drafts[task.request.request_id])
         return [drafts.get(request.request_id, []) for request in requests]
+
+    @torch.no_grad()
+    def _drafts(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
+        """The drafts of each task. The host waits once, for all of them."""
+        self._catch_up(tasks)
+        drawn, of = [self.passes.last([task.sequence.row for task in tasks])], [list(tasks)]
+        while parts := [task for task in tasks if task.count > len(of)]:
+            count = min(task.count for task in parts) - len(of)
+            drawn += self._continue(parts, len(of) - 1, count)
+            of += [parts] * count
+        drafts: dict[str, list[int]] = {task.request.request_id: [] for task in tasks}
+        for task, token in zip(chain.from_iterable(of), torch.cat(drawn).tolist(), strict=True):
+            drafts[task.request.request_id].append(token)
+        return drafts
 
     def _tasks(self, requests: Sequence[Request], k: int) -> list[DraftTask]:
         tasks: list[DraftTask] = []
@@ -146,9 +160,22 @@ class ModelDrafter:
         task.sequence.tokens = task.tokens + drafts[:-1]
         task.sequence.num_known = len(task.tokens)
 
-    def _catch_up(self, tasks: Sequence[DraftTask]) -> list[AsyncOutput]:
-        """Compute the tokens that the draft has no KV of, in as many passes as they need."""
-        outputs, step = [], self._first_step(tasks)
+    def _catch_up(self, tasks: Sequence[DraftTask]) -> None:
+        """Compute the tokens that the draft has no KV of, and sample behind them."""
+        step, sizes = self._first_step(tasks), [len(task.tokens) - task.start for task in tasks]
+        if max(sizes) <= MAX_ROWS and self.passes.fits(sum(sizes)):
+            self.runner.finish_requests(step)
+            self.runner.add_requests(step)
+            self.runner.update_requests(step)
+            parts = list(zip(tasks, sizes, strict=True))
+            self._feed(parts)
+            self.passes.known(
+                [task.sequence.row for task in tasks],
+                [task.start for task in tasks],
+                [task.tokens[task.start :] for task in tasks],
+            )
+            self._take(parts)
+            return
         left = list(tasks)
         while left:
             budget, parts = self.runner.max_num_tokens, []
@@ -164,11 +191,13 @@ class ModelDrafter:
                         task.request.request_id, task.sequence.row, size, task.start, samples, False, int(samples)
                     )
                 )
-            outputs.append(self._run(step, parts))
+            self._feed(parts)
+            self.runner.execute_model(step)
+            self.runner.sample_tokens_async()
+            self._take(parts)
             for task, size in parts:
                 task.start += size
             left, step = [task for task in left if not task.is_caught_up], SchedulerOutput()
-        return outputs
 
     def _first_step(self, tasks: Sequence[DraftTask]) -> SchedulerOutput:
         """What the runner's tables have to know before the first pass."""
@@ -198,28 +227,21 @@ class ModelDrafter:
             sample_index=request.sample_index,
         )
 
-    def _continue(self, tasks: Sequence[DraftTask]) -> list[AsyncOutput]:
-        """The drafts after the first one, each fed on the device. Nothing waits for a pass."""
-        outputs = []
-        for i in range(1, max([task.count for task in tasks], default=0)):
-            parts = [(task, 1) for task in tasks if task.count > i]
-            step = SchedulerOutput(
-                [
-                    ScheduledRequest(
-                        task.request.request_id, task.sequence.row, 1, len(task.tokens) + i - 1, True, True, 1
-                    )
-                    for task, _ in parts
-                ]
-            )
-            outputs.append(self._run(step, parts))
-        return outputs
+    def _continue(self, tasks: Sequence[DraftTask], first: int, count: int) -> list[torch.Tensor]:
+        """Feed the last drafts, of index `first`, and `count` - 1 behind them. Returns `count` tensors [tasks]: the next drafts."""
+        parts = [(task, 1) for task in tasks]
+        self._feed(parts)
+        found = self.passes.following(
+            [task.sequence.row for task in tasks], [len(task.tokens) + first for task in tasks], count
+        )
+        self._take(parts)
+        return found
 
-    def _run(self, step: SchedulerOutput, parts: Sequence[tuple[DraftTask, int]]) -> AsyncOutput:
-        """Run a step of the draft's runner. `parts` are the tasks with their tokens in it, in the order of its rows."""
-        self.runner.execute_model(step)
-        output = self.runner.sample_tokens_async()
-        assert output is not None, "a step with tokens has an output"
-        return output
+    def _feed(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
+        """A pass comes. `parts` are the tasks with their tokens in it, in the order of its rows."""
+
+    def _take(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
+        """The pass of these parts was launched."""
 
 
 def common_length(sequence: DraftSequence, tokens: Sequence[int]) -> int:

@@ -25,7 +25,6 @@ from ...models.weights.loading import init_dummy_weights, load_weights
 from ...models.weights.source import ModelSource
 from ...speculative.drafter import SpeculativeConfig
 from ...utils.upload import upload
-from ..async_output import AsyncOutput
 from ..device_memory import MAX_DERIVED_REQUESTS
 from ..input_batch import InputBatch
 from ..model_runner import ModelRunner
@@ -214,14 +213,18 @@ class EagleDrafter(ModelDrafter):
         """The KV of drafts is not kept: it is of the head's states, not of the model's."""
         super()._computed(task, [])
 
-    def _run(self, step: SchedulerOutput, parts: Sequence[tuple[DraftTask, int]]) -> AsyncOutput:
-        states, sizes = self._head.states, [size for _, size in parts]
+    def _feed(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
         rows = [task.states[:size] for task, size in parts if task.states is not None]
-        torch.cat(rows, out=states[: sum(sizes)])
-        output = super()._run(step, parts)
-        (ends,) = upload(self.runner.device, np.cumsum(sizes) - 1)
-        last = states[ends]
+        torch.cat(rows, out=self._head.states[: sum(size for _, size in parts)])
+
+    def _take(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
+        """The head leaves its output where it read its input. A next draft reads the last one of its task."""
+        sizes = [size for _, size in parts]
+        if max(sizes) > 1:
+            (ends,) = upload(self.runner.device, np.cumsum(sizes) - 1)
+            last = self._head.states[ends]
+        else:
+            last = self._head.states[: len(sizes)].clone()
         for i, (task, size) in enumerate(parts):
             left = task.states[size:] if task.states is not None else last[:0]
             task.states = left if len(left) else last[i : i + 1]
-        return output

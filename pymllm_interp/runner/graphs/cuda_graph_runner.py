@@ -64,7 +64,12 @@ class GraphOwner(Capturing, Protocol):
     device: str
     dtype: torch.dtype
     vocab_size: int
+
     max_running_requests: int
+
+    @property
+    def max_decode_rows(self) -> int: ...
+
     model: CausalLM | None
     req_to_token_pool: ReqToTokenPool | None
     token_to_kv_pool: KVPool | None
@@ -84,7 +89,7 @@ class CudaGraphRunner:
 
     Args:
         model_runner: initialised: model, pools and attention backend are there.
-        sizes: batch sizes to capture; None is `capture_batch_sizes` up to `max_running_requests`.
+        sizes: batch sizes to capture; None is `capture_batch_sizes` up to `max_decode_rows`.
         declares: capture the declared ops, too.
         adapted: capture the rows' adapters, too: the same passes without adapters. Their pool and output buffers serve these graphs
             as well.
@@ -92,7 +97,7 @@ class CudaGraphRunner:
 
     Attributes:
         graphs, output_buffers: by batch size; a buffer holds logits and hidden states of the last replay.
-        capture_bs, max_bs: the sizes, and the largest of them: `max_running_requests`.
+        capture_bs, max_bs: the sizes, and the largest of them.
         enable_torch_compile, torch_compile_max_bs, compile_bs: sizes to compile before they are captured.
         seq_len_fill_value: the length of a padded row.
         buffers: the runner's input buffers, which captured passes read.
@@ -121,7 +126,7 @@ class CudaGraphRunner:
         self.device = model_runner.device
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.output_buffers: dict[int, LogitsProcessorOutput] = {}
-        self.capture_bs = sizes or graph_capture.capture_batch_sizes(model_runner.max_running_requests)
+        self.capture_bs = sizes or graph_capture.capture_batch_sizes(model_runner.max_decode_rows)
         self.max_bs = self.capture_bs[-1]
         server_config = model_runner.server_config
         self.enable_torch_compile = server_config.enable_torch_compile
@@ -192,8 +197,8 @@ class CudaGraphRunner:
                 raise RuntimeError(
                     f"capturing the CUDA graph of a decode pass of {bs} rows failed: {error}\n"
                     "What helps: (1) memory: a lower gpu_memory_utilization, or fewer kv_cache_tokens; (2) fewer and smaller "
-                    f"graphs: a lower max_running_requests (now {self.max_bs}), or enable_torch_compile=False; (3) no graphs: "
-                    "disable_cuda_graph=True"
+                    f"graphs: a lower max_running_requests (now {self.model_runner.max_running_requests}), or "
+                    "enable_torch_compile=False; (3) no graphs: disable_cuda_graph=True"
                 ) from error
             raise
         self.memory_usage = max(0, free - free_memory(self.device))

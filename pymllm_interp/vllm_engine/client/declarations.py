@@ -8,14 +8,11 @@ from torch import Tensor
 
 from ...core.model_spec import LOGITS, ModelSpec
 from ...core.request import Request
-from ...core.step import RequestHooks
 from ...hooks.captures.reductions.lens import Lens
 from ...hooks.captures.spec import Capture
 from ...hooks.declarations import Declarations
-from ...hooks.declared import Declared
 from ...hooks.interventions.knockout import Intervention, Knockout
 from ...hooks.site import Site
-from ..bound_hooks import BoundHooks
 from ..settings import OURS, VllmLimits
 
 MAX_BATCHED = "max_num_batched_tokens"
@@ -46,8 +43,7 @@ class VllmDeclarations(Declarations):
     def __init__(
         self, limits: VllmLimits, model: ModelSpec, ranks: int, step_tokens: int, ring_bytes: int | None
     ) -> None:
-        super().__init__(limits, model, NoReadout())
-        self._bindings = BoundHooks(model, limits, self._readout)
+        super().__init__(limits, model, NoReadout(), only_captures=False)
         self._ranks, self._step_tokens, self._ring_bytes = ranks, step_tokens, ring_bytes
 
     def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
@@ -73,9 +69,6 @@ class VllmDeclarations(Declarations):
                 )
         super().declare(specs, captures, request)
         self._check_ring(request)
-
-    def _bound(self, hooks: RequestHooks, prompt_len: int) -> Declared:
-        return self._bindings.bound(hooks, prompt_len)
 
     def _check_ring(self, request: Request) -> None:
         found = None if request.declared is None else request.declared.captures

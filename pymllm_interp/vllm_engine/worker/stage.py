@@ -21,11 +21,11 @@ from ...core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks
 from ...hooks.captures.egress.result_memory import Memory
 from ...hooks.captures.egress.ring import CaptureRing
 from ...hooks.captures.reductions.reduction import Readout
+from ...hooks.declarations import BoundHooks
 from ...hooks.declared_stage import DeclaredStage
 from ...hooks.interventions.logit_ops import logit_ops
 from ...layers.edits.table import TableOps
 from ...utils.upload import upload
-from ..bound_hooks import BoundHooks
 from ..settings import limits_of, uses_tables
 from .batch import StepBatch, VllmStep, step_of
 from .hooked_request import HookedRequest, RankResult

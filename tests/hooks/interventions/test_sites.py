@@ -9,6 +9,7 @@ import torch
 from conftest import CONFIGS, VOCAB
 from helpers_runner import part_of
 
+from pymllm_interp.core.families import LayerPath
 from pymllm_interp.core.model_spec import FAMILIES, Family, ModelSpec
 from pymllm_interp.hooks.site import KINDS, WITHOUT_LAYER, Site, canonical, expand, path_names
 from pymllm_interp.models.registry import NATIVE, architecture_of
@@ -236,7 +237,8 @@ def test_every_point_of_a_family_is_a_name_of_its_kind():
         }
         assert set(family.points) == set(KINDS) - family.missing - lacking
         for kind, (module, end) in family.points.items():
-            assert family.is_slice(kind) or path_names(family)[f"{module}.{end}"] == kind
+            by_layer = isinstance(module, LayerPath)
+            assert family.is_slice(kind) or by_layer or path_names(family)[f"{module}.{end}"] == kind
             assert ("{}" in module) == (kind not in WITHOUT_LAYER)
 
 

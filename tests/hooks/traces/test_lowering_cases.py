@@ -13,6 +13,8 @@ from helpers_idle import left_behind
 from test_lowering import GENERATION, ONE_PASS, PROMPT, assert_equal, same
 
 from pymllm_interp import LM
+from pymllm_interp.client import local_backend
+from pymllm_interp.hooks.traces.blocks.trace import RequestTrace
 from pymllm_interp.hooks.traces.lowering.analysis import lower
 from pymllm_interp.hooks.traces.lowering.plan import BlockPlan, NotLowered
 
@@ -269,6 +271,64 @@ def test_a_wrong_prompt_of_an_invoke_is_the_same_error(lms):
                     g = lm.model.layers[0].output.save()  # noqa: F841
         messages.append((type(raised.value), str(raised.value)))
     assert messages[0] == messages[1]
+
+
+# -- requests that are submitted while others are made ---------------------------------------
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_backend, "MADE_TOGETHER", 2)
+
+
+def many_invokes(lm: LM, prompts: list[Any], max_new_tokens: int = 3) -> tuple[Any, list[Any]]:
+    with lm.generate(max_new_tokens=max_new_tokens) as tracer:
+        rows = list().save()
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                for _ in tracer.iter[:]:
+                    rows.append(lm.model.layers[0].output[0, -1])
+                    rows.append(lm.model.layers[1].output[0, -1])
+    return tracer, rows
+
+
+def test_parts_of_a_trace_are_as_the_whole(lms, in_parts):
+    prompts = [PROMPT[: 1 + i] for i in range(5)]
+    (tracer, rows), (_, wanted) = (many_invokes(lm, prompts) for lm in lms)
+    assert len(rows) == 30 and [receipt.lowered for receipt in tracer.receipts] == [True] * 5
+    assert_equal(rows, wanted, "rows")
+
+
+def test_a_wrong_prompt_of_a_later_part_is_the_same_error_and_leaves_nothing(lms, in_parts):
+    prompts, messages = [PROMPT, PROMPT, PROMPT, [5, "a"], PROMPT], []
+    for lm in lms:
+        with pytest.raises(Exception, match="invoke 3") as raised:
+            many_invokes(lm, prompts, max_new_tokens=100)
+        messages.append((type(raised.value), str(raised.value)))
+        raised = None
+    assert messages[0] == messages[1]
+    assert not left_behind(lms[0])
+
+
+def test_a_trace_that_is_cancelled_between_its_parts_ends_with_all_of_them(lms, in_parts, monkeypatch):
+    lm, calls = lms[0], []
+    factory = lm.backend.factory
+    make = factory.for_traces
+
+    def for_traces(mode: str, traces: list[RequestTrace], *args: Any) -> Any:
+        calls.append(traces[0])
+        if len(calls) == 2:
+            calls[0].cancel()
+        return make(mode, traces, *args)
+
+    monkeypatch.setattr(factory, "for_traces", for_traces)
+    before = lm.engine.stats()["steps"]
+    try:
+        many_invokes(lm, [PROMPT] * 6, max_new_tokens=100)
+    except Exception as error:
+        assert "context holds" not in str(error)
+    assert len(calls) == 3 and lm.engine.stats()["steps"] - before < 100
+    assert not left_behind(lm)
 
 
 def test_a_list_of_the_with_that_another_invoke_fills(lms):

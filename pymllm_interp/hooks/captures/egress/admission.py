@@ -74,6 +74,14 @@ class RingAdmission:
             return wanted[0][1]
         return self._refuse(wanted)
 
+    def take_drafts(self, request: Request, count: int) -> bool:
+        """Reserve space for `count` positions behind the next one, which has its own. False: there is no room. Nobody waits."""
+        needed = _reserved_size(request, 1 + count) - _reserved_size(request, 1)
+        if needed > self._free:
+            return False
+        self._free -= needed
+        return True
+
     def fits(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
         """Whether `take` would not refuse `tokens` tokens of each request."""
         return self._when_full == "fail" or sum(map(_reserved_size, requests, tokens)) <= self._free

@@ -17,7 +17,7 @@ from .result_memory import Memory
 
 MAX_STEPS = 32
 """Upper bound of the steps that a block holds."""
-MAX_BYTES = 64 << 20
+MAX_BYTES = 256 << 20
 """Upper bound of the memory of a block."""
 NUM_COPIERS = 8
 """Threads that copy from the host ring to results."""
