@@ -19,13 +19,12 @@ from ..layers.quantization.unallocated import unallocated_weights
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
 from .native.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
-from .native.glm import Glm4MoeForCausalLM
 from .native.gpt2 import GPT2LMHeadModel
 from .native.gpt_neox import GPTNeoXForCausalLM
 from .native.gpt_oss import GptOssForCausalLM
 from .native.llama import LlamaForCausalLM
 from .native.mistral import MistralForCausalLM
-from .native.moe import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
+from .native.moe import Glm4MoeForCausalLM, MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .native.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
 from .transformers.structure import config_spec
@@ -179,7 +178,9 @@ def load_model(
         return load_transformers_model(config, spec, device, folder, seed)
     cls = NATIVE[architecture_of(config)]
     if quantize is not None and not cls.quantises:
-        raise WeightsError(f"quantize={quantize!r}: {architecture_of(config)} has experts or states, and is not quantised")
+        raise WeightsError(
+            f"quantize={quantize!r}: {architecture_of(config)} has experts or states, and is not quantised"
+        )
     if stored is None and quantize is None:
         model = cls(config, spec, device, max_positions)
         if folder is None:

@@ -171,15 +171,16 @@ class Qwen3NextSparseMoeBlock(Qwen3MoeBlock):
         self.shared_expert = SharedExpert(config, spec, device)
         self.shared_expert_gate = Linear(spec.hidden_size, 1, False, spec.dtype, device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch = current_batch()
-        out = None if batch is None else self.run_segments(batch, x=x)
+        out = None if batch is None else self.run_segments(batch, x=hidden_states)
         if out is None:
-            hidden = x.view(-1, x.shape[-1])
+            hidden = hidden_states.view(-1, hidden_states.shape[-1])
             shared = self.shared_expert(hidden)
             _, scores, ids = self.gate(hidden)
+            self.gate.capture(ids, scores, hidden.dtype, batch)
             chosen = self.experts(hidden, ids, scores)
-            out = (chosen + F.sigmoid(self.shared_expert_gate(hidden)) * shared).view(x.shape)
+            out = (chosen + F.sigmoid(self.shared_expert_gate(hidden)) * shared).view(hidden_states.shape)
         return self.after_ops(out, batch)
 
     def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -187,6 +188,7 @@ class Qwen3NextSparseMoeBlock(Qwen3MoeBlock):
         hidden = x.view(-1, x.shape[-1])
         shared = self.shared_expert.fused(hidden, batch)
         _, scores, ids = self.gate.route(hidden, batch)
+        self.gate.capture(ids, scores, hidden.dtype, batch)
         chosen = self.experts.fused(hidden, ids, scores)
         return (chosen + F.sigmoid(self.shared_expert_gate.project(hidden, batch)) * shared).view(x.shape)
 
