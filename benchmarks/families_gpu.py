@@ -71,11 +71,11 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def speed(model: str, batches: list[int], ways: Sequence[bool]) -> Iterator[dict[str, Any]]:
-    """Decode steps of both implementations, with graphs or without."""
+def speed(model: str, batches: list[int], ways: Sequence[bool], impls: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Decode steps of implementations, with graphs or without."""
     settings = GpuSettings(batches=tuple(batches), new_tokens=64)
     native: dict[tuple[bool, int], float] = {}
-    for impl in ("native", "transformers"):
+    for impl in impls:
         for graph in ways:
             lm = LM(
                 model, dtype="bfloat16", load_format="dummy", impl=impl, disable_cuda_graph=not graph, max_model_len=512,
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("--names", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="of shapes")
     parser.add_argument("--batches", nargs="+", type=int, default=None)
     parser.add_argument("--graphs", action="store_true", help="speed with graphs alone")
+    parser.add_argument("--impls", nargs="+", default=["native", "transformers"], help="of speed")
     parser.add_argument("--commit", help="to note, where these files are a copy")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -175,7 +176,8 @@ def main() -> None:
     }
     if given.part == "speed":
         record["model"] = Path(given.model).name
-        growing = speed(given.model, given.batches or [1, 32, 256], [True] if given.graphs else [True, False])
+        ways = [True] if given.graphs else [True, False]
+        growing = speed(given.model, given.batches or [1, 32, 256], ways, given.impls)
     else:
         growing = shapes(given.names, given.batches or [1, 32])
     for row in growing:

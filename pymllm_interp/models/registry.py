@@ -19,12 +19,11 @@ from ..layers.quantization.unallocated import unallocated_weights
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
 from .native.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
-from .native.glm import Glm4MoeForCausalLM
 from .native.gpt2 import GPT2LMHeadModel
 from .native.gpt_neox import GPTNeoXForCausalLM
 from .native.gpt_oss import GptOssForCausalLM
 from .native.llama import LlamaForCausalLM, MistralForCausalLM
-from .native.moe import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
+from .native.moe import Glm4MoeForCausalLM, MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .native.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
 from .transformers.structure import config_spec
