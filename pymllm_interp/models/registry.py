@@ -179,7 +179,9 @@ def load_model(
         return load_transformers_model(config, spec, device, folder, seed)
     cls = NATIVE[architecture_of(config)]
     if quantize is not None and not cls.quantises:
-        raise WeightsError(f"quantize={quantize!r}: {architecture_of(config)} has experts or states, and is not quantised")
+        raise WeightsError(
+            f"quantize={quantize!r}: {architecture_of(config)} has experts or states, and is not quantised"
+        )
     if stored is None and quantize is None:
         model = cls(config, spec, device, max_positions)
         if folder is None:

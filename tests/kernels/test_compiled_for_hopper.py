@@ -143,7 +143,13 @@ gate = {"GATE_STRIDE": 10240, "HEAD_STRIDE": 512, "HEADS": 16, "SIZE": 256, "BLO
 compiled(kernels._open_gate, {"x": HALF, "gate": HALF, "out": HALF}, gate, kernels.GATE_WARPS, 3)
 print("compiled")
 """
-SCRIPTS = {"quantised": QUANTISED_SCRIPT, "moe": MOE_SCRIPT, "experts": EXPERTS_SCRIPT, "edits": EDIT_SCRIPT, "delta": DELTA_SCRIPT}
+SCRIPTS = {
+    "quantised": QUANTISED_SCRIPT,
+    "moe": MOE_SCRIPT,
+    "experts": EXPERTS_SCRIPT,
+    "edits": EDIT_SCRIPT,
+    "delta": DELTA_SCRIPT,
+}
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
