@@ -255,7 +255,7 @@ def test_passes_by_the_triton_kernels_are_those_by_torch(name: str, monkeypatch:
         (ForwardMode.DECODE, {3: [1], 0: [5], 1: [6]}),
     ]
     found: list[list[torch.Tensor]] = []
-    for modules in ([], ["layers.delta", "models.native.delta"]):
+    for modules in ([], ["layers.delta", "models.native.qwen3_5"]):
         for module in modules:
             monkeypatch.setattr(f"pymllm_interp.{module}.triton_kernels_for", lambda x: triton_delta)
         runner = make_runner(registry_config(name), kv_cache_tokens=512, page_size=4, max_running_requests=8)

@@ -144,7 +144,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, lm: LM) -> None:
                 raise torch.OutOfMemoryError("once")
             return delta.mix(*args)
 
-        monkeypatch.setattr("pymllm_interp.models.native.delta.mix", fail_mix)
+        monkeypatch.setattr("pymllm_interp.models.native.qwen3_5.mix", fail_mix)
         return
     written: list[Any] = [0]
     write = pool.write
