@@ -22,8 +22,7 @@ from ..core.forward_batch import ForwardBatch
 from .attention_backend import RadixAttention
 
 # Lengths are rounded up: oneDNN compiles a matmul for each new shape, which takes about a millisecond.
-QUERY_MULTIPLE = 8
-KV_MULTIPLE = 16
+QUERY_MULTIPLE, KV_MULTIPLE = 8, 16
 # The scores of a group should fit in the CPU's cache.
 MAX_SCORE_BYTES = 4 << 20
 # A group may have as many padding scores as real ones. Below this many scores, padding costs less than another group.
