@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from pymllm_interp import LM, SamplingParams, Steer
 
 FAMILIES = "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "nemotron_h", "mamba", "kimi_linear"
-EAGER = {"nemotron_h", "kimi_linear"}
+EAGER = {"nemotron_h", "kimi_linear", "qwen3_5_moe_text"}
 """Their code in transformers copies tensors of the CPU in each pass, which no CUDA graph takes."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

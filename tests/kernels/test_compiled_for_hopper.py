@@ -20,7 +20,8 @@ def compiled(kernel, pointers, constants, warps, stages):
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in pointers.items() if kind[0] == "*"}
     source = ASTSource(kernel, types, values, aligned)
-    assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}).asm["cubin"]
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    assert made.asm["cubin"] and made.metadata.shared <= 227 << 10, f"{kernel}: {made.metadata.shared} bytes of shared memory"
 """
 QUANTISED_SCRIPT = """
 from pymllm_interp.kernels.products import quantized as kernels
@@ -51,6 +52,8 @@ compiled(kernels._sum_parts, {"parts": "*fp32", "bias": HALF, "out": HALF}, part
 print("compiled")
 """
 MOE_SCRIPT = """
+import torch
+
 from pymllm_interp.kernels.products import moe as kernels
 
 HALF = "*bf16"
@@ -72,6 +75,11 @@ for tiling in kernels.TILINGS:
         biased = gate == "clamped"
         sizes = {"N": n, "K": k, "TOP_K": 8 if gate else 1, "GATE": gate, "BIASED": biased, "SCALED": not gate, **tile}
         compiled(kernels._product, rows, sizes, tiling.warps, tiling.stages)
+wide = {name: "*fp32" if kind == HALF else kind for name, kind in rows.items()}
+tile = {"ENTRIES": 64, "CHANNELS": 128, "DEPTH": 64, "PDL": True}
+assert tuple(tile.values())[:3] == kernels.TILINGS[2][:3]
+sizes = {"N": 768, "K": 2048, "TOP_K": 8, "GATE": "clamped", "BIASED": True, "SCALED": False, **tile}
+compiled(kernels._product, wide, sizes, kernels.TILINGS[2].warps, kernels.stages_of(kernels.TILINGS[2], torch.float32))
 compiled(kernels._combine, {"parts": HALF, "out": HALF}, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4, 3)
 print("compiled")
 """

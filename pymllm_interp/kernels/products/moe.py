@@ -34,6 +34,8 @@ class Tiling(NamedTuple):
     stages: int
 
 
+WIDE_STAGES = 2
+"""Stages in float32."""
 TILINGS = (Tiling(16, 32, 256, 4, 3), Tiling(32, 128, 128, 8, 3), Tiling(64, 128, 64, 4, 4), Tiling(128, 128, 64, 8, 3))
 
 
@@ -193,7 +195,7 @@ def _combine(parts, out, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.cons
 _route_launch = Launcher(_route, pdl=True, enable_fp_fusion=False)
 _count_launch, _place_launch = Launcher(_count, pdl=True), Launcher(_place, pdl=True)
 _product_launches = {
-    stages: Launcher(_product, pdl=True, num_stages=stages) for stages in {tiling.stages for tiling in TILINGS}
+    stages: Launcher(_product, pdl=True, num_stages=stages) for stages in {WIDE_STAGES, *(t.stages for t in TILINGS)}
 }
 _combine_launch = Launcher(_combine, pdl=True)
 
@@ -233,6 +235,11 @@ class Sorted(NamedTuple):
     order: torch.Tensor
     owners: torch.Tensor
     tiling: Tiling
+
+
+def stages_of(tiling: Tiling, dtype: torch.dtype) -> int:
+    """Steps of a product that are on their way at once. Those in float32 take twice the shared memory."""
+    return tiling.stages if dtype.itemsize < 4 else WIDE_STAGES
 
 
 def tiling_of(entries: int, experts: int, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
@@ -276,7 +283,7 @@ def expert_product(
     constants = channels, weight.shape[2], entries // len(x), gate, bias is not None, scores is not None, *tiling[:3]
     others = x if bias is None else bias, x if scores is None else scores
     tensors = x, weight, *others, by_expert.order, by_expert.owners, out
-    _product_launches[tiling.stages](grid, tensors, (entries, *clamp), constants, tiling.warps)
+    _product_launches[stages_of(tiling, x.dtype)](grid, tensors, (entries, *clamp), constants, tiling.warps)
     return out
 
 
