@@ -65,6 +65,11 @@ class BoundHooks:
         with self._lock:
             self._known.clear()
 
+    def close(self) -> None:
+        """Let go of the model, too."""
+        self.clear()
+        self._readout, self._limits = None, replace(self._limits, encoders={})
+
 
 class Declarations:
     """Checks what requests declare, and reserves what it takes. Called on any thread; the worker learns of it by steps.
@@ -153,5 +158,5 @@ class Declarations:
     def close(self) -> None:
         """Let go of the ring and the model."""
         self._ring = self._readout = None
-        self._bindings.clear()
+        self._bindings.close()
         self._limits = replace(self._limits, encoders={})

@@ -13,7 +13,7 @@ def upload(device: torch.device | str, *host: np.ndarray | torch.Tensor) -> tupl
 
     The copy goes through pinned memory. From pageable memory it would wait for all work of the stream.
     """
-    tensors = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x.detach().cpu() for x in host]
+    tensors = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x.detach() for x in host]
     if torch.device(device).type != "cuda":
         return tuple(tensor.to(device, copy=True) for tensor in tensors)
     offsets, size = [], 0

@@ -101,7 +101,7 @@ class DeviceTables:
 
     def _write_vectors(self) -> None:
         if self._staged_vectors:
-            vectors = torch.stack(list(self._staged_vectors.values())).float()
+            vectors = torch.stack(list(self._staged_vectors.values())).float().cpu()
             index, on_device = upload(self.device, np.array(list(self._staged_vectors)), vectors)
             self.tables.vectors.index_copy_(0, index, on_device)
             self._staged_vectors.clear()
