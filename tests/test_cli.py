@@ -97,7 +97,7 @@ def test_wrong_usage_is_refused_by_the_parser(arguments: list[str], capsys: pyte
 # -- bench ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", ["real", "dummy"])
+@pytest.mark.parametrize("weights", [pytest.param("real", marks=pytest.mark.slow), "dummy"])
 def test_a_quick_bench_writes_every_number(
     weights: str, model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

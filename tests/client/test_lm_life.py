@@ -406,6 +406,7 @@ def test_twenty_lms_under_one_name_leave_threads_and_memory_where_they_were() ->
     assert engine_threads() == before
 
 
+@pytest.mark.slow
 def test_the_memory_of_replaced_lms_comes_back_to_the_process() -> None:
     """KV pools of 32 MiB: twenty of them would take 640 MB."""
     script = """
@@ -733,6 +734,7 @@ USES = """
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_uses_the_lm_gets_an_error_and_ends(model_folder: Callable[[str], Path]) -> None:
     script = (
         FORK

@@ -54,7 +54,9 @@ IN_A_KERNEL = ("ipywidgets",)
 
 
 @pytest.mark.local
-@pytest.mark.parametrize("name", sorted(NEEDS))
+@pytest.mark.parametrize(
+    "name", [name if name == min(NEEDS) else pytest.param(name, marks=pytest.mark.slow) for name in sorted(NEEDS)]
+)
 def test_every_cell_runs_twice(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     missing = [package for package in NEEDS[name] if find_spec(package) is None and package not in IN_A_KERNEL]
     if missing:
@@ -83,7 +85,8 @@ def test_the_install_line_has_what_the_notebook_needs(name: str) -> None:
 
 
 @pytest.mark.local
-@pytest.mark.parametrize("name", ["logit_lens", pytest.param("evaluation", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["logit_lens", "evaluation"])
 def test_a_notebook_runs_in_a_kernel(name: str) -> None:
     missing = [package for package in NEEDS[name] if find_spec(package) is None]
     if missing:

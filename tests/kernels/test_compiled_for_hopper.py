@@ -151,6 +151,8 @@ gate = {"GATE_STRIDE": 10240, "HEAD_STRIDE": 512, "HEADS": 16, "SIZE": 256, "BLO
 compiled(kernels._open_gate, {"x": HALF, "gate": HALF, "out": HALF}, gate, kernels.GATE_WARPS, 3)
 print("compiled")
 """
+LONG = {"quantised", "moe", "edits"}
+"""Scripts that take several seconds."""
 SCRIPTS = {
     "quantised": QUANTISED_SCRIPT,
     "moe": MOE_SCRIPT,
@@ -160,7 +162,11 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(SCRIPTS[name], marks=pytest.mark.slow) if name in LONG else SCRIPTS[name] for name in SCRIPTS],
+    ids=SCRIPTS,
+)
 def test_kernels_compile(script: str, tmp_path) -> None:
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -253,7 +253,11 @@ def test_g12_shutdown_lets_go_of_everything_and_may_come_twice(runner):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("capture was invalidated")]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        pytest.param(RuntimeError("capture was invalidated"), marks=pytest.mark.slow),
+    ],
 )
 def test_g13_a_capture_that_fails_says_what_to_change(error, unfrozen, monkeypatch):
     """G13; and G3, that captures run with the collector frozen."""

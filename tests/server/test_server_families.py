@@ -16,7 +16,7 @@ PROMPT = [5, 17, 3, 80, 44, 9, 61]
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
-@pytest.fixture(scope="module", params=["olmo2", "bloom"])
+@pytest.fixture(scope="module", params=[pytest.param("olmo2", marks=pytest.mark.slow), "bloom"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LM, LM]]:
     """(by LM.connect, of this process): attention by transformers' interface, and by a cache object."""
     folder = tmp_path_factory.mktemp(request.param)

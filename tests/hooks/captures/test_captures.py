@@ -285,7 +285,7 @@ def test_what_is_reduced_is_each_position_once(lm_of: Any, oracle: Any) -> None:
 PLACES = ["all", "prompt", "generated", [-1], range(1, 6), slice(None, None, 3), [0, 1, 4, 5], Generated(1, 7, 2)]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_mean_and_a_last_row_are_those_of_the_whole_states(ahead: bool, lm_of: Any) -> None:
     """Of positions of all kinds, in chunks, after giving way, with steps launched ahead, and stops that nobody saw coming."""
     lm = lm_of("llama", kv_cache_tokens=80, page_size=4, max_num_tokens=16, async_scheduling=ahead)

@@ -83,7 +83,9 @@ CAPTURES: list[list[Any]] = [
 ]
 
 
-@pytest.mark.parametrize("server", [{}, {"async_scheduling": True, "capture_ring_bytes": 6000}])
+@pytest.mark.parametrize(
+    "server", [pytest.param({}, marks=pytest.mark.slow), {"async_scheduling": True, "capture_ring_bytes": 6000}]
+)
 def test_logits_of_mixed_requests_are_those_of_transformers(server: dict[str, Any], lm_of: Any, oracle: Any) -> None:
     """Whole and reduced, beside other states, with ops there and elsewhere, of requests that give way, each position once; in a
     ring that holds a few rows."""

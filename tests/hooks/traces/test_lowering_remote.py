@@ -194,6 +194,7 @@ def test_a_wrong_prompt_or_keyword_is_refused_as_by_a_local_engine(declared, loc
         assert issubclass(ours[0], (TypeError, ValueError)) and theirs[1] in ours[1]
 
 
+@pytest.mark.slow
 def test_captures_above_the_servers_limit_are_sent_as_code(served_folder, local, posts, tmp_path):
     limits = ["--allow-code-from", "code", "--option", "max_capture_bytes=2000"]
     with serving(served_folder, *limits, folder=tmp_path) as small:
