@@ -230,7 +230,6 @@ print("whole")
 """
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_or_read_only_costs_attempts_only(tmp_path: Path):
     """A small tmpfs in a name space of its own: the first of four units fits."""
     alone = ["unshare", "--user", "--map-root-user", "--mount"]
