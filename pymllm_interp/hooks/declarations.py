@@ -20,6 +20,8 @@ from .interventions.vector_pool import VectorPool
 
 KEPT = 64
 """Bound hooks that are kept."""
+MAX_TABLE_BYTES = 1 << 20
+"""Captures with larger tables of positions are not kept: a client could make them hold gigabytes after its requests."""
 
 
 class BoundHooks:
@@ -52,7 +54,8 @@ class BoundHooks:
                 self._known.move_to_end(key)
                 return found[1].fresh()
         found = Declared.bound(hooks, prompt_len, self._model, self._limits, self._readout)
-        if found.patterns is not None or (self._only_captures and not found.only_captures):
+        large = found.captures is not None and found.captures.table_bytes > MAX_TABLE_BYTES
+        if large or found.patterns is not None or (self._only_captures and not found.only_captures):
             return found
         with self._lock:
             self._known[key] = specs, found

@@ -444,7 +444,9 @@ class Declared:
 
     def applied(self, num_positions: int) -> list[Applied]:
         """Number of rows that each op acted on, among the first `num_positions` positions."""
-        if any(op.spec.when is not None for op in self):
+        if any(op.spec.when is not None for op in self) or not (
+            self.ops or self.knockouts
+        ):  # nothing is shared without ops
             return self._applied(num_positions)
         key = "applied", num_positions
         if key not in self.shared:

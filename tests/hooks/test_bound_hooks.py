@@ -10,6 +10,7 @@ import torch
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, Capture, Lens, Project, SamplingParams, Steer
+from pymllm_interp.hooks import declarations
 
 pytestmark = pytest.mark.local  # looks into an engine of this process
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -27,6 +28,18 @@ def test_captures_of_several_requests_have_their_own_states(lm_of):
             assert found.receipt.captures == wanted.receipt.captures
             for site, rows in wanted.activations.items():
                 torch.testing.assert_close(found.activations[site], rows, rtol=1e-5, atol=1e-5)
+
+
+def test_large_tables_are_not_kept(lm_of, monkeypatch):
+    """Each group of captures has an entry for each position: a client with many would hold memory after its requests."""
+    lm: LM = lm_of("llama")
+    known = lm.backend.factory._declarations._bindings._known
+    for most, kept in ((0, 0), (declarations.MAX_TABLE_BYTES, 1)):
+        monkeypatch.setattr(declarations, "MAX_TABLE_BYTES", most)
+        known.clear()
+        outs = [lm.generate(PROMPTS[:1], PARAMS, capture=["resid_post.1"])[0] for _ in range(2)]
+        assert len(known) == kept
+        assert torch.equal(outs[0].activations["resid_post.1"], outs[1].activations["resid_post.1"])
 
 
 def test_what_reads_weights_reads_them_as_they_are(lm_of):

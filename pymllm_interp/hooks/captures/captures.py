@@ -154,6 +154,11 @@ class Captures(RecordSizes):
         return self._alike if first >= self._prompt_len else None
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the groups' tables, which have an entry for each position."""
+        return sum(group.ordinals.nbytes for group in self.groups)
+
+    @property
     def in_order(self) -> bool:
         """Whether positions must be copied in order, on one thread."""
         return any(group.in_order for group in self.groups)
