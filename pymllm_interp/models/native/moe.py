@@ -273,13 +273,16 @@ class Glm4MoeAttention(LlamaAttention):
         )
 
 
-class SharedExperts(nn.Module):
-    """The gated MLP that all tokens go through, beside their experts. Its output is the site `shared_out`."""
+class SharedExpert(nn.Module):
+    """A gated MLP that all tokens go through, beside their experts.
 
-    def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
+    Args:
+        size: neurons.
+    """
+
+    def __init__(self, config: PretrainedConfig, spec: ModelSpec, size: int, device: str) -> None:
         super().__init__()
-        self.layer_idx, hidden = layer_idx, spec.hidden_size
-        size = config.moe_intermediate_size * config.n_shared_experts
+        hidden = spec.hidden_size
         self._gate_up = MergedLinear(hidden, [size] * 2, False, spec.dtype, device)
         self.gate_proj, self.up_proj = self._gate_up.projections()
         self.down_proj = Linear(size, hidden, False, spec.dtype, device)
@@ -288,15 +291,31 @@ class SharedExperts(nn.Module):
         self._act = [activation(config.hidden_act)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self._gate_up.product(x):
+            down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+    def fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """`forward` without a call to a module."""
+        return self.down_proj.project(gated(self._gate_up.project(x, batch), self._act[0]), batch)
+
+
+class SharedExperts(SharedExpert):
+    """GLM-4.5's, as one MLP. Its output is the site `shared_out`."""
+
+    def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
+        super().__init__(config, spec, config.moe_intermediate_size * config.n_shared_experts, device)
+        self.layer_idx = layer_idx
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch = current_batch()
+        # `.source` names operations by their assignments: as in transformers.
         with self._gate_up.product(x):
             down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return down_proj if batch is None else apply_inner(down_proj, batch.site_ops, self.layer_idx, "shared_out")
 
     def fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """`forward` without a call to a module."""
-        out = self.down_proj.project(gated(self._gate_up.project(x, batch), self._act[0]), batch)
-        return apply_inner(out, batch.site_ops, self.layer_idx, "shared_out")
+        return apply_inner(super().fused(x, batch), batch.site_ops, self.layer_idx, "shared_out")
 
 
 class Glm4MoeMoE(SparseMoeBlock):

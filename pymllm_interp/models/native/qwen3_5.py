@@ -15,7 +15,6 @@ from transformers import PretrainedConfig
 from ...core.current_pass import current_batch
 from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import ModelSpec, attention_add, delta_site
-from ...layers.activation import activation, activation_module, gated
 from ...layers.delta import DeltaSizes, DeltaStates, DeltaWeights, GatedRMSNorm, mix
 from ...layers.dispatch import triton_kernels_for
 from ...layers.edits.base import apply_and_capture, apply_at, apply_inner, capture_at
@@ -26,7 +25,7 @@ from ...mem_cache.state_pool import StateLayout
 from ..base import ProjectedBranch, Rotation
 from .decoder import DecoderLayer
 from .llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
-from .moe import Qwen3MoeBlock, SparseForCausalLM
+from .moe import Qwen3MoeBlock, SharedExpert, SparseForCausalLM
 from .qwen import Qwen3Attention
 
 LINEAR = "linear_attention"
@@ -332,35 +331,12 @@ def _without_drafts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tup
 # -- Qwen3-Next ------------------------------------------------------------------------
 
 
-class SharedExpert(nn.Module):
-    """The MLP that each token goes through, beside the experts of its choice."""
-
-    def __init__(self, config: PretrainedConfig, spec: ModelSpec, device: str) -> None:
-        super().__init__()
-        hidden, intermediate, dtype = spec.hidden_size, config.shared_expert_intermediate_size, spec.dtype
-        self._gate_up = MergedLinear(hidden, [intermediate] * 2, False, dtype, device)
-        self.gate_proj, self.up_proj = self._gate_up.projections()
-        self.down_proj = Linear(intermediate, hidden, False, dtype, device)
-        self.act_fn = activation_module(config.hidden_act)
-        # The fused pass has its own copy: hooks may wait at the module `act_fn`.
-        self._act = [activation(config.hidden_act)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self._gate_up.product(x):
-            down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down_proj
-
-    def fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """`forward` without a call to a module."""
-        return self.down_proj.project(gated(self._gate_up.project(x, batch), self._act[0]), batch)
-
-
 class Qwen3NextSparseMoeBlock(Qwen3MoeBlock):
     """Experts, and one shared expert with a gate."""
 
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
         super().__init__(config, spec, layer_idx, device)
-        self.shared_expert = SharedExpert(config, spec, device)
+        self.shared_expert = SharedExpert(config, spec, config.shared_expert_intermediate_size, device)
         self.shared_expert_gate = Linear(spec.hidden_size, 1, False, spec.dtype, device)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
