@@ -68,7 +68,7 @@ class TopKRouter(nn.Module):
         return self._gemm(x)
 
     def capture(self, ids: torch.Tensor, scores: torch.Tensor, dtype: torch.dtype, batch: ForwardBatch | None) -> None:
-        """Capture the choice at the site `experts`: ids and scores, in the dtype of states. Ids up to 256 are exact in bfloat16."""
+        """Capture the choice at the site `experts`: ids and scores, in the dtype of states (`Capture` checks it)."""
         if batch is not None and batch.site_ops is not None and EXPERTS in batch.site_ops.inner:
             state = torch.cat((ids.to(dtype), scores.to(dtype)), -1)
             capture_inner(state[None], batch.site_ops, self.layer_idx, EXPERTS)

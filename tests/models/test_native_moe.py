@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from helpers_graphs import use_eager_graphs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pymllm_interp import LM, Gate, SamplingParams, Steer
+from pymllm_interp import LM, Capture, Gate, SamplingParams, Steer
+from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.models.weights.loading import WeightsError
 
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
@@ -380,3 +382,18 @@ def test_the_chosen_experts_are_captured(family: str, execution: str) -> None:
             Steer("experts.1", torch.ones(4))
         with pytest.raises(ValueError, match=r"experts\.1 is only captured"):
             Steer("resid_post.1", torch.ones(32), when=Gate(torch.ones(4), site="experts.1"))
+
+
+def test_ids_of_experts_that_a_dtype_rounds_are_refused() -> None:
+    """bfloat16 has no 257: a capture would name another expert."""
+    spec = ModelSpec.of(tiny_config("qwen3_moe"), torch.bfloat16)
+    assert Capture("experts.1").sites_in(replace(spec, num_experts=257))
+    many = replace(spec, num_experts=512)
+    for capture, model in (
+        (Capture("experts.1"), many),
+        (Capture("experts.*", dtype="bfloat16"), replace(many, dtype=torch.float32)),
+    ):
+        with pytest.raises(ValueError, match=r"bfloat16 holds ids up to 256 exactly.* 512 experts: capture router\.i"):
+            capture.sites_in(model)
+    assert Capture("experts.1").sites_in(replace(many, dtype=torch.float16))
+    assert Capture("router.1").sites_in(many)

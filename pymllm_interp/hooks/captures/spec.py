@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from ...core.model_spec import LOGITS, ModelSpec
+from ...core.model_spec import EXPERTS, LOGITS, ModelSpec
 from ...utils.device import DTYPES
 from ..heads import Heads
 from ..interventions.projections import MAX_RANK
@@ -121,4 +121,16 @@ class Capture(PlacedSpec):
                 reduction.check(site, model)
         except ValueError as error:
             raise ValueError(f"{self.name}: {reduction.name}: {error}") from None
+        if sites[0].kind == EXPERTS:
+            self._check_ids(model)
         return sites
+
+    def _check_ids(self, model: ModelSpec) -> None:
+        """Raise ValueError where a dtype rounds the largest id of an expert."""
+        for dtype in (model.dtype, cast(torch.dtype, self.dtype) or model.dtype):
+            exact = int(2 / torch.finfo(dtype).eps)
+            if model.num_experts - 1 > exact:
+                raise ValueError(
+                    f"{self.name}: {str(dtype)[6:]} holds ids up to {exact} exactly, and the model has {model.num_experts} "
+                    "experts: capture router.i, or use a model and a capture in float16 or float32"
+                )
