@@ -145,8 +145,12 @@ class InputBuffers:
         padded = np.zeros((3, max(padded_size, tokens.shape[1])), dtype=np.int64)
         padded[:, : tokens.shape[1]] = tokens
         (uploaded,) = upload(self.input_ids.device, padded)
-        self._lay_out(self, uploaded, states.last_sampled_tokens, states.edited, req_to_token)
+        self.place(uploaded, states, req_to_token)
         return uploaded
+
+    def place(self, tokens: torch.Tensor, states: RequestState, req_to_token: torch.Tensor) -> None:
+        """Write the first rows from `tokens` [3, rows] on the device, as `lay_out` returns them. A graph may capture it."""
+        self._lay_out(self, tokens, states.last_sampled_tokens, states.edited, req_to_token)
 
     def advance(self, laid_out: torch.Tensor, count: int, states: RequestState, req_to_token: torch.Tensor) -> None:
         """Write the first `count` rows of a decode pass again, one position later.
@@ -155,7 +159,7 @@ class InputBuffers:
             laid_out: what `lay_out` returned; changed.
         """
         laid_out[1, :count] += 1
-        self._lay_out(self, laid_out, states.last_sampled_tokens, states.edited, req_to_token)
+        self.place(laid_out, states, req_to_token)
 
     def open_adapters(self, max_loras: int) -> None:
         """Allocate `adapter_tiles`, unless they are there."""

@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import CONFIGS, VOCAB, random_model
 from helpers_declared import lms, vector
-from helpers_drafts import NEW, SMALL, checked_steps, drafted_by, drawn, greedy, proposals
+from helpers_drafts import NEW, SMALL, checked_steps, drafted_by, drawn, greedy, proposals, replayed
+from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 from test_random_drafts import Call, traffic
 from transformers import AutoConfig, Qwen2VLConfig
@@ -43,18 +44,24 @@ def plain(lm_of: Callable[..., LM]) -> LM:
 
 
 @pytest.mark.parametrize("options", [{}, SMALL, {"async_scheduling": True}], ids=["large", "small pools", "ahead"])
-def test_all_drafts_of_the_model_itself_are_accepted(options, plain, model_folder):
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+def test_all_drafts_of_the_model_itself_are_accepted(graphs, options, plain, model_folder, monkeypatch):
     """Greedy ones, and sampled ones, whose noise is the request's."""
     folder = model_folder("llama")
+    if graphs:
+        use_eager_graphs(monkeypatch)
     with LM(folder, dtype="float32", device="cpu", speculative=drafted_by(folder), **options) as lm:
+        replays = replayed(lm, monkeypatch) if graphs else []
         for params in (greedy(), drawn()):
             for prompts in (PROMPTS, PROMPTS[:1]):
+                replays.clear()
                 wanted, before = plain.generate(prompts, params), lm.engine.stats()["steps"]
                 with checked_steps(lm), proposals(lm):
                     found = lm.generate(prompts, params)
                 assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
                 counts = [out.outputs[0].drafts for out in found]
                 assert all(c is not None and c.drafted == c.accepted > NEW / 2 for c in counts)
+                assert len(replays) > 3 or not graphs
                 assert options is SMALL or lm.engine.stats()["steps"] - before <= 2 + -(-NEW // 4)
 
 

@@ -12,8 +12,9 @@ import torch
 from conftest import CONFIGS, VOCAB
 from golden_eagle3 import DRAFT_VOCAB, HEADS, LENGTH, PATH, STEPS, d2t, inputs
 from helpers_declared import lms, vector
-from helpers_drafts import SMALL, checked_steps, drafted_by, drawn, greedy, proposals
+from helpers_drafts import SMALL, checked_steps, drafted_by, drawn, greedy, proposals, replayed
 from helpers_eagle import checkpoint, drafts_of
+from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 from test_random_drafts import traffic
 
@@ -138,11 +139,15 @@ def test_the_states_are_the_inputs_of_the_layers_behind_ops(way, head, model_fol
 
 
 @pytest.mark.parametrize("options", [{}, SMALL, {"async_scheduling": True}], ids=["large", "small pools", "ahead"])
-def test_a_head_proposes_what_plain_torch_says(options, head, plain, model_folder, oracle):
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+def test_a_head_proposes_what_plain_torch_says(graphs, options, head, plain, model_folder, oracle, monkeypatch):
     """Behind rejected drafts, chunks, preemptions and prefixes of the prefix cache, from the first state that it has."""
     folder, weights = head
+    if graphs:
+        use_eager_graphs(monkeypatch)
     with LM(model_folder("llama"), dtype="float32", device="cpu", speculative=eagle(folder), **options) as lm:
         drafter: Any = lm.runner.drafter
+        replays = replayed(lm, monkeypatch) if graphs else []
         wanted = plain.generate(PROMPTS * 2, greedy(30))
         firsts: list[int] = []
         with checked_steps(lm), proposals(lm) as found:
@@ -159,6 +164,7 @@ def test_a_head_proposes_what_plain_torch_says(options, head, plain, model_folde
             outs = lm.generate(PROMPTS * 2, greedy(30))
         assert [out.token_ids for out in outs] == [out.token_ids for out in wanted]
         assert sum(bool(drafts) for _, drafts in found) > 5 and len(firsts) == len(found)
+        assert len(replays) > 3 or not graphs
         for first, (tokens, drafts) in zip(firsts, found, strict=True):
             if drafts:
                 states = hidden_states(oracle("llama"), tokens[:-1])[first - 1 :]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import VOCAB
 
 from pymllm_interp import LM, SamplingParams
@@ -142,3 +143,16 @@ def proposals(lm: LM) -> Iterator[list[tuple[list[int], list[int]]]]:
         yield found
     finally:
         del drafter.propose
+
+
+def replayed(lm: LM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of requests whenever one graph gives all drafts of a step."""
+    drafter: Any = lm.runner.drafter
+    drafts, found = drafter.graphs.drafts, []
+
+    def noting(rows: Sequence[int], *args: Any) -> Any:
+        found.append(len(rows))
+        return drafts(rows, *args)
+
+    monkeypatch.setattr(drafter.graphs, "drafts", noting)
+    return found

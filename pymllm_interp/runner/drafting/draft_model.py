@@ -19,6 +19,7 @@ from ...core.step import NewRequest, ScheduledRequest, SchedulerOutput
 from ...core.unsupported import UnsupportedModelError
 from ...speculative.drafter import SpeculativeConfig
 from ..model_runner import ModelRunner
+from .draft_graphs import DraftGraphs
 from .row_passes import RowPasses
 from .sequences import DraftSequence, DraftSequences
 
@@ -63,6 +64,7 @@ class ModelDrafter:
         runner: of the draft model: loaded, and open after `open`.
         sequences: what the draft has computed of each request.
         passes: of the runner.
+        graphs: of all passes of a step's drafts; None where passes are not captured.
 
     Raises:
         ValueError: the draft model does not fit the model.
@@ -72,6 +74,7 @@ class ModelDrafter:
 
     sequences: DraftSequences
     passes: RowPasses
+    graphs: DraftGraphs | None
 
     def __init__(self, config: SpeculativeConfig, target: ModelRunner) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens
@@ -108,6 +111,9 @@ class ModelDrafter:
         runner.open()
         assert runner.req_to_token_pool is not None and runner.token_to_kv_pool_allocator is not None
         self.passes = RowPasses(runner)
+        self.graphs = None
+        if runner.graph_runner is not None:
+            self.graphs = DraftGraphs(runner, self.num_speculative_tokens, self._carry)
         self.sequences = DraftSequences(runner.req_to_token_pool, runner.token_to_kv_pool_allocator)
 
     def close(self) -> None:
@@ -133,6 +139,8 @@ class ModelDrafter:
     @torch.no_grad()
     def _drafts(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
         """The drafts of each task. The host waits once, for all of them."""
+        if self._fit_a_graph(tasks):
+            return self._drafts_of_a_graph(tasks)
         self._catch_up(tasks)
         drawn, of = [self.passes.last([task.sequence.row for task in tasks])], [list(tasks)]
         while parts := [task for task in tasks if task.count > len(of)]:
@@ -143,6 +151,29 @@ class ModelDrafter:
         for task, token in zip(chain.from_iterable(of), torch.cat(drawn).tolist(), strict=True):
             drafts[task.request.request_id].append(token)
         return drafts
+
+    def _fit_a_graph(self, tasks: Sequence[DraftTask]) -> bool:
+        k = self.num_speculative_tokens
+        if self.graphs is None or any(task.count != k for task in tasks):
+            return False
+        longest = max(len(task.tokens) for task in tasks) + k - 1
+        return self.graphs.fits([len(task.tokens) - task.start for task in tasks], longest)
+
+    def _drafts_of_a_graph(self, tasks: Sequence[DraftTask]) -> dict[str, list[int]]:
+        assert self.graphs is not None
+        self._enter(self._first_step(tasks))
+        self._feed([(task, len(task.tokens) - task.start) for task in tasks])
+        drafts = self.graphs.drafts(
+            [task.sequence.row for task in tasks],
+            [task.start for task in tasks],
+            [task.tokens[task.start :] for task in tasks],
+        )
+        return {task.request.request_id: own for task, own in zip(tasks, drafts.T.tolist(), strict=True)}
+
+    def _enter(self, step: SchedulerOutput) -> None:
+        self.runner.finish_requests(step)
+        self.runner.add_requests(step)
+        self.runner.update_requests(step)
 
     def _tasks(self, requests: Sequence[Request], k: int) -> list[DraftTask]:
         tasks: list[DraftTask] = []
@@ -164,9 +195,7 @@ class ModelDrafter:
         """Compute the tokens that the draft has no KV of, and sample behind them."""
         step, sizes = self._first_step(tasks), [len(task.tokens) - task.start for task in tasks]
         if max(sizes) <= MAX_ROWS and self.passes.fits(sum(sizes)):
-            self.runner.finish_requests(step)
-            self.runner.add_requests(step)
-            self.runner.update_requests(step)
+            self._enter(step)
             parts = list(zip(tasks, sizes, strict=True))
             self._feed(parts)
             self.passes.known(
@@ -242,6 +271,9 @@ class ModelDrafter:
 
     def _take(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
         """The pass of these parts was launched."""
+
+    def _carry(self, ends: torch.Tensor) -> None:
+        """Between the first two passes of a graph. `ends` [requests] int64 are the last rows of the first one."""
 
 
 def common_length(sequence: DraftSequence, tokens: Sequence[int]) -> int:

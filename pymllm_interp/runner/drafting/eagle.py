@@ -228,3 +228,6 @@ class EagleDrafter(ModelDrafter):
         for i, (task, size) in enumerate(parts):
             left = task.states[size:] if task.states is not None else last[:0]
             task.states = left if len(left) else last[i : i + 1]
+
+    def _carry(self, ends: torch.Tensor) -> None:
+        self._head.states[: len(ends)] = self._head.states[ends]

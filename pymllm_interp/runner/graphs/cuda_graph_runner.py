@@ -271,6 +271,20 @@ class CudaGraphRunner:
 
         return forward
 
+    def serves(self, bs: int, longest: int) -> bool:
+        """Whether the pass captured for `bs` rows supports lengths up to `longest`."""
+        batch = self._batches[bs]
+        assert batch.seq_lens_cpu is not None
+        batch.seq_lens_cpu.fill_(longest)
+        return self.attn_backend.can_replay(batch, bs)
+
+    def run_inside(self, bs: int) -> torch.Tensor:
+        """Run the pass of `bs` rows over the input buffers, for a graph that captures more than one pass: logits [bs, vocab]."""
+        batch = self._batches[bs]
+        assert batch.positions is not None
+        self.attn_backend.forget_plan(batch)
+        return self._forward(bs)(batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0), batch)[0]
+
     def prepare(self, forward_batch: ForwardBatch) -> ForwardBatch:
         """Copy the batch into the input buffers, padded, and plan its attention. Returns the batch of the graph."""
         bs = self.padded_size(forward_batch.batch_size)
