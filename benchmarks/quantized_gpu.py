@@ -2,6 +2,7 @@
 
 Usage: python benchmarks/quantized_gpu.py [--config benchmarks/configs/llama8b] [--only bf16,fp8] [--batches 1,32] [--out FILE]
        python benchmarks/quantized_gpu.py --products      # each product by itself, in microseconds
+       python benchmarks/quantized_gpu.py --kv 64x8000    # K and V in bfloat16 and FP8, so many requests of so many positions
 
 Random weights of the shape, rounded to each format; prompts of 64 tokens. Milliseconds are of a step in which all requests decode.
 Each format has an engine of its own, one after the other in one process; bfloat16 comes first. Rows are printed as they come.
@@ -55,13 +56,7 @@ def measure(config: Path, form: str, batches: list[int]) -> list[dict[str, Any]]
     with lm:
         gib = torch.cuda.memory_allocated() / 2**30
         for batch in batches:
-            prompts = random_prompts(lm, batch, PROMPT_TOKENS)
-
-            def submit(count: int) -> list[RequestHandle]:
-                return [lm.submit(prompt, greedy(count)) for prompt in prompts]  # noqa: B023
-
-            times = [steady_ms(lm, submit, NEW_TOKENS) for _ in range(TURNS + 1)][1:]  # the first one warms up
-            ms = statistics.median(times)
+            ms, times = step_ms(lm, batch, PROMPT_TOKENS)
             row = {
                 "format": form,
                 "batch": batch,
@@ -72,6 +67,34 @@ def measure(config: Path, form: str, batches: list[int]) -> list[dict[str, Any]]
             }
             print(json.dumps(row), flush=True)
             found.append(row)
+    return found
+
+
+def step_ms(lm: LM, batch: int, prompt_tokens: int) -> tuple[float, list[float]]:
+    """Milliseconds of a step in which all requests decode: the median, and each turn's."""
+    prompts = random_prompts(lm, batch, prompt_tokens)
+
+    def submit(count: int) -> list[RequestHandle]:
+        return [lm.submit(prompt, greedy(count)) for prompt in prompts]
+
+    times = [steady_ms(lm, submit, NEW_TOKENS) for _ in range(TURNS + 1)][1:]  # the first one warms up
+    return statistics.median(times), times
+
+
+def measure_kv(config: Path, batch: int, positions: int) -> list[dict[str, Any]]:
+    """Steps with K and V in bfloat16, and in FP8. Prompts are computed once: their pages stay in the prefix cache."""
+    found: list[dict[str, Any]] = []
+    for dtype in ("auto", "fp8"):
+        with LM(
+            config, load_format="dummy", dtype="bfloat16", device="cuda", max_running_requests=batch, kv_cache_dtype=dtype,
+            max_model_len=positions + 2 * NEW_TOKENS, kv_cache_tokens=batch * (positions + 2 * NEW_TOKENS),
+        ) as lm:  # fmt: skip
+            ms, times = step_ms(lm, batch, positions)
+        found.append({"kv": dtype, "batch": batch, "positions": positions, "ms": ms, "turns_ms": times})
+        print(json.dumps(found[-1]), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    found[1]["ratio"] = found[0]["ms"] / found[1]["ms"]
     return found
 
 
@@ -122,13 +145,16 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(FORMATS))
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--products", action="store_true")
+    parser.add_argument("--kv", metavar="REQUESTSxPOSITIONS")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     batches = [int(size) for size in args.batches.split(",")]
     rows: list[dict[str, Any]] = []
     if args.products:
         rows = products(batches)
-    for form in [] if args.products else args.only.split(","):
+    if args.kv:
+        rows += measure_kv(args.config, *map(int, args.kv.split("x")))
+    for form in [] if args.products or args.kv else args.only.split(","):
         rows += measure(args.config, form, batches)
         gc.collect()
         torch.cuda.empty_cache()

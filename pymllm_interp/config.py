@@ -84,7 +84,7 @@ class ServerConfig:
     kv_cache_tokens: int | None = None
     """Slots of the KV pool. None: derived from the free memory. More than the device holds is an error."""
     kv_cache_dtype: str = "auto"
-    """The KV pool's dtype; "auto" is the model's. "fp8" is E4M3, with a checkpoint's scales, else 1; torch's attention only."""
+    """The KV pool's dtype; "auto" is the model's. "fp8" is E4M3, with a checkpoint's scales, else 1."""
     state_dtype: str = "float32"
     """The dtype of recurrent states between steps, in models that have them: "float32", or "bfloat16" for half of the memory."""
     state_cache_bytes: int = 1 << 30

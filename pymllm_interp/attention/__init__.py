@@ -8,7 +8,14 @@ from importlib.util import find_spec
 import torch
 
 from .attention_backend import AttentionBackend, RadixAttention
-from .flashinfer_backend import DTYPES, HEAD_DIMS, WORKSPACE_BYTES, FlashInferAttnBackend, check_head_dim
+from .flashinfer_backend import (
+    DTYPES,
+    HEAD_DIMS,
+    WORKSPACE_BYTES,
+    FlashInferAttnBackend,
+    check_head_dim,
+    check_kv_dtype,
+)
 from .torch_backend import TorchAttnBackend
 
 __all__ = [
@@ -55,11 +62,8 @@ def create_attention_backend(
         raise ValueError(f"attention_backend='flashinfer' needs a CUDA device, not {device}; use 'torch'")
     if head_dim is not None:
         check_head_dim(head_dim)
-    if kv_cache_dtype not in (None, dtype):
-        raise ValueError(
-            f"kv_cache_dtype={kv_cache_dtype}: attention_backend='flashinfer' wants the model's dtype, {dtype}; use "
-            "kv_cache_dtype='auto', or attention_backend='torch'"
-        )
+    if kv_cache_dtype is not None:
+        check_kv_dtype(kv_cache_dtype, dtype)
     return FlashInferAttnBackend(device, dtype)
 
 

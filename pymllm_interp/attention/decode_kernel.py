@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.forward_batch import ForwardBatch
+from ..utils.kv_rows import read_rows
 from .attention_backend import RadixAttention, softmax_with_sinks
 
 MAX_PROGRAMS = 8
@@ -29,12 +30,14 @@ class DecodeAttention:
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         out: torch.Tensor,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """Write the attention of the batch's leading requests to `out`.
 
         Args:
             q, out: [requests, heads, head_dim], one row of each request.
-            kv: K and V of the layer, each [slots, kv_heads, head_dim].
+            kv: K and V of the layer, each [slots, kv_heads, head_dim], in the dtype of q or in FP8.
+            kv_scales: what the values of K and V are multiplied by.
         """
         table = forward_batch.req_to_token_pool
         assert table is not None, "prepare_forward_batch_* sets the pools"
@@ -43,14 +46,14 @@ class DecodeAttention:
         window = layer.sliding_window or 0
         if not q.is_cuda:
             decode_attention_torch(
-                q, *kv, rows, lens, table.req_to_token, out, layer.scaling, window, layer.logit_cap, layer.sinks
-            )
+                q, *kv, rows, lens, table.req_to_token, out, layer.scaling, window, layer.logit_cap, layer.sinks, kv_scales,
+            )  # fmt: skip
             return
         from ..kernels.triton_decode import decode_attention
 
         decode_attention(
             q, *kv, rows, lens, table.req_to_token, out, *self._memory_for(layer, q.device), self._num_sms,
-            layer.scaling, window, layer.logit_cap or 0.0, layer.sinks,
+            layer.scaling, window, layer.logit_cap or 0.0, layer.sinks, kv_scales,
         )  # fmt: skip
 
     def _memory_for(self, layer: RadixAttention, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,12 +79,16 @@ def decode_attention_torch(
     window: int,
     cap: float | None,
     sinks: torch.Tensor | None = None,  # [heads]
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """`triton_decode.decode_attention` in plain torch."""
     queries = q.shape[1] // k_cache.shape[1]
     for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         slots = req_to_token[row, max(0, length - window) if window else 0 : length].long()
-        k, v = (cache[slots].float().repeat_interleave(queries, 1).transpose(0, 1) for cache in (k_cache, v_cache))
+        k, v = (
+            read_rows(cache, slots, torch.float32, kv_scale).repeat_interleave(queries, 1).transpose(0, 1)
+            for cache, kv_scale in zip((k_cache, v_cache), kv_scales, strict=True)
+        )
         scores = torch.bmm(k, q[i].float().unsqueeze(2)).squeeze(2) * scale  # [heads, positions]
         if cap:
             scores = cap * torch.tanh(scores / cap)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..core.forward_batch import ForwardBatch, PagedKV
+from ..utils.kv_rows import FP8
 from .attention_backend import AttentionBackend, RadixAttention
 from .decode_kernel import DecodeAttention
 from .flashinfer_plans import (
@@ -109,7 +110,7 @@ class FlashInferAttnBackend(AttentionBackend):
     ) -> Callable[[RadixAttention], None]:
         metadata, pool = forward_batch.attn_metadata, _pool_of(forward_batch)
         assert isinstance(metadata, FlashInferPass), "init_forward_metadata plans the pass before its first layer"
-        self._check_pool(pool)
+        check_kv_dtype(pool.dtype, self.dtype)
         single, prefill = metadata.num_single, metadata.prefill
         single_q, single_out = q[:single], out[:single]
         prefill_q, prefill_out = (q, out) if prefill is None else (q[prefill.rows], out[prefill.rows])
@@ -117,10 +118,12 @@ class FlashInferAttnBackend(AttentionBackend):
         def attend(layer: RadixAttention) -> None:
             check_head_dim(layer.head_dim)
             if single:
-                self._decode(single_q, pool.get_kv(layer.layer_id), layer, forward_batch, single_out)
+                scales = pool.scales(layer.layer_id)
+                self._decode(single_q, pool.get_kv(layer.layer_id), layer, forward_batch, single_out, scales)
             if prefill is not None:
                 planned = self._planned(layer, prefill, forward_batch)
-                planned.run(prefill_q, pool.paged(layer.layer_id), prefill_out, layer.sinks)
+                scales = pool.scales(layer.layer_id)
+                planned.run(prefill_q, pool.paged(layer.layer_id), prefill_out, layer.sinks, scales)
 
         return attend
 
@@ -142,7 +145,7 @@ class FlashInferAttnBackend(AttentionBackend):
         kind = LayerKind.of(layer, _table_of(forward_batch).shape[1])
         if kind not in self._plans:
             wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace_for(kind), "NHD", backend=self._prefill(kind)
+                self._workspace_for(kind), "NHD", backend=self._prefill(kind, _pool_of(forward_batch).dtype)
             )
             self._plans[kind] = Planned(wrapper, self.device)
         planned = self._plans[kind]
@@ -151,13 +154,6 @@ class FlashInferAttnBackend(AttentionBackend):
             planned.owner = part
         return planned
 
-    def _check_pool(self, pool: PagedKV) -> None:
-        if pool.dtype != self.dtype:
-            raise ValueError(
-                f"kv_cache_dtype={pool.dtype}: attention_backend='flashinfer' wants the model's dtype, {self.dtype}; use "
-                "kv_cache_dtype='auto', or attention_backend='torch'"
-            )
-
     def _workspace_for(self, kind: LayerKind) -> torch.Tensor:
         """The workspace, enlarged if such layers need more."""
         size = partial_bytes(kind, self._num_sms)
@@ -165,10 +161,10 @@ class FlashInferAttnBackend(AttentionBackend):
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._workspace
 
-    def _prefill(self, kind: LayerKind) -> str:
-        """ "fa3" (Hopper kernels) for common layers; else "fa2", because compiling "fa3" takes minutes."""
+    def _prefill(self, kind: LayerKind, kv_dtype: torch.dtype) -> str:
+        """ "fa3" (Hopper kernels) for common layers; else "fa2", because compiling "fa3" takes minutes. It has no FP8 K and V."""
         common = kind.window_left < 0 and not kind.logit_cap and kind.head_dim in (64, 128)
-        return "fa3" if self._hopper and common and self.dtype is torch.bfloat16 else "fa2"
+        return "fa3" if self._hopper and common and self.dtype is kv_dtype is torch.bfloat16 else "fa2"
 
     def _plan(self, planned: Planned, kind: LayerKind, part: PrefillPart, pool: PagedKV) -> None:
         options: dict[str, Any] = {
@@ -206,6 +202,15 @@ def import_flashinfer() -> Any:
             f"attention_backend='flashinfer' needs the package flashinfer-python ({error}): "
             "pip install 'pymllm-interp[cuda]', or use attention_backend='torch'"
         ) from error
+
+
+def check_kv_dtype(kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Raise ValueError if a model of `dtype` cannot have K and V in `kv_dtype`."""
+    if kv_dtype not in (dtype, FP8):
+        raise ValueError(
+            f"kv_cache_dtype={kv_dtype}: attention_backend='flashinfer' wants the model's dtype, {dtype}, or 'fp8'; use "
+            "kv_cache_dtype='auto', or attention_backend='torch'"
+        )
 
 
 def check_head_dim(head_dim: int) -> None:

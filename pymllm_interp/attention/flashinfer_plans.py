@@ -72,14 +72,19 @@ class Planned:
         kv: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """`wrapper.run` for the first layer of a plan. Later layers repeat its kernel call without the wrapper's checks.
 
         Args:
             sinks: [heads], see `RadixAttention`. The kernel has none; its output is scaled by ``sigmoid(lse - sink)``.
+            kv_scales: what the values of K and V are multiplied by. A noted call would have those of another layer.
         """
         lse = None if sinks is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        if self._call is not None and self._call.takes(q, lse):
+        if kv_scales != (1.0, 1.0):
+            options = {} if lse is None else {"lse": lse, "return_lse": True}
+            self.wrapper.run(q, kv, out=out, k_scale=kv_scales[0], v_scale=kv_scales[1], **options)
+        elif self._call is not None and self._call.takes(q, lse):
             self._call(q, *kv, out, *(() if lse is None else (lse,)))
         else:
             self._call = KernelCall.noted(self.wrapper, q, kv, out, lse)

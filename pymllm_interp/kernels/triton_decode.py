@@ -20,10 +20,10 @@ MERGED_VALUES = 8192
 """Values of parts that are combined at once."""
 
 
-@triton.jit(do_not_specialize=["width", "q_stride", "splits", "min_chunk", "scale", "cap"])
+@triton.jit(do_not_specialize=["width", "q_stride", "splits", "min_chunk", "scale", "cap", "v_scale"])
 def _kernel(
     q, k_cache, v_cache, rows, seq_lens, req_to_token, out, parts, counters, sinks,
-    width, q_stride, splits, min_chunk, scale, cap,
+    width, q_stride, splits, min_chunk, scale, cap, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr, HEAD_TILE: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
@@ -60,8 +60,9 @@ def _kernel(
         known = position < stop
         slot = tl.load(table + position, mask=known, other=0).to(tl.int64)
         where = slot[:, None] * (KV_HEADS * DIM) + offset[None, :]
-        k = tl.load(k_cache + where, mask=known[:, None], other=0.0)
-        v = tl.load(v_cache + where, mask=known[:, None], other=0.0)
+        # FP8 becomes the dtype of q, without a rounding.
+        k = tl.load(k_cache + where, mask=known[:, None], other=0.0).to(q_tile.dtype)
+        v = tl.load(v_cache + where, mask=known[:, None], other=0.0).to(q_tile.dtype)
         scores = tl.dot(q_tile, tl.trans(k)) * scale
         if CAPPED:  # the hyperbolic tangent, by exponentials
             scores = cap * (2.0 / (1.0 + tl.exp2(scores * (-2.8853900817779268 / cap))) - 1.0)
@@ -74,7 +75,7 @@ def _kernel(
         best = peak
     if num_parts == 1:
         where_out = out + (request.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
-        tl.store(where_out, (value / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+        tl.store(where_out, (value / total[:, None] * v_scale).to(out.dtype.element_ty), mask=inside[:, None])
         return
     # [requests, heads, splits, dim + 1]: normalised values, then the logarithm of their weight.
     mine = parts + ((request.to(tl.int64) * HEADS + head) * splits + part) * (DIM + 1)
@@ -107,7 +108,7 @@ def _kernel(
         value = value * fade[:, None] + tl.sum(states * own[:, :, None], 0)
         best = peak
     where_out = out + (request.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
-    tl.store(where_out, (value / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(where_out, (value / total[:, None] * v_scale).to(out.dtype.element_ty), mask=inside[:, None])
 
 
 _launch = Launcher(_kernel, pdl=True, num_stages=STAGES)
@@ -133,6 +134,7 @@ def decode_attention(
     window: int,
     cap: float,
     sinks: torch.Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """See `decode_kernel.DecodeAttention`.
 
@@ -143,6 +145,7 @@ def decode_attention(
         window: positions that a query attends to; 0: all.
         cap: of the scores; 0.0: none.
         sinks: [heads], see `RadixAttention`; None: none.
+        kv_scales: what the caches' values are multiplied by.
     """
     requests, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -156,7 +159,7 @@ def decode_attention(
     _launch(
         (requests, kv_heads, splits),
         (q, k_cache, v_cache, rows, seq_lens, req_to_token, out, parts, counters, q if sinks is None else sinks),
-        (req_to_token.shape[1], q.stride(0), splits, min_chunk, scale, cap),
+        (req_to_token.shape[1], q.stride(0), splits, min_chunk, scale * kv_scales[0], cap, kv_scales[1]),
         (heads, kv_heads, dim, group, window, cap > 0, sinks is not None, block, STAGES, head_tile, merged),
         WARPS,
     )

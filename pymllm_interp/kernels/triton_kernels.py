@@ -49,8 +49,17 @@ def _turn(x, other, cos, signed_sin, dtype: tl.constexpr):
 
 
 @triton.jit
+def _stored(values, scale, dtype: tl.constexpr):
+    """Values as a cache of `dtype` stores them: for FP8 (E4M3), divided by a scale and rounded. Larger ones become 448."""
+    if dtype == tl.float8e4nv:
+        values = tl.div_rn(values.to(tl.float32), tl.full([1, 1], 1.0, tl.float32) * scale)
+        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
+    return values.to(dtype)
+
+
+@triton.jit(do_not_specialize=["k_scale", "v_scale"])
 def _rope(
-    x, cos, signed_sin, out, k_cache, v_cache, slots, X_STRIDE: tl.constexpr, X_HEAD_STRIDE: tl.constexpr,
+    x, cos, signed_sin, out, k_cache, v_cache, slots, k_scale, v_scale, X_STRIDE: tl.constexpr, X_HEAD_STRIDE: tl.constexpr,
     TURN_STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TURNED: tl.constexpr,
     BY_HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -79,8 +88,8 @@ def _rope(
             is_value = there & (head >= HEADS + KV_HEADS)
             key = k_cache + (first_head + head - HEADS) * HEAD_DIM + rest
             value = v_cache + (first_head + head - HEADS - KV_HEADS) * HEAD_DIM + rest
-            tl.store(key, kept.to(k_cache.dtype.element_ty), mask=is_key)
-            tl.store(value, kept.to(v_cache.dtype.element_ty), mask=is_value)
+            tl.store(key, _stored(kept, k_scale, k_cache.dtype.element_ty), mask=is_key)
+            tl.store(value, _stored(kept, v_scale, v_cache.dtype.element_ty), mask=is_value)
     if TURNED == 0:
         return
     column = tl.arange(0, HALF_BLOCK)[None, :]
@@ -101,12 +110,12 @@ def _rope(
         row = tl.load(slots + token).to(tl.int64) * KV_HEADS
         is_key = mask & (head >= HEADS) & (head < HEADS + KV_HEADS)
         key = k_cache + (row + head - HEADS) * HEAD_DIM + column
-        tl.store(key, turned_first.to(k_cache.dtype.element_ty), mask=is_key)
-        tl.store(key + half, turned_second.to(k_cache.dtype.element_ty), mask=is_key)
+        tl.store(key, _stored(turned_first, k_scale, k_cache.dtype.element_ty), mask=is_key)
+        tl.store(key + half, _stored(turned_second, k_scale, k_cache.dtype.element_ty), mask=is_key)
         is_value = mask & (head >= HEADS + KV_HEADS)
         value = v_cache + (row + head - HEADS - KV_HEADS) * HEAD_DIM + column
-        tl.store(value, first.to(v_cache.dtype.element_ty), mask=is_value)
-        tl.store(value + half, second.to(v_cache.dtype.element_ty), mask=is_value)
+        tl.store(value, _stored(first, v_scale, v_cache.dtype.element_ty), mask=is_value)
+        tl.store(value + half, _stored(second, v_scale, v_cache.dtype.element_ty), mask=is_value)
 
 
 _rope_launch = Launcher(_rope, pdl=True, enable_fp_fusion=False)
@@ -123,6 +132,7 @@ def _launch_rope(
     out: torch.Tensor | None = None,
     turned: int | None = None,
     by_head: bool = False,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     tokens, heads, head_dim = x.shape
     out = x.new_empty(tokens, heads - 2 * kv_heads, head_dim) if out is None else out
@@ -137,7 +147,7 @@ def _launch_rope(
         shape = (heads - 2 * kv_heads, kv_heads, head_dim, turned, by_head)
         tensors = (x, cos, signed_sin, out, k_cache, v_cache, slots)
         constants = (*strides, *shape, head_block, half_block, rest_block)
-        _rope_launch((tokens, -(-heads // head_block), 1), tensors, (), constants, ROPE_WARPS)
+        _rope_launch((tokens, -(-heads // head_block), 1), tensors, kv_scales, constants, ROPE_WARPS)
     return out
 
 
@@ -155,16 +165,18 @@ def rope_and_write(
     slots: torch.Tensor,
     out: torch.Tensor | None = None,
     by_head: bool = False,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Rotate q and k, and write k and v to `slots` of the caches. Returns q in `out`, contiguous, or in fresh memory.
 
     qkv is [tokens, heads + 2 * kv_heads, head_dim] with a contiguous last dim; the caches are [slots, kv_heads, head_dim]. Without
-    cos and signed_sin nothing is rotated. `by_head`: q, k and v of each head follow each other.
+    cos and signed_sin nothing is rotated. `by_head`: q, k and v of each head follow each other. Caches in FP8 get k and v
+    divided by `kv_scales`.
     """
     kv_heads = k_cache.shape[1]
     if cos is None or signed_sin is None:
-        return _launch_rope(qkv, qkv, qkv, k_cache, v_cache, slots, kv_heads, out, 0, by_head)
-    return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, kv_heads, out, cos.shape[-1], by_head)
+        return _launch_rope(qkv, qkv, qkv, k_cache, v_cache, slots, kv_heads, out, 0, by_head, kv_scales)
+    return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, kv_heads, out, cos.shape[-1], by_head, kv_scales)
 
 
 # -- matrix times vector -----------------------------------------------------------

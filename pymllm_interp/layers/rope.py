@@ -96,7 +96,8 @@ def rope_and_write(
     caches = pool.get_kv(layer_id)
     turn = () if cos is None or signed_sin is None else (cos, signed_sin)
     if (kernels := kernels_for(qkv, *turn, *caches)) is not None:
-        return kernels.rope_and_write(qkv, cos, signed_sin, *caches, slots, out, by_head)
+        scales = () if caches[0].dtype is qkv.dtype else (pool.scales(layer_id),)
+        return kernels.rope_and_write(qkv, cos, signed_sin, *caches, slots, out, by_head, *scales)
     q, k, v = heads_of(qkv, pool.num_kv_heads, by_head)
     if turn:
         q, k = apply_rope(q, *turn), apply_rope(k, *turn)

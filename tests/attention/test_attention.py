@@ -32,6 +32,7 @@ from pymllm_interp.attention import (
 )
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.mem_cache import KVPool
+from pymllm_interp.utils.kv_rows import FP8
 
 Ranges = dict[int, tuple[int, int]]
 
@@ -319,16 +320,26 @@ def test_q_k_v_may_be_slices_of_a_merged_projection(case: BackendCase) -> None:
     assert torch.equal(backend.forward(sliced[0], sliced[1], sliced[2], sequences.layer, batch), expected)
 
 
-def test_kv_is_rounded_to_the_pools_dtype(case: BackendCase) -> None:
-    if case.name != "torch":
-        pytest.skip("kernels have one dtype")
-    layer = LAYERS["9-over-3"]
-    sequences, ranges = prepare(case, [(0, 20), (0, 5)], layer)
-    sequences.pool = KVPool(2, sequences.pool.size, 3, 64, torch.bfloat16, case.device, 16)
-    outs = sequences.run(backend_of(case), ranges)
-    for i, out in outs.items():
-        k, v = (x[i].bfloat16().float() for x in (sequences.k, sequences.v))
-        close(out, reference_attention(sequences.q[i], k, v, layer), torch.float32)
+@pytest.mark.parametrize("name", ["one-decode", "mixed"])
+@pytest.mark.parametrize("scales", [None, (1.0, 1.0), (0.5, 2.0)], ids=["bfloat16", "fp8", "fp8-scales"])
+def test_kv_is_rounded_to_the_pools_dtype(case: BackendCase, scales: tuple[float, float] | None, name: str) -> None:
+    """In FP8 a checkpoint's scales are part of it. The layer behind has others: a call that was noted would have the first ones."""
+    dtype, dim = FP8 if scales else torch.bfloat16, 64 if case.device == "cpu" else 128
+    layer, ranges = make_layer(9, 3, dim), dict(enumerate(PASSES[name]))
+    sequences = Sequences.make([stop for _, stop in ranges.values()], layer, case.dtype, device=case.device)
+    backend = backend_of(case)
+    for layer_id, own in ((1, scales), (0, (1.0, 4.0)), (1, scales)):
+        sequences.layer = replace(layer, layer_id=layer_id)
+        both = {1: scales or (1.0, 1.0), 0: (1.0, 4.0) if scales else (1.0, 1.0)}
+        sequences.pool = KVPool(2, sequences.pool.size, 3, dim, dtype, case.device, 16, both if scales else None)
+        sequences.fill({i: start for i, (start, _) in ranges.items()})
+        for i, out in sequences.run(backend, ranges).items():
+            k, v = (
+                (x[i].double() / scale).to(dtype).double() * scale
+                for x, scale in zip((sequences.k, sequences.v), own if scales and own else (1.0, 1.0), strict=True)
+            )
+            start = ranges[i][0]
+            close(out, reference_attention(sequences.q[i], k, v, layer)[start:], case.dtype)
 
 
 def test_pass_without_tokens_gives_no_rows(case: BackendCase) -> None:

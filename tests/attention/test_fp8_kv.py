@@ -147,6 +147,6 @@ def test_scales_of_a_checkpoint_are_used(tmp_path: Path, model_folder: Callable[
         logits_with(**{"1_v": torch.tensor([1.0, 2.0])})
 
 
-def test_flashinfer_refuses_it_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_dtype=torch.float8_e4m3fn: .*attention_backend='torch'"):
-        create_attention_backend("flashinfer", "cuda", torch.bfloat16, 128, FP8)
+def test_flashinfer_refuses_other_dtypes_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_dtype=torch.float16: .*'fp8'.*attention_backend='torch'"):
+        create_attention_backend("flashinfer", "cuda", torch.bfloat16, 128, torch.float16)

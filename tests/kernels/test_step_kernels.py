@@ -81,9 +81,9 @@ def test_pages_are_listed_as_in_plain_torch(page_size: int) -> None:
     ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (8, 2, 128), (34, 2, 64), (3, 1, 256)], ids=str
 )
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (33, 0.0), (0, 1.5), (5, 2.0)])
-@pytest.mark.parametrize("num_sms", [1, 20, 132])
+@pytest.mark.parametrize(("num_sms", "scales"), [(1, None), (20, None), (132, None), (20, (0.5, 3.0))], ids=str)
 def test_decode_attention_is_that_of_plain_torch(
-    heads: int, kv_heads: int, dim: int, window: int, cap: float, num_sms: int
+    heads: int, kv_heads: int, dim: int, window: int, cap: float, num_sms: int, scales: tuple[float, float] | None
 ) -> None:
     """One token, a full page, a page plus one, a full block, a block plus one; few parts and many."""
     lens = [1, 16, 17, 64, 65, 128, 129, 300] if DEVICE == "cuda" else [1, 17, 65, 200]
@@ -98,16 +98,19 @@ def test_decode_attention_is_that_of_plain_torch(
     for row, length in zip(rows, lens, strict=True):
         unused[table[row, :length].long()] = False
     k[unused.to(DEVICE)] = v[unused.to(DEVICE)] = float("nan")
+    if scales is not None:
+        k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    by = {} if scales is None else {"kv_scales": scales}
     q = torch.randn(requests, heads, dim, generator=generator).half().to(DEVICE)
     inputs = q, k, v, rows.to(DEVICE), torch.tensor(lens, dtype=torch.int32, device=DEVICE), table.to(DEVICE)
     expected, found = torch.empty_like(q), torch.full_like(q, float("nan"))
-    decode_attention_torch(*inputs, expected, dim**-0.5, window, cap)
+    decode_attention_torch(*inputs, expected, dim**-0.5, window, cap, **by)
     splits = triton_decode.num_splits(requests, kv_heads, num_sms)
     parts = torch.full((requests * heads * splits * (dim + 1),), float("nan"), device=DEVICE)
     counters = torch.zeros(requests * kv_heads, dtype=torch.int32, device=DEVICE)
     for _ in range(2):
-        triton_decode.decode_attention(*inputs, found, parts, counters, num_sms, dim**-0.5, window, cap)
-        torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)
+        triton_decode.decode_attention(*inputs, found, parts, counters, num_sms, dim**-0.5, window, cap, **by)
+        torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3 if scales is None else 1e-2)
         assert not counters.any(), "the next kernel counts from zero"
 
 

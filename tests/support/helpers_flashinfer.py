@@ -27,7 +27,8 @@ class _Paged:
         assert len(last) == len(indptr) - 1 == len(qo_indptr) - 1
         assert (last >= 1).all() and (last <= page_size).all()
         self._buffers = [indptr.clone(), indices, last.clone()]
-        assert options.pop("q_data_type") is options.pop("kv_data_type")
+        self._dtypes = options.pop("q_data_type"), options.pop("kv_data_type")
+        assert self._dtypes[1] in (self._dtypes[0], torch.float8_e4m3fn)
         window, cap = options.pop("window_left"), options.pop("logits_soft_cap")
         self._layer = RadixAttention(
             0, heads, kv_heads, head_dim, options.pop("sm_scale"), None if window < 0 else window + 1, cap or None
@@ -37,34 +38,36 @@ class _Paged:
         self._cached_module = SimpleNamespace(paged_run=self._paged_run)
         self.plans += 1
 
-    def run(self, q, paged_kv_cache, out=None, lse=None, return_lse=False):
+    def run(self, q, paged_kv_cache, out=None, lse=None, return_lse=False, k_scale=None, v_scale=None):
         assert out is not None and out.shape == q.shape and out.dtype == q.dtype
         k_cache, v_cache = paged_kv_cache
         assert k_cache.shape[1] == self.page_size
-        if q.dtype != k_cache.dtype or len(q) != self._qo_indptr[-1]:
+        if (q.dtype, k_cache.dtype) != self._dtypes or len(q) != self._qo_indptr[-1]:
             raise ValueError(f"the plan is for other queries than {len(q)} in {q.dtype}")
-        self._cached_module.paged_run(self._qo_indptr, q, k_cache, v_cache, *self._buffers, out, lse)
+        scaling = self._layer.scaling * (k_scale or 1.0)
+        self._cached_module.paged_run(self._qo_indptr, q, k_cache, v_cache, *self._buffers, out, lse, scaling)
+        out *= v_scale or 1.0
         return (out, lse) if return_lse else out
 
-    def _paged_run(self, qo_indptr, q, k_cache, v_cache, indptr, indices, last, out, lse):
+    def _paged_run(self, qo_indptr, q, k_cache, v_cache, indptr, indices, last, out, lse, scaling=None):
         assert torch.equal(indptr, self._planned), "the plan is of a pass with other numbers of pages"
         for i in range(len(last)):
             pages = indices[indptr[i] : indptr[i + 1]].long()
             length = (len(pages) - 1) * self.page_size + int(last[i])
-            k, v = (cache[pages].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+            k, v = (cache.double()[pages].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
             start, stop = qo_indptr[i : i + 2].tolist()
-            out[start:stop], sums = self._attend(q[start:stop], k, v)
+            out[start:stop], sums = self._attend(q[start:stop], k, v, scaling or self._layer.scaling)
             if lse is not None:
                 lse[start:stop] = sums
 
-    def _attend(self, q, k, v):
+    def _attend(self, q, k, v, scaling):
         layer = self._layer
-        q, k, v = q.double(), k.double(), v.double()
+        q = q.double()
         groups = layer.num_heads // layer.num_kv_heads
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         back = torch.arange(len(k) - len(q), len(k)).unsqueeze(1) - torch.arange(len(k))
         hidden = (back < 0) | (back >= (layer.sliding_window or len(k) + 1))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scaling
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scaling
         if layer.logit_cap is not None:
             scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
         scores = scores.masked_fill(hidden, float("-inf"))

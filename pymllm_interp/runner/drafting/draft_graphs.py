@@ -142,10 +142,14 @@ class DraftGraphs:
         inputs.known.numpy()[:, : len(positions)] = np.concatenate(tokens), positions, np.repeat(index, sizes)
         inputs.following.numpy()[:, :n] = np.full(n, FED), behind, index
         inputs.ends.numpy()[:n] = ends - 1
-        sampling = SamplingBatch.from_requests([runner.req_states.requests[row] for row in rows], runner.vocab_size, "cpu")  # pyright: ignore
-        if sampling.temperatures is not None:
-            keys = sampling.seeds, sampling.sample_indices, sampling.gen_indices
-            for own, values in zip((*inputs.keys, inputs.temperatures), (*keys, sampling.temperatures), strict=True):
+        requests = [runner.req_states.requests[row] for row in rows]
+        sampling = SamplingBatch.from_requests(requests, runner.vocab_size, "cpu")  # pyright: ignore
+        for own, values in zip(
+            (*inputs.keys, inputs.temperatures),
+            (sampling.seeds, sampling.sample_indices, sampling.gen_indices, sampling.temperatures),
+            strict=True,
+        ):
+            if values is not None:
                 own[:n] = values
         found.inputs.copy_(upload(runner.device, memory)[0])
         graph, drafts = found.graphs[sampling.temperatures is not None]
