@@ -7,7 +7,7 @@ what is missing. So a rejected draft, a preemption and a prefix of the prefix ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -41,8 +41,8 @@ class DraftTask:
     """Drafts to propose."""
     start: int
     """Tokens of them with KV, so far."""
-    states: torch.Tensor | None = None
-    """[rows, hidden]: of an EAGLE head, what its next rows read beside the tokens."""
+    states: list[torch.Tensor] = field(default_factory=list)
+    """[rows, hidden] each: of an EAGLE head, what its next rows read beside the tokens."""
 
     @property
     def is_caught_up(self) -> bool:

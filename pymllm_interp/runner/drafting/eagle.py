@@ -34,10 +34,15 @@ from .eagle_checkpoint import read_config, read_weights
 
 MAX_KEPT = 2048
 """Latest states of a request that are kept for the head."""
+MAX_SHARED = 512
+"""Rows of a pass that stay as long as one of them is kept. Of a larger pass, the last row is copied."""
 
 
 class KeptStates:
-    """States of consecutive positions of one request, on the device."""
+    """States of consecutive positions of one request, on the device: parts [n, hidden], views of what passes left.
+
+    Nothing is launched for a part: a step has one for each request.
+    """
 
     def __init__(self) -> None:
         self.start = self.stop = 0
@@ -47,21 +52,26 @@ class KeptStates:
         """Add rows [n, hidden] of the positions from `start` on. Rows of later positions were rejected, or are computed again."""
         if not self.start < start <= self.stop:
             self.start, self._parts = start, []
-        elif start < self.stop:
-            self._parts = [torch.cat(self._parts)[: start - self.start]]
+        while (more := self.stop - start) > 0 and self._parts:
+            last = self._parts.pop()
+            self.stop -= min(more, len(last))
+            if len(last) > more:
+                self._parts.append(last[: len(last) - more])
         self._parts.append(rows)
         self.stop = start + len(rows)
         while self.stop - self.start - len(self._parts[0]) >= MAX_KEPT:
             self.start += len(self._parts.pop(0))
 
-    def take(self, first: int) -> torch.Tensor:
-        """The rows from `first` on, [stop - first, hidden]. Only the last one is kept."""
-        found = (
-            torch.cat(self._parts)[first - self.start :]
-            if len(self._parts) > 1
-            else self._parts[0][first - self.start :]
-        )
-        self.start, self._parts = self.stop - 1, [found[-1:].clone()]
+    def take(self, first: int) -> list[torch.Tensor]:
+        """The parts from `first` on. Only the last row is kept."""
+        found, at = [], self.start
+        for part in self._parts:
+            if at + len(part) > first:
+                found.append(part[max(0, first - at) :])
+            at += len(part)
+        last = self._parts[-1][-1:]
+        small = last.untyped_storage().nbytes() <= MAX_SHARED * last.nbytes
+        self.start, self._parts = self.stop - 1, [last if small else last.clone()]
         return found
 
 
@@ -213,8 +223,14 @@ class EagleDrafter(ModelDrafter):
         """The KV of drafts is not kept: it is of the head's states, not of the model's."""
         super()._computed(task, [])
 
+    def _catch_up(self, tasks: Sequence[DraftTask]) -> None:
+        for task in tasks:
+            task.states = [torch.cat(task.states)]
+        super()._catch_up(tasks)
+
     def _feed(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
-        rows = [task.states[:size] for task, size in parts if task.states is not None]
+        """Of tasks with several parts, all rows are fed."""
+        rows = [own[:size] for task, size in parts for own in task.states]
         torch.cat(rows, out=self._head.states[: sum(size for _, size in parts)])
 
     def _take(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
@@ -226,8 +242,8 @@ class EagleDrafter(ModelDrafter):
         else:
             last = self._head.states[: len(sizes)].clone()
         for i, (task, size) in enumerate(parts):
-            left = task.states[size:] if task.states is not None else last[:0]
-            task.states = left if len(left) else last[i : i + 1]
+            left = task.states[0][size:]
+            task.states = [left if len(left) else last[i : i + 1]]
 
     def _carry(self, ends: torch.Tensor) -> None:
         self._head.states[: len(ends)] = self._head.states[ends]
