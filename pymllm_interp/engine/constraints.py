@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 
@@ -14,12 +17,15 @@ from ..core.structured.structured_outputs import StructuredOutputs
 from ..hooks.receipt import Receipt
 from ..sampling.token_constraint import ConstraintError, TokenConstraint, TokenMasks, allows, empty_bitmask
 from ..utils.arguments import PromptError
+from .grammars.grammar_constraint import GrammarConstraint
 from .grammars.grammars import GrammarError, Grammars
 
 SLOW_SECONDS = 0.001
 """Time of the processor from which on the masks of a request's step are slow."""
 STEP_SECONDS = 0.01
 """Time that slow masks may take of a step: all requests wait for them."""
+MAX_THREADS, FEWEST_OF_A_THREAD = 8, 2
+"""Threads that make masks of grammars, and requests that are worth one."""
 WEIGHT = 0.25
 """Of the last step, in the mean of a request's steps."""
 _turns = itertools.count(1)
@@ -49,6 +55,11 @@ class RequestConstraint:
     def name(self) -> str:
         """Names the constraint in messages."""
         return getattr(self._constraint, "name", type(self._constraint).__name__)
+
+    @property
+    def in_threads(self) -> bool:
+        """Whether another thread may write its masks: code of callers runs on the engine's thread."""
+        return isinstance(self._constraint, GrammarConstraint)
 
     def mask(self, rows: torch.Tensor, drafts: Sequence[int] = ()) -> None:
         """Have the constraint write the masks of the next token, and of the token behind each draft. They are kept until then.
@@ -191,10 +202,45 @@ def masks_of(
     own = [drafts.get(request.request_id, ()) for request in requests]
     counts = [1 + len(tokens) for tokens in own]
     bits = empty_bitmask(sum(counts), vocab_size)
-    for rows, request, tokens in zip(bits.split(counts), requests, own, strict=True):
-        try:
-            request.constraint.mask(rows, tokens)
-        except ConstraintError as error:
-            fail([request], error)
+    jobs = list(zip(requests, bits.split(counts), own, strict=True))
+    for request, error in _masked([job for job in jobs if job[0].constraint.in_threads]):
+        fail([request], error)
+    for request, error in _written([job for job in jobs if not job[0].constraint.in_threads]):
+        fail([request], error)
     ids = [request.request_id for request, count in zip(requests, counts, strict=True) for _ in range(count)]
     return TokenMasks(ids, bits)
+
+
+_Job = tuple[Request, torch.Tensor, Sequence[int]]
+"""A request, its rows, and its drafts."""
+
+
+def _masked(jobs: Sequence[_Job]) -> list[tuple[Request, ConstraintError]]:
+    """`_written`, by several threads where the machine has them: xgrammar releases the GIL."""
+    count = min(num_threads(), len(jobs) // FEWEST_OF_A_THREAD)
+    if count < 2:
+        return _written(jobs)
+    return list(itertools.chain.from_iterable(_threads().map(_written, [jobs[i::count] for i in range(count)])))
+
+
+def _written(jobs: Sequence[_Job]) -> list[tuple[Request, ConstraintError]]:
+    """Write the masks of requests. Returns those that failed."""
+    failed = []
+    for request, rows, drafts in jobs:
+        try:
+            request.constraint.mask(rows, drafts)
+        except ConstraintError as error:
+            failed.append((request, error))
+    return failed
+
+
+@cache
+def num_threads() -> int:
+    """Threads that make masks: half of the processors that this process has."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_THREADS, found // 2)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads(), "pymllm-interp-masks")
