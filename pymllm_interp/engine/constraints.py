@@ -6,8 +6,8 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -24,8 +24,8 @@ SLOW_SECONDS = 0.001
 """Time of the processor from which on the masks of a request's step are slow."""
 STEP_SECONDS = 0.01
 """Time that slow masks may take of a step: all requests wait for them."""
-MAX_THREADS, FEWEST_OF_A_THREAD = 8, 2
-"""Threads that make masks of grammars, and requests that are worth one."""
+MAX_THREADS, FEWEST_TOGETHER = 8, 4
+"""xgrammar's threads that make masks together, and masks that are worth it."""
 WEIGHT = 0.25
 """Of the last step, in the mean of a request's steps."""
 _turns = itertools.count(1)
@@ -56,10 +56,31 @@ class RequestConstraint:
         """Names the constraint in messages."""
         return getattr(self._constraint, "name", type(self._constraint).__name__)
 
-    @property
-    def in_threads(self) -> bool:
-        """Whether another thread may write its masks: code of callers runs on the engine's thread."""
-        return isinstance(self._constraint, GrammarConstraint)
+    def matcher(self) -> Any:
+        """The grammar's matcher, for a mask that is made together with others; `made_together` follows. None: `mask` makes it.
+
+        Slow masks are made alone, so that their time is known.
+
+        Raises:
+            ConstraintError: the constraint raised.
+        """
+        grammar = self._constraint
+        if not isinstance(grammar, GrammarConstraint) or self.seconds > SLOW_SECONDS / 2:
+            return None
+        found: list[Any] = []
+        self._guarded("mask", lambda: found.append(grammar.matcher()))
+        return found[0]
+
+    def made_together(self, row: torch.Tensor, seconds: float) -> None:
+        """Take the mask `row` [words] that xgrammar wrote, and its share of the time.
+
+        Raises:
+            ConstraintError: it allows nothing.
+        """
+        self.turn = next(_turns)
+        self.seconds += WEIGHT * (seconds - self.seconds)
+        row &= self._constraint.allowed  # pyright: ignore[reportAttributeAccessIssue]
+        self._masks = [self._checked(row)]
 
     def mask(self, rows: torch.Tensor, drafts: Sequence[int] = ()) -> None:
         """Have the constraint write the masks of the next token, and of the token behind each draft. They are kept until then.
@@ -99,6 +120,9 @@ class RequestConstraint:
         inside = row.clone()
         self._guarded("mask", lambda: self._constraint.mask(row))
         row &= inside  # no bits past the vocabulary
+        return self._checked(row)
+
+    def _checked(self, row: torch.Tensor) -> torch.Tensor:
         if not row.any():
             raise ConstraintError(f"the constraint {self.name} allows no token: allow an end-of-sequence token to end")
         return row
@@ -202,36 +226,54 @@ def masks_of(
     own = [drafts.get(request.request_id, ()) for request in requests]
     counts = [1 + len(tokens) for tokens in own]
     bits = empty_bitmask(sum(counts), vocab_size)
-    jobs = list(zip(requests, bits.split(counts), own, strict=True))
-    for request, error in _masked([job for job in jobs if job[0].constraint.in_threads]):
-        fail([request], error)
-    for request, error in _written([job for job in jobs if not job[0].constraint.in_threads]):
-        fail([request], error)
+    firsts = [0, *itertools.accumulate(counts)]
+    alone = (
+        _made_together(list(zip(requests, firsts, strict=False)), bits, fail) if max(counts) == 1 else list(requests)
+    )
+    places = dict(zip(requests, zip(firsts, own, strict=False), strict=True))
+    for request in alone:
+        first, tokens = places[request]
+        try:
+            request.constraint.mask(bits[first : first + 1 + len(tokens)], tokens)
+        except ConstraintError as error:
+            fail([request], error)
     ids = [request.request_id for request, count in zip(requests, counts, strict=True) for _ in range(count)]
     return TokenMasks(ids, bits)
 
 
-_Job = tuple[Request, torch.Tensor, Sequence[int]]
-"""A request, its rows, and its drafts."""
+def _made_together(
+    rows: Sequence[tuple[Request, int]], bits: torch.Tensor, fail: Callable[[list[Request], BaseException], None]
+) -> list[Request]:
+    """Make masks of grammars by xgrammar's threads, one call for all. Returns the requests whose masks are made alone.
 
-
-def _masked(jobs: Sequence[_Job]) -> list[tuple[Request, ConstraintError]]:
-    """`_written`, by several threads where the machine has them: xgrammar releases the GIL."""
-    count = min(num_threads(), len(jobs) // FEWEST_OF_A_THREAD)
-    if count < 2:
-        return _written(jobs)
-    return list(itertools.chain.from_iterable(_threads().map(_written, [jobs[i::count] for i in range(count)])))
-
-
-def _written(jobs: Sequence[_Job]) -> list[tuple[Request, ConstraintError]]:
-    """Write the masks of requests. Returns those that failed."""
-    failed = []
-    for request, rows, drafts in jobs:
+    Args:
+        rows: each request, and its row in `bits`.
+    """
+    started, alone, together = time.perf_counter(), [], []
+    if num_threads() < 2 or len(rows) < FEWEST_TOGETHER:
+        return [request for request, _ in rows]
+    for request, row in rows:
         try:
-            request.constraint.mask(rows, drafts)
+            matcher = request.constraint.matcher()
         except ConstraintError as error:
-            failed.append((request, error))
-    return failed
+            fail([request], error)
+            continue
+        if matcher is None:
+            alone.append(request)
+        else:
+            together.append((request, row, matcher))
+    if not together:
+        return alone
+    _batch_matcher().batch_fill_next_token_bitmask(
+        [matcher for *_, matcher in together], bits, [row for _, row, _ in together]
+    )
+    share = (time.perf_counter() - started) / len(together)
+    for request, row, _ in together:
+        try:
+            request.constraint.made_together(bits[row], share)
+        except ConstraintError as error:
+            fail([request], error)
+    return alone
 
 
 @cache
@@ -242,5 +284,7 @@ def num_threads() -> int:
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads(), "pymllm-interp-masks")
+def _batch_matcher() -> Any:
+    from xgrammar import BatchGrammarMatcher
+
+    return BatchGrammarMatcher(max_threads=num_threads())

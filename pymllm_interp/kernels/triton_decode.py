@@ -48,6 +48,8 @@ def _kernel(
     q_tile = tl.load(
         q + request.to(tl.int64) * q_stride + head[:, None] * DIM + dim[None, :], mask=inside[:, None], other=0.0
     )
+    if k_cache.dtype.element_ty == tl.float8e4nv:  # one instruction makes it float16, without a rounding
+        q_tile = q_tile.to(tl.float16)
     best = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), tl.float32)
     value = tl.zeros((GROUP, DIM), tl.float32)
@@ -60,7 +62,6 @@ def _kernel(
         known = position < stop
         slot = tl.load(table + position, mask=known, other=0).to(tl.int64)
         where = slot[:, None] * (KV_HEADS * DIM) + offset[None, :]
-        # FP8 becomes the dtype of q, without a rounding.
         k = tl.load(k_cache + where, mask=known[:, None], other=0.0).to(q_tile.dtype)
         v = tl.load(v_cache + where, mask=known[:, None], other=0.0).to(q_tile.dtype)
         scores = tl.dot(q_tile, tl.trans(k)) * scale

@@ -20,7 +20,7 @@ MEAN_SECONDS = 0.005
 class GrammarConstraint:
     """The tokens that continue a text of a grammar. Where the text is complete, it may end.
 
-    Accepted tokens, which a mask has allowed, are taken with the next mask. That may be on another thread than the engine's.
+    Accepted tokens, which a mask has allowed, are taken with the next mask.
 
     Args:
         compiled: xgrammar's CompiledGrammar.
@@ -33,7 +33,7 @@ class GrammarConstraint:
         from xgrammar import GrammarMatcher
 
         self._matcher = GrammarMatcher(compiled, override_stop_tokens=list(end_ids))
-        self._allowed, self._end_ids, self.name = allowed, frozenset(end_ids), f"structured_outputs ({name})"
+        self.allowed, self._end_ids, self.name = allowed, frozenset(end_ids), f"structured_outputs ({name})"
         self._seconds, self._allowance = 0.0, MASK_SECONDS
         self._queue: list[int] = []  # accepted, and not taken yet
         self._past_end = 0  # tokens after the one that ended the text: of a request with ignore_eos
@@ -45,8 +45,13 @@ class GrammarConstraint:
             return
         started = time.thread_time()
         self._matcher.fill_next_token_bitmask(row[None], 0)
-        row &= self._allowed
+        row &= self.allowed
         self._check_time(started)
+
+    def matcher(self) -> Any:
+        """xgrammar's matcher, for the next mask; None where the text is complete. The mask is to be cut to `allowed`."""
+        self._take()
+        return None if self._matcher.is_terminated() else self._matcher
 
     def accept(self, token_ids: Sequence[int]) -> None:
         self._queue += token_ids

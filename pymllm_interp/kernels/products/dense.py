@@ -1,8 +1,8 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Products of a few rows in half precision: decode steps of small batches, and drafts.
 
-cuBLAS reads such weights at 72 to 94 % of an H100's bandwidth (benchmarks/results/h100-few-rows.json). A row's sums do not depend on
-the number of rows.
+cuBLAS reads such weights at 72 to 94 % of an H100's bandwidth (benchmarks/results/h100-few-rows.json). A row's sums do not depend
+on the number of rows.
 """
 
 from __future__ import annotations
