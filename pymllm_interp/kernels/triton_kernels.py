@@ -22,13 +22,12 @@ import triton
 import triton.language as tl
 
 from .launch import Launcher, grid_wait, launch_dependents
-from .products.dense import few_rows, tile_of
 from .triton_activation import gelu, gelu_mul, silu, silu_mul, softcap
 from .triton_norm import add_layer_norm, add_rms_norm, layer_norm, norm_launch, rms_norm, rms_norm_
 
 __all__ = [
-    "add_layer_norm", "add_rms_norm", "few_rows", "gelu", "gelu_mul", "gemv", "layer_norm", "norm_launch", "rms_norm", "rms_norm_",
-    "rope", "rope_and_write", "silu", "silu_mul", "softcap", "tile_of",
+    "add_layer_norm", "add_rms_norm", "gelu", "gelu_mul", "gemv", "layer_norm", "norm_launch", "rms_norm", "rms_norm_", "rope",
+    "rope_and_write", "silu", "silu_mul", "softcap",
 ]  # fmt: skip
 
 ROPE_HEADS, ROPE_WARPS = 16, 4

@@ -12,15 +12,12 @@ from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
 from .dispatch import triton_kernels_for
 
 HALF = (torch.float16, torch.bfloat16)
-MAX_FEW = 16
-"""Rows up to which kernels of ours multiply on CUDA (`kernels.products.dense.MAX_ROWS`)."""
 
 
 class Gemm:
     """``x @ weight.T + bias`` by the device's fastest kernel.
 
-    On CUDA one row in half precision runs as our matrix-vector kernel, and up to 16 rows as a kernel of their own. They come
-    closer to the memory's bandwidth than cuBLAS.
+    On CUDA one row in half precision runs as our matrix-vector kernel. It comes closer to the memory's bandwidth than cuBLAS.
 
     On a CPU our kernels read the weight as it lies in memory. On processors without AMX, bfloat16 runs from a copy of the weight
     in oneDNN's blocked layout. The copy is made at first use, and again after a write to the weight.
@@ -36,19 +33,15 @@ class Gemm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
-        channels, inputs = self.weight.shape
-        few = x.shape[-1] == inputs and 0 < x.numel() <= MAX_FEW * inputs and x.dtype in HALF and x.is_contiguous()
-        if few and (kernels := triton_kernels_for(x)) is not None:
-            if x.numel() == inputs:
-                return kernels.gemv(x, self.weight, self.bias)
-            if kernels.tile_of(channels, inputs) is not None:
-                return kernels.few_rows(x, self.weight, self.bias)
+        one_row = x.numel() == self.weight.shape[1] and x.dtype in HALF and x.is_contiguous()
+        if one_row and (kernels := triton_kernels_for(x)) is not None:
+            return kernels.gemv(x, self.weight, self.bias)
         if not x.is_cuda:
             return self._on_cpu(x)
         # The library call behind `F.linear`, without its dispatch, which takes 2 us on the host.
         rows = x.reshape(-1, x.shape[-1])
         out = torch.mm(rows, self._columns) if self.bias is None else torch.addmm(self.bias, rows, self._columns)
-        return out.view(*x.shape[:-1], channels)
+        return out.view(*x.shape[:-1], self.weight.shape[0])
 
     def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
         fits = x.shape[-1] == self.weight.shape[1]

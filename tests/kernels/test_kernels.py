@@ -43,7 +43,6 @@ from pymllm_interp.kernels import edit_ops as triton_edits
 from pymllm_interp.kernels import launch, triton_activation, triton_inputs, triton_norm
 from pymllm_interp.kernels import triton_kernels as kernels
 from pymllm_interp.kernels.launch import Launcher
-from pymllm_interp.kernels.products import dense
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -337,37 +336,12 @@ def test_a_row_times_a_matrix_equals_torch(out, width, bias, dtype):
         torch.testing.assert_close(actual.double(), expected, rtol=bits * torch.finfo(dtype).eps, atol=1e-6 * scale)
 
 
-# Triton's interpreter multiplies the bits of bfloat16 as integers.
-@pytest.mark.parametrize("dtype", [torch.float16, *[torch.bfloat16] * CUDA])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("out", "width"), [(1024, 256), (1088, 128), (1024, 2304)])
-def test_a_few_rows_times_a_matrix_equal_torch_and_do_not_depend_on_each_other(out, width, bias, dtype):
-    linear = Linear(width, out, bias, dtype, DEVICE)
-    for seed, parameter in enumerate(linear.parameters()):
-        parameter.copy_(randn(*parameter.shape, seed=seed))
-    x = randn(1, 16, width, dtype=dtype, seed=5)
-    expected = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
-    whole = kernels.few_rows(x, linear.weight, linear.bias)
-    bits = 1 if CUDA or dtype == torch.float16 else 2
-    torch.testing.assert_close(whole.double(), expected, rtol=bits * torch.finfo(dtype).eps, atol=1e-5 * width**0.5)
-    for rows in (2, 9, 15):
-        part = x[:, -rows:].contiguous()
-        assert torch.equal(kernels.few_rows(part, linear.weight, linear.bias), whole[:, -rows:])
-        if CUDA:
-            assert torch.equal(linear.project(part), whole[:, -rows:]), "the layer takes this kernel"
-
-
-def test_products_without_a_tile_are_those_of_the_library():
-    for shape in ((1000, 128), (960, 128), (1024, 192), (1024, 2304 + 128)):
-        assert kernels.tile_of(*shape) is None
-
-
 # -- launches --------------------------------------------------------------------------------------
 
 
 LAUNCHERS = [
     launcher
-    for module in (kernels, triton_norm, triton_activation, dense)
+    for module in (kernels, triton_norm, triton_activation)
     for launcher in vars(module).values()
     if isinstance(launcher, Launcher)
 ]
@@ -375,7 +349,6 @@ LAUNCHERS = [
 
 def results(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """What each kernel makes of so many rows."""
-    few = randn(1, min(rows, 16), 256, dtype=dtype)
     x, delta, weight = (
         randn(1, rows, 576, dtype=dtype),
         randn(1, rows, 576, dtype=dtype, seed=1),
@@ -400,7 +373,6 @@ def results(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
         caches,
         kernels.silu(x),
         kernels.silu_mul(x),
-        *([kernels.few_rows(few, randn(1024, 256, dtype=dtype, seed=5), None)] if dtype is not torch.float32 else []),
         kernels.gemv(x[:, :1], randn(7 + rows, 576, dtype=dtype, seed=5), None),
         kernels.gemv(x[:, :1], randn(7 + rows, 576, dtype=dtype, seed=5), randn(7 + rows, dtype=dtype, seed=6)),
     ]
