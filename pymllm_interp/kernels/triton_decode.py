@@ -8,6 +8,8 @@ serves all lengths. `decode_kernel.decode_attention_torch` is the same in plain 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -112,7 +114,7 @@ def _kernel(
     tl.store(where_out, (value / total[:, None] * v_scale).to(out.dtype.element_ty), mask=inside[:, None])
 
 
-_launch = Launcher(_kernel, pdl=True, num_stages=STAGES)
+_launch = cache(lambda stages: Launcher(_kernel, pdl=True, num_stages=stages))
 
 
 def num_splits(requests: int, kv_heads: int, num_sms: int) -> int:
@@ -160,7 +162,7 @@ def decode_attention(
     block, loads = (64, 3) if small else (128 if dim == 128 else 64, STAGES)
     min_chunk = 512 if requests * kv_heads >= num_sms else block
     group = max(16, head_tile)  # rows of a matrix product, at least
-    _launch(
+    _launch(loads)(
         (requests, kv_heads, splits),
         (q, k_cache, v_cache, rows, seq_lens, req_to_token, out, parts, counters, q if sinks is None else sinks),
         (req_to_token.shape[1], q.stride(0), splits, min_chunk, scale * kv_scales[0], cap, kv_scales[1]),
