@@ -200,6 +200,7 @@ _SCALED = frozenset({"attn_out", "mlp_out"})
 """The layer scales the outputs of attention and MLP before it adds them."""
 _LATENT = frozenset({"q", "k", "v", "z"})
 """Multi-head latent attention: the heads of q, k and v differ in size."""
+_LATENT_FAMILIES = "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "axk2"
 _EXPERTS = frozenset({"mlp_act"})
 """Each expert has neurons of its own."""
 
@@ -296,7 +297,7 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
                 "olmo", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "stablelm",
             )
         ),
-        *(Family(name=name, missing=_LATENT) for name in ("deepseek_v2", "deepseek_v3")),
+        *(Family(name=name, missing=_LATENT) for name in _LATENT_FAMILIES),
         *(Family(name=name, missing=_SCALED) for name in ("granite", "granitemoe", "granitemoeshared")),
         *(Family(name=name, missing=_PARALLEL | {"mlp_in"}) for name in ("cohere", "cohere2")),
         Family(name="vaultgemma", **_SANDWICH),

@@ -55,11 +55,15 @@ class ForwardPasses(BatchBuilder):
         return self.model
 
     def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]:
-        """Layer -> (kv heads, head_dim, dtype) of its KV."""
-        return {
+        """Layer -> (kv heads, head_dim, dtype) of its KV. The last ones may hold keys of indexers."""
+        model = self.get_model()
+        found = {
             layer.layer_id: (layer.num_kv_heads, layer.head_dim, self.kv_cache_dtype)
-            for layer in self.get_model().attention_layers()
+            for layer in model.attention_layers()
         }
+        spec, first = model.spec, len(found)
+        extra = (spec.num_key_value_heads, spec.head_dim, self.kv_cache_dtype)
+        return found | dict.fromkeys(range(first, first + model.num_index_layers), extra)
 
     # -- forward and sample ---------------------------------------------------------
 

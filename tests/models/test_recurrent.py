@@ -181,7 +181,7 @@ def test_a_failed_pass_updates_no_state_twice(impl: str, monkeypatch: pytest.Mon
 def test_modules_that_ignore_their_state_are_found_in_each_dtype(name: str, dtype: str) -> None:
     config = registry_config(name)
     model = load_transformers_model(config, config_spec(config, getattr(torch, dtype)), "cpu", None, 0)
-    found = {module.recurrent_module.by_token for module in model.modules() if hasattr(module, "recurrent_module")}  # pyright: ignore
+    found = {module.part_module.by_token for module in model.modules() if hasattr(module, "part_module")}  # pyright: ignore
     assert found == {name in ("mamba", "zamba", "recurrent_gemma")}
 
 

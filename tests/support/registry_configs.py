@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "dff": 48, "rotary_dim": 8, "embedding_size": 32, "num_dense_layers": 1, "embed_dim": 32,
     "max_window_layers": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0,
     "global_head_dim": 8, "n_shared_experts": 1, "moe_layer_start_index": 1, "shared_intermediate_size": 24,
-    "intermediate_size_mlp": 48, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 16,
+    "intermediate_size_mlp": 48, "index_topk": 8, "index_n_heads": 8, "index_head_dim": 16,
 }  # fmt: skip
 NO_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROBERTA = "camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"

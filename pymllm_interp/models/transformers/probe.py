@@ -30,7 +30,7 @@ from .recurrent import as_decoding
 PROBE, PROBE_DECODE = "pymllm_interp_probe", "pymllm_interp_probe_decode"
 """Attention functions of a probe. The second one has no mask function, so that models make no masks."""
 PROBE_TOKENS = 4
-NOT_SERVED = ("position_bias", "indices")
+NOT_SERVED = ("position_bias",)
 """Arguments of attention functions that change which keys a query sees, or their scores, by the token."""
 
 
@@ -207,11 +207,12 @@ def _probe_attention(
     else:
         window = sliding_window
     dims, sinks = (query.shape[-1], value.shape[-1]), kwargs.get("s_aux")
-    paged = isinstance(sinks, nn.Parameter) and sinks.shape == query.shape[1:2]
+    paged, indexed = isinstance(sinks, nn.Parameter) and sinks.shape == query.shape[1:2], kwargs.get("indices") is not None
     found.calls.append(
         AttentionCall(
             module, query.shape[1], key.shape[1], dims, query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            softcap, window, chunk is not None or (sinks is not None and not paged), chunk, sinks=sinks if paged else None,
+            softcap, window, chunk is not None or (sinks is not None and not paged) or indexed, chunk,
+            sinks=sinks if paged else None, indexed=indexed,
         )
     )  # fmt: skip
     groups = query.shape[1] // value.shape[1]

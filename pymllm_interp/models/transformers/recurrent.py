@@ -142,27 +142,21 @@ class CallRows(NamedTuple):
         return found if found in spans else None
 
 
-class RecurrentModule:
-    """In place of the forward of a module with a recurrent state.
+class PartModule:
+    """In place of the forward of a module that runs several times in a pass, for parts of its rows.
 
     Args:
         path: of the module in the model.
-
-    Attributes:
-        layouts: of its states, by key, once a first pass has shown them.
-        first: number of its first state in the pool.
-        by_token: later chunks of a prompt run token by token.
-        arguments: of its call in the first pass, by name.
     """
+
+    why = ""
+    """What makes it run so, for messages: "...which `why`"."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self._forward: Any = module.forward
         self._module = module
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self.layouts: dict[StateKey, StateLayout] = {}
-        self.first, self.by_token = 0, False
-        self.arguments: dict[str, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch, probed = current_batch(), probed_positions()
@@ -174,7 +168,7 @@ class RecurrentModule:
             return self._probe(given, rows)
         query = batch.hook_query if isinstance(batch.hook_query, PartQuery) and batch.batch_size > 1 else None
         apart = [] if query is None else query.rows_inside(self.path)
-        parts = _parts(batch, batch.state_pool is not None and not batch.fresh_kv_only, {start for start, _ in apart})
+        parts = _parts(batch, self._keeps(batch), {start for start, _ in apart})
         if len(parts) == 1 and not parts[0].batched:  # one request
             return _padded(self._call(given, rows, parts[0], batch), rows)
         outs = []
@@ -183,9 +177,42 @@ class RecurrentModule:
                 outs.append((part, _flat(self._call(given, rows, part, batch), part.batched)))
         return _padded(outs[0][1], rows) if len(outs) == 1 else _joined(outs, rows)
 
+    def _keeps(self, batch: ForwardBatch) -> bool:
+        """Whether requests of the pass continue from what earlier passes left."""
+        raise NotImplementedError
+
     def _call(self, given: dict[str, Any], rows: int, part: CallRows, batch: ForwardBatch) -> Any:
         """The module's output for a part: [rows, 1, ...] where it is `batched`, else [1, rows, ...]."""
-        own = {name: _taken(value, rows, part) for name, value in given.items()}
+        raise NotImplementedError
+
+    def _probe(self, given: dict[str, Any], rows: int) -> Any:
+        """The output where each token is a request of its own, outside of the engine's passes."""
+        raise NotImplementedError
+
+
+class RecurrentModule(PartModule):
+    """In place of the forward of a module with a recurrent state.
+
+    Attributes:
+        layouts: of its states, by key, once a first pass has shown them.
+        first: number of its first state in the pool.
+        by_token: later chunks of a prompt run token by token.
+        arguments: of its call in the first pass, by name.
+    """
+
+    why = "has a recurrent state"
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        super().__init__(path, module)
+        self.layouts: dict[StateKey, StateLayout] = {}
+        self.first, self.by_token = 0, False
+        self.arguments: dict[str, Any] | None = None
+
+    def _keeps(self, batch: ForwardBatch) -> bool:
+        return batch.state_pool is not None and not batch.fresh_kv_only
+
+    def _call(self, given: dict[str, Any], rows: int, part: CallRows, batch: ForwardBatch) -> Any:
+        own = {name: taken(value, rows, part) for name, value in given.items()}
         pool = None if batch.fresh_kv_only else batch.state_pool
         if pool is None:
             return self.call(own, None)
@@ -220,14 +247,13 @@ class RecurrentModule:
         outs = []
         for token in range(tokens):
             part = CallRows(slice(token, token + 1), whole, True, False)
-            own = {name: _taken(value, tokens, part) for name, value in given.items()}
+            own = {name: taken(value, tokens, part) for name, value in given.items()}
             outs.append((part, self.call(own, states)))
         return _joined(outs, tokens)
 
     def _probe(self, given: dict[str, Any], rows: int) -> Any:
-        """The output where each token is a request of its own, outside of the engine's passes."""
         every = CallRows(slice(0, rows), slice(0, rows), False, True)
-        own = {name: _taken(value, rows, every) for name, value in given.items()}
+        own = {name: taken(value, rows, every) for name, value in given.items()}
         zeros = {
             key: torch.zeros(rows, *layout.shape, dtype=layout.dtype, device=given[self._names[0]].device)
             for key, layout in self.layouts.items()
@@ -254,7 +280,7 @@ class RecurrentModule:
             for size in sizes:
                 part = CallRows(slice(start, start + size), slice(0, 1), start > 0, False)
                 states = LayerStates(states.states if start else None)
-                own = {name: _taken(value, tokens, part) for name, value in given.items()}
+                own = {name: taken(value, tokens, part) for name, value in given.items()}
                 parts.append((part, self.run(own, states)))
                 start += size
             outs.append(_joined(parts, tokens) if len(parts) > 1 else parts[0][1])
@@ -300,7 +326,7 @@ def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[Call
     """The calls for a pass: requests with one row that continue, then each other request.
 
     Args:
-        with_states: requests have states, unless they are at their start.
+        with_states: requests continue, unless they are at their start.
         apart: first rows of requests that come last, in calls of their own.
     """
     if batch.forward_mode.is_decode() and with_states and not apart:
@@ -326,10 +352,10 @@ def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[Call
     return [*first, *others, *last]
 
 
-def _taken(value: Any, rows: int, part: CallRows) -> Any:
+def taken(value: Any, rows: int, part: CallRows) -> Any:
     """The part's rows of an argument: of tensors [1, rows, ...], also in tuples."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_taken(each, rows, part) for each in value)
+        return type(value)(taken(each, rows, part) for each in value)
     if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, rows):
         return value
     own = value[:, part.rows]
@@ -397,7 +423,7 @@ def serve_states(model: nn.Module) -> list[RecurrentModule]:
         else:
             continue
         module.forward = own  # pyright: ignore[reportAttributeAccessIssue]
-        vars(module)["recurrent_module"] = own  # traces wrap `forward`
+        vars(module)["part_module"] = own  # traces wrap `forward`
     return found
 
 
