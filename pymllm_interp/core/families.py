@@ -201,6 +201,8 @@ _SCALED = frozenset({"attn_out", "mlp_out"})
 _LATENT = frozenset({"q", "k", "v", "z"})
 """Multi-head latent attention: the heads of q, k and v differ in size."""
 _LATENT_FAMILIES = "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "axk2"
+_STREAMS = frozenset({"embed", "attn_out", "mlp_out", "mlp_act", "final_norm"})
+"""The residual stream is several streams, wider than what is added to each."""
 _EXPERTS = frozenset({"mlp_act"})
 """Each expert has neurons of its own."""
 
@@ -298,6 +300,7 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
             )
         ),
         *(Family(name=name, missing=_LATENT) for name in _LATENT_FAMILIES),
+        Family(name="hy_v4", resid_mid="ffn_hc", missing=_LATENT | _STREAMS),
         *(Family(name=name, missing=_SCALED) for name in ("granite", "granitemoe", "granitemoeshared")),
         *(Family(name=name, missing=_PARALLEL | {"mlp_in"}) for name in ("cohere", "cohere2")),
         Family(name="vaultgemma", **_SANDWICH),
