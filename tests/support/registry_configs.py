@@ -34,6 +34,11 @@ COMPASS_ROPE = {
     kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     for kind in ("full_attention", "sliding_attention")
 }
+SHARED = {
+    "num_hidden_layers": 3, "layer_types": ["indexed_attention"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "indexer_types": ["full", "shared", "full"],
+}  # fmt: skip
+"""The second layer attends to the keys that the first one's indexer selects."""
 EXTRA: dict[str, dict[str, Any]] = {
     **{
         name: {"is_decoder": True, "is_encoder_decoder": False}
@@ -64,6 +69,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"attention_chunk_size": 8},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"]},
+    **{name: SHARED for name in ("glm_moe_dsa", "hy_v4")},
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     **RECURRENT,
 }  # fmt: skip

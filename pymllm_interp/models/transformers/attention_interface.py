@@ -184,8 +184,8 @@ def _by_row(
     longest = int((batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).max())
     rows, at = table.req_to_token[batch.req_pool_indices], indices[:count].long()
     if longest <= at.shape[1]:
-        slots, hidden = rows[:, :longest], unselected(at, longest)
-        hidden |= torch.arange(longest, device=q.device) >= lens
+        later = torch.arange(longest, device=q.device) >= lens  # the table says nothing there
+        slots, hidden = rows[:, :longest].where(~later, rows[:, :1]), unselected(at, longest) | later
     else:
         at = at.sort(-1).values  # a key counts once, however often it is selected
         hidden = (at < 0) | (at >= lens)
