@@ -69,6 +69,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"attention_chunk_size": 8},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"]},
+    "inkling_text": {
+        "rel_extent": 8, "d_rel": 4, "log_scaling_n_floor": 6, "swa_head_dim": 8, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse"], "vocab_size": 100, "unpadded_vocab_size": 97,
+    },
     **{name: SHARED for name in ("glm_moe_dsa", "hy_v4")},
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     **RECURRENT,

@@ -72,13 +72,14 @@ def paged_attention(
         query: [1, heads, tokens, head_dim].
         key, value: [1, kv_heads, tokens, head_dim]; the head size of values may differ.
         kwargs: of the family's call: `scaling`, `softcap`, `s_aux` and others. `indices` [1, tokens, selected] are the positions
-            of the keys that a query attends to; others than those of keys before it count as none.
+            of the keys that a query attends to; others than those of keys before it count as none. `position_bias` is added to
+            scores: what `position_rules.RelativeBias` gives.
 
     Returns:
         ([1, tokens, heads, head_dim of values], weights). The weights are [1, heads, tokens, keys] in passes with eager attention
         of one request, else None.
     """
-    batch, indices = current_batch(), kwargs.pop("indices", None)
+    batch, indices, bias = current_batch(), kwargs.pop("indices", None), kwargs.get("position_bias")
     if batch is None:  # a block calls the module on states of its own
         size = query.shape[2]
         mask = causal_mask(size, size, None, query)
@@ -90,8 +91,8 @@ def paged_attention(
     if call.copies > 1:
         k, v = (x.repeat_interleave(call.copies, 1) for x in (k, v))
     wants_weights = batch.transformers_pass is not None and batch.transformers_pass.eager
-    if indices is not None and _are_single_rows(batch) and not wants_weights:
-        return _by_row(module, call, q, k, v, (query.shape[-1], width), batch, kwargs, indices[0]), None
+    if (indices is not None or bias is not None) and _are_single_rows(batch) and not wants_weights:
+        return _by_row(module, call, q, k, v, (query.shape[-1], width), batch, kwargs, indices), None
     if call.eager or wants_weights:
         out, weights = _by_request(module, call, q, k, v, (query.shape[-1], width), batch, kwargs, indices)
         return out, weights if wants_weights else None
@@ -128,7 +129,7 @@ def _by_request(
         assert pool is not None, "prepare_forward_batch_* sets the pools"
         pool.set_kv(layer.layer_id, batch.out_cache_loc[: len(k)], k, v)
     lens = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
-    outs, weights = [], None
+    outs, weights, bias = [], None, kwargs.get("position_bias")
     for i, (start, size) in enumerate(batch.batch_groups):
         if batch.fresh_kv_only or pool is None or table is None:
             keys, values = k[start : start + size], v[start : start + size]
@@ -147,7 +148,8 @@ def _by_request(
             if cut is not None:
                 mask = hide(mask, cut[..., -mask.shape[-1] :])
         parts = (_heads(x, width) for x, width in zip((queries, keys, values), (sizes[0], *sizes), strict=True))
-        out, weights = _eager(module, *parts, mask, **kwargs)
+        own = kwargs if bias is None else kwargs | {"position_bias": _bias_of(bias, start, size, len(keys))}
+        out, weights = _eager(module, *parts, mask, **own)
         if cuts is not None:
             cuts.keep_pattern(layer.layer_id, weights)
         outs.append(out)
@@ -170,39 +172,65 @@ def _by_row(
     sizes: tuple[int, int],
     batch: ForwardBatch,
     kwargs: dict[str, Any],
-    indices: torch.Tensor,
+    indices: torch.Tensor | None,
 ) -> torch.Tensor:
     """The family's own eager attention of a decode pass, for many requests at once, over the keys that they select.
 
-    Args:
-        indices: [tokens, selected]. See `_by_request` for the others.
+    Args: see `_by_request`.
     """
     layer, pool, table = call.layer, batch.token_to_kv_pool, batch.req_to_token_pool
     assert pool is not None and table is not None, "prepare_forward_batch_* sets the pools"
     pool.set_kv(layer.layer_id, batch.out_cache_loc[: len(k)], k, v)
     count, lens = batch.batch_size, batch.seq_lens[:, None]
     longest = int((batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).max())
-    rows, at = table.req_to_token[batch.req_pool_indices], indices[:count].long()
-    if longest <= at.shape[1]:
-        later = torch.arange(longest, device=q.device) >= lens  # the table says nothing there
-        slots, hidden = rows[:, :longest].where(~later, rows[:, :1]), unselected(at, longest) | later
+    rows, at = table.req_to_token[batch.req_pool_indices], None if indices is None else indices[0, :count].long()
+    if at is None or longest <= at.shape[1]:
+        keys = torch.arange(longest, device=q.device)
+        later = keys >= lens  # the table says nothing there
+        slots = rows[:, :longest].where(~later, rows[:, :1])
+        hidden = later if at is None else later | unselected(at, longest)
+        if layer.sliding_window is not None:
+            hidden = hidden | (lens - 1 - keys >= layer.sliding_window)
     else:
         at = at.sort(-1).values  # a key counts once, however often it is selected
         hidden = (at < 0) | (at >= lens)
         hidden[:, 1:] |= at[:, 1:] == at[:, :-1]
         slots = rows.gather(1, at.masked_fill(hidden, 0))
+    bias = kwargs.get("position_bias")
+    if bias is not None:
+        bias = _bias_of(bias, 0, count, longest, lens[:, 0]).transpose(0, 2)
     outs, together = [], max(1, MAX_GATHERED // (slots.shape[1] * layer.num_kv_heads * layer.head_dim))
     for start in range(0, count, together):
-        own = slots[start : start + together].long()
+        at = slots[start : start + together].long()
         stored = zip(pool.get_kv(layer.layer_id), pool.scales(layer.layer_id), sizes, strict=True)
         keys, values = (
-            read_rows(x, own.flatten(), q.dtype, scale)[:, :: call.copies, :size].unflatten(0, own.shape).transpose(1, 2)
+            read_rows(x, at.flatten(), q.dtype, scale)[:, :: call.copies, :size].unflatten(0, at.shape).transpose(1, 2)
             for x, scale, size in stored
         )
-        queries = q[start : start + len(own), :, None, : sizes[0]]
-        mask = hide(q.new_zeros(own.shape), hidden[start : start + len(own)])[:, None, None]
-        outs.append(_eager(module, queries, keys, values, mask, **kwargs)[0])
+        queries = q[start : start + len(at), :, None, : sizes[0]]
+        mask = hide(q.new_zeros(at.shape), hidden[start : start + len(at)])[:, None, None]
+        own = kwargs if bias is None else kwargs | {"position_bias": bias[start : start + len(queries)]}
+        outs.append(_eager(module, queries, keys, values, mask, **own)[0])
     return _padded(torch.cat(outs).transpose(0, 1), q.shape[0])
+
+
+def _bias_of(
+    bias: torch.Tensor, start: int, size: int, keys: int, lens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The bias [1, heads, queries, keys] of `size` queries, from row `start` on.
+
+    Args:
+        bias: of one request, or [1, 1, heads, tokens, extent] by distance, the largest first.
+        keys: of the request; its queries are the last positions.
+        lens: the length of each query's request, where each is of another request; `keys` is the largest.
+    """
+    if bias.ndim == 4:
+        return bias[:, :, start : start + size]
+    by_distance, extent = bias[0, :, :, start : start + size], bias.shape[-1]
+    queries = torch.arange(keys - size, keys, device=bias.device) if lens is None else lens - 1
+    back = queries[:, None] - torch.arange(keys, device=bias.device)
+    at = (extent - 1 - back).clamp(0, extent - 1).expand(*by_distance.shape[:2], -1, -1)
+    return by_distance.gather(-1, at).masked_fill((back < 0) | (back >= extent), 0.0)
 
 
 def _padded(out: torch.Tensor, rows: int) -> torch.Tensor:

@@ -78,7 +78,7 @@ class TransformersModel(CausalLM):
         self.num_index_layers = place_keys(type(served).__name__, indexers, len(self._layers), width)
         self._by_cache = _layers_by_index(served, found, self._layers)
         self._is_cached = found.cached
-        self.largest_step = LARGEST_CACHED_STEP if found.cached or found.is_indexed else None
+        self.largest_step = LARGEST_CACHED_STEP if found.cached or any(call.takes for call in found.calls) else None
         self._attention_name = CACHED if found.cached else PAGED_INDEXED if found.is_indexed else PAGED
         calls: list[Any] = [vars(module).get("paged_calls") for module in served.modules()]
         self._calls: list[PagedCalls] = [each for each in calls if each is not None]
