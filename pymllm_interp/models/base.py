@@ -45,7 +45,7 @@ class CausalLM(nn.Module, ABC):
         why_no_graphs: why passes cannot be captured in CUDA graphs; None where they can.
         largest_step: requests and token rows of a step at most; None: as configured.
         state_layouts: the states of layers without KV that a request has.
-        num_index_layers: layers of the KV pool, behind those of attention, that hold keys of indexers.
+        num_index_layers: layers of the KV pool that hold keys of indexers, behind the attention layers.
         kv_scales: the checkpoint's scales of an FP8 cache, of K and of V by layer.
     """
 

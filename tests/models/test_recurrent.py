@@ -12,7 +12,7 @@ from helpers_classes import GREEDY, TOLERANCE, check_chunks, greedily, load, ora
 from recurrent_configs import RECURRENT
 from registry_configs import registry_config
 
-from pymllm_interp import Knockout, SamplingParams, Steer
+from pymllm_interp import LM, Knockout, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.unsupported import UnsupportedModelError

@@ -1,7 +1,7 @@
 """Every name in transformers' registry of causal language models: right, or refused by name. docs/models.md is this table.
 
-`PYTHONPATH=tests:tests/support python tests/models/test_registry.py [NAME ...]` writes the rows of all names, or of these; the tests
-compare each row.
+`PYTHONPATH=tests:tests/support python tests/models/test_registry.py [NAME ...]` writes the rows of all names, or of these. The
+tests compare each row.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ MAX_ERROR = 1e-4
 NO_CONFIG = "no tiny config"
 FIRST = "|---|---|---|---|---|\n"
 """The line before the rows."""
+
+
 def row(name: str) -> str:
     """The row of a name. A name whose tokens differ from transformers' is "wrong", which no row of the document may be."""
     try:

@@ -20,6 +20,7 @@ from pymllm_interp.models.adapters.peft_config import AdapterError
 SPARSE = "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"
 PILOTS = "deepseek_v32", "hy_v4"
 """Half-rotated keys; a layer that shares indices, sinks, and several residual streams."""
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in SPARSE if name != "glm_moe_dsa"]
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SPARSE if name not in PILOTS]
 
 
@@ -28,7 +29,7 @@ def test_chunks_of_any_size_are_transformers(name: str) -> None:
     check_chunks(name)
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", *(pytest.param(each, marks=pytest.mark.slow) for each in ("deepseek_v32", "axk2", "hy_v4"))])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", *SLOWLY])
 def test_preempted_requests_end_as_they_would_alone(name: str) -> None:
     lm = load(name, kv_cache_tokens=48, max_model_len=40)
     oracle, prompts = oracle_of(lm, name), [random_prompt(12, n) for n in range(4)]
@@ -184,4 +185,13 @@ def test_rows_of_padding_change_nothing(name: str, monkeypatch: pytest.MonkeyPat
     expected = [greedily(oracle, prompt, 6) for prompt in prompts]
     outs = lm.generate(prompts, GREEDY)
     assert [out.token_ids for out in outs] == expected and "replay" in {way for way, _ in lm.runner.partition.counts}
+    lm.shutdown()
+
+
+def test_drafts_of_a_decode_pass_select_keys_by_their_own_length() -> None:
+    lm = load("deepseek_v32", speculative={"method": "ngram", "num_speculative_tokens": 3}, max_num_tokens=64)
+    oracle, prompts = oracle_of(lm, "deepseek_v32"), [[5, 6, 7, 8] * 5, [3, 4] * 6, random_prompt(9, 1)]
+    outs = lm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+    assert [out.token_ids for out in outs] == [greedily(oracle, prompt, 12) for prompt in prompts]
+    assert lm.engine.stats()["speculation"]["accepted"] > 0
     lm.shutdown()

@@ -1,4 +1,4 @@
-"""Traces of models with indexers, beside requests of all kinds: an indexer runs prompt by prompt, and the rest on the whole batch."""
+"""Traces of models with indexers, beside requests of all kinds. An indexer runs prompt by prompt, and the rest on the batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def script(model: Any, edit: str, found: Any, step: int) -> None:
 
 def generated(model: Any, prompt: list[int], edit: str) -> dict[Any, torch.Tensor]:
     with model.generate(prompt, max_new_tokens=3, **options_of(model)) as tracer:
-        found = dict().save()
+        found = dict().save()  # pyright: ignore[reportAttributeAccessIssue]
         for step in tracer.iter[0:3]:
             script(model, edit, found, step)
     return dict(found)
@@ -67,7 +67,8 @@ def assert_close(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tenso
 def test_a_generation_is_transformers(pair: Pair, edit: str) -> None:
     found, expected = (generated(model, PROMPTS[0], edit) for model in (pair.lm, pair.theirs))
     assert_close(found, expected)
-    assert not edit or any(not torch.equal(found[key], value) for key, value in generated(pair.lm, PROMPTS[0], "").items())
+    plain = generated(pair.lm, PROMPTS[0], "")
+    assert not edit or any(not torch.equal(found[key], value) for key, value in plain.items())
 
 
 def test_traces_beside_others_see_and_edit_their_own_rows_only(pair: Pair) -> None:
@@ -75,16 +76,14 @@ def test_traces_beside_others_see_and_edit_their_own_rows_only(pair: Pair) -> No
     alone = [generated(pair.lm, prompt, edit) for prompt, edit in zip(PROMPTS, edits, strict=False)]
     (expected,) = pair.lm.generate([PROMPTS[3]], GREEDY)
     handle = pair.lm.submit(PROMPTS[3], GREEDY)
-    found = [{} for _ in edits]
     with pair.lm.generate(max_new_tokens=3, ignore_eos=True) as tracer:
-        kept = list().save()
+        kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
         for i in range(3):
             kept.append({})
             with tracer.invoke(PROMPTS[i]):
                 for step in tracer.iter[0:3]:
                     script(pair.lm, edits[i], kept[i], step)
-    found = list(kept)
-    for own, others in zip(found, alone, strict=True):
+    for own, others in zip(kept, alone, strict=True):
         assert_close(own, others)
     assert handle.result().token_ids == expected.token_ids
 
@@ -94,7 +93,7 @@ def test_indices_of_no_key_select_none_and_leave_others_as_they_are(pair: Pair, 
     (expected,) = pair.lm.generate([PROMPTS[3]], GREEDY)
     handle = pair.lm.submit(PROMPTS[3], GREEDY)
     with pair.lm.generate(PROMPTS[2], max_new_tokens=3, ignore_eos=True) as tracer:
-        logits = list().save()
+        logits = list().save()  # pyright: ignore[reportAttributeAccessIssue]
         for _ in tracer.iter[0:3]:
             picked = pair.lm.get(INDEXER).output
             picked[..., 1:] = value
@@ -115,7 +114,9 @@ def test_weights_are_transformers(pair: Pair) -> None:
 
 
 def test_a_block_of_several_prompts_does_not_see_inside(pair: Pair) -> None:
-    with pytest.raises(ValueError, match=r"waits inside model\.model\.layers\.0\.self_attn\.indexer.*runs prompt by prompt"):
+    with pytest.raises(
+        ValueError, match=r"waits inside model\.model\.layers\.0\.self_attn\.indexer.*runs prompt by prompt"
+    ):
         with pair.lm.generate(max_new_tokens=2, ignore_eos=True) as tracer:
             for prompt in PROMPTS[:2]:
                 with tracer.invoke(prompt):

@@ -73,7 +73,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "rel_extent": 8, "d_rel": 4, "log_scaling_n_floor": 6, "swa_head_dim": 8, "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse"], "vocab_size": 100, "unpadded_vocab_size": 97,
     },
-    **{name: SHARED for name in ("glm_moe_dsa", "hy_v4")},
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), SHARED),
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     **RECURRENT,
 }  # fmt: skip

@@ -72,8 +72,8 @@ def paged_attention(
         query: [1, heads, tokens, head_dim].
         key, value: [1, kv_heads, tokens, head_dim]; the head size of values may differ.
         kwargs: of the family's call: `scaling`, `softcap`, `s_aux` and others. `indices` [1, tokens, selected] are the positions
-            of the keys that a query attends to; others than those of keys before it count as none. `position_bias` is added to
-            scores: what `position_rules.RelativeBias` gives.
+            of the keys that a query attends to. Numbers that are no such position are left out. `position_bias` is added to scores:
+            what `position_rules.RelativeBias` gives.
 
     Returns:
         ([1, tokens, heads, head_dim of values], weights). The weights are [1, heads, tokens, keys] in passes with eager attention
@@ -214,9 +214,7 @@ def _by_row(
     return _padded(torch.cat(outs).transpose(0, 1), q.shape[0])
 
 
-def _bias_of(
-    bias: torch.Tensor, start: int, size: int, keys: int, lens: torch.Tensor | None = None
-) -> torch.Tensor:
+def _bias_of(bias: torch.Tensor, start: int, size: int, keys: int, lens: torch.Tensor | None = None) -> torch.Tensor:
     """The bias [1, heads, queries, keys] of `size` queries, from row `start` on.
 
     Args:
@@ -263,8 +261,8 @@ def hide(mask: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def unselected(indices: torch.Tensor, keys: int) -> torch.Tensor:
-    """The keys [..., queries, keys] bool that are not among `indices` [..., queries, selected]. Traces may edit those: any number."""
-    at = indices.long()
+    """The keys [..., queries, keys] bool that are not among `indices` [..., queries, selected], which may be any numbers."""
+    at = indices.long()  # traces edit them
     at = at.masked_fill((at < 0) | (at >= keys), keys)
     hidden = torch.ones(*at.shape[:-1], keys + 1, dtype=torch.bool, device=at.device)
     return hidden.scatter_(-1, at, False)[..., :keys]

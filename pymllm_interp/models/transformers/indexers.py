@@ -1,11 +1,11 @@
 """Indexers of sparse attention: modules of transformers that select the keys that each query attends to (DeepSeek-V3.2's DSA).
 
 An indexer keeps a key of its own for each position, and scores a request's queries against them. The pass is flat. So
-`IndexerModule` stands in place of its forward: it runs the module for all requests with one row as one batch, and once for each
-other request. What it returns are positions, for `attention_interface.paged_attention`.
+`IndexerModule` stands in place of its forward. It runs the module for all requests with one row as one batch. It runs it once for
+each other request. What it returns are positions, for `attention_interface.paged_attention`.
 
-Its keys are in the KV pool, in layers behind those of attention, which hold the keys of several indexers each. So they are
-written, reused, copied and swapped with K and V.
+Its keys are in the KV pool, behind the attention layers. A layer there holds the keys of several indexers. So they are written,
+reused, copied and swapped with K and V.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def place_keys(name: str, indexers: list[IndexerModule], first_layer: int, width
 
     Args:
         name: of the model's class.
-        first_layer: of the KV pool, behind those of attention.
+        first_layer: of the KV pool, behind the attention layers.
         width: values of K, and of V, in a slot of a layer.
 
     Returns:

@@ -2,8 +2,8 @@
 
 RoPE scalings that depend on the length of the sequence. The frequencies of a call in transformers follow from its largest position.
 Here the module is called once for each length. Learned and sinusoidal positions: BART and its kin count from the length of the
-cache. Here they get the positions of the pass. Biases of attention by distance (Inkling) are given by distance, for each token, where
-a pass has several requests: attention finds those of its keys.
+cache. Here they get the positions of the pass. Inkling adds a bias to scores, by the distance of query and key. Here each token
+has its bias at all distances, if a pass has several requests. Attention takes the biases of its keys.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def _with_offsets(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
 
 
 class RelativeBias:
-    """In place of the forward of a module that makes a bias of attention by the distance of query and key.
+    """In place of the forward of a module that makes a bias of attention by distance.
 
-    It gives [1, heads, tokens, keys] in a pass of one request, as in transformers, with the keys of earlier passes. Else it gives
-    [1, 1, heads, tokens, extent], the bias at each distance, the largest first. No dim of that is taken for the rows of a pass, so
-    that a trace beside others is refused.
+    In a pass of one request it gives [1, heads, tokens, keys], as transformers does. The keys of earlier passes are among them.
+    Else it gives [1, 1, heads, tokens, extent]: the bias at each distance, the largest first. No dim of that is taken for the rows
+    of a pass, so that a trace beside others is refused.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -246,7 +246,7 @@ def _rows(value: torch.Tensor) -> torch.Tensor:
 
 
 def _edited(ops: SiteOps, site: int, value: torch.Tensor) -> torch.Tensor:
-    """`value` after the ops at a site, in its shape; `value` itself where there are none."""
+    """`value` after the ops at a site, in its shape; `value` itself without ops."""
     rows = _rows(value)
     new = ops.at(site, rows)
     return value if new is rows else new.view(value.shape)
