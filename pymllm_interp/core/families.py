@@ -20,6 +20,8 @@ HEAD_SITES = ("q", "k", "v", "z")
 """Kinds of sites with a state that is split into attention heads, [heads, head_dim]."""
 PATTERN = "pattern"
 """Attention patterns: they can be captured, and are no state of a point of the pass."""
+STATE = "state"
+"""Recurrent states, of the sequence so far: they can be captured, and patched at the prompt's end."""
 LOGITS = "logits"
 STREAM_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 """Kinds of sites on the residual stream."""

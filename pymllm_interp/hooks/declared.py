@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.cut_edges import RequestCuts
+from ..core.forward_batch import LayerStatePool
 from ..core.limits import MAX_SPECS
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
 from ..core.step import RequestHooks
@@ -23,6 +24,7 @@ from .captures.captures import Captures
 from .captures.reductions.patterns import PatternCaptures, is_pattern
 from .captures.reductions.reduction import Readout
 from .captures.spec import NORMED, Capture
+from .captures.state_captures import StateCaptures, is_state
 from .demands import Demands
 from .interventions.fires import Fires
 from .interventions.gates import Flag, GateRead, RequestGates
@@ -197,9 +199,9 @@ def _captures(
 
 
 def _check_size(
-    captures: Captures | None, patterns: PatternCaptures | None, longest: int, limits: DeclaredLimits
+    sources: Sequence[Captures | PatternCaptures | StateCaptures | None], longest: int, limits: DeclaredLimits
 ) -> None:
-    num_bytes = sum(captured.num_bytes for captured in (captures, patterns) if captured is not None)
+    num_bytes = sum(captured.num_bytes for captured in sources if captured is not None)
     if num_bytes > limits.max_capture_bytes:
         raise ValueError(
             f"the captures of a request of {longest} positions may take {num_bytes / 2**20:.0f} MiB; a request's results hold "
@@ -241,6 +243,7 @@ class Declared:
         given: interventions and captures, as they were given.
         draft_stop: positions after the last pass with drafts, until they are settled; None without.
         patterns: captures of attention patterns; None without.
+        states: captures of recurrent states; None without.
         shared: what was computed of the hooks, for all `fresh` copies.
     """
 
@@ -255,6 +258,7 @@ class Declared:
     knockouts: Sequence[BoundKnockout] = ()
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
     patterns: PatternCaptures | None = None
+    states: StateCaptures | None = None
     given: tuple[Sequence[Intervention], Sequence[Capture]] = ((), ())
     draft_stop: int | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
@@ -326,30 +330,36 @@ class Declared:
             ops.setdefault(site, []).append(PlacedOp(read, bound.site, bound.windows, flag=flag))
         for found in ops.values():
             limits.check_count(found[0].site, sum(len(op.windows) for op in found))
-        states = [spec for spec in captures if not is_pattern(spec)]
-        patterns = None
-        if len(states) < len(captures):
-            patterns = PatternCaptures(filter(is_pattern, captures), model, prompt_len, longest)
-        captured = _captures(states, model, prompt_len, limits, longest, logits_from, readout)
-        _check_size(captured, patterns, longest, limits)
+        of_patterns = [spec for spec in captures if is_pattern(spec)]
+        of_states = [spec for spec in captures if is_state(spec.site)]
+        others = [spec for spec in captures if not (is_pattern(spec) or is_state(spec.site))]
+        patterns = PatternCaptures(of_patterns, model, prompt_len, longest) if of_patterns else None
+        states = StateCaptures(of_states, model, prompt_len, longest) if of_states else None
+        captured = _captures(others, model, prompt_len, limits, longest, logits_from, readout)
+        _check_size((captured, patterns, states), longest, limits)
         return cls(
-            ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns,
+            ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns, states=states,
             given=(specs, captures),
         )  # fmt: skip
 
     def fresh(self) -> Declared:
         """The same hooks for another request with a prompt of this length: nothing is counted or captured yet."""
-        assert self.patterns is None, "patterns are bound for each request"
+        assert not self.bound_for_each, "patterns and states are bound for each request"
         found = copy(self)
         found.captures = None if self.captures is None else self.captures.fresh()
         found.vectors, found.held, found.fires, found.first_fired = {}, [], Fires(), {}
         return found
 
     @property
+    def bound_for_each(self) -> bool:
+        """Whether it keeps what it captures by itself: equal requests cannot share it."""
+        return self.patterns is not None or self.states is not None
+
+    @property
     def only_captures(self) -> bool:
         """Whether it captures states, and nothing else: no vector, and no weight, is held."""
         captures = self.captures is None or not any(group.reads_weights for group in self.captures.groups)
-        return captures and self.patterns is None and not (self.ops or self.knockouts)
+        return captures and not (self.bound_for_each or self.ops or self.knockouts)
 
     @cached_property
     def edits_logits(self) -> bool:
@@ -402,8 +412,9 @@ class Declared:
         ]
         sizes = None if self.captures is None else self.captures.sizes()
         patterns = None if self.patterns is None else self.patterns.wanted
+        states = None if self.states is None else self.states.wanted
         why_undrafted = self.why_undrafted(in_tables)
-        return Demands(self.kv_edits, sizes, patterns, gated, self.vectors, self.held, why_undrafted)
+        return Demands(self.kv_edits, sizes, patterns, gated, self.vectors, self.held, why_undrafted, states)
 
     def activations(self, token_ids: list[int], expected: int | None = None) -> Activations | None:
         """The captured states and patterns of the positions of `token_ids`; None without captures.
@@ -414,17 +425,28 @@ class Declared:
         if expected is not None and (error := self._shortfall(expected)) is not None:
             return lost(error)
         found = None if self.captures is None else self.captures.activations(token_ids)
-        if self.patterns is not None:
-            found = Activations(self.patterns.num_layers) if found is None else found
-            if found.error is None:
-                self.patterns.add_to(found, token_ids)
+        for own in (self.patterns, self.states):
+            if own is not None:
+                found = Activations(own.num_layers) if found is None else found
+                if found.error is None:
+                    own.add_to(found, token_ids)
         return found
+
+    def read_states(self, position: int, slot: int, pool: LayerStatePool) -> None:
+        """Capture the states that are due behind a position, which the last pass ended with.
+
+        Args:
+            slot: of the request, in `pool`.
+        """
+        if self.states is not None:
+            for layer, place in self.states.due(position):
+                self.states.keep(layer, position, pool.memory(place.index)[slot])
 
     def _shortfall(self, expected: int) -> CaptureError | None:
         """The error of a site that lacks some of the first `expected` positions, if none is known to be lost."""
         if self.captures is not None and self.captures.error is not None:
             return None
-        sources = [captured for captured in (self.captures, self.patterns) if captured is not None]
+        sources = [captured for captured in (self.captures, self.patterns, self.states) if captured is not None]
         short = [f"{site}: {got} of {rows} rows" for c in sources for site, got, rows in c.shortfalls(expected)]
         if not short:
             return None
@@ -439,7 +461,7 @@ class Declared:
 
     def captured(self, num_positions: int) -> list[Captured]:
         """Number of captured rows by site, among the first `num_positions` positions."""
-        sources = [captured for captured in (self.captures, self.patterns) if captured is not None]
+        sources = [captured for captured in (self.captures, self.patterns, self.states) if captured is not None]
         return [Captured(*counted) for captured in sources for counted in captured.counts(num_positions)]
 
     def applied(self, num_positions: int) -> list[Applied]:

@@ -229,6 +229,11 @@ class RecurrentModule(PartModule):
         return type(self._module)
 
     @property
+    def layer(self) -> int | None:
+        """Index of the decoder layer that it is in."""
+        return next((int(part) for part in self.path.split(".") if part.isdigit()), None)
+
+    @property
     def is_exact(self) -> bool:
         """Whether the first pass had float32."""
         return self.arguments is not None and self.arguments[self._names[0]].dtype is torch.float32
@@ -263,7 +268,7 @@ class RecurrentModule(PartModule):
         if self.arguments is None:
             self.arguments = given
             for key, state in states.states.items():
-                self.layouts[key] = StateLayout(key[0], tuple(state.shape[1:]), state.dtype)
+                self.layouts[key] = StateLayout(key[0], tuple(state.shape[1:]), state.dtype, self.layer)
         return _flat(out, True)
 
     def continuation_error(self) -> float:

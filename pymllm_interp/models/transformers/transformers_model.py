@@ -28,6 +28,7 @@ from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import LOGITS, ModelSpec
 from ...core.unsupported import UnsupportedModelError
 from ...layers.edits.base import apply_inner
+from ...mem_cache.state_pool import recurrent_places
 from ..base import CausalLM
 from ..weights.loading import WeightsError, init_dummy_weights
 from . import site_ends
@@ -70,7 +71,8 @@ class TransformersModel(CausalLM):
         recurrent, indexers = serve_states(served), serve_indexers(served)
         found = probe(served, family, declared, bool(recurrent))
         self.state_layouts = check_states(type(served).__name__, recurrent)
-        self.spec = model_spec(served, family, declared, found, bool(recurrent))
+        spec = model_spec(served, family, declared, found, bool(recurrent))
+        self.spec = replace(spec, states=recurrent_places(self.state_layouts, spec.num_hidden_layers))
         self.why_no_graphs = found.why_no_graphs
         fuse_parts(served)
         self._layers = set_paged_calls(found, self.spec)
