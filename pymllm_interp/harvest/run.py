@@ -21,8 +21,8 @@ from ..core.closed import EngineClosedError
 from ..hooks.binding import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
 from ..hooks.captures.reductions.patterns import is_pattern
-from ..hooks.captures.state_captures import is_state
 from ..hooks.captures.spec import Capture
+from ..hooks.captures.state_captures import is_state
 from ..hooks.interventions.knockout import Intervention, Knockout
 from ..hooks.positions import Generated
 from ..hooks.site import Site

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..attention.cut_edges import RequestCuts
 from ..core.forward_batch import LayerStatePool
 from ..core.limits import MAX_SPECS
-from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
+from ..core.model_spec import INNER_SITES, LOGITS, STATE, ModelSpec, site_index
 from ..core.step import RequestHooks
 from ..kernels.edit_codes import MAX_HEADS
 from ..utils.arguments import shown
@@ -30,6 +31,7 @@ from .interventions.fires import Fires
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
 from .interventions.op import Op
+from .interventions.state_patch import StatePatch, bind_state_patches, is_state_patch
 from .kv_edits import KVEdits
 from .positions import Window
 from .receipt import Applied, Captured
@@ -244,6 +246,7 @@ class Declared:
         draft_stop: positions after the last pass with drafts, until they are settled; None without.
         patterns: captures of attention patterns; None without.
         states: captures of recurrent states; None without.
+        state_patches: recurrent states that are replaced behind the prompt.
         shared: what was computed of the hooks, for all `fresh` copies.
     """
 
@@ -259,6 +262,7 @@ class Declared:
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
     patterns: PatternCaptures | None = None
     states: StateCaptures | None = None
+    state_patches: Sequence[StatePatch] = ()
     given: tuple[Sequence[Intervention], Sequence[Capture]] = ((), ())
     draft_stop: int | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
@@ -269,9 +273,14 @@ class Declared:
     ) -> Declared:
         """`of` the hooks of a request."""
         longest = prompt_len + hooks.max_tokens - 1
-        return cls.of(
+        found = cls.of(
             hooks.interventions, model, prompt_len, limits, hooks.captures, longest, hooks.logits_from, readout
         )
+        if found.acts_on_states and hooks.differentiable:
+            raise ValueError(
+                "a pass with gradients keeps no recurrent state: leave out the captures and patches at state"
+            )
+        return found
 
     @classmethod
     def of(
@@ -305,7 +314,8 @@ class Declared:
         counts: Counter[int] = Counter()
         gates = RequestGates(model, prompt_len, limits.device_tables)
         knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
-        for spec in (spec for spec in specs if isinstance(spec, Op)):
+        patches = bind_state_patches(filter(is_state_patch, specs), model, prompt_len)  # pyright: ignore[reportArgumentType]
+        for spec in (spec for spec in specs if isinstance(spec, Op) and not is_state_patch(spec)):
             for bound in bind(spec, model, prompt_len):
                 # resid_pre.i is the state that resid_post.i-1 left, so its ops follow; likewise resid_pre.0 after embed.
                 later = bound.site.kind == "resid_pre"
@@ -322,7 +332,8 @@ class Declared:
                 ops.setdefault(site, []).append(op)
         for site, found in ops.items():
             limits.check_encoders(found, site)
-        edits = KVEdits(ops, knockouts, model.num_hidden_layers)
+        replaced = [(patch.layer, patch.spec) for patch in patches]
+        edits = KVEdits(ops, knockouts, model.num_hidden_layers, replaced, prompt_len)
         for read, flag in gates.reads():  # behind what changes the state
             (bound,) = bind(read, model, prompt_len)
             limits.check_op(read, bound.site)
@@ -339,7 +350,7 @@ class Declared:
         _check_size((captured, patterns, states), longest, limits)
         return cls(
             ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns, states=states,
-            given=(specs, captures),
+            state_patches=patches, given=(specs, captures),
         )  # fmt: skip
 
     def fresh(self) -> Declared:
@@ -359,7 +370,7 @@ class Declared:
     def only_captures(self) -> bool:
         """Whether it captures states, and nothing else: no vector, and no weight, is held."""
         captures = self.captures is None or not any(group.reads_weights for group in self.captures.groups)
-        return captures and not (self.bound_for_each or self.ops or self.knockouts)
+        return captures and not (self.bound_for_each or self.ops or self.knockouts or self.state_patches)
 
     @cached_property
     def edits_logits(self) -> bool:
@@ -413,6 +424,9 @@ class Declared:
         sizes = None if self.captures is None else self.captures.sizes()
         patterns = None if self.patterns is None else self.patterns.wanted
         states = None if self.states is None else self.states.wanted
+        if self.state_patches:
+            states = np.zeros(self.prompt_len, dtype=bool) if states is None else states
+            states[self.prompt_len - 1] = True
         why_undrafted = self.why_undrafted(in_tables)
         return Demands(self.kv_edits, sizes, patterns, gated, self.vectors, self.held, why_undrafted, states)
 
@@ -432,12 +446,20 @@ class Declared:
                     own.add_to(found, token_ids)
         return found
 
-    def read_states(self, position: int, slot: int, pool: LayerStatePool) -> None:
-        """Capture the states that are due behind a position, which the last pass ended with.
+    @property
+    def acts_on_states(self) -> bool:
+        """Whether it captures or replaces recurrent states."""
+        return self.states is not None or bool(self.state_patches)
+
+    def after_states(self, position: int, slot: int, pool: LayerStatePool) -> None:
+        """Replace and capture the states that are due behind a position, which the last pass ended with.
 
         Args:
             slot: of the request, in `pool`.
         """
+        if position == self.prompt_len - 1:
+            for patch in self.state_patches:
+                patch.write(slot, pool)
         if self.states is not None:
             for layer, place in self.states.due(position):
                 self.states.keep(layer, position, pool.memory(place.index)[slot])
@@ -467,7 +489,7 @@ class Declared:
     def applied(self, num_positions: int) -> list[Applied]:
         """Number of rows that each op acted on, among the first `num_positions` positions."""
         if any(op.spec.when is not None for op in self) or not (
-            self.ops or self.knockouts
+            self.ops or self.knockouts or self.state_patches
         ):  # nothing is shared without ops
             return self._applied(num_positions)
         key = "applied", num_positions
@@ -479,25 +501,34 @@ class Declared:
         def rows(op: PlacedOp, first: int, stop: int) -> int:
             return sum([window.among(first, min(stop, num_positions)) for window in op.windows])
 
-        return [
-            Applied(
-                intervention=type(op.spec).__name__,
-                site=str(op.site),
-                prompt_rows=rows(op, self.logits_from if op.site.kind == LOGITS else 0, self.prompt_len),
-                generated_rows=rows(op, self.prompt_len, num_positions),
-                gate_fires=None if op.spec.when is None else int(self.fires.get((site, i), 0)),
-                missing=op.missing,
-            )
-            for site, found in sorted(self.ops.items())
-            for i, op in enumerate(found)
-            if not isinstance(op.spec, GateRead)
-        ] + [
-            Applied(
-                type(knockout.spec).__name__, f"pattern.{layer}", *knockout.rows(layer, self.prompt_len, num_positions)
-            )
-            for knockout in self.knockouts
-            for layer in knockout.layers
-        ]
+        return (
+            [
+                Applied(
+                    intervention=type(op.spec).__name__,
+                    site=str(op.site),
+                    prompt_rows=rows(op, self.logits_from if op.site.kind == LOGITS else 0, self.prompt_len),
+                    generated_rows=rows(op, self.prompt_len, num_positions),
+                    gate_fires=None if op.spec.when is None else int(self.fires.get((site, i), 0)),
+                    missing=op.missing,
+                )
+                for site, found in sorted(self.ops.items())
+                for i, op in enumerate(found)
+                if not isinstance(op.spec, GateRead)
+            ]
+            + [
+                Applied(
+                    type(knockout.spec).__name__,
+                    f"pattern.{layer}",
+                    *knockout.rows(layer, self.prompt_len, num_positions),
+                )
+                for knockout in self.knockouts
+                for layer in knockout.layers
+            ]
+            + [
+                Applied("Patch", f"{STATE}.{patch.layer}", int(num_positions >= self.prompt_len))
+                for patch in self.state_patches
+            ]
+        )
 
     def hash_large(self) -> None:
         """Hash what takes long, on the caller's thread. The engine's hashes the rest, when it needs it."""

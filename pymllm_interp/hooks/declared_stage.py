@@ -311,18 +311,18 @@ class DeclaredStage:
         """Its ops and captures are part of each pass."""
 
     def ran(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> None:
-        """Read the recurrent states that the pass ended with."""
+        """Replace and read the recurrent states that the pass ended with."""
         ends, self._ends = self._ends, []
         for declared, position, slot in ends:
             assert batch.state_pool is not None, "_state_ends saw one"
-            declared.read_states(position, slot, batch.state_pool)
+            declared.after_states(position, slot, batch.state_pool)
 
     def _state_ends(self, batch: ForwardBatch, rows: StepRows) -> Iterator[tuple[Declared, int, int]]:
         if batch.state_pool is None or batch.fresh_kv_only:
             return
         for entry in rows.entries:
             slot, declared = self._in_tables.get(entry.request_id, (0, None))
-            if declared is not None and declared.states is not None:
+            if declared is not None and declared.acts_on_states:
                 yield declared, entry.start + entry.num_tokens - 1, slot
 
     def sample_from(self, rows: StepRows, all_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Captures of recurrent states: ``Capture("state.5", positions=[3, -1])``.
 
-A layer with a recurrent state has one for the whole sequence so far, not one for each position. So a chunk of the prompt ends at each
-captured position, and the state is read there, behind the pass. The result is [positions, *shape], as the layer's code in
+A layer with a recurrent state has one for the whole sequence so far, not one for each position. So a chunk of the prompt ends at
+each captured position, and the state is read there, behind the pass. The result is [positions, *shape], as the layer's code in
 transformers keeps it.
 """
 
@@ -46,7 +46,9 @@ def places_in(name: str, site: Site | str, model: ModelSpec) -> list[tuple[int, 
     found = [(layer, place) for layer in layers if (place := model.states[layer]) is not None]
     if len(found) < len(layers) and not str(site).endswith(".*"):
         have = [layer for layer, place in enumerate(model.states) if place is not None]
-        raise ValueError(f"{name}: a named layer has no recurrent state; the layers {have} have one, and {STATE}.* means these")
+        raise ValueError(
+            f"{name}: a named layer has no recurrent state; the layers {have} have one, and {STATE}.* means these"
+        )
     return found
 
 
@@ -91,7 +93,9 @@ class StateCaptures:
             missing = missing_of(spec.positions, prompt_len)
             for layer, place in places_in(spec.name, spec.site, model):
                 if layer in self._layers:
-                    raise ValueError(f"{STATE}.{layer} is captured twice: name it once, with all positions that you want")
+                    raise ValueError(
+                        f"{STATE}.{layer} is captured twice: name it once, with all positions that you want"
+                    )
                 self._layers[layer] = _Wanted(place, selected(windows, longest), dtype, missing, {})
 
     @property
