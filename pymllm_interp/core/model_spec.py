@@ -144,9 +144,9 @@ _SHAPES = {
 
 
 class StatePlace(NamedTuple):
-    """Where a layer's recurrent state is among the states of a slot, and its shape for one request."""
+    """The number of a layer's recurrent state among the states of a slot, and its shape for one request."""
 
-    index: int
+    number: int
     shape: tuple[int, ...]
 
 

@@ -26,7 +26,7 @@ class StatePatch(NamedTuple):
 
     def write(self, slot: int, pool: LayerStatePool) -> None:
         """Replace the state of a slot."""
-        memory = pool.memory(self.place.index)
+        memory = pool.memory(self.place.number)
         memory[slot].copy_(self.spec.values.view(self.place.shape))
 
 
