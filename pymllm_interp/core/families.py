@@ -303,6 +303,11 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
         ),
         *(Family(name=name, missing=_LATENT) for name in _LATENT_FAMILIES),
         Family(name="inkling_text", attn_out="attn_sconv", mlp_out="mlp_sconv", missing=_LATENT),
+        Family(
+            name="rwkv", embed="rwkv.embeddings", layers="rwkv.blocks", final_norm="rwkv.ln_out", head="head",
+            attention_norm="ln1", attention="attention", mlp_norm="ln2", mlp="feed_forward", down_proj="value",
+            mlp_in_tuple=True, missing=_LATENT,
+        ),
         Family(name="hy_v4", resid_mid="ffn_hc", missing=_LATENT | _STREAMS),
         *(Family(name=name, missing=_SCALED) for name in ("granite", "granitemoe", "granitemoeshared")),
         *(Family(name=name, missing=_PARALLEL | {"mlp_in"}) for name in ("cohere", "cohere2")),

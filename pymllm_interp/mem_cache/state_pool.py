@@ -55,12 +55,12 @@ class HostState:
 
 
 def recurrent_places(layouts: Sequence[StateLayout], num_layers: int) -> tuple[StatePlace | None, ...]:
-    """The recurrent state of each layer, the first if there are several; None for a layer without."""
-    found: dict[int | None, StatePlace] = {}
-    for index, layout in enumerate(layouts):
+    """The recurrent state of each layer; None for a layer without, or with several."""
+    found: dict[int | None, list[StatePlace]] = {}
+    for number, layout in enumerate(layouts):
         if layout.kind == "recurrent":
-            found.setdefault(layout.layer, StatePlace(index, layout.shape))
-    return tuple(found.get(layer) for layer in range(num_layers))
+            found.setdefault(layout.layer, []).append(StatePlace(number, layout.shape))
+    return tuple(own[0] if len(own := found.get(layer, [])) == 1 else None for layer in range(num_layers))
 
 
 def slot_bytes(layouts: Sequence[StateLayout], dtype: torch.dtype) -> int:

@@ -24,8 +24,8 @@ from pymllm_interp.models.transformers.transformers_model import load_transforme
 from pymllm_interp.runner.model_runner import ModelRunner
 
 NATIVE = "qwen3_5_text", "qwen3_next"
-PILOTS = *NATIVE, "qwen3_5_moe_text", "nemotron_h", "mamba", "zaya", "minimax"
-"""One of each kind: native, delta rule, state-space with and without attention, two states in an attention, a cache of its own."""
+PILOTS = *NATIVE, "qwen3_5_moe_text", "nemotron_h", "mamba", "zaya", "minimax", "rwkv"
+"""One of each kind: native, delta rule, state-space with and without attention, two states in an attention, caches of their own."""
 
 
 @pytest.mark.parametrize("name", PILOTS)

@@ -15,7 +15,7 @@ from pymllm_interp.hooks.kv_edits import KVEdits
 FAMILIES = "qwen3_next", "nemotron_h", "mamba"
 """Native; with attention by its class; without attention, its later chunks token by token."""
 OTHERS = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", "bamba", "zamba", "kimi_linear", "minimax")
+    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", "bamba", "zamba", "kimi_linear", "minimax", "rwkv")
 ]
 
 
@@ -23,6 +23,8 @@ def states_behind(oracle: Any, ids: list[int]) -> dict[int, torch.Tensor]:
     """The recurrent states of transformers' cache behind these tokens, by layer."""
     output = oracle(input_ids=torch.tensor([ids]), use_cache=True)
     cache = output.get("past_key_values", output.get("cache_params"))
+    if "state" in output:  # RWKV's
+        return dict(enumerate(torch.stack(output.state[2:], 1)[0].unbind(-1)))
     found: dict[int, torch.Tensor] = {}
     for layer, own in enumerate(cache.layers):
         state = getattr(own, "recurrent_states", {}).get(0)

@@ -23,7 +23,7 @@ from pymllm_interp.core.unsupported import UnsupportedModelError
 from pymllm_interp.models.registry import is_native
 
 DOCUMENT = ROOT / "docs" / "models.md"
-AT_LEAST = 153
+AT_LEAST = 154
 """Names that are right."""
 LENGTHS = 5, 2, 37
 ERROR = 4

@@ -21,7 +21,8 @@ from torch import nn
 from ...core.forward_batch import ForwardBatch
 from ...core.unsupported import UnsupportedModelError
 from ...utils.kv_rows import read_rows, write_rows
-from .recurrent import CACHES, CallRows, PartModule, taken
+from .parts.rows import CallRows, taken
+from .recurrent import CACHES, PartModule
 
 NO_KEY = -1
 """In place of a position, where a query selects fewer keys."""
