@@ -1,6 +1,6 @@
 """Patches of recurrent states: ``Patch("state.5", values, positions=-1)``. The values replace the state behind the prompt.
 
-The prompt's last token was computed with the state before, so that the second generated token is the first to depend on the patch.
+The prompt's last token was computed with the state before. So the second generated token is the first to depend on the patch.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def bind_state_patches(specs: Iterable[Patch], model: ModelSpec, prompt_len: int
     """The patches of a request, by layer.
 
     Raises:
-        ValueError: see `places_in`. Other positions than the prompt's last, values of another size, a gate, heads, a name in
-            place of values, or a layer that is patched twice.
+        ValueError: see `places_in`. Other positions than the prompt's last, or values of another size. So are a gate, heads, a name
+            in place of values, and a layer that is patched twice.
     """
     found: dict[int, StatePatch] = {}
     for spec in specs:

@@ -313,8 +313,9 @@ class RecurrentGemmaModule(RecurrentModule):
 
 
 class RwkvModule(RecurrentModule):
-    """RWKV's modules take a list of five states of all layers: the last token's inputs of each module, and three of attention.
+    """RWKV's modules take a list of five states, of all layers.
 
+    These are the last token's input of either module, and three of attention.
     Here the first two are of the module's own layer, and the three are one state [3, width].
     """
 

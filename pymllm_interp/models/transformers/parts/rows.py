@@ -1,4 +1,4 @@
-"""Rows of a flat pass in parts: what a module gets that takes sequences of one length, and its outputs put together again."""
+"""Rows of a flat pass in parts, for modules that take sequences of one length. Their outputs are put together again."""
 
 from __future__ import annotations
 
