@@ -15,7 +15,8 @@ from pymllm_interp.hooks.kv_edits import KVEdits
 FAMILIES = "qwen3_next", "nemotron_h", "mamba"
 """Native; with attention by its class; without attention, its later chunks token by token."""
 OTHERS = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", "bamba", "zamba", "kimi_linear", "minimax", "rwkv")
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("qwen3_5_text", "bamba", "zamba", "kimi_linear", "minimax", "rwkv")
 ]
 
 

@@ -14,7 +14,7 @@ from helpers_adapters import adapted, write_adapter
 from helpers_classes import GREEDY, TOLERANCE, check_chunks, greedily, load, oracle_of, random_prompt
 from helpers_graphs import use_eager_graphs
 
-from pymllm_interp import Knockout, SamplingParams, Steer
+from pymllm_interp import Capture, Knockout, Lens, Patch, SamplingParams, Steer
 from pymllm_interp.models.adapters.peft_config import AdapterError
 
 SPARSE = "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"
@@ -194,4 +194,20 @@ def test_drafts_of_a_decode_pass_select_keys_by_their_own_length() -> None:
     outs = lm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
     assert [out.token_ids for out in outs] == [greedily(oracle, prompt, 12) for prompt in prompts]
     assert lm.engine.stats()["speculation"]["accepted"] > 0
+    lm.shutdown()
+
+
+def test_streams_are_one_site() -> None:
+    """HY-V4's sites have all streams: effects of patches are found there, and a lens, which wants a final norm, is refused."""
+    lm = load("hy_v4", max_num_tokens=64)
+    oracle, clean, corrupted = oracle_of(lm, "hy_v4"), random_prompt(12, 1), random_prompt(12, 2)
+    scores = lm.attribute(clean, corrupted, metric=(4, 11), sites="resid_post.*")
+    assert lm.hidden_size == 128 and all(score.abs().max() > 0 for score in scores.values())
+    # Behind the layer that attends to the keys which the first one selects, in a run of its own prompt.
+    (out,) = lm.generate([clean], GREEDY, capture=["resid_post.1"])
+    patch = Patch("resid_post.1", out.activations["resid_post.1"][:12], positions=range(12))
+    found = lm.forward([corrupted], interventions=[patch])[0].logits[-1]
+    torch.testing.assert_close(found, oracle(input_ids=torch.tensor([clean])).logits[0, -1], **TOLERANCE)
+    with pytest.raises(ValueError, match=r"hy_v4 models have no site final_norm"):
+        lm.generate([clean], GREEDY, capture=[Capture("resid_post.0", reduce=Lens())])
     lm.shutdown()
