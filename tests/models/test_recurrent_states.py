@@ -27,10 +27,11 @@ def states_behind(oracle: Any, ids: list[int]) -> dict[int, torch.Tensor]:
     if "state" in output:  # RWKV's
         return dict(enumerate(torch.stack(output.state[2:], 1)[0].unbind(-1)))
     found: dict[int, torch.Tensor] = {}
-    for layer, own in enumerate(cache.layers):
-        state = getattr(own, "recurrent_states", {}).get(0)
+    for layer in range(oracle.config.num_hidden_layers):
         if hasattr(cache, "linear_cache"):  # MiniMax's
             state = cache.get_linear_cache(layer) if layer < len(cache.linear_cache) else None
+        else:
+            state = getattr(cache.layers[layer], "recurrent_states", {}).get(0)
         if isinstance(state, torch.Tensor):
             found[layer] = state[0]
     return found
