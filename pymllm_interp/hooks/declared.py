@@ -201,8 +201,11 @@ class Declared:
             hooks.interventions, model, prompt_len, limits, hooks.captures, longest, hooks.logits_from, readout
         )
         if found.acts_on_states and hooks.differentiable:
+            raise ValueError("a pass with gradients keeps no recurrent state: leave out captures and patches at state")
+        if hooks.trace_key is not None and found.states is not None and found.states.wanted[: prompt_len - 1].any():
             raise ValueError(
-                "a pass with gradients keeps no recurrent state: leave out the captures and patches at state"
+                "the prompt of a trace runs in one pass: there, recurrent states are captured behind the prompt (positions=-1) "
+                "and later; a generation without a trace captures them anywhere"
             )
         return found
 
@@ -279,7 +282,7 @@ class Declared:
 
     def fresh(self) -> Declared:
         """The same hooks for another request with a prompt of this length: nothing is counted or captured yet."""
-        assert not self.bound_for_each, "patterns and states are bound for each request"
+        assert not self.bound_for_each, "patterns, and what acts on states, are bound for each request"
         found = copy(self)
         found.captures = None if self.captures is None else self.captures.fresh()
         found.vectors, found.held, found.fires, found.first_fired = {}, [], Fires(), {}
@@ -287,8 +290,8 @@ class Declared:
 
     @property
     def bound_for_each(self) -> bool:
-        """Whether it keeps what it captures by itself: equal requests cannot share it."""
-        return self.patterns is not None or self.states is not None
+        """Whether equal requests cannot share it: it keeps what it captures by itself, or depends on their passes."""
+        return self.patterns is not None or self.acts_on_states
 
     @property
     def only_captures(self) -> bool:

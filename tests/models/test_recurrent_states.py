@@ -190,3 +190,26 @@ def test_a_patch_is_part_of_the_page_that_ends_with_the_prompt() -> None:
     assert first[0][0] == 4 and first == equal != other
     assert KVEdits({}, (), 2, [(1, patches[0])], 20).namespaces(4, 40) != first
     assert KVEdits({}, (), 2, [], 20).namespaces(4, 40) == []
+
+
+def test_a_trace_captures_states_behind_its_prompt_and_later() -> None:
+    """Its prompt runs in one pass. Other positions, and passes with gradients, are refused before it runs."""
+    lm, prompts = load("qwen3_next", max_num_tokens=64), [random_prompt(9, 1), random_prompt(6, 2)]
+    oracle = oracle_of(lm, "qwen3_next")
+    with lm.generate(max_new_tokens=3, ignore_eos=True, capture=[Capture("state.0", positions=-1)]) as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                pass
+        with tracer.invoke():  # whose invokes run together
+            lm.lm_head.output.save()
+    for prompt, found in zip(prompts, tracer.captures, strict=True):
+        torch.testing.assert_close(found["state.0"][0], states_behind(oracle, prompt)[0], **TOLERANCE)
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({}, r"a trace runs in one pass.*positions=-1"),
+        ({"grad": True}, r"no recurrent state"),
+    ]
+    for options, message in asked:
+        with pytest.raises(ValueError, match=message):
+            with lm.trace(prompts[0], capture=[Capture("state.0", positions=[3])], **options):
+                lm.lm_head.output.save()
+    lm.shutdown()
