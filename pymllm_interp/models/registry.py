@@ -74,7 +74,7 @@ def architecture_of(config: PretrainedConfig) -> str:
 
 
 INDEXED = frozenset({"qwen4_exp", "qwen4_exp_text"})
-"""Model types with an attention that picks its keys by an index of its own."""
+"""Model types with indexers that are not served: they select blocks of keys, and give masks."""
 NOT_GENERATIVE = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",
     "BertModel", "RobertaModel",
@@ -96,7 +96,7 @@ def check_supported(config: PretrainedConfig) -> None:
     elif config.model_type == "whisper":
         kind = "the decoder of a speech model: audio is not supported"
     elif config.model_type in INDEXED:
-        kind = "a model with sparse attention: its attention takes indices"
+        kind = "a model with sparse attention: its indexer selects blocks of keys"
     elif getattr(config, "use_bidirectional_attention", None) is True:
         kind = "an encoder: bidirectional attention is not supported"
     elif architecture.endswith(NOT_GENERATIVE):
