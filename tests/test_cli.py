@@ -144,7 +144,7 @@ def test_doctor_says_how_a_model_would_run(tmp_path: Path, capsys: pytest.Captur
         ("llama", 0, "native:"),
         ("opt", 0, "transformers:"),
         ("mamba", 0, "transformers:"),
-        ("rwkv", 1, "recurrent"),
+        ("rwkv", 0, "transformers:"),
     ]:
         folder = tmp_path / model_type
         AutoConfig.for_model(model_type).save_pretrained(folder)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ..core.model_spec import EXPERTS, INNER_SITES, LOGITS, NUMBERED_SITES, PATTERN, ModelSpec
+from ..core.model_spec import EXPERTS, INNER_SITES, LOGITS, NUMBERED_SITES, PATTERN, STATE, ModelSpec
 from ..hooks.captures.activations import BySite
 from ..hooks.site import KINDS, TRANSFORMER_LENS, Site, expand
 
@@ -61,8 +61,9 @@ def select_sites(
         given = [names] if isinstance(names, str | Site) else cast(Sequence[str | Site], names)
         found = [site for name in given for site in expand(name, model.num_hidden_layers, model.family)]
         for site in found:
-            if site.kind == PATTERN:
-                raise ValueError(f"{site}: attention patterns are captured by lm.generate(prompt, capture=['{site}'])")
+            if site.kind in (PATTERN, STATE):
+                what = "attention patterns" if site.kind == PATTERN else "recurrent states"
+                raise ValueError(f"{site}: {what} are captured by lm.generate(prompt, capture=['{site}'])")
 
     def order(site: Site) -> tuple[int, int]:
         kind = KINDS.index(site.kind)

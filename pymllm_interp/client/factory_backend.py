@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -138,7 +139,7 @@ class FactoryBackend(Backend):
             "inner_sites": sorted(facts.inner_sites),
             "eos_token_ids": sorted(self.defaults.eos_token_ids),
             "seed": runner.model_config.seed,
-            "hf_config": facts.hf_config.to_dict(),
+            "hf_config": json.loads(facts.hf_config.to_json_string(use_diff=False)),
             "tokenizer": self.tokenizer is not None,
             "chat": bool(getattr(self.tokenizer, "chat_template", None)),
         }

@@ -20,6 +20,8 @@ HEAD_SITES = ("q", "k", "v", "z")
 """Kinds of sites with a state that is split into attention heads, [heads, head_dim]."""
 PATTERN = "pattern"
 """Attention patterns: they can be captured, and are no state of a point of the pass."""
+STATE = "state"
+"""Recurrent states, of the sequence so far: they can be captured, and patched at the prompt's end."""
 LOGITS = "logits"
 STREAM_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 """Kinds of sites on the residual stream."""
@@ -200,6 +202,9 @@ _SCALED = frozenset({"attn_out", "mlp_out"})
 """The layer scales the outputs of attention and MLP before it adds them."""
 _LATENT = frozenset({"q", "k", "v", "z"})
 """Multi-head latent attention: the heads of q, k and v differ in size."""
+_LATENT_FAMILIES = "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "axk2"
+_STREAMS = frozenset({"embed", "attn_out", "mlp_out", "mlp_act", "final_norm"})
+"""The residual stream is several streams, wider than what is added to each."""
 _EXPERTS = frozenset({"mlp_act"})
 """Each expert has neurons of its own."""
 
@@ -296,7 +301,14 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
                 "olmo", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "stablelm",
             )
         ),
-        *(Family(name=name, missing=_LATENT) for name in ("deepseek_v2", "deepseek_v3")),
+        *(Family(name=name, missing=_LATENT) for name in _LATENT_FAMILIES),
+        Family(name="inkling_text", attn_out="attn_sconv", mlp_out="mlp_sconv", missing=_LATENT),
+        Family(
+            name="rwkv", embed="rwkv.embeddings", layers="rwkv.blocks", final_norm="rwkv.ln_out", head="head",
+            attention_norm="ln1", attention="attention", mlp_norm="ln2", mlp="feed_forward", down_proj="value",
+            mlp_in_tuple=True, missing=_LATENT,
+        ),
+        Family(name="hy_v4", resid_mid="ffn_hc", missing=_LATENT | _STREAMS),
         *(Family(name=name, missing=_SCALED) for name in ("granite", "granitemoe", "granitemoeshared")),
         *(Family(name=name, missing=_PARALLEL | {"mlp_in"}) for name in ("cohere", "cohere2")),
         Family(name="vaultgemma", **_SANDWICH),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,7 @@ from .families import (
     LOGITS,
     NUMBERED_SITES,
     PATTERN,
+    STATE,
     STREAM_SITES,
     Family,
     SiteLike,
@@ -40,8 +41,8 @@ from .families import (
 )
 
 __all__ = [
-    "EXPERTS", "FAMILIES", "HEAD_SITES", "INNER_SITES", "LOGITS", "NUMBERED_SITES", "PATTERN", "STREAM_SITES", "Family",
-    "ModelSpec", "SiteLike", "SitePoint",
+    "EXPERTS", "FAMILIES", "HEAD_SITES", "INNER_SITES", "LOGITS", "NUMBERED_SITES", "PATTERN", "STATE",
+    "STREAM_SITES", "Family", "ModelSpec", "SiteLike", "SitePoint", "StatePlace",
 ]  # fmt: skip
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -142,6 +143,13 @@ _SHAPES = {
 """Kind of site -> the config's settings that make the shape of its state; hidden_size for all others."""
 
 
+class StatePlace(NamedTuple):
+    """The number of a layer's recurrent state among the states of a slot, and its shape for one request."""
+
+    number: int
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """The facts of a model that the runner, the layers and the hooks need. Fields have the names of the config's settings."""
@@ -149,6 +157,7 @@ class ModelSpec:
     family: Family
     num_hidden_layers: int
     hidden_size: int
+    """Width of the residual stream; where it is several streams (hyper-connections), of all."""
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
@@ -166,6 +175,8 @@ class ModelSpec:
     """Whether edges of attention can be cut (`Knockout`)."""
     has_states: bool = False
     """Whether layers have recurrent states, of the whole sequence so far, in place of K and V by position."""
+    states: tuple[StatePlace | None, ...] = ()
+    """By layer, of a loaded model with recurrent states; None: the layer has no such state."""
     num_experts: int = 0
     """Experts that a router chooses from; 0 without."""
     num_experts_per_tok: int = 0

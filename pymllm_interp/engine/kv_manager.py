@@ -215,7 +215,8 @@ class KVManager:
     # -- snapshots of recurrent states -----------------------------------------------------
 
     def chunk(self, request: Request, budget: int) -> int:
-        """Tokens of the request's next chunk. Chunks end where snapshots are due, and a snapshot that is due now is kept.
+        """Tokens of the request's next chunk. Chunks end where a state is captured, and where snapshots are due. A snapshot that is
+        due now is kept.
 
         Args:
             budget: the chunk's tokens at most.
@@ -224,7 +225,8 @@ class KVManager:
         while stops and stops[0] <= request.kv_len:
             if stops.pop(0) == request.kv_len:
                 self._keep_snapshot(request)
-        return min(tokens, stops[0] - request.kv_len) if stops else tokens
+        stop = None if request.declared is None else request.declared.state_stop(request.kv_len)
+        return min([tokens, *(each - request.kv_len for each in (*stops[:1], stop) if each is not None)])
 
     def _plan_snapshots(self, request: Request) -> None:
         """Plan snapshots of an admitted request: where it leaves known pages, and at its prompt's last page."""

@@ -22,6 +22,7 @@ from ..hooks.binding import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
 from ..hooks.captures.reductions.patterns import is_pattern
 from ..hooks.captures.spec import Capture
+from ..hooks.captures.state_captures import is_state
 from ..hooks.interventions.knockout import Intervention, Knockout
 from ..hooks.positions import Generated
 from ..hooks.site import Site
@@ -108,6 +109,8 @@ def asked_of(
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
     for spec in captures:
+        if is_state(spec.site):
+            raise ValueError(f"{spec.name}: a recurrent state is no row of a document: capture it in a generation")
         if is_pattern(spec):
             raise ValueError(
                 f"{spec.name}: rows of patterns have the lengths of their documents, and shards have one width"

@@ -55,7 +55,7 @@ class BoundHooks:
                 return found[1].fresh()
         found = Declared.bound(hooks, prompt_len, self._model, self._limits, self._readout)
         large = found.captures is not None and found.captures.table_bytes > MAX_TABLE_BYTES
-        if large or found.patterns is not None or (self._only_captures and not found.only_captures):
+        if large or found.bound_for_each or (self._only_captures and not found.only_captures):
             return found
         with self._lock:
             self._known[key] = specs, found

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..attention.cut_edges import RequestCuts
+from ..core.forward_batch import LayerStatePool
 from ..core.limits import MAX_SPECS
-from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
+from ..core.model_spec import LOGITS, STATE, ModelSpec, site_index
 from ..core.step import RequestHooks
-from ..kernels.edit_codes import MAX_HEADS
 from ..utils.arguments import shown
 from .binding import Bound, at_logits, bind, lists_for_prompts, stream_of
 from .captures.activations import Activations, CaptureError, lost
@@ -23,92 +24,19 @@ from .captures.captures import Captures
 from .captures.reductions.patterns import PatternCaptures, is_pattern
 from .captures.reductions.reduction import Readout
 from .captures.spec import NORMED, Capture
+from .captures.state_captures import StateCaptures, is_state
+from .declared_limits import DeclaredLimits
 from .demands import Demands
 from .interventions.fires import Fires
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
 from .interventions.op import Op
+from .interventions.state_patch import StatePatch, bind_state_patches, is_state_patch
 from .kv_edits import KVEdits
 from .positions import Window
 from .receipt import Applied, Captured
-from .saes.sae import SAE
 from .site import Site
 from .spec import Spec
-
-
-@dataclass(frozen=True)
-class DeclaredLimits:
-    """Limits on what a request declares, named as the settings."""
-
-    max_interventions_per_site: int
-    max_intervention_vectors: int
-    max_capture_bytes: int
-    inner_sites: frozenset[str] = frozenset(INNER_SITES)
-    """Kinds of inner sites that passes have kernels for."""
-    device_tables: bool = False
-    """Whether ops run as kernels, from device tables; only the ops at the logits run as functions."""
-    encoders: Mapping[int, Sequence[SAE]] = field(default_factory=dict)
-    """By site number, the top-k SAEs that each pass encodes for the device tables."""
-
-    def check(self, site: Site) -> None:
-        """Raise ValueError for a site without kernels."""
-        if site.kind in INNER_SITES and site.kind not in self.inner_sites:
-            raise ValueError(
-                f"{site}: on CUDA the passes of this engine have no kernels for {site.kind!r}; build it with "
-                f"LM(..., inner_sites={tuple(sorted({*self.inner_sites, site.kind}))})"
-            )
-
-    def check_count(self, site: Site, count: int) -> None:
-        """Raise ValueError for more interventions at a site than are held."""
-        if count > self.max_interventions_per_site:
-            raise ValueError(
-                f"{site} has {count} interventions, counting each run of evenly spaced positions and gates; at most "
-                f"{self.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
-            )
-
-    def check_op(self, op: Op, site: Site) -> None:
-        """Raise ValueError for an op or a site without kernels."""
-        self.check(site)
-        if self.device_tables and site.kind == LOGITS and op.when is not None and op.when.site is not None:
-            raise ValueError(
-                f"{op.name}: on CUDA a gate at an earlier site ends before the logits; put it on an earlier op"
-            )
-        if self.device_tables and site.kind != LOGITS and op.words() is None:
-            raise ValueError(f"{op.name}: there is no kernel for it; on CUDA it can act at logits only")
-        if self.device_tables and max(op.heads or (0,)) >= MAX_HEADS:
-            raise ValueError(f"{op.name}: heads={op.heads}; on CUDA, ops have the first {MAX_HEADS} heads")
-
-    def encoder_number(self, sae: SAE, site: int) -> int | None:
-        """The index of an SAE, or of an equal one, among the encoders of a site; None without one."""
-        for i, known in enumerate(self.encoders.get(site, ())):
-            if known is sae or known.fingerprint == sae.fingerprint:
-                known.refresh()
-                return i
-        return None
-
-    def check_encoders(self, ops: Sequence[PlacedOp], site: int) -> None:
-        """Raise ValueError for features if no pass encodes their SAE at that site, or if it encodes another state.
-
-        Args:
-            ops: of a request at a site, in the order in which they act.
-            site: number of the site.
-        """
-        for i, op in enumerate(ops if self.device_tables else ()):
-            sae = op.spec.encodes
-            if sae is None:
-                continue
-            if self.encoder_number(sae, site) is None:
-                known = ", ".join(str(other.site) for found in self.encoders.values() for other in found)
-                raise ValueError(
-                    f"{op.spec.name}: a top-k SAE has to encode all {sae.d_sae} features to know one; on CUDA the engine must be "
-                    f"built with it: LM(..., saes={{'name': sae}}). This one has {f'others, at {known}' if known else 'none'}. An "
-                    "SAE with the threshold of its training (batch-top-k, converted to jumprelu) needs no more"
-                )
-            if i:
-                raise ValueError(
-                    f"{op.spec.name}: {ops[0].spec.name} changes the state before it, and on CUDA a top-k SAE encodes what comes "
-                    "to the site: give it first, with all features in one"
-                )
 
 
 def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
@@ -197,9 +125,9 @@ def _captures(
 
 
 def _check_size(
-    captures: Captures | None, patterns: PatternCaptures | None, longest: int, limits: DeclaredLimits
+    sources: Sequence[Captures | PatternCaptures | StateCaptures | None], longest: int, limits: DeclaredLimits
 ) -> None:
-    num_bytes = sum(captured.num_bytes for captured in (captures, patterns) if captured is not None)
+    num_bytes = sum(captured.num_bytes for captured in sources if captured is not None)
     if num_bytes > limits.max_capture_bytes:
         raise ValueError(
             f"the captures of a request of {longest} positions may take {num_bytes / 2**20:.0f} MiB; a request's results hold "
@@ -241,6 +169,8 @@ class Declared:
         given: interventions and captures, as they were given.
         draft_stop: positions after the last pass with drafts, until they are settled; None without.
         patterns: captures of attention patterns; None without.
+        states: captures of recurrent states; None without.
+        state_patches: recurrent states that are replaced behind the prompt.
         shared: what was computed of the hooks, for all `fresh` copies.
     """
 
@@ -255,6 +185,8 @@ class Declared:
     knockouts: Sequence[BoundKnockout] = ()
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
     patterns: PatternCaptures | None = None
+    states: StateCaptures | None = None
+    state_patches: Sequence[StatePatch] = ()
     given: tuple[Sequence[Intervention], Sequence[Capture]] = ((), ())
     draft_stop: int | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
@@ -265,9 +197,17 @@ class Declared:
     ) -> Declared:
         """`of` the hooks of a request."""
         longest = prompt_len + hooks.max_tokens - 1
-        return cls.of(
+        found = cls.of(
             hooks.interventions, model, prompt_len, limits, hooks.captures, longest, hooks.logits_from, readout
         )
+        if found.acts_on_states and hooks.differentiable:
+            raise ValueError("a pass with gradients keeps no recurrent state: leave out captures and patches at state")
+        if hooks.trace_key is not None and found.states is not None and found.states.wanted[: prompt_len - 1].any():
+            raise ValueError(
+                "the prompt of a trace runs in one pass: there, recurrent states are captured behind the prompt (positions=-1) "
+                "and later; a generation without a trace captures them anywhere"
+            )
+        return found
 
     @classmethod
     def of(
@@ -301,7 +241,8 @@ class Declared:
         counts: Counter[int] = Counter()
         gates = RequestGates(model, prompt_len, limits.device_tables)
         knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
-        for spec in (spec for spec in specs if isinstance(spec, Op)):
+        patches = bind_state_patches(filter(is_state_patch, specs), model, prompt_len)  # pyright: ignore[reportArgumentType]
+        for spec in (spec for spec in specs if isinstance(spec, Op) and not is_state_patch(spec)):
             for bound in bind(spec, model, prompt_len):
                 # resid_pre.i is the state that resid_post.i-1 left, so its ops follow; likewise resid_pre.0 after embed.
                 later = bound.site.kind == "resid_pre"
@@ -318,7 +259,8 @@ class Declared:
                 ops.setdefault(site, []).append(op)
         for site, found in ops.items():
             limits.check_encoders(found, site)
-        edits = KVEdits(ops, knockouts, model.num_hidden_layers)
+        replaced = [(patch.layer, patch.spec) for patch in patches]
+        edits = KVEdits(ops, knockouts, model.num_hidden_layers, replaced, prompt_len)
         for read, flag in gates.reads():  # behind what changes the state
             (bound,) = bind(read, model, prompt_len)
             limits.check_op(read, bound.site)
@@ -326,30 +268,36 @@ class Declared:
             ops.setdefault(site, []).append(PlacedOp(read, bound.site, bound.windows, flag=flag))
         for found in ops.values():
             limits.check_count(found[0].site, sum(len(op.windows) for op in found))
-        states = [spec for spec in captures if not is_pattern(spec)]
-        patterns = None
-        if len(states) < len(captures):
-            patterns = PatternCaptures(filter(is_pattern, captures), model, prompt_len, longest)
-        captured = _captures(states, model, prompt_len, limits, longest, logits_from, readout)
-        _check_size(captured, patterns, longest, limits)
+        of_patterns = [spec for spec in captures if is_pattern(spec)]
+        of_states = [spec for spec in captures if is_state(spec.site)]
+        others = [spec for spec in captures if not (is_pattern(spec) or is_state(spec.site))]
+        patterns = PatternCaptures(of_patterns, model, prompt_len, longest) if of_patterns else None
+        states = StateCaptures(of_states, model, prompt_len, longest) if of_states else None
+        captured = _captures(others, model, prompt_len, limits, longest, logits_from, readout)
+        _check_size((captured, patterns, states), longest, limits)
         return cls(
-            ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns,
-            given=(specs, captures),
+            ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns, states=states,
+            state_patches=patches, given=(specs, captures),
         )  # fmt: skip
 
     def fresh(self) -> Declared:
         """The same hooks for another request with a prompt of this length: nothing is counted or captured yet."""
-        assert self.patterns is None, "patterns are bound for each request"
+        assert not self.bound_for_each, "patterns, and what acts on states, are bound for each request"
         found = copy(self)
         found.captures = None if self.captures is None else self.captures.fresh()
         found.vectors, found.held, found.fires, found.first_fired = {}, [], Fires(), {}
         return found
 
     @property
+    def bound_for_each(self) -> bool:
+        """Whether equal requests cannot share it: it keeps what it captures by itself, or depends on their passes."""
+        return self.patterns is not None or self.acts_on_states
+
+    @property
     def only_captures(self) -> bool:
         """Whether it captures states, and nothing else: no vector, and no weight, is held."""
         captures = self.captures is None or not any(group.reads_weights for group in self.captures.groups)
-        return captures and self.patterns is None and not (self.ops or self.knockouts)
+        return captures and not (self.bound_for_each or self.ops or self.knockouts or self.state_patches)
 
     @cached_property
     def edits_logits(self) -> bool:
@@ -402,8 +350,12 @@ class Declared:
         ]
         sizes = None if self.captures is None else self.captures.sizes()
         patterns = None if self.patterns is None else self.patterns.wanted
+        states = None if self.states is None else self.states.wanted
+        if self.state_patches:
+            states = np.zeros(self.prompt_len, dtype=bool) if states is None else states
+            states[self.prompt_len - 1] = True
         why_undrafted = self.why_undrafted(in_tables)
-        return Demands(self.kv_edits, sizes, patterns, gated, self.vectors, self.held, why_undrafted)
+        return Demands(self.kv_edits, sizes, patterns, gated, self.vectors, self.held, why_undrafted, states)
 
     def activations(self, token_ids: list[int], expected: int | None = None) -> Activations | None:
         """The captured states and patterns of the positions of `token_ids`; None without captures.
@@ -414,17 +366,36 @@ class Declared:
         if expected is not None and (error := self._shortfall(expected)) is not None:
             return lost(error)
         found = None if self.captures is None else self.captures.activations(token_ids)
-        if self.patterns is not None:
-            found = Activations(self.patterns.num_layers) if found is None else found
-            if found.error is None:
-                self.patterns.add_to(found, token_ids)
+        for own in (self.patterns, self.states):
+            if own is not None:
+                found = Activations(own.num_layers) if found is None else found
+                if found.error is None:
+                    own.add_to(found, token_ids)
         return found
+
+    @property
+    def acts_on_states(self) -> bool:
+        """Whether it captures or replaces recurrent states."""
+        return self.states is not None or bool(self.state_patches)
+
+    def after_states(self, position: int, slot: int, pool: LayerStatePool) -> None:
+        """Replace and capture the states that are due behind a position, which the last pass ended with.
+
+        Args:
+            slot: of the request, in `pool`.
+        """
+        if position == self.prompt_len - 1:
+            for patch in self.state_patches:
+                patch.write(slot, pool)
+        if self.states is not None:
+            for layer, place in self.states.due(position):
+                self.states.keep(layer, position, pool.memory(place.number)[slot])
 
     def _shortfall(self, expected: int) -> CaptureError | None:
         """The error of a site that lacks some of the first `expected` positions, if none is known to be lost."""
         if self.captures is not None and self.captures.error is not None:
             return None
-        sources = [captured for captured in (self.captures, self.patterns) if captured is not None]
+        sources = [captured for captured in (self.captures, self.patterns, self.states) if captured is not None]
         short = [f"{site}: {got} of {rows} rows" for c in sources for site, got, rows in c.shortfalls(expected)]
         if not short:
             return None
@@ -439,13 +410,13 @@ class Declared:
 
     def captured(self, num_positions: int) -> list[Captured]:
         """Number of captured rows by site, among the first `num_positions` positions."""
-        sources = [captured for captured in (self.captures, self.patterns) if captured is not None]
+        sources = [captured for captured in (self.captures, self.patterns, self.states) if captured is not None]
         return [Captured(*counted) for captured in sources for counted in captured.counts(num_positions)]
 
     def applied(self, num_positions: int) -> list[Applied]:
         """Number of rows that each op acted on, among the first `num_positions` positions."""
         if any(op.spec.when is not None for op in self) or not (
-            self.ops or self.knockouts
+            self.ops or self.knockouts or self.state_patches
         ):  # nothing is shared without ops
             return self._applied(num_positions)
         key = "applied", num_positions
@@ -457,25 +428,34 @@ class Declared:
         def rows(op: PlacedOp, first: int, stop: int) -> int:
             return sum([window.among(first, min(stop, num_positions)) for window in op.windows])
 
-        return [
-            Applied(
-                intervention=type(op.spec).__name__,
-                site=str(op.site),
-                prompt_rows=rows(op, self.logits_from if op.site.kind == LOGITS else 0, self.prompt_len),
-                generated_rows=rows(op, self.prompt_len, num_positions),
-                gate_fires=None if op.spec.when is None else int(self.fires.get((site, i), 0)),
-                missing=op.missing,
-            )
-            for site, found in sorted(self.ops.items())
-            for i, op in enumerate(found)
-            if not isinstance(op.spec, GateRead)
-        ] + [
-            Applied(
-                type(knockout.spec).__name__, f"pattern.{layer}", *knockout.rows(layer, self.prompt_len, num_positions)
-            )
-            for knockout in self.knockouts
-            for layer in knockout.layers
-        ]
+        return (
+            [
+                Applied(
+                    intervention=type(op.spec).__name__,
+                    site=str(op.site),
+                    prompt_rows=rows(op, self.logits_from if op.site.kind == LOGITS else 0, self.prompt_len),
+                    generated_rows=rows(op, self.prompt_len, num_positions),
+                    gate_fires=None if op.spec.when is None else int(self.fires.get((site, i), 0)),
+                    missing=op.missing,
+                )
+                for site, found in sorted(self.ops.items())
+                for i, op in enumerate(found)
+                if not isinstance(op.spec, GateRead)
+            ]
+            + [
+                Applied(
+                    type(knockout.spec).__name__,
+                    f"pattern.{layer}",
+                    *knockout.rows(layer, self.prompt_len, num_positions),
+                )
+                for knockout in self.knockouts
+                for layer in knockout.layers
+            ]
+            + [
+                Applied("Patch", f"{STATE}.{patch.layer}", int(num_positions >= self.prompt_len))
+                for patch in self.state_patches
+            ]
+        )
 
     def hash_large(self) -> None:
         """Hash what takes long, on the caller's thread. The engine's hashes the rest, when it needs it."""

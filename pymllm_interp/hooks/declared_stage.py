@@ -6,7 +6,7 @@ in passes with gradients, ops are functions on their requests' rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
@@ -129,6 +129,7 @@ class DeclaredStage:
         self._with_gradients: set[str] = set()
         self._in_tables: dict[str, tuple[int, Declared]] = {}
         self._cutting: dict[str, Declared] = {}  # live requests with knockouts, or captures of patterns
+        self._ends: list[tuple[Declared, int, int]] = []  # of the pass, with recurrent states: last position, and slot
 
     @property
     def has_tables(self) -> bool:
@@ -296,11 +297,13 @@ class DeclaredStage:
         """Add the declared ops, captures and cut edges to the pass."""
         self.abandon()
         if self.declares(rows.entries):
+            self._ends = list(self._state_ends(batch, rows))
             batch.site_ops = self.site_ops(rows, batch.num_tokens, batch.fresh_kv_only)
             batch.attention_cuts = self.attention_cuts(rows)
 
     def abandon(self) -> None:
         """Forget what a failed pass would have sent."""
+        self._ends = []
         if self.capture_ring is not None:
             self.capture_ring.forget()
 
@@ -308,7 +311,19 @@ class DeclaredStage:
         """Its ops and captures are part of each pass."""
 
     def ran(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> None:
-        """Nothing is left to do."""
+        """Replace and read the recurrent states that the pass ended with."""
+        ends, self._ends = self._ends, []
+        for declared, position, slot in ends:
+            assert batch.state_pool is not None, "_state_ends saw one"
+            declared.after_states(position, slot, batch.state_pool)
+
+    def _state_ends(self, batch: ForwardBatch, rows: StepRows) -> Iterator[tuple[Declared, int, int]]:
+        if batch.state_pool is None or batch.fresh_kv_only:
+            return
+        for entry in rows.entries:
+            slot, declared = self._in_tables.get(entry.request_id, (0, None))
+            if declared is not None and declared.acts_on_states:
+                yield declared, entry.start + entry.num_tokens - 1, slot
 
     def sample_from(self, rows: StepRows, all_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Capture the logits, and let the step's captured states leave the device."""

@@ -22,6 +22,7 @@ class Demands:
         vectors: id of a tensor -> its first row in `VectorPool`.
         held: keys of these rows.
         why_undrafted: see `Declared.why_undrafted`.
+        states: [longest] bool, positions behind which a recurrent state is read or written; None: no position.
     """
 
     def __init__(
@@ -33,10 +34,16 @@ class Demands:
         vectors: dict[int, int],
         held: list[tuple[bytes, int]],
         why_undrafted: str = "",
+        states: np.ndarray | None = None,
     ) -> None:
         self.kv_edits, self.captures = kv_edits, captures
         self.vectors, self.held, self.why_undrafted = vectors, held, why_undrafted
-        self._patterns, self._gated = patterns, gated
+        self._patterns, self._states, self._gated = patterns, states, gated
+
+    def state_stop(self, start: int) -> int | None:
+        """Where a chunk from position `start` on ends at the latest, so that a recurrent state is reached; None: anywhere."""
+        own = None if self._states is None else self._states[start:]
+        return start + int(own.argmax()) + 1 if own is not None and own.any() else None
 
     def first_observed(self, start: int) -> tuple[int | None, str]:
         """The first position from `start` on that must be computed to be captured or counted, and why; (None, "") for none.
@@ -44,8 +51,9 @@ class Demands:
         The receipt counts the rows on which a gate fired, and a gate with scope="prompt" reads all of the prompt.
         """
         firsts = [] if self.captures is None else [self.captures.first_position(start)]
-        if self._patterns is not None and (own := self._patterns[start:]).any():
-            firsts.append(start + int(own.argmax()))
+        for wanted in (self._patterns, self._states):
+            if wanted is not None and (own := wanted[start:]).any():
+                firsts.append(start + int(own.argmax()))
         captured = min([first for first in firsts if first is not None], default=None)
         gated = [w.start + w.among(0, start) * w.step for w in self._gated if w.stop is None or w.stop > start]
         if gated and (captured is None or min(gated) < captured):

@@ -81,13 +81,20 @@ class KVEdits:
         ops: site -> ops, in the order in which they act.
         knockouts: cut edges of attention.
         num_layers: of the model.
+        states: (layer, op) of each recurrent state that is replaced behind the prompt.
+        prompt_len: in tokens.
 
     Attributes:
         first_position: the first position with KV that interventions change; None: no position.
     """
 
     def __init__(
-        self, ops: Mapping[int, Iterable[ActingOp]], knockouts: Sequence[BoundKnockout], num_layers: int
+        self,
+        ops: Mapping[int, Iterable[ActingOp]],
+        knockouts: Sequence[BoundKnockout],
+        num_layers: int,
+        states: Sequence[tuple[int, Op]] = (),
+        prompt_len: int = 0,
     ) -> None:
         self._edits = [
             edit
@@ -96,6 +103,9 @@ class KVEdits:
             for op in acting
             for edit in _edits_of(site, op)
         ]
+        # A page that ends with the prompt may have a snapshot with the replaced state.
+        end = Window(prompt_len - 1, prompt_len)
+        self._edits += [_Edit(-1 - layer, op, end, None) for layer, op in states]
         self._knockouts = [k for k in knockouts if k.layers[0] < num_layers - 1 and k.keys]  # layers ascend
         starts = [edit.window.start for edit in self._edits]
         for knockout in self._knockouts:

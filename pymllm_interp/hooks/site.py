@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from ..core.families import LayerPath
 from ..core.limits import MAX_SITE_LENGTH
-from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, Family
+from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, STATE, Family
 from ..utils.arguments import shown
 
 KINDS = (
@@ -64,7 +64,7 @@ _ALIKE = [family for family in FAMILIES.values() if not family.mixers]
 def _names() -> dict[str, str]:
     """name -> kind, of all names; `{}` stands for the layer."""
     names = {kind if kind in WITHOUT_LAYER else kind + ".{}": kind for kind in KINDS}
-    names |= {f"{PATTERN}.{{}}": PATTERN, "blocks.{}.attn.hook_pattern": PATTERN}
+    names |= {f"{STATE}.{{}}": STATE, f"{PATTERN}.{{}}": PATTERN, "blocks.{}.attn.hook_pattern": PATTERN}
     names |= TRANSFORMER_LENS | _NNTERP
     for family in _ALIKE:
         names = path_names(family) | names  # the first family's meaning of a name
@@ -216,7 +216,7 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
         ValueError: as `canonical`, a layer beyond the model's, or a kind that the family does not have.
     """
     kind, selector = _look_up(str(pattern))
-    if kind != PATTERN:  # of every family
+    if kind not in (PATTERN, STATE):  # of every family
         family.check(kind)
     written = _written(pattern)
     if (path := _path(written)) in BY_FAMILY and path_names(family).get(path) != kind:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..core.model_spec import StatePlace
 from .state_snapshots import StateSnapshots
 
 StateKind = Literal["conv", "recurrent"]
@@ -28,11 +29,13 @@ class StateLayout:
         kind: "conv" for the last inputs of a convolution.
         shape: of one request's state.
         dtype: in which the layer's code reads and writes it.
+        layer: index of the decoder layer; None where it is not known.
     """
 
     kind: StateKind
     shape: tuple[int, ...]
     dtype: torch.dtype
+    layer: int | None = None
 
     def stored(self, recurrent: torch.dtype) -> torch.dtype:
         """The pool's dtype of it: `recurrent` for recurrent states. Convolutions keep inputs, in the dtype that these have."""
@@ -49,6 +52,15 @@ class HostState:
     def nbytes(self) -> int:
         """Bytes of all states."""
         return sum(state.nbytes for state in self.states)
+
+
+def recurrent_places(layouts: Sequence[StateLayout], num_layers: int) -> tuple[StatePlace | None, ...]:
+    """The recurrent state of each layer; None for a layer without, or with several."""
+    found: dict[int | None, list[StatePlace]] = {}
+    for number, layout in enumerate(layouts):
+        if layout.kind == "recurrent":
+            found.setdefault(layout.layer, []).append(StatePlace(number, layout.shape))
+    return tuple(own[0] if len(own := found.get(layer, [])) == 1 else None for layer in range(num_layers))
 
 
 def slot_bytes(layouts: Sequence[StateLayout], dtype: torch.dtype) -> int:

@@ -45,6 +45,7 @@ class CausalLM(nn.Module, ABC):
         why_no_graphs: why passes cannot be captured in CUDA graphs; None where they can.
         largest_step: requests and token rows of a step at most; None: as configured.
         state_layouts: the states of layers without KV that a request has.
+        num_index_layers: layers of the KV pool that hold keys of indexers, behind the attention layers.
         kv_scales: the checkpoint's scales of an FP8 cache, of K and of V by layer.
     """
 
@@ -55,6 +56,7 @@ class CausalLM(nn.Module, ABC):
     why_no_graphs: str | None = None
     largest_step: tuple[int, int] | None = None
     state_layouts: Sequence[StateLayout] = ()
+    num_index_layers = 0
     kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:

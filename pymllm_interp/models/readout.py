@@ -47,8 +47,11 @@ class ModelReadout:
         config = self._config
         if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere's
             logits = logits * factor
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite's
-            logits = logits / divisor
+        for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite's, Inkling's
+            if (divisor := getattr(config, name, None)) is not None:
+                logits = logits / divisor
+        if (size := getattr(config, "unpadded_vocab_size", None)) is not None:  # Inkling's
+            logits = logits[..., :size]
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else softcap(logits, cap)
 

@@ -74,9 +74,7 @@ def architecture_of(config: PretrainedConfig) -> str:
 
 
 INDEXED = frozenset({"qwen4_exp", "qwen4_exp_text"})
-"""Model types with an attention that picks its keys by an index of its own."""
-OWN_STATES = frozenset({"rwkv"})
-"""Model types with recurrent layers that keep their states outside of transformers' cache."""
+"""Model types with indexers that are not served: they select blocks of keys, and give masks."""
 NOT_GENERATIVE = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",
     "BertModel", "RobertaModel",
@@ -98,9 +96,7 @@ def check_supported(config: PretrainedConfig) -> None:
     elif config.model_type == "whisper":
         kind = "the decoder of a speech model: audio is not supported"
     elif config.model_type in INDEXED:
-        kind = "a model with sparse attention: its attention takes indices"
-    elif config.model_type in OWN_STATES:
-        kind = "a model with recurrent layers: it keeps its states outside of transformers' cache"
+        kind = "a model with sparse attention: its indexer selects blocks of keys"
     elif getattr(config, "use_bidirectional_attention", None) is True:
         kind = "an encoder: bidirectional attention is not supported"
     elif architecture.endswith(NOT_GENERATIVE):

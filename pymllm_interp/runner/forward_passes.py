@@ -55,11 +55,11 @@ class ForwardPasses(BatchBuilder):
         return self.model
 
     def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]:
-        """Layer -> (kv heads, head_dim, dtype) of its KV."""
-        return {
-            layer.layer_id: (layer.num_kv_heads, layer.head_dim, self.kv_cache_dtype)
-            for layer in self.get_model().attention_layers()
-        }
+        """Layer -> (kv heads, head_dim, dtype) of its KV. The last ones may hold keys of indexers."""
+        model = self.get_model()
+        heads = [(layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers()]
+        heads += [(model.spec.num_key_value_heads, model.spec.head_dim)] * model.num_index_layers
+        return {layer: (*sizes, self.kv_cache_dtype) for layer, sizes in enumerate(heads)}
 
     # -- forward and sample ---------------------------------------------------------
 

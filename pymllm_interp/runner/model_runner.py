@@ -160,7 +160,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
         self.model = model.eval().requires_grad_(False)
         self.partition.can_split = self.model.fuses_ops
         self._init_metadata(self.model.spec)  # of what is loaded
-        self.num_kv_layers = len(self.model.attention_layers())
+        self.num_kv_layers = len(self.model.attention_layers()) + self.model.num_index_layers
         self.model_state = ModelState(self.model, self.source.hf_config)
         config = self.server_config
         self.adapters = AdapterSlots(self.model, config.max_loras, config.max_lora_rank, self.model_state.adapters)

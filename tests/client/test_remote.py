@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 import traceback
 
 import pytest
 import torch
 from helpers_server import CLOSE, KEYS
+from registry_configs import registry_config
 
 from pymllm_interp import (
     LM,
@@ -24,6 +26,7 @@ from pymllm_interp import (
     Steer,
     contrast,
 )
+from pymllm_interp.client.remote.remote_backend import config_of
 from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.wire import trace_payload
 
@@ -411,3 +414,13 @@ def test_functions_of_installed_packages_travel_by_name(tmp_path, monkeypatch):
     assert trace_payload.load(payloads[1], lambda pid: None)["f"](4) == 8
     with pytest.raises(ImportError):
         trace_payload.load(payloads[0], lambda pid: None)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "llama"])
+def test_a_config_with_infinities_arrives_as_it_is(name: str) -> None:
+    """Nemotron-H's `time_step_limit` ends with one, which JSON does not have."""
+    config = registry_config(name)
+    with LM(hf_config=config, load_format="dummy", device="cpu", kv_cache_tokens=64) as lm:
+        sent = json.dumps(lm.backend.describe()["hf_config"], allow_nan=False)
+    found = config_of(json.loads(sent))
+    assert found.to_dict() == config.to_dict()

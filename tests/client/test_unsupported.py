@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import CONFIGS
 from helpers_runner import make_runner
-from transformers import BertConfig, LlavaConfig, PretrainedConfig, RwkvConfig, T5Config
+from transformers import BertConfig, LlavaConfig, PretrainedConfig, Qwen4ExpTextConfig, T5Config
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -59,7 +59,7 @@ MODELS = [
         T5Config(architectures=["T5ForConditionalGeneration"]),
         "T5.* is an encoder-decoder model.*cross-attention",
     ),
-    ("V50", RwkvConfig(), "RwkvForCausalLM is a model with recurrent layers.*outside of transformers' cache"),
+    ("qsa", Qwen4ExpTextConfig(), "Qwen4Exp.* is a model with sparse attention: its indexer selects blocks of keys"),
 ]
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers_adapters import write_adapter
-from helpers_families import points_of, states_of
+from helpers_classes import GREEDY, TOLERANCE, check_chunks, greedily, load, oracle_of, random_prompt
 from recurrent_configs import RECURRENT
 from registry_configs import registry_config
-from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, Knockout, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
@@ -25,58 +23,9 @@ from pymllm_interp.models.transformers.structure import config_spec
 from pymllm_interp.models.transformers.transformers_model import load_transformers_model
 from pymllm_interp.runner.model_runner import ModelRunner
 
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 NATIVE = "qwen3_5_text", "qwen3_next"
-PILOTS = *NATIVE, "qwen3_5_moe_text", "nemotron_h", "mamba", "zaya", "minimax"
-"""One of each kind: native, delta rule, state-space with and without attention, two states in an attention, a cache of its own."""
-SIZES: dict[str, Any] = {"kv_cache_tokens": 512, "page_size": 4, "max_num_tokens": 16, "max_running_requests": 4}
-TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-4}
-
-
-def load(name: str, **options: Any) -> LM:
-    given = {"load_format": "dummy", "device": "cpu", "dtype": "float32", **SIZES, **options}
-    return LM(hf_config=registry_config(name), **given)
-
-
-def oracle_of(lm: LM, name: str) -> Any:
-    config = copy.deepcopy(registry_config(name))
-    config._attn_implementation = "eager"
-    oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    oracle.load_state_dict(lm.runner.get_model().state_dict())
-    return oracle
-
-
-def greedily(oracle: Any, ids: list[int], new: int) -> list[int]:
-    """What transformers generates."""
-    oracle.generation_config.eos_token_id = None
-    tokens = torch.tensor([ids])
-    found = oracle.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False, pad_token_id=0
-    )
-    return found[0, len(ids) :].tolist()
-
-
-def random_prompt(size: int, seed: int) -> list[int]:
-    return torch.randint(3, 97, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def check_chunks(name: str) -> None:
-    """Prompts in chunks of 1, 63, 64, 65 tokens and whole, beside others: tokens and residual sites of transformers."""
-    prompts, expected = [random_prompt(n, n) for n in (70, 1, 5)], {}
-    for rows in (1, 63, 64, 65, 128):
-        lm = load(name, max_num_tokens=rows, max_running_requests=None if rows == 1 else 3, max_model_len=128)
-        oracle, points = oracle_of(lm, name), points_of(lm.model_spec)
-        outs = lm.generate(prompts, GREEDY, capture=list(points))
-        for ids, out in zip(prompts, outs, strict=True):
-            if len(ids) not in expected:
-                expected[len(ids)] = greedily(oracle, ids, 6)
-            assert out.token_ids == expected[len(ids)], rows
-            found, _ = states_of(oracle, points, ids + out.token_ids[:-1])
-            for site, state in found.items():
-                scale = float(state.abs().max())
-                error = float((out.activations[site].flatten(1) - state).abs().max()) / scale
-                assert error < 1e-4, (rows, site)
-        lm.shutdown()
+PILOTS = *NATIVE, "qwen3_5_moe_text", "nemotron_h", "mamba", "zaya", "minimax", "rwkv"
+"""One of each kind: native, delta rule, state-space with and without attention, two states in an attention, caches of their own."""
 
 
 @pytest.mark.parametrize("name", PILOTS)
@@ -181,7 +130,7 @@ def test_a_failed_pass_updates_no_state_twice(impl: str, monkeypatch: pytest.Mon
 def test_modules_that_ignore_their_state_are_found_in_each_dtype(name: str, dtype: str) -> None:
     config = registry_config(name)
     model = load_transformers_model(config, config_spec(config, getattr(torch, dtype)), "cpu", None, 0)
-    found = {module.recurrent_module.by_token for module in model.modules() if hasattr(module, "recurrent_module")}  # pyright: ignore
+    found = {module.part_module.by_token for module in model.modules() if hasattr(module, "part_module")}  # pyright: ignore
     assert found == {name in ("mamba", "zamba", "recurrent_gemma")}
 
 

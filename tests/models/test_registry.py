@@ -1,6 +1,7 @@
 """Every name in transformers' registry of causal language models: right, or refused by name. docs/models.md is this table.
 
-`PYTHONPATH=tests:tests/support python tests/models/test_registry.py` writes docs/models.md; the tests compare each row.
+`PYTHONPATH=tests:tests/support python tests/models/test_registry.py [NAME ...]` writes the rows of all names, or of these. The
+tests compare each row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pymllm_interp.core.unsupported import UnsupportedModelError
 from pymllm_interp.models.registry import is_native
 
 DOCUMENT = ROOT / "docs" / "models.md"
-AT_LEAST = 148
+AT_LEAST = 154
 """Names that are right."""
 LENGTHS = 5, 2, 37
 ERROR = 4
@@ -31,25 +32,8 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 MAX_ERROR = 1e-4
 """Largest difference of a state, over its largest value."""
 NO_CONFIG = "no tiny config"
-HEAD = """# Models
-
-Each name in transformers' registry of causal language models (`model_type` in config.json), tried at a tiny random config in
-float32; of a multimodal model, its text config. `PYTHONPATH=tests:tests/support python
-tests/models/test_registry.py` writes this page, and the file's tests compare each row.
-
-- *native*: an implementation of ours, with fused kernels and CUDA graphs; `impl="transformers"` runs its class in transformers.
-- *transformers*: its own class over the KV pool. The greedy tokens of a batch, in chunks, are those of transformers.
-- *refused*: when it is loaded, with the reason.
-- *untried*: its defaults could not be shrunk to a tiny config; it may run.
-
-*graph*: whether decode passes of transformers' class can be CUDA graphs; if not, why. *error*: the largest difference of a site's
-value, in a batch and in chunks, from what transformers' module holds for the prompt alone, over the site's largest value.
-
-Sites are those of [concepts.md](concepts.md) that declared interventions and captures take. `attn_in` and `mlp_in` are for traces.
-
-| model type | runs as | graph | error | sites, or the reason |
-|---|---|---|---|---|
-"""
+FIRST = "|---|---|---|---|---|\n"
+"""The line before the rows."""
 
 
 def row(name: str) -> str:
@@ -114,4 +98,6 @@ def test_the_document_has_no_wrong_row_and_enough_right_ones() -> None:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(HEAD + "\n".join(row(name) for name in sys.argv[1:] or sorted(NAMES)) + "\n")
+    written, text = rows(), DOCUMENT.read_text()
+    table = {name: row(name) if name in (sys.argv[1:] or NAMES) else written[name] for name in sorted(NAMES)}
+    DOCUMENT.write_text(text[: text.index(FIRST) + len(FIRST)] + "\n".join(table.values()) + "\n")

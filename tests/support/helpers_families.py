@@ -39,7 +39,7 @@ def states_of(
             module: nn.Module, args: Any, kwargs: Any, output: Any, key: Any = key, end: str = point.end
         ) -> None:
             state = first(output if end == "output" else (*args, *kwargs.values()))
-            found[key] = (state if state.ndim == 2 else state[0]).clone()  # a router's rows are flat
+            found[key] = (state if state.ndim == 2 else state[0].flatten(1)).clone()  # a router's rows are flat
 
         handles.append(module.register_forward_hook(record, with_kwargs=True))
     for point, edit in (edits or {}).items():

@@ -39,6 +39,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {
         "num_hidden_layers": 3, "block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 16,
     },
+    "rwkv": {"num_hidden_layers": 2},
     "zamba": {
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
         "attention_head_dim": 16, "n_mamba_heads": 2,

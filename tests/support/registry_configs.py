@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "dff": 48, "rotary_dim": 8, "embedding_size": 32, "num_dense_layers": 1, "embed_dim": 32,
     "max_window_layers": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0,
     "global_head_dim": 8, "n_shared_experts": 1, "moe_layer_start_index": 1, "shared_intermediate_size": 24,
-    "intermediate_size_mlp": 48, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 16,
+    "intermediate_size_mlp": 48, "index_topk": 8, "index_n_heads": 8, "index_head_dim": 16,
 }  # fmt: skip
 NO_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROBERTA = "camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"
@@ -34,6 +34,11 @@ COMPASS_ROPE = {
     kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     for kind in ("full_attention", "sliding_attention")
 }
+SHARED = {
+    "num_hidden_layers": 3, "layer_types": ["indexed_attention"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "indexer_types": ["full", "shared", "full"],
+}  # fmt: skip
+"""The second layer attends to the keys that the first one's indexer selects."""
 EXTRA: dict[str, dict[str, Any]] = {
     **{
         name: {"is_decoder": True, "is_encoder_decoder": False}
@@ -64,6 +69,11 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"attention_chunk_size": 8},
     "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"]},
+    "inkling_text": {
+        "rel_extent": 8, "d_rel": 4, "log_scaling_n_floor": 6, "swa_head_dim": 8, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse"], "vocab_size": 100, "unpadded_vocab_size": 97,
+    },
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), SHARED),
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     **RECURRENT,
 }  # fmt: skip

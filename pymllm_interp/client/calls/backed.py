@@ -90,7 +90,8 @@ class BackedModel(TracedModel):
         """The sites that captures read, in the order of a forward pass; ``.*`` stands for the layer: "resid_post.*"."""
         found = select_sites(None, self.model_spec, self.backend.facts.inner_sites, captured=False)
         kinds = [site.kind if site.layer is None else f"{site.kind}.*" for site in (*found, Site("logits"))]
-        return [*dict.fromkeys(kinds), "pattern.*"] if self.model_spec.cuts_edges else list(dict.fromkeys(kinds))
+        others = {"pattern.*": self.model_spec.cuts_edges, "state.*": any(self.model_spec.states)}
+        return [*dict.fromkeys(kinds), *(kind for kind, has in others.items() if has)]
 
     @property
     def limits(self) -> EngineLimits:

@@ -81,7 +81,8 @@ class PlacedHooks:
 def state_at(kind: str, value: torch.Tensor, model: ModelSpec) -> torch.Tensor:
     """The state [batch, tokens, ...] of a kind of site in what is at its module's end: a view."""
     if not model.family.is_slice(kind):
-        return value.unflatten(-1, model.shape(kind))
+        rows = value.flatten(2) if value.ndim == 4 and kind.startswith("resid_") else value  # of several streams, all
+        return rows.unflatten(-1, model.shape(kind))
     heads = value.flatten(0, 1).unflatten(-1, (-1, model.head_dim))
     found = heads_of(heads, model.shape("k")[0], model.family.by_head)["qkv".index(kind)]
     return found.unflatten(0, value.shape[:2])

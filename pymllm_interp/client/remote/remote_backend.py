@@ -160,9 +160,18 @@ class ServedSAEs(dict[str, Any]):
 
 
 def config_of(values: dict[str, Any]) -> PretrainedConfig:
-    """A transformers config from its values."""
-    rest = {name: value for name, value in values.items() if name not in ("model_type", "transformers_version")}
+    """A transformers config from its values in JSON."""
+    rest = {
+        name: _floats(value) for name, value in values.items() if name not in ("model_type", "transformers_version")
+    }
     return AutoConfig.for_model(values["model_type"], **rest)
+
+
+def _floats(value: Any) -> Any:
+    """The value, with infinities as numbers: transformers writes them as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _floats(v) for k, v in value.items()}
+    return [_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def tree_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> nn.Module:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ...core.model_spec import EXPERTS, PATTERN
+from ...core.model_spec import EXPERTS, PATTERN, STATE
 from ...kernels.edit_codes import OpWords
 from ..saes.sae import SAE
 from ..site import EDITED_PATTERNS, Site, canonical
@@ -68,6 +68,7 @@ class Gate(Spec):
 CAPTURED_ONLY = (
     "experts.{0} is only captured; an op or a gate at router.{0}, the logits before the choice, takes its place"
 )
+PATCHED_ONLY = "a recurrent state is captured, or replaced at the prompt's end by Patch(..., positions=-1)"
 Missing = Literal["error", "skip"]
 """What happens to positions that a prompt does not have: an error, or they are left out and counted."""
 
@@ -84,6 +85,8 @@ class Op(PlacedSpec, ABC):
     """
 
     when: Any
+    replaces_states = False
+    """Whether it may be at a recurrent state."""
 
     @property
     def identity(self) -> bool:
@@ -142,6 +145,8 @@ class Op(PlacedSpec, ABC):
             raise ValueError(f"{self.name}: {EDITED_PATTERNS}")
         if kind == EXPERTS:
             raise ValueError(f"{self.name}: {CAPTURED_ONLY.format(layer)}")
+        if kind == STATE and not self.replaces_states:
+            raise ValueError(f"{self.name}: {PATCHED_ONLY}")
 
 
 def row_dots(x: Tensor, vector: Tensor) -> Tensor:

@@ -164,11 +164,12 @@ class Patch(Op):
     values: Source = field(repr=False, metadata={"dims": (1, 2)})
     """[positions, width]: row i replaces the state at the i-th of `positions`, as written. [width]: the same at each position.
     At `q`, `k`, `v` and `z` also [positions, heads, head_dim], as captured. Copied as float32 to the CPU. Or a name in
-    `lm.vectors`."""
+    `lm.vectors`. At `state.i`: the recurrent state as one row, with ``positions=-1``; it is replaced behind the prompt."""
     positions: Positions = "all"
     when: Gate | None = None
     heads: Heads = None
     missing: Missing = "error"
+    replaces_states = True
 
     @property
     def operands(self) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...core.model_spec import PATTERN
+from ...core.model_spec import PATTERN, STATE
 from ..site import Site
 
 NORMALIZATIONS = ("none", "layer_norm", "constant_norm_rescale")
@@ -113,7 +113,7 @@ def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
             }
         try:
             site = Site.parse(written)
-            if site.kind == PATTERN:
+            if site.kind in (PATTERN, STATE):
                 raise ValueError(f"{written} is no state of a position")
             return {"site": str(site)}
         except ValueError as error:

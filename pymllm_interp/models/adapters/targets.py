@@ -46,22 +46,22 @@ class Target(NamedTuple):
 def targets_of(model: CausalLM) -> dict[str, Target]:
     """The modules by path, without those with rows that are not the rows of the pass.
 
-    These are the head, experts, and modules inside of a module with a recurrent state.
+    These are the head, experts, and modules inside of a module that runs prompt by prompt.
     """
     head = model.get_submodule(model.spec.family.head)
     found: dict[str, Target] = {}
     for path, module in model.named_modules():
-        left_out = module is head or "experts" in path.split(".") or _state_around(model, path)
+        left_out = module is head or "experts" in path.split(".") or _parts_around(model, path)
         if not left_out and (target := _target(module)) is not None:
             found[path] = target
     return found
 
 
-def _state_around(model: nn.Module, path: str) -> str:
-    """The module with a recurrent state that the module at `path` lies in; "" for none."""
+def _parts_around(model: nn.Module, path: str) -> str:
+    """The module that runs prompt by prompt, and that the module at `path` lies in; "" for none."""
     parts = path.split(".")
     around = (".".join(parts[:size]) for size in range(1, len(parts)))
-    return next((outer for outer in around if hasattr(model.get_submodule(outer), "recurrent_module")), "")
+    return next((outer for outer in around if hasattr(model.get_submodule(outer), "part_module")), "")
 
 
 def _target(module: nn.Module) -> Target | None:
@@ -86,8 +86,9 @@ def unsupported_reason(model: nn.Module, path: str) -> str:
         module = model.get_submodule(path)
     except AttributeError:
         return "the model has no such module"
-    if outer := _state_around(model, path):
-        return f"it lies inside {outer}, which has a recurrent state, and runs prompt by prompt"
+    if outer := _parts_around(model, path):
+        own: Any = model.get_submodule(outer)
+        return f"it lies inside {outer}, which {own.part_module.why}, and runs prompt by prompt"
     if isinstance(module, nn.Embedding):
         return "it is an embedding, and adapters change linear layers only"
     return f"it is a {type(module).__name__}, and adapters change linear layers other than the head"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from ...layers.edits.base import apply_and_capture, apply_at, apply_inner, captu
 from ...layers.linear import Linear, MergedLinear
 from ...layers.norm import OffsetRMSNorm, rms_norm
 from ...layers.rope import RotaryEmbedding
-from ...mem_cache.state_pool import StateLayout
+from ...mem_cache.state_pool import StateLayout, recurrent_places
 from ..base import ProjectedBranch, Rotation
 from .decoder import DecoderLayer
 from .llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
@@ -76,8 +77,8 @@ class GatedDeltaNet(ProjectedBranch):
         self.out_proj = Linear(sizes.values, spec.hidden_size, False, dtype, device)
         self.first_state = first_state
         self.state_layouts = (
-            StateLayout("conv", (taps - 1, channels), dtype),
-            StateLayout("recurrent", (sizes.heads, sizes.key_dim, sizes.dim), torch.float32),
+            StateLayout("conv", (taps - 1, channels), dtype, layer_idx),
+            StateLayout("recurrent", (sizes.heads, sizes.key_dim, sizes.dim), torch.float32, layer_idx),
         )
 
     @abstractmethod
@@ -313,6 +314,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> None:
         super().__init__(config, spec, device, max_positions)
         self.state_layouts = self.model.state_layouts()  # pyright: ignore[reportCallIssue]
+        self.spec = replace(spec, states=recurrent_places(self.state_layouts, spec.num_hidden_layers))
 
     @classmethod
     def parameter_name(cls, name: str) -> str:
@@ -379,6 +381,7 @@ class Qwen3NextForCausalLM(SparseForCausalLM):
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> None:
         super().__init__(config, spec, device, max_positions)
         self.state_layouts = self.model.state_layouts()  # pyright: ignore[reportCallIssue]
+        self.spec = replace(spec, states=recurrent_places(self.state_layouts, spec.num_hidden_layers))
 
     @classmethod
     def implements(cls, config: PretrainedConfig) -> bool:

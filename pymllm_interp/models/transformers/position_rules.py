@@ -2,7 +2,8 @@
 
 RoPE scalings that depend on the length of the sequence. The frequencies of a call in transformers follow from its largest position.
 Here the module is called once for each length. Learned and sinusoidal positions: BART and its kin count from the length of the
-cache. Here they get the positions of the pass.
+cache. Here they get the positions of the pass. Inkling adds a bias to scores, by the distance of query and key. Here each token
+has its bias at all distances, if a pass has several requests. Attention takes the biases of its keys.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from .cache_probe import probed_positions
 
 COUNTS_FROM_CACHE = {"past_key_values_length", "position_ids"}
 """Parameters of modules that count positions from the length of the cache."""
+BIAS_BY_DISTANCE = {"relative_states", "query_positions", "key_positions"}
+"""Parameters of modules that make a bias of attention."""
 
 
 def serve_positions(model: nn.Module) -> int:
@@ -31,6 +34,10 @@ def serve_positions(model: nn.Module) -> int:
     unused = 0
     for module in model.modules():
         parameters = inspect.signature(type(module).forward).parameters
+        if parameters.keys() >= BIAS_BY_DISTANCE and hasattr(module, "rel_extent"):
+            module.forward = RelativeBias(module)  # pyright: ignore[reportAttributeAccessIssue]
+        elif any(getattr(child, "rel_extent", None) for child in module.children()) and "past_key_values" in parameters:
+            module.register_forward_pre_hook(_with_offsets, with_kwargs=True)
         if parameters.keys() >= COUNTS_FROM_CACHE:
             padding = getattr(module, "padding_idx", None)
             if padding is not None and hasattr(module, "create_position_ids_from_input_ids"):
@@ -55,6 +62,59 @@ def _with_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     counted = given.get("position_ids")
     return (), {**given, "position_ids": positions if counted is None else positions.view_as(counted)}
+
+
+class _Offsets:
+    """What an attention takes for a cache, and asks for the positions of its queries."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+
+    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
+        """What to add to the numbers of the rows."""
+        return self._positions - torch.arange(len(self._positions), device=self._positions.device)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> Any:
+        """The keys and values of the pass: the attention function writes them."""
+        return key_states, value_states
+
+
+def _with_offsets(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    batch = current_batch()
+    positions = probed_positions() if batch is None else batch.positions
+    return None if positions is None else (args, {**kwargs, "past_key_values": _Offsets(positions)})
+
+
+class RelativeBias:
+    """In place of the forward of a module that makes a bias of attention by distance.
+
+    In a pass of one request it gives [1, heads, tokens, keys], as transformers does. The keys of earlier passes are among them.
+    Else it gives [1, 1, heads, tokens, extent]: the bias at each distance, the largest first. No dim of that is taken for the rows
+    of a pass, so that a trace beside others is refused.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward: Any = module.forward
+        self._module: Any = module
+
+    def __call__(
+        self, relative_states: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor
+    ) -> torch.Tensor:
+        batch, extent = current_batch(), self._module.rel_extent
+        if batch is None and probed_positions() is None:
+            return self._forward(relative_states, query_positions, key_positions)
+        if batch is not None and batch.batch_size == 1:
+            lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+            return self._forward(relative_states, query_positions, _numbers(int(lens[0]), query_positions))
+        farthest = torch.full_like(query_positions, extent - 1)
+        return self._forward(relative_states, farthest, _numbers(extent, query_positions)).unsqueeze(0)
+
+
+def _numbers(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(count, device=like.device)
 
 
 def serve_lengths(model: nn.Module) -> None:

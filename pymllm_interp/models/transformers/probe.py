@@ -30,7 +30,7 @@ from .recurrent import as_decoding
 PROBE, PROBE_DECODE = "pymllm_interp_probe", "pymllm_interp_probe_decode"
 """Attention functions of a probe. The second one has no mask function, so that models make no masks."""
 PROBE_TOKENS = 4
-NOT_SERVED = ("position_bias", "indices")
+TAKEN = ("indices", "position_bias")
 """Arguments of attention functions that change which keys a query sees, or their scores, by the token."""
 
 
@@ -192,9 +192,9 @@ def _probe_attention(
 ) -> tuple[torch.Tensor, None]:
     found = _recording.probe
     assert found is not None, "a probe calls it"
-    wrong = [name for name in NOT_SERVED if kwargs.get(name) is not None]
-    if wrong:
-        raise UnsupportedModelError(f"its attention takes {', '.join(wrong)}")
+    takes = next((name for name in TAKEN if kwargs.get(name) is not None), "")
+    if takes == "position_bias" and not any(hasattr(child, "rel_extent") for child in module.children()):
+        raise UnsupportedModelError("its attention takes position_bias")
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError("its attention reads keys that are not those of its tokens")
     rule, chunk = getattr(attention_mask, "mask_rule", None), None
@@ -211,7 +211,8 @@ def _probe_attention(
     found.calls.append(
         AttentionCall(
             module, query.shape[1], key.shape[1], dims, query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            softcap, window, chunk is not None or (sinks is not None and not paged), chunk, sinks=sinks if paged else None,
+            softcap, window, chunk is not None or (sinks is not None and not paged) or bool(takes), chunk,
+            sinks=sinks if paged else None, takes=takes,
         )
     )  # fmt: skip
     groups = query.shape[1] // value.shape[1]

@@ -31,6 +31,7 @@ class AttentionCall:
     chunk:        int | None = None  # a query sees the keys of its chunk of positions
     layer_idx:    int = 0            # of the cache, where there is no attention function
     sinks:        nn.Parameter | None = None  # [heads], where the backend computes with them
+    takes:        str = ""           # "indices" of each query's keys, or "position_bias"
     # fmt: on
 
 
@@ -56,12 +57,20 @@ class Probe:
     waits: list[str] = field(default_factory=list)
 
     @property
+    def is_indexed(self) -> bool:
+        """Whether indexers select the keys of queries."""
+        return any(call.takes == "indices" for call in self.calls)
+
+    @property
     def why_no_graphs(self) -> str | None:
         """Why passes cannot be captured in CUDA graphs; None where they can."""
         if self.cached:
             return "its modules compute attention over the lengths in the batch"
         if any(call.chunk is not None for call in self.calls):
             return "its attention is chunked, and runs request by request"
+        takes = next((call.takes for call in self.calls if call.takes), "")
+        if takes:
+            return f"its attention takes {takes}, and gathers keys over the lengths in the batch"
         if any(call.eager for call in self.calls):
             return "its attention has sinks that are no parameter, and runs request by request"
         return f"a pass {' and '.join(self.waits)}" if self.waits else None

@@ -13,12 +13,11 @@ chunks of a prompt run token by token there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import local
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,13 +25,16 @@ from ...core.current_pass import current_batch
 from ...core.forward_batch import ForwardBatch, LayerStatePool, PartQuery
 from ...core.unsupported import UnsupportedModelError
 from ...mem_cache.state_pool import StateKind, StateLayout
-from ...utils.upload import upload
 from .cache_probe import probed_positions
+from .parts.rows import CallRows, flat, joined, padded, parts_of, taken
 
 CACHES = ("cache_params", "past_key_values")
 """Names of the parameter that takes the cache."""
 ASKED_OF_CACHES = {"has_previous_state", "get_linear_cache"}
 """Methods of a cache by which a module finds its state. Attention layers do not call them."""
+
+LEAST = -1e38
+"""RWKV's largest exponent so far, of no token."""
 
 StateKey = tuple[StateKind, int]
 """Kind of a state, and its index among the states of this kind in a layer."""
@@ -125,44 +127,21 @@ def as_decoding() -> Iterator[None]:
         _probed.continued = False
 
 
-class CallRows(NamedTuple):
-    """Rows of the pass that one call of a module computes."""
-
-    # fmt: off
-    rows:      torch.Tensor | slice  # of the flat batch: of several requests with one row each, or of one request
-    requests:  torch.Tensor | slice  # their indices in the batch
-    continued: bool                  # they have states
-    batched:   bool                  # [rows, 1, ...]; else [1, rows, ...]
-    # fmt: on
-
-    def span(self, spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-        """Which of `spans`, (first row, number of rows), the part is; None: none of them."""
-        rows = self.rows
-        found = None if isinstance(rows, torch.Tensor) else (rows.start, rows.stop - rows.start)
-        return found if found in spans else None
-
-
-class RecurrentModule:
-    """In place of the forward of a module with a recurrent state.
+class PartModule:
+    """In place of the forward of a module that runs several times in a pass, for parts of its rows.
 
     Args:
         path: of the module in the model.
-
-    Attributes:
-        layouts: of its states, by key, once a first pass has shown them.
-        first: number of its first state in the pool.
-        by_token: later chunks of a prompt run token by token.
-        arguments: of its call in the first pass, by name.
     """
+
+    why = ""
+    """What makes it run so, for messages: "...which `why`"."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self._forward: Any = module.forward
         self._module = module
         self._names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self.layouts: dict[StateKey, StateLayout] = {}
-        self.first, self.by_token = 0, False
-        self.arguments: dict[str, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch, probed = current_batch(), probed_positions()
@@ -174,18 +153,51 @@ class RecurrentModule:
             return self._probe(given, rows)
         query = batch.hook_query if isinstance(batch.hook_query, PartQuery) and batch.batch_size > 1 else None
         apart = [] if query is None else query.rows_inside(self.path)
-        parts = _parts(batch, batch.state_pool is not None and not batch.fresh_kv_only, {start for start, _ in apart})
+        parts = parts_of(batch, self._keeps(batch), {start for start, _ in apart})
         if len(parts) == 1 and not parts[0].batched:  # one request
-            return _padded(self._call(given, rows, parts[0], batch), rows)
+            return padded(self._call(given, rows, parts[0], batch), rows)
         outs = []
         for part in parts:
             with query.serve_part(self.path, part.span(apart)) if query is not None else nullcontext():
-                outs.append((part, _flat(self._call(given, rows, part, batch), part.batched)))
-        return _padded(outs[0][1], rows) if len(outs) == 1 else _joined(outs, rows)
+                outs.append((part, flat(self._call(given, rows, part, batch), part.batched)))
+        return padded(outs[0][1], rows) if len(outs) == 1 else joined(outs, rows)
+
+    def _keeps(self, batch: ForwardBatch) -> bool:
+        """Whether requests of the pass continue from what earlier passes left."""
+        raise NotImplementedError
 
     def _call(self, given: dict[str, Any], rows: int, part: CallRows, batch: ForwardBatch) -> Any:
         """The module's output for a part: [rows, 1, ...] where it is `batched`, else [1, rows, ...]."""
-        own = {name: _taken(value, rows, part) for name, value in given.items()}
+        raise NotImplementedError
+
+    def _probe(self, given: dict[str, Any], rows: int) -> Any:
+        """The output where each token is a request of its own, outside of the engine's passes."""
+        raise NotImplementedError
+
+
+class RecurrentModule(PartModule):
+    """In place of the forward of a module with a recurrent state.
+
+    Attributes:
+        layouts: of its states, by key, once a first pass has shown them.
+        first: number of its first state in the pool.
+        by_token: later chunks of a prompt run token by token.
+        arguments: of its call in the first pass, by name.
+    """
+
+    why = "has a recurrent state"
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        super().__init__(path, module)
+        self.layouts: dict[StateKey, StateLayout] = {}
+        self.first, self.by_token = 0, False
+        self.arguments: dict[str, Any] | None = None
+
+    def _keeps(self, batch: ForwardBatch) -> bool:
+        return batch.state_pool is not None and not batch.fresh_kv_only
+
+    def _call(self, given: dict[str, Any], rows: int, part: CallRows, batch: ForwardBatch) -> Any:
+        own = {name: taken(value, rows, part) for name, value in given.items()}
         pool = None if batch.fresh_kv_only else batch.state_pool
         if pool is None:
             return self.call(own, None)
@@ -200,6 +212,11 @@ class RecurrentModule:
     def kind(self) -> type[nn.Module]:
         """The module's class in transformers."""
         return type(self._module)
+
+    @property
+    def layer(self) -> int | None:
+        """Index of the decoder layer that it is in."""
+        return next((int(part) for part in self.path.split(".") if part.isdigit()), None)
 
     @property
     def is_exact(self) -> bool:
@@ -220,14 +237,13 @@ class RecurrentModule:
         outs = []
         for token in range(tokens):
             part = CallRows(slice(token, token + 1), whole, True, False)
-            own = {name: _taken(value, tokens, part) for name, value in given.items()}
+            own = {name: taken(value, tokens, part) for name, value in given.items()}
             outs.append((part, self.call(own, states)))
-        return _joined(outs, tokens)
+        return joined(outs, tokens)
 
     def _probe(self, given: dict[str, Any], rows: int) -> Any:
-        """The output where each token is a request of its own, outside of the engine's passes."""
         every = CallRows(slice(0, rows), slice(0, rows), False, True)
-        own = {name: _taken(value, rows, every) for name, value in given.items()}
+        own = {name: taken(value, rows, every) for name, value in given.items()}
         zeros = {
             key: torch.zeros(rows, *layout.shape, dtype=layout.dtype, device=given[self._names[0]].device)
             for key, layout in self.layouts.items()
@@ -237,8 +253,8 @@ class RecurrentModule:
         if self.arguments is None:
             self.arguments = given
             for key, state in states.states.items():
-                self.layouts[key] = StateLayout(key[0], tuple(state.shape[1:]), state.dtype)
-        return _flat(out, True)
+                self.layouts[key] = StateLayout(key[0], tuple(state.shape[1:]), state.dtype, self.layer)
+        return flat(out, True)
 
     def continuation_error(self) -> float:
         """How far a chunk behind another is from the whole, for the tokens of the first pass.
@@ -254,10 +270,10 @@ class RecurrentModule:
             for size in sizes:
                 part = CallRows(slice(start, start + size), slice(0, 1), start > 0, False)
                 states = LayerStates(states.states if start else None)
-                own = {name: _taken(value, tokens, part) for name, value in given.items()}
+                own = {name: taken(value, tokens, part) for name, value in given.items()}
                 parts.append((part, self.run(own, states)))
                 start += size
-            outs.append(_joined(parts, tokens) if len(parts) > 1 else parts[0][1])
+            outs.append(joined(parts, tokens) if len(parts) > 1 else parts[0][1])
             ends.append(states.states)
         first, second = (out if isinstance(out, tuple) else (out,) for out in outs)
         pairs = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(b, torch.Tensor)]
@@ -296,90 +312,51 @@ class RecurrentGemmaModule(RecurrentModule):
         return out
 
 
-def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[CallRows]:
-    """The calls for a pass: requests with one row that continue, then each other request.
+class RwkvModule(RecurrentModule):
+    """RWKV's modules take a list of five states, of all layers.
 
-    Args:
-        with_states: requests have states, unless they are at their start.
-        apart: first rows of requests that come last, in calls of their own.
+    These are the last token's input of either module, and three of attention.
+    Here the first two are of the module's own layer, and the three are one state [3, width].
     """
-    if batch.forward_mode.is_decode() and with_states and not apart:
-        every = slice(0, batch.batch_size)
-        return [CallRows(every, every, True, True)]
-    prefixes = batch.extend_prefix_lens_cpu or [1] * batch.batch_size
-    single, others, last = [], [], []
-    for request, ((start, size), prefix) in enumerate(zip(batch.batch_groups, prefixes, strict=True)):
-        continued = with_states and prefix > 0
-        if size == 1 and continued and start not in apart:
-            single.append((start, request))
+
+    def call(self, given: dict[str, Any], states: LayerStates | None) -> Any:
+        hidden = given["hidden"]
+        if states is None:
+            out, _ = self._forward(**given | {"state": None})
+            return out, None
+        batch, tokens, _ = hidden.shape
+        mixes: Any = getattr(self._module, "attention_hidden_size", 0)  # the other module of a layer only shifts tokens
+        if states.has_previous_state():
+            shift, kept = states.states["conv", 0], states.states.get(("recurrent", 0))
         else:
-            part = CallRows(slice(start, start + size), slice(request, request + 1), continued, False)
-            (last if start in apart else others).append(part)
-    first = []
-    if single:
-        rows, requests = (list(numbers) for numbers in zip(*single, strict=True))
-        if rows == requests == list(range(len(rows))):  # as the scheduler has it
-            first = [CallRows(slice(0, len(rows)), slice(0, len(rows)), True, True)]
-        else:
-            at, of = upload(batch.input_ids.device, np.array(rows), np.array(requests))
-            first = [CallRows(at, of, True, True)]
-    return [*first, *others, *last]
+            shift, kept = hidden.new_zeros(batch, hidden.shape[-1]), None
+        if mixes and kept is None:
+            kept = hidden.new_zeros(batch, 3, mixes, dtype=torch.float32)
+            kept[:, 2] = LEAST
+        before = _OfLayer(shift.unsqueeze(1) if tokens == 1 else shift)  # which its code broadcasts over the batch
+        parts = [] if kept is None else [_OfLayer(part) for part in kept.unbind(1)]
+        out, _ = self._forward(**given | {"state": [before, before, *parts]})
+        states.states["conv", 0] = before.value
+        if mixes:
+            states.states["recurrent", 0] = torch.stack([part.value for part in parts], 1)
+        return out, None
 
 
-def _taken(value: Any, rows: int, part: CallRows) -> Any:
-    """The part's rows of an argument: of tensors [1, rows, ...], also in tuples."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_taken(each, rows, part) for each in value)
-    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, rows):
-        return value
-    own = value[:, part.rows]
-    return own.transpose(0, 1) if part.batched else own
+class _OfLayer:
+    """One of RWKV's states as its code indexes it, by the last dim, for one layer.
 
+    Attributes:
+        value: [batch, width]; what is written replaces it.
+    """
 
-def _flat(value: Any, batched: bool) -> Any:
-    """[rows, 1, ...] -> [1, rows, ...], also in tuples. What has no such rows is None."""
-    if isinstance(value, tuple):
-        return tuple(_flat(each, batched) for each in value)
-    if not isinstance(value, torch.Tensor) or value.ndim < 3:
-        return None
-    return value.transpose(0, 1) if batched else value
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
 
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.value
 
-def _padded(value: Any, rows: int) -> Any:
-    """With rows of zeros up to `rows`."""
-    if isinstance(value, tuple):
-        return tuple(_padded(each, rows) for each in value)
-    if not isinstance(value, torch.Tensor) or value.ndim < 3 or value.shape[0] != 1 or value.shape[1] >= rows:
-        return value
-    return torch.cat((value, value.new_zeros(1, rows - value.shape[1], *value.shape[2:])), 1)
-
-
-def _joined(outs: list[tuple[CallRows, Any]], rows: int) -> Any:
-    """The outputs of all parts, in the order of the pass."""
-    first = outs[0][1]
-    if isinstance(first, tuple):
-        return tuple(_joined([(part, out[i]) for part, out in outs], rows) for i in range(len(first)))
-    sizes = [
-        len(part.rows) if isinstance(part.rows, torch.Tensor) else part.rows.stop - part.rows.start for part, _ in outs
-    ]
-    if any(out is None or out.shape[1] != size for (_, out), size in zip(outs, sizes, strict=True)):
-        return None
-    if any((out.shape[0], *out.shape[2:]) != (1, *first.shape[2:]) for _, out in outs):
-        return None  # it has no rows, such as a state, and as many of something else
-    starts = [part.rows.start for part, _ in outs if isinstance(part.rows, slice)]
-    if len(starts) == len(outs):
-        in_order = sorted(zip(starts, outs, strict=True), key=lambda entry: entry[0])
-        return _padded(torch.cat([out for _, (_, out) in in_order], 1), rows)
-    whole = first.new_zeros(1, rows, *first.shape[2:])
-    for part, out in outs:
-        whole = (
-            whole.index_copy(1, part.rows, out) if isinstance(part.rows, torch.Tensor) else _with(whole, part.rows, out)
-        )
-    return whole
-
-
-def _with(whole: torch.Tensor, rows: slice, out: torch.Tensor) -> torch.Tensor:
-    return torch.cat((whole[:, : rows.start], out, whole[:, rows.stop :]), 1)
+    def __setitem__(self, index: Any, value: torch.Tensor) -> None:
+        self.value = value
 
 
 def serve_states(model: nn.Module) -> list[RecurrentModule]:
@@ -392,12 +369,14 @@ def serve_states(model: nn.Module) -> list[RecurrentModule]:
         names = set(getattr(forward, "__code__", serve_states.__code__).co_names)
         if hasattr(module, "conv1d_state") and hasattr(module, "rg_lru"):
             found.append(own := RecurrentGemmaModule(path, module))
+        elif hasattr(module, "time_shift") and "state" in inspect.signature(type(module).forward).parameters:
+            found.append(own := RwkvModule(path, module))
         elif names & ASKED_OF_CACHES:
             found.append(own := RecurrentModule(path, module))
         else:
             continue
         module.forward = own  # pyright: ignore[reportAttributeAccessIssue]
-        vars(module)["recurrent_module"] = own  # traces wrap `forward`
+        vars(module)["part_module"] = own  # traces wrap `forward`
     return found
 
 

@@ -90,7 +90,7 @@ class SiteEnds:
         ops = self.acts(self.input, current_site_ops())
         if ops is not None:
             assert self.input is not None
-            ops.capture(self.input, _first(args, kwargs))
+            ops.capture(self.input, _rows(_first(args, kwargs)))
 
     def after_forward(self, output: Any) -> Any:
         """The module's output after the ops, without attention weights of a whole batch."""
@@ -105,8 +105,8 @@ class SiteEnds:
             return output
         assert self.output is not None
         if isinstance(output, tuple):
-            return (ops.at(self.output, output[0]), *output[1:])
-        return ops.at(self.output, output)
+            return (_edited(ops, self.output, output[0]), *output[1:])
+        return _edited(ops, self.output, output)
 
     def _edited_slices(self, output: Any) -> torch.Tensor:
         edited = output
@@ -131,7 +131,7 @@ class SiteEnds:
             return None
         assert self.input is not None
         value = _first(args, kwargs)
-        new = ops.at(self.input, value)
+        new = _edited(ops, self.input, value)
         if new is not value:
             args, kwargs = _replaced(args, kwargs, new)
         if not self.has_controller:
@@ -149,7 +149,7 @@ class SiteEnds:
         ops = self.acts(self.output, current_site_ops())
         if ops is not None:
             assert self.output is not None
-            ops.capture(self.output, output[0] if isinstance(output, tuple) else output)
+            ops.capture(self.output, _rows(output[0] if isinstance(output, tuple) else output))
         return None if self.has_controller else output
 
 
@@ -165,10 +165,10 @@ class StreamEnd:
         if ops is None:
             return
         value = _first(args, kwargs)
-        new = ops.at(self.site, value.clone() if torch.is_grad_enabled() else value)
+        new = _edited(ops, self.site, value.clone() if torch.is_grad_enabled() else value)
         if new is not value:
             value.copy_(new)
-        ops.capture(self.site, value)
+        ops.capture(self.site, _rows(value))
 
 
 def _is_eager(batch: ForwardBatch | None) -> bool:
@@ -238,6 +238,18 @@ def _attention_hook(module: nn.Module, args: tuple, output: Any) -> None:
     batch = current_batch()
     if batch is not None and batch.transformers_pass is not None and isinstance(output, tuple):
         batch.transformers_pass.end_attention(output[1])
+
+
+def _rows(value: torch.Tensor) -> torch.Tensor:
+    """[1, tokens, width], also of streams [1, tokens, streams, hidden]."""
+    return value if value.ndim == 3 else value.flatten(2)
+
+
+def _edited(ops: SiteOps, site: int, value: torch.Tensor) -> torch.Tensor:
+    """`value` after the ops at a site, in its shape; `value` itself without ops."""
+    rows = _rows(value)
+    new = ops.at(site, rows)
+    return value if new is rows else new.view(value.shape)
 
 
 def _first(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -138,7 +138,7 @@ def model_spec(
     spec = replace(
         declared,
         num_hidden_layers=num_layers,
-        hidden_size=resid.shape[-1],
+        hidden_size=resid.shape[2:].numel(),  # of several streams (hyper-connections), all
         num_attention_heads=max((call.num_heads for call in found.calls), default=declared.num_attention_heads),
         num_key_value_heads=num_kv_heads,
         head_dim=max((max(call.head_dims) for call in found.calls), default=declared.head_dim),
@@ -171,6 +171,8 @@ def model_spec(
 def _is_there(kind: str, point: Any, state: torch.Tensor | None, spec: ModelSpec, model: nn.Module) -> bool:
     """Whether a kind's value is at its point in each layer, with one row for each token."""
     width = sum(map(spec.width, "qkv")) if spec.family.is_slice(kind) else spec.width(kind)
+    if state is not None and kind.startswith("resid_") and state.ndim == 4:  # streams
+        state = state.flatten(2)
     if state is None or state.ndim != 3 or state.shape[0] != 1 or state.shape[-1] != width:
         return False
     modules = dict(model.named_modules())

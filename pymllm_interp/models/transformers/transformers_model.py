@@ -28,14 +28,16 @@ from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import LOGITS, ModelSpec
 from ...core.unsupported import UnsupportedModelError
 from ...layers.edits.base import apply_inner
+from ...mem_cache.state_pool import recurrent_places
 from ..base import CausalLM
 from ..weights.loading import WeightsError, init_dummy_weights
 from . import site_ends
-from .attention_interface import PAGED, PagedCalls
+from .attention_interface import PAGED, PAGED_INDEXED, PagedCalls
 from .attention_method import serve_methods
 from .cache_probe import updates_of
 from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
 from .fused_parts import fuse_parts
+from .indexers import place_keys, serve_indexers
 from .position_rules import serve_lengths, serve_positions
 from .probe import attention_configs, probe, set_paged_calls, use_attention
 from .probed import Probe
@@ -66,19 +68,23 @@ class TransformersModel(CausalLM):
         declared = replace(declared, context_len=declared.context_len - serve_positions(served))
         serve_methods(served)
         serve_biases(served)
-        recurrent = serve_states(served)
+        recurrent, indexers = serve_states(served), serve_indexers(served)
         found = probe(served, family, declared, bool(recurrent))
         self.state_layouts = check_states(type(served).__name__, recurrent)
-        self.spec = model_spec(served, family, declared, found, bool(recurrent))
+        spec = model_spec(served, family, declared, found, bool(recurrent))
+        self.spec = replace(spec, states=recurrent_places(self.state_layouts, spec.num_hidden_layers))
         self.why_no_graphs = found.why_no_graphs
         fuse_parts(served)
         self._layers = set_paged_calls(found, self.spec)
+        width = self.spec.num_key_value_heads * self.spec.head_dim
+        self.num_index_layers = place_keys(type(served).__name__, indexers, len(self._layers), width)
         self._by_cache = _layers_by_index(served, found, self._layers)
         self._is_cached = found.cached
-        self.largest_step = LARGEST_CACHED_STEP if found.cached else None
+        self.largest_step = LARGEST_CACHED_STEP if found.cached or any(call.takes for call in found.calls) else None
+        self._attention_name = CACHED if found.cached else PAGED_INDEXED if found.is_indexed else PAGED
         calls: list[Any] = [vars(module).get("paged_calls") for module in served.modules()]
         self._calls: list[PagedCalls] = [each for each in calls if each is not None]
-        use_attention(served, CACHED if found.cached else PAGED)
+        use_attention(served, self._attention_name)
         self._configs = attention_configs(served)
         _forget_padding(served)
         serve_lengths(served)
@@ -114,7 +120,7 @@ class TransformersModel(CausalLM):
         self._start()
         with current_pass(forward_batch):
             return self._served[0].base_model(
-                input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
+                input_ids=input_ids, position_ids=position_ids, attention_mask=self._no_mask(), use_cache=False
             )[0]
 
     def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
@@ -146,12 +152,16 @@ class TransformersModel(CausalLM):
         transformers_pass = batch.transformers_pass
         is_eager = transformers_pass is not None and transformers_pass.eager and batch.attention_cuts is None
         if not self._is_cached and not (is_eager and self._by_cache):
-            yield {"attention_mask": None}
+            yield {"attention_mask": self._no_mask()}
             return
         cache = PoolCache(batch, self._by_cache, None if self._is_cached else cache_windows(self.config))
         mask = cache.padding_mask() if self._is_cached else None
         with cache.serve(), nullcontext() if self._is_cached else self._own_attention():
             yield {"attention_mask": mask, "past_key_values": cache}
+
+    def _no_mask(self) -> torch.Tensor | None:
+        """None, or [1, 1, 1, 1]: indexers take a part of the mask, which says nothing."""
+        return next(self.parameters()).new_zeros(1, 1, 1, 1) if self._attention_name == PAGED_INDEXED else None
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
@@ -162,7 +172,7 @@ class TransformersModel(CausalLM):
             yield
         finally:
             for config in self._configs:
-                config._attn_implementation_internal = PAGED
+                config._attn_implementation_internal = self._attention_name
 
     def _start(self) -> None:
         for calls in self._calls:

@@ -68,6 +68,8 @@ class Lens(Reduction):
     def check(self, site: Site, model: ModelSpec) -> None:
         if site.kind not in KINDS:
             raise ValueError(f"it reads the residual stream: {', '.join(KINDS)}")
+        if "final_norm" not in model.family.points:
+            raise ValueError(f"{model.family.name} models have no site final_norm, whose norm and head it applies")
         if self.top_k > model.vocab_size:
             raise ValueError(f"top_k={self.top_k}; the vocabulary has {model.vocab_size} tokens")
         for token in self.tokens or ():

@@ -33,8 +33,8 @@ NOT_EAGER = (
 )
 
 
-OF_STATES = (
-    "`{0}.source`: the module has a recurrent state, and runs several times in a pass: its operations are not served. Its input, "
+OF_PARTS = (
+    "`{0}.source`: the module {1}, and runs several times in a pass: its operations are not served. Its input, "
     "its output and the modules inside of it are"
 )
 
@@ -58,11 +58,12 @@ def source_of(envoy: Envoy) -> EngineSource:
     """The operations of the envoy's module.
 
     Raises:
-        ValueError: the operations are in an attention, and the trace runs the engine's kernels. Or the module has a recurrent
-            state.
+        ValueError: the operations are in an attention, and the trace runs the engine's kernels. Or the module runs
+            several times in a pass.
     """
-    if hasattr(envoy._module, "recurrent_module"):
-        raise ValueError(OF_STATES.format(envoy.path))
+    own_parts: Any = getattr(envoy._module, "part_module", None)
+    if own_parts is not None:
+        raise ValueError(OF_PARTS.format(envoy.path, own_parts.why))
     if not _is_attention(envoy):
         return EngineSource(envoy, envoy.path, install_source(envoy))
     mediator = getattr(getcurrent(), "mediator", None)
