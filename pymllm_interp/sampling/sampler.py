@@ -94,11 +94,13 @@ def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
 def _sample(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     if batch.temperatures is None:
         return _greedy(scores)
-    if batch.seeds is None or batch.sample_indices is None or batch.gen_indices is None:
-        raise ValueError(
-            "SamplingBatch has temperatures, but seeds, sample_indices or gen_indices is None: set all three"
-        )
-    uniforms = uniform_noise(batch.seeds, batch.sample_indices, batch.gen_indices)
+    uniforms = batch.uniforms
+    if uniforms is None:
+        if batch.seeds is None or batch.sample_indices is None or batch.gen_indices is None:
+            raise ValueError(
+                "SamplingBatch has temperatures, but seeds, sample_indices or gen_indices is None: set all three"
+            )
+        uniforms = uniform_noise(batch.seeds, batch.sample_indices, batch.gen_indices)
     return _draw(scores, batch.temperatures, uniforms, batch.top_ks, batch.top_ps, batch.min_ps, batch.filter_width)
 
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..utils.upload import upload
 from .filters import filter_width
+from .noise import host_noise
 from .penalties import PenaltyBatch
 from .sampling_request import SamplingRequest
 from .token_constraint import BitmaskRows
@@ -49,6 +51,7 @@ class SamplingBatch:
     seeds:          torch.Tensor | None = None  # [rows] int64; set with temperatures, as the next two
     sample_indices: torch.Tensor | None = None  # [rows] int64
     gen_indices:    torch.Tensor | None = None  # [rows] int64
+    uniforms:       torch.Tensor | None = None  # [rows] float64, the noise of these keys; None: the sampler computes it
     top_ks:         torch.Tensor | None = None  # [rows] int64; below 1, or vocab and above: off
     top_ps:         torch.Tensor | None = None  # [rows] float32
     min_ps:         torch.Tensor | None = None  # [rows] float32
@@ -95,16 +98,17 @@ class SamplingBatch:
         top_ks = [0 if p.greedy or p.top_k >= vocab_size else int(p.top_k) for p in params]
         top_ps = [1.0 if p.greedy else p.top_p for p in params]
         min_ps = [0.0 if p.greedy else p.min_p for p in params]
-        floats = [[p.temperature for p in params], top_ps, min_ps]
-        ints = [
-            [_int64(request.seed) for request in requests],
-            [request.sample_index for request in requests],
-            [request.num_generated for request in requests],
-            top_ks,
-        ]
-        on_device, keys = upload(
-            device, torch.tensor(floats, dtype=torch.float32), torch.tensor(ints, dtype=torch.int64)
+        floats = np.array([[p.temperature for p in params], top_ps, min_ps], dtype=np.float32)
+        ints = np.array(
+            [
+                [_int64(request.seed) for request in requests],
+                [request.sample_index for request in requests],
+                [request.num_generated for request in requests],
+                top_ks,
+            ],
+            dtype=np.int64,
         )
+        on_device, keys, self.uniforms = upload(device, floats, ints, host_noise(ints[:3]))
         self.temperatures = on_device[0]
         self.top_ps = on_device[1] if any(p < 1 for p in top_ps) else None
         self.min_ps = on_device[2] if any(p > 0 for p in min_ps) else None

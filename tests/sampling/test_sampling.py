@@ -22,6 +22,7 @@ from pymllm_interp.sampling import (
     uniform_noise,
 )
 from pymllm_interp.sampling.filters import PROBE, filter_width, filtered_weights, kept_tokens
+from pymllm_interp.sampling.noise import host_noise
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MASK = 2**64 - 1
@@ -102,6 +103,7 @@ def keys(rows: int, device: str = "cpu") -> list[torch.Tensor]:
 def test_noise_equals_unsigned_reference(device):
     on_device = uniform_noise(*keys(300, device)).tolist()
     assert on_device == [reference_noise(*key) for key in zip(*(k.tolist() for k in keys(300)), strict=True)]
+    assert host_noise(np.stack([k.numpy() for k in keys(300)])).tolist() == on_device
 
 
 def test_noise_is_uniform_and_uncorrelated_along_every_key():
@@ -366,8 +368,8 @@ def test_cuda_draws_as_the_cpu_does_and_waits_for_nothing():
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53, 1.0])
 def test_a_token_without_probability_is_never_drawn(u, monkeypatch):
     monkeypatch.setattr(
-        "pymllm_interp.sampling.sampler.uniform_noise",
-        lambda seeds, *_: torch.full(seeds.shape, u, dtype=torch.float64),
+        "pymllm_interp.sampling.sampling_batch.host_noise",
+        lambda keys: np.full(keys.shape[1], u),
     )
     logits = torch.full((3, 11), -torch.inf)
     logits[0, 4] = logits[1, 2] = logits[1, 9] = logits[2, 10] = 1.5

@@ -71,7 +71,7 @@ class RowPasses:
             if i:
                 runner.input_buffers.advance(laid_out, len(rows), runner.req_states, self._table)
                 if sampling.gen_indices is not None:
-                    sampling.gen_indices = sampling.gen_indices + 1
+                    sampling.gen_indices, sampling.uniforms = sampling.gen_indices + 1, None
                 assert batch.seq_lens_cpu is not None
                 batch.seq_lens_cpu = batch.seq_lens_cpu + 1
             logits = runner.forward(batch).next_token_logits
