@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -14,12 +17,15 @@ from ..core.structured.structured_outputs import StructuredOutputs
 from ..hooks.receipt import Receipt
 from ..sampling.token_constraint import ConstraintError, TokenConstraint, TokenMasks, allows, empty_bitmask
 from ..utils.arguments import PromptError
+from .grammars.grammar_constraint import GrammarConstraint
 from .grammars.grammars import GrammarError, Grammars
 
 SLOW_SECONDS = 0.001
 """Time of the processor from which on the masks of a request's step are slow."""
 STEP_SECONDS = 0.01
 """Time that slow masks may take of a step: all requests wait for them."""
+MAX_THREADS, FEWEST_TOGETHER = 8, 4
+"""xgrammar's threads that make masks together, and masks that are worth it."""
 WEIGHT = 0.25
 """Of the last step, in the mean of a request's steps."""
 _turns = itertools.count(1)
@@ -49,6 +55,32 @@ class RequestConstraint:
     def name(self) -> str:
         """Names the constraint in messages."""
         return getattr(self._constraint, "name", type(self._constraint).__name__)
+
+    def matcher(self) -> Any:
+        """The grammar's matcher, for a mask that is made together with others; `made_together` follows. None: `mask` makes it.
+
+        Slow masks are made alone, so that their time is known.
+
+        Raises:
+            ConstraintError: the constraint raised.
+        """
+        grammar = self._constraint
+        if not isinstance(grammar, GrammarConstraint) or self.seconds > SLOW_SECONDS / 2:
+            return None
+        found: list[Any] = []
+        self._guarded("mask", lambda: found.append(grammar.matcher()))
+        return found[0]
+
+    def made_together(self, row: torch.Tensor, seconds: float) -> None:
+        """Take the mask `row` [words] that xgrammar wrote, and its share of the time.
+
+        Raises:
+            ConstraintError: it allows nothing.
+        """
+        self.turn = next(_turns)
+        self.seconds += WEIGHT * (seconds - self.seconds)
+        row &= self._constraint.allowed  # pyright: ignore[reportAttributeAccessIssue]
+        self._masks = [self._checked(row)]
 
     def mask(self, rows: torch.Tensor, drafts: Sequence[int] = ()) -> None:
         """Have the constraint write the masks of the next token, and of the token behind each draft. They are kept until then.
@@ -88,6 +120,9 @@ class RequestConstraint:
         inside = row.clone()
         self._guarded("mask", lambda: self._constraint.mask(row))
         row &= inside  # no bits past the vocabulary
+        return self._checked(row)
+
+    def _checked(self, row: torch.Tensor) -> torch.Tensor:
         if not row.any():
             raise ConstraintError(f"the constraint {self.name} allows no token: allow an end-of-sequence token to end")
         return row
@@ -191,10 +226,65 @@ def masks_of(
     own = [drafts.get(request.request_id, ()) for request in requests]
     counts = [1 + len(tokens) for tokens in own]
     bits = empty_bitmask(sum(counts), vocab_size)
-    for rows, request, tokens in zip(bits.split(counts), requests, own, strict=True):
+    firsts = [0, *itertools.accumulate(counts)]
+    alone = (
+        _made_together(list(zip(requests, firsts, strict=False)), bits, fail) if max(counts) == 1 else list(requests)
+    )
+    places = dict(zip(requests, zip(firsts, own, strict=False), strict=True))
+    for request in alone:
+        first, tokens = places[request]
         try:
-            request.constraint.mask(rows, tokens)
+            request.constraint.mask(bits[first : first + 1 + len(tokens)], tokens)
         except ConstraintError as error:
             fail([request], error)
     ids = [request.request_id for request, count in zip(requests, counts, strict=True) for _ in range(count)]
     return TokenMasks(ids, bits)
+
+
+def _made_together(
+    rows: Sequence[tuple[Request, int]], bits: torch.Tensor, fail: Callable[[list[Request], BaseException], None]
+) -> list[Request]:
+    """Make masks of grammars by xgrammar's threads, one call for all. Returns the requests whose masks are made alone.
+
+    Args:
+        rows: each request, and its row in `bits`.
+    """
+    started, alone, together = time.perf_counter(), [], []
+    if num_threads() < 2 or len(rows) < FEWEST_TOGETHER:
+        return [request for request, _ in rows]
+    for request, row in rows:
+        try:
+            matcher = request.constraint.matcher()
+        except ConstraintError as error:
+            fail([request], error)
+            continue
+        if matcher is None:
+            alone.append(request)
+        else:
+            together.append((request, row, matcher))
+    if not together:
+        return alone
+    _batch_matcher().batch_fill_next_token_bitmask(
+        [matcher for *_, matcher in together], bits, [row for _, row, _ in together]
+    )
+    share = (time.perf_counter() - started) / len(together)
+    for request, row, _ in together:
+        try:
+            request.constraint.made_together(bits[row], share)
+        except ConstraintError as error:
+            fail([request], error)
+    return alone
+
+
+@cache
+def num_threads() -> int:
+    """Threads that make masks: half of the processors that this process has."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_THREADS, found // 2)
+
+
+@cache
+def _batch_matcher() -> Any:
+    from xgrammar import BatchGrammarMatcher
+
+    return BatchGrammarMatcher(max_threads=num_threads())

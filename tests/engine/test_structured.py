@@ -18,6 +18,7 @@ from helpers_structured import ending_bias, save_model
 from transformers import AutoTokenizer
 
 from pymllm_interp import LM, ConstraintError, SamplingParams, Steer, StructuredOutputs
+from pymllm_interp.engine import constraints
 from pymllm_interp.engine.grammars import grammar_constraint, grammars
 from pymllm_interp.server.response_format import ResponseFormat
 from pymllm_interp.utils.arguments import PromptError
@@ -234,9 +235,18 @@ def check(form: StructuredOutputs, found: str) -> None:
         assert re.fullmatch(form.regex or "a*xb*", found) and (form.regex or found.count("a") == found.count("b"))
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-def test_completions_in_a_small_pool_beside_plain_requests(lm_with, ahead):
+@pytest.mark.parametrize(
+    ("ahead", "threads"), [(False, 1), (True, 1), (True, 3)], ids=["in turn", "ahead", "masks together"]
+)
+def test_completions_in_a_small_pool_beside_plain_requests(lm_with, ahead, threads, monkeypatch):
     """n, preemption and prefix reuse: the texts are those of the request alone, in a roomy pool."""
+    counts, made_together = [], constraints.RequestConstraint.made_together
+    monkeypatch.setattr(constraints, "num_threads", lambda: threads)
+    monkeypatch.setattr(
+        constraints.RequestConstraint,
+        "made_together",
+        lambda own, row, seconds: (counts.append(1), made_together(own, row, seconds))[1],
+    )
     options = {"async_scheduling": ahead, "max_model_len": 120}
     lm, roomy = lm_with(kv_cache_tokens=288, **options), lm_with(kv_cache_tokens=8192, **options)
     asked = [params(lm, form, seed, n=2) for seed, form in enumerate(FORMS)]
@@ -256,6 +266,7 @@ def test_completions_in_a_small_pool_beside_plain_requests(lm_with, ahead):
     assert len(ended) >= 6
     for form, one in ended:
         check(form, one.text)
+    assert (len(counts) > 50) is (threads == 3)
 
 
 def test_drafts_change_no_text_and_no_receipt(lm_with, folder):
@@ -336,11 +347,14 @@ def test_a_matcher_that_takes_too_long_ends_its_own_request(lm_with, monkeypatch
             if len(calls) > 5:
                 raise ConstraintError("a token took 3 s")
 
-    beside = lm.submit("x", params(lm, FORMS[0], 7))
     monkeypatch.setattr(grammar_constraint.GrammarConstraint, "_check_time", slow)
-    with pytest.raises(Exception, match="a token took 3 s"):
-        text(lm, StructuredOutputs(regex="[ab]{9}"))
-    assert beside.result().text == expected
+    for threads in (1, 3):
+        calls.clear()
+        monkeypatch.setattr(constraints, "num_threads", lambda threads=threads: threads)
+        beside = [lm.submit("x", params(lm, FORMS[0], 7)) for _ in range(6)]
+        with pytest.raises(Exception, match="a token took 3 s"):
+            text(lm, StructuredOutputs(regex="[ab]{9}"))
+        assert {handle.result().text for handle in beside} == {expected}
     monkeypatch.undo()
     monkeypatch.setattr(grammar_constraint, "MASK_SECONDS", -1)
     with pytest.raises(PromptError, match="write a simpler grammar"):

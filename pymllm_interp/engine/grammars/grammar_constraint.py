@@ -20,6 +20,8 @@ MEAN_SECONDS = 0.005
 class GrammarConstraint:
     """The tokens that continue a text of a grammar. Where the text is complete, it may end.
 
+    Accepted tokens, which a mask has allowed, are taken with the next mask.
+
     Args:
         compiled: xgrammar's CompiledGrammar.
         allowed: [words] int32, tokens that may come at all.
@@ -31,22 +33,32 @@ class GrammarConstraint:
         from xgrammar import GrammarMatcher
 
         self._matcher = GrammarMatcher(compiled, override_stop_tokens=list(end_ids))
-        self._allowed, self._end_ids, self.name = allowed, frozenset(end_ids), f"structured_outputs ({name})"
+        self.allowed, self._end_ids, self.name = allowed, frozenset(end_ids), f"structured_outputs ({name})"
         self._seconds, self._allowance = 0.0, MASK_SECONDS
+        self._queue: list[int] = []  # accepted, and not taken yet
         self._past_end = 0  # tokens after the one that ended the text: of a request with ignore_eos
 
     def mask(self, row: torch.Tensor) -> None:
+        self._take()
         if self._matcher.is_terminated():
             allow_only(row, self._end_ids)
             return
         started = time.thread_time()
         self._matcher.fill_next_token_bitmask(row[None], 0)
-        row &= self._allowed
+        row &= self.allowed
         self._check_time(started)
 
+    def matcher(self) -> Any:
+        """xgrammar's matcher, for the next mask; None where the text is complete. The mask is to be cut to `allowed`."""
+        self._take()
+        return None if self._matcher.is_terminated() else self._matcher
+
     def accept(self, token_ids: Sequence[int]) -> None:
-        started = time.thread_time()
-        for token in token_ids:
+        self._queue += token_ids
+
+    def _take(self) -> None:
+        started, (tokens, self._queue) = time.thread_time(), (self._queue, [])
+        for token in tokens:
             if self._matcher.is_terminated():
                 self._past_end += 1
             elif not self._matcher.accept_token(token):
@@ -54,6 +66,9 @@ class GrammarConstraint:
         self._check_time(started)
 
     def rollback(self, num_tokens: int) -> None:
+        waiting = min(num_tokens, len(self._queue))
+        del self._queue[len(self._queue) - waiting :]
+        num_tokens -= waiting
         past = min(num_tokens, self._past_end)
         self._past_end -= past
         if num_tokens > past:
