@@ -32,10 +32,9 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+@pytest.fixture
+def threads_kept() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
@@ -79,7 +78,7 @@ def test_products_equal_torch_and_do_not_depend_on_the_other_rows(n, k, dtype, k
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_do_not_depend_on_the_number_of_threads(dtype, kernels):
+def test_products_do_not_depend_on_the_number_of_threads(dtype, kernels, threads_kept):
     weight, x = randn(200, 700, dtype=dtype), randn(1, 33, 700, dtype=dtype, seed=1)
     found = []
     for threads in (1, 2, 3):
@@ -111,7 +110,7 @@ def test_what_lies_around_x_and_the_weight_is_not_read(dtype, kernels):
 
 def test_a_decode_pass_has_the_bits_of_the_pass_by_modules_and_of_each_request_alone(kernels, monkeypatch):
     monkeypatch.setattr(cpu_dispatch, "cpu_kernels", lambda: kernels)
-    config = LlamaConfig(**{**COMMON, "hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}, head_dim=32)
+    config = LlamaConfig(**{**COMMON, "hidden_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}, head_dim=32)
     torch.manual_seed(0)
     runner = make_runner(config, dtype="bfloat16", kv_cache_tokens=2048)
     calls, original = [], cpu_layer.decode_layer

@@ -177,17 +177,16 @@ void gemm_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t
   static thread_local std::vector<char> scratch;
   scratch.resize(std::max<int64_t>(scratch.size(), chunk * stride));
   char* packed = scratch.data();
-#pragma omp parallel num_threads(threads) if (m * n * k > 65536)
-  {
-    std::vector<float> sums(parts > 1 ? chunk * GROUP * LANES : 0);
-    alignas(64) char wide[WIDENS ? GROUP * (DEPTH_BYTES + 2 * STEP) : 1];
-    for (int64_t first = 0; first < m; first += chunk) {
-      int64_t some = std::min(chunk, m - first);
-#pragma omp single
-      for_blocks(some, [&](int64_t row, int64_t count) {
-        pack<P>({(const char*)(x + (first + row) * k), row_bytes}, count, row_bytes, packed + row * stride);
-      });
-#pragma omp for schedule(static)
+  for (int64_t first = 0; first < m; first += chunk) {
+    int64_t some = std::min(chunk, m - first);
+    for_blocks(some, [&](int64_t row, int64_t count) {
+      pack<P>({(const char*)(x + (first + row) * k), row_bytes}, count, row_bytes, packed + row * stride);
+    });
+#pragma omp parallel num_threads(threads) if (some * n * k > 65536)
+    {
+      std::vector<float> sums(parts > 1 ? some * GROUP * LANES : 0);
+      alignas(64) char wide[WIDENS ? GROUP * (DEPTH_BYTES + 2 * STEP) : 1];
+#pragma omp for schedule(static) nowait
       for (int64_t g = 0; g < groups; g++) {
         int64_t c = g * GROUP, cols = std::min(GROUP, n - c);
         for (int64_t at = 0; at < row_bytes; at += part_bytes) {

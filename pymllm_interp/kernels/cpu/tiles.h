@@ -113,17 +113,16 @@ void gemm_amx(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t
   int64_t packed_rows = (std::min(m, ROWS) + TILE - 1) / TILE * TILE;
   std::vector<bf16> buffer(packed_rows * steps * DEPTH + 32);
   bf16* packed = (bf16*)(((uintptr_t)buffer.data() + 63) & ~(uintptr_t)63);
+  for (int64_t first = 0; first < m; first += ROWS) {
+    int64_t rows = std::min(ROWS, m - first);
+    pack(x + first * k, packed, rows, k);
 #pragma omp parallel num_threads(threads) if (n * k > 65536)
-  {
-    alignas(64) float sums[1024];
-    std::vector<bf16> tail;
-    TileConfig config;
-    _tile_loadconfig(&config);
-    for (int64_t first = 0; first < m; first += ROWS) {
-      int64_t rows = std::min(ROWS, m - first);
-#pragma omp single
-      pack(x + first * k, packed, rows, k);
-#pragma omp for schedule(static)
+    {
+      alignas(64) float sums[1024];
+      std::vector<bf16> tail;
+      TileConfig config;
+      _tile_loadconfig(&config);
+#pragma omp for schedule(static) nowait
       for (int64_t b = 0; b < blocks; b++) {
         int64_t c = b * 2 * TILE, cols = std::min<int64_t>(2 * TILE, n - c), stride = k;
         const bf16* from = w + c * k;
@@ -143,8 +142,8 @@ void gemm_amx(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t
           }
         }
       }
+      _tile_release();
     }
-    _tile_release();
   }
 }
 
