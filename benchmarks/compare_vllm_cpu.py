@@ -1,9 +1,13 @@
 """Plain decoding on a CPU: this engine and vLLM's CPU build in turns, each in a process and an environment of its own.
 
-python benchmarks/compare_vllm_cpu.py FOLDER --ours PYTHON --vllm PYTHON [--dtype bfloat16 float32] --out FILE
+python benchmarks/compare_vllm_cpu.py FOLDER --ours PYTHON --vllm PYTHON [--dtype bfloat16 float32] [--isa avx2] --out FILE
 
 FOLDER has a config.json and safetensors. Prompts are random token ids; generation is greedy and ignores the end-of-sequence
 token. Each process keeps its model loaded, and idles while the other generates.
+
+`--isa` imitates a processor with fewer instructions on both sides: by the variables of `ISAS`, and by hiding instructions from
+vLLM's look at the processor. An instruction keeps this processor's speed: on Intel's, AVX-512 BF16 multiplies at half the rate of
+float32, on AMD's at twice the rate.
 
 On a busy machine `--threads 1` is what can be compared: the CPU time of one thread, which does not count the time of others.
 """
@@ -25,6 +29,33 @@ from typing import Any
 PROMPT_TOKENS, NEW_TOKENS = 16, 64
 BATCHES = (1, 8, 32)
 VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+ISAS = {
+    "native": {},
+    "avx512_bf16": {
+        "PYMLLM_INTERP_MAX_CPU_ISA": "avx512_bf16",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "ATEN_CPU_CAPABILITY": "avx512",
+    },
+    "avx512": {
+        "PYMLLM_INTERP_MAX_CPU_ISA": "avx512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "ATEN_CPU_CAPABILITY": "avx512",
+    },
+    "avx2": {"PYMLLM_INTERP_MAX_CPU_ISA": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+}
+"""--isa -> the variables of both sides."""
+HIDDEN = {"native": (), "avx512_bf16": ("amx",), "avx512": ("amx", "avx512_bf16"), "avx2": ("amx", "avx512")}
+"""--isa -> how the names of instructions that vLLM does not see begin."""
+
+
+def hide_instructions(isa: str) -> None:
+    """What `torch.cpu` tells of this processor, without the instructions of `HIDDEN`."""
+    import torch
+
+    found = torch.cpu.get_capabilities()
+    seen = {name: value and not name.startswith(HIDDEN[isa]) for name, value in found.items()} if HIDDEN[isa] else found
+    torch.cpu.get_capabilities = lambda: seen
 
 
 def generate_ours(folder: str, dtype: str) -> Any:
@@ -55,13 +86,25 @@ def generate_vllm(folder: str, dtype: str) -> Any:
     return generate
 
 
-def serve(side: str, folder: str, dtype: str) -> None:
+def products(side: str, dtype: str) -> str:
+    """What multiplies in bfloat16, where this engine says it."""
+    if side == "vllm" or dtype != "bfloat16":
+        return ""
+    from pymllm_interp.kernels.cpu.cpu_dispatch import cpu_kernels
+
+    kernels = cpu_kernels()
+    return f"({'torch' if kernels is None else kernels.BFLOAT16_ISA})"
+
+
+def serve(side: str, folder: str, dtype: str, isa: str) -> None:
     """Answer each line "batch new_tokens" on stdin with the seconds that it took, and the process's CPU seconds."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engines print
+    if side == "vllm":
+        hide_instructions(isa)
     generate = {"ours": generate_ours, "vllm": generate_vllm}[side](folder, dtype)
     package = {"ours": "pymllm-interp", "vllm": "vllm-cpu"}[side]
-    print(package, importlib.metadata.version(package), file=answers, flush=True)
+    print(package, importlib.metadata.version(package), products(side, dtype), file=answers, flush=True)
     for line in sys.stdin:
         batch, new_tokens = map(int, line.split())
         rng = random.Random(batch)
@@ -75,9 +118,9 @@ def serve(side: str, folder: str, dtype: str) -> None:
 class Side:
     """An engine in a process of its own."""
 
-    def __init__(self, name: str, python: str, folder: str, dtype: str, threads: int | None) -> None:
-        command = [python, __file__, folder, "--serve", name, "--dtype", dtype]
-        env = os.environ | (VLLM_VARIABLES if name == "vllm" else {})
+    def __init__(self, name: str, python: str, folder: str, dtype: str, threads: int | None, isa: str) -> None:
+        command = [python, __file__, folder, "--serve", name, "--dtype", dtype, "--isa", isa]
+        env = os.environ | (VLLM_VARIABLES if name == "vllm" else {}) | ISAS[isa]
         if threads is not None:
             env |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -124,30 +167,44 @@ def compare(sides: dict[str, Side], rounds: int) -> list[dict[str, Any]]:
     return results
 
 
+def processor() -> str:
+    """Its model, and which of the instructions it has that `--isa` may hide."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in lines.items()}
+    has = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in fields.get("flags", "").split()]
+    return f"{fields.get('model name', 'unknown')}, with {', '.join(has) or 'none of them'}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--ours", default=sys.executable)
     parser.add_argument("--vllm")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--isa", choices=ISAS, default="native", help="imitate a processor with these instructions")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="of each engine; default: its own choice")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.folder, args.dtype[0])
+        serve(args.serve, args.folder, args.dtype[0], args.isa)
     record: dict[str, Any] = {
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
         "cpus": os.cpu_count(),
+        "processor": processor(),
+        "isa": args.isa,
+        "variables": ISAS[args.isa],
         "threads": args.threads,
         "load_average_before": os.getloadavg(),
+        "engines": {},
         "dtypes": {},
     }
     for dtype in args.dtype:
-        sides = {name: Side(name, getattr(args, name), args.folder, dtype, args.threads) for name in ("ours", "vllm")}
-        record["engines"] = [side.version for side in sides.values()]
+        given = args.folder, dtype, args.threads, args.isa
+        sides = {name: Side(name, getattr(args, name), *given) for name in ("ours", "vllm")}
+        record["engines"][dtype] = [side.version for side in sides.values()]
         record["dtypes"][dtype] = compare(sides, args.rounds)
         for side in sides.values():
             side.close()

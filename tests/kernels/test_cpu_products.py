@@ -110,7 +110,14 @@ def test_what_lies_around_x_and_the_weight_is_not_read(dtype, kernels):
 
 def test_a_decode_pass_has_the_bits_of_the_pass_by_modules_and_of_each_request_alone(kernels, monkeypatch):
     monkeypatch.setattr(cpu_dispatch, "cpu_kernels", lambda: kernels)
-    config = LlamaConfig(**{**COMMON, "hidden_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}, head_dim=32)
+    sizes = {
+        "hidden_size": 72,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    config = LlamaConfig(**{**COMMON, **sizes})
     torch.manual_seed(0)
     runner = make_runner(config, dtype="bfloat16", kv_cache_tokens=2048)
     calls, original = [], cpu_layer.decode_layer
@@ -136,5 +143,7 @@ def test_a_decode_pass_has_the_bits_of_the_pass_by_modules_and_of_each_request_a
 
 
 def test_the_variable_names_one_of_the_instruction_sets(monkeypatch):
-    with pytest.raises(ValueError, match="PYMLLM_INTERP_MAX_CPU_ISA is 'sse', not one of avx2, avx512, avx512_bf16, amx"):
+    with pytest.raises(
+        ValueError, match="PYMLLM_INTERP_MAX_CPU_ISA is 'sse', not one of avx2, avx512, avx512_bf16, amx"
+    ):
         load_kernels("sse", monkeypatch)
