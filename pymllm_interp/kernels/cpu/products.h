@@ -175,8 +175,8 @@ void gemm_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t
   int64_t parts = m < FEW ? 1 : (stride + DEPTH_BYTES - 1) / DEPTH_BYTES;
   int64_t part_bytes = (row_bytes + parts * STEP - 1) / (parts * STEP) * STEP;
   static thread_local std::vector<char> scratch;
-  scratch.resize(std::max<int64_t>(scratch.size(), chunk * stride));
-  char* packed = scratch.data();
+  scratch.resize(std::max<int64_t>(scratch.size(), chunk * stride + 64));
+  char* packed = (char*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63);  // no vector is in two lines of the cache
   for (int64_t first = 0; first < m; first += chunk) {
     int64_t some = std::min(chunk, m - first);
     for_blocks(some, [&](int64_t row, int64_t count) {
