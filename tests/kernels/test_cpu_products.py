@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import subprocess
 from collections.abc import Iterator
 from importlib import util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +21,7 @@ from transformers import LlamaConfig
 
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.kernels.cpu import cpu_dispatch
-from pymllm_interp.kernels.cpu.cpu_build import ISA_VARIABLE, ISAS
+from pymllm_interp.kernels.cpu.cpu_build import COMPILERS, ISA_VARIABLE, ISAS
 from pymllm_interp.models.native import cpu_layer
 from pymllm_interp.runner.partition import Execution
 
@@ -147,3 +152,12 @@ def test_the_variable_names_one_of_the_instruction_sets(monkeypatch):
         ValueError, match="PYMLLM_INTERP_MAX_CPU_ISA is 'sse', not one of avx2, avx512, avx512_bf16, amx"
     ):
         load_kernels("sse", monkeypatch)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
+def test_the_kernels_compile_for_a_processor_without_vectors_of_eight():
+    source = Path(cpu_dispatch.__file__).with_name("cpu_kernels.cpp")
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS))
+    command = [compiler, "-std=c++17", "-fopenmp", "-march=x86-64", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ void attend(const T* queries, const T* keys, const T* values, const int32_t* slo
         for (int j = 0; j < 4; j++) dots[g][j] = fma(query, key[j], dots[g][j]);
       }
     }
-    for (int g = 0; g < HEADS; g++) store(weights + g * padded + p, sum4(dots[g]));
+    for (int g = 0; g < HEADS; g++) store4(weights + g * padded + p, sum4(dots[g]));
   }
   for (int g = 0; g < HEADS; g++) {
     float *row = weights + g * padded, peak = sinks ? sinks[g] : -INFINITY;

@@ -111,10 +111,10 @@ void multiply(const char* x, Rows w, int64_t bytes, Ahead ahead, bool first, flo
   for (int c = 0; c < WIDTH && bias; c++) shift[c] = to_float(bias[c]);
   repeat<ROWS>([&](auto r) {
     if constexpr (WIDTH == 4) {
-      store(out + r * n, sum4(totals + r * WIDTH) + shift);
+      store4(out + r * n, sum4(totals + r * WIDTH) + shift);
     } else {
       T rounded[4];
-      store(rounded, Four{sum(totals[r])} + shift);
+      store4(rounded, Four{sum(totals[r])} + shift);
       out[r * n] = rounded[0];
     }
   });

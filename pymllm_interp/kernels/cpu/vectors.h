@@ -88,9 +88,9 @@ inline float to_float(bf16 x) {
 
 inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
 
-inline void store(float* p, Four v) { memcpy(p, &v, sizeof v); }
+inline void store4(float* p, Four v) { memcpy(p, &v, sizeof v); }
 
-inline void store(bf16* p, Four v) {
+inline void store4(bf16* p, Four v) {
 #if defined(__AVX512BF16__) && defined(__AVX512VL__)
   FourHalves h = (FourHalves)_mm_cvtsi128_si64((__m128i)_mm_cvtneps_pbh((__m128)v));
 #else
