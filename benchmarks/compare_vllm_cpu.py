@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS, NEW_TOKENS = 16, 64
+PROMPT_TOKENS = 16
 BATCHES = (1, 8, 32)
 VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -126,7 +126,7 @@ class Side:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.version = self._answer()
 
-    def seconds(self, batch: int, new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
+    def seconds(self, batch: int, new_tokens: int) -> tuple[float, float]:
         """Wall time, and CPU time."""
         assert self.process.stdin is not None
         print(batch, new_tokens, file=self.process.stdin, flush=True)
@@ -146,7 +146,7 @@ class Side:
         self.process.wait()
 
 
-def compare(sides: dict[str, Side], rounds: int) -> list[dict[str, Any]]:
+def compare(sides: dict[str, Side], rounds: int, new_tokens: int) -> list[dict[str, Any]]:
     """Tokens a second, by wall time and by CPU time, of each batch and side: the best and the median of the rounds."""
     results = []
     for batch in BATCHES:
@@ -156,9 +156,9 @@ def compare(sides: dict[str, Side], rounds: int) -> list[dict[str, Any]]:
         runs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, side in sides.items():
-                runs[name].append(side.seconds(batch))
+                runs[name].append(side.seconds(batch, new_tokens))
         for i, clock in enumerate(("wall", "cpu")):
-            rates = {name: [round(batch * NEW_TOKENS / run[i], 1) for run in runs[name]] for name in sides}
+            rates = {name: [round(batch * new_tokens / run[i], 1) for run in runs[name]] for name in sides}
             found = {name: {"best": max(values), "median": statistics.median(values)} for name, values in rates.items()}
             ratios = {kind: round(found["ours"][kind] / found["vllm"][kind], 3) for kind in ("best", "median")}
             result[f"tokens_per_{clock}_s"] = {**found, "ours_to_vllm": ratios, "runs": rates}
@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--isa", choices=ISAS, default="native", help="imitate a processor with these instructions")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, help="of each engine; default: its own choice")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -191,7 +192,7 @@ def main() -> None:
         serve(args.serve, args.folder, args.dtype[0], args.isa)
     record: dict[str, Any] = {
         "prompt_tokens": PROMPT_TOKENS,
-        "new_tokens": NEW_TOKENS,
+        "new_tokens": args.new_tokens,
         "cpus": os.cpu_count(),
         "processor": processor(),
         "isa": args.isa,
@@ -205,7 +206,7 @@ def main() -> None:
         given = args.folder, dtype, args.threads, args.isa
         sides = {name: Side(name, getattr(args, name), *given) for name in ("ours", "vllm")}
         record["engines"][dtype] = [side.version for side in sides.values()]
-        record["dtypes"][dtype] = compare(sides, args.rounds)
+        record["dtypes"][dtype] = compare(sides, args.rounds, args.new_tokens)
         for side in sides.values():
             side.close()
     record["load_average_after"] = os.getloadavg()
