@@ -108,7 +108,8 @@ def test_what_lies_around_x_and_the_weight_is_not_read(dtype, kernels):
     for rows, n, k in ((1, 5, 33), (7, 9, 47), (33, 17, 65)):
         whole = torch.full((2, 64 * 128), float("nan"), dtype=dtype)
         x, weight = whole[0, 64 : 64 + rows * k].view(rows, k), whole[1, 64 : 64 + n * k].view(n, k)
-        x.copy_(randn(rows, k, dtype=dtype)), weight.copy_(randn(n, k, dtype=dtype, seed=1))
+        x.copy_(randn(rows, k, dtype=dtype))
+        weight.copy_(randn(n, k, dtype=dtype, seed=1))
         assert torch.equal(kernels.gemm(x, weight, None), kernels.gemm(x.clone(), weight.clone(), None))
         assert not kernels.gemm(x, weight, None).isnan().any()
 
