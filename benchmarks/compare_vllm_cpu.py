@@ -37,6 +37,11 @@ ISAS = {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
         "ATEN_CPU_CAPABILITY": "avx512",
     },
+    "no_amx": {  # what each selects on this processor: ours uses no AVX-512 BF16 on Intel
+        "PYMLLM_INTERP_MAX_CPU_ISA": "avx512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "ATEN_CPU_CAPABILITY": "avx512",
+    },
     "avx512": {
         "PYMLLM_INTERP_MAX_CPU_ISA": "avx512",
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
@@ -45,7 +50,13 @@ ISAS = {
     "avx2": {"PYMLLM_INTERP_MAX_CPU_ISA": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
 }
 """--isa -> the variables of both sides."""
-HIDDEN = {"native": (), "avx512_bf16": ("amx",), "avx512": ("amx", "avx512_bf16"), "avx2": ("amx", "avx512")}
+HIDDEN = {
+    "native": (),
+    "avx512_bf16": ("amx",),
+    "no_amx": ("amx",),
+    "avx512": ("amx", "avx512_bf16"),
+    "avx2": ("amx", "avx512"),
+}
 """--isa -> how the names of instructions that vLLM does not see begin."""
 
 
