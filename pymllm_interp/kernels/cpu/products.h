@@ -18,12 +18,12 @@
 
 namespace {
 
-constexpr int64_t STEP = sizeof(Vec);              // bytes of a row of the weight that a step multiplies
-constexpr int64_t COLS = 4, GROUP = 8;             // rows of the weight in a block, and in blocks that share rows of x
+constexpr int64_t STEP = sizeof(Vec);               // bytes of a row of the weight that a step multiplies
+constexpr int64_t COLS = 4, GROUP = 8;              // rows of the weight in a block, and in blocks that share rows of x
 constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 3;  // of x in a block: as many sums as there are registers for
-constexpr int64_t FEW = 4;                         // rows of x with which the weight takes longer to arrive than to be multiplied
-constexpr int64_t DEPTH_BYTES = 40 * 64;           // of a row at a time: GROUP + MOST_ROWS of them stay in the L1 cache
-constexpr int64_t KEPT_BYTES = 1 << 19;            // of x at a time: they stay in the L2 cache while the weight passes
+constexpr int64_t FEW = 4;                          // with fewer rows of x the weight takes longer to arrive than to be multiplied
+constexpr int64_t DEPTH_BYTES = 40 * 64;            // of a row at a time: GROUP + MOST_ROWS of them stay in the L1 cache
+constexpr int64_t KEPT_BYTES = 1 << 19;             // of x at a time: they stay in the L2 cache while the weight passes
 
 // Rows in memory, `stride` bytes from each other.
 struct Rows {
@@ -140,16 +140,16 @@ inline void for_blocks(int64_t rows, F f) {
 // A group of the weight with all rows of x.
 template <class T>
 struct Group {
-  const char* x;                   // packed
-  int64_t rows, stride;            // of x; the bytes of each
-  int64_t cols;                    // rows of the weight
-  Rows next;                       // of the weight: what is multiplied after this group
-  float* sums;                     // [rows][GROUP] of vectors
-  const T* bias;                   // of the group
-  T* out;                          // [rows, n], the group's first output
+  const char* x;         // packed
+  int64_t rows, stride;  // of x; the bytes of each
+  int64_t cols;          // rows of the weight
+  Rows next;             // of the weight: what is multiplied after this group
+  float* sums;           // [rows][GROUP] of vectors
+  const T* bias;         // of the group; nullptr: none
+  T* out;                // [rows, n], the group's first output
   int64_t n;
 
-  // The product of a part of k. `at`: its place in each row of packed x. `bytes`: of each row of w.
+  // The product of a part of k. `at`: its place in each row of packed x. `bytes`: of each row of w. `shift`: see Ahead.
   template <class P>
   void multiply(Rows w, int64_t at, int64_t bytes, int shift, bool last) const {
     int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, share = (COLS + blocks - 1) / blocks, fetched = 0;
@@ -167,6 +167,8 @@ struct Group {
   }
 };
 
+// x [m, k], w [n, k], bias [n] -> out [m, n]. x is packed once for all threads. With some rows of x, bfloat16 of the weight is widened
+// once for all of them.
 template <class P, class T = typename P::In>
 void gemm_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t n, int64_t k, int threads) {
   constexpr bool WIDENS = P::VECS > 1;
@@ -176,7 +178,7 @@ void gemm_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t
   int64_t part_bytes = (row_bytes + parts * STEP - 1) / (parts * STEP) * STEP;
   static thread_local std::vector<char> scratch;
   scratch.resize(std::max<int64_t>(scratch.size(), chunk * stride + 64));
-  char* packed = (char*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63);  // no vector is in two lines of the cache
+  char* packed = (char*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63);  // so no vector is in two lines of the cache
   for (int64_t first = 0; first < m; first += chunk) {
     int64_t some = std::min(chunk, m - first);
     for_blocks(some, [&](int64_t row, int64_t count) {
