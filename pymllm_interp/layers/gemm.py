@@ -19,8 +19,8 @@ class Gemm:
 
     On CUDA one row in half precision runs as our matrix-vector kernel. It comes closer to the memory's bandwidth than cuBLAS.
 
-    On a CPU our kernels read the weight as it lies in memory. On processors without AMX, bfloat16 runs from a copy of the weight
-    in oneDNN's blocked layout. The copy is made at first use, and again after a write to the weight.
+    On a CPU our kernels read the weight as it lies in memory. Without them, bfloat16 runs from a copy of the weight in oneDNN's
+    blocked layout, where oneDNN has such products. The copy is made at first use, and again after a write to the weight.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -16,6 +16,10 @@ import torch
 from ...utils.cache_folder import default_cache_dir
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
+ISAS = ("avx2", "avx512", "avx512_bf16", "amx")
+"""What products may use, from the fewest instructions. Each has those in front of it."""
+ISA_VARIABLE = "PYMLLM_INTERP_MAX_CPU_ISA"
+"""The environment variable that names the last of `ISAS` to use: a processor with fewer instructions is imitated. Default: all."""
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_SECONDS = 120
 
@@ -24,10 +28,23 @@ class BuildError(ImportError):
     """The kernels cannot be compiled here."""
 
 
-def load_library(source: Path) -> ctypes.CDLL:
-    """Compile `source`, or find the library that was compiled before.
+def max_isa() -> str:
+    """The last of `ISAS` that may be used.
 
-    The compiler is the one that the environment variable CXX names, else the first of `COMPILERS`.
+    Raises:
+        ValueError: `ISA_VARIABLE` names none of them.
+    """
+    isa = os.environ.get(ISA_VARIABLE) or ISAS[-1]
+    if isa not in ISAS:
+        raise ValueError(f"{ISA_VARIABLE} is {isa!r}, not one of {', '.join(ISAS)}")
+    return isa
+
+
+def load_library(source: Path, isa: str) -> ctypes.CDLL:
+    """Compile `source`, with the headers beside it, or find the library that was compiled before.
+
+    The compiler is the one that the environment variable CXX names, else the first of `COMPILERS`. With "avx2" as `isa` all kernels
+    are compiled without AVX-512. The others of `ISAS` have one library.
 
     Raises:
         BuildError: no compiler, or one that fails.
@@ -37,11 +54,13 @@ def load_library(source: Path) -> ctypes.CDLL:
         raise BuildError(f"none of the compilers {', '.join(COMPILERS)} is installed")
     # torch's own OpenMP: a second one would have threads of its own.
     openmp = [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]
-    key = (source.read_text(), compiler, FLAGS, _processor(), torch.__version__)
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    flags = (*FLAGS, "-mno-avx512f") if isa == "avx2" else FLAGS
+    key = (texts, compiler, flags, _processor(), torch.__version__)
     name = f"{source.stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     library = default_cache_dir() / name
     if not library.exists():
-        _compile([compiler, *FLAGS, str(source), "-Wl,--as-needed", *openmp], library)
+        _compile([compiler, *flags, str(source), "-Wl,--as-needed", *openmp], library)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:

@@ -5,6 +5,7 @@ Like the Triton kernels, they return the bits of torch's kernels for the same fo
 
 Raises (at import):
     BuildError: the kernels cannot be compiled here.
+    ValueError: see `cpu_build.max_isa`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from typing import Any
 import torch
 
 from ...core.norm_kind import RMS
-from .cpu_build import load_library
+from .cpu_build import ISAS, load_library, max_isa
 
 POINTER, SIZE, FLOAT, FLAG = c_void_p, c_int64, c_float, c_int
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 ATTENTION_WIDTH = 16
 """Attention takes multiples of this as head_dim."""
 
-_library = load_library(Path(__file__).with_name("cpu_kernels.cpp"))
-_has_tiles = bool(_library.init())
+_library = load_library(Path(__file__).with_name("cpu_kernels.cpp"), max_isa())
+_isa = _library.init(ISAS.index(max_isa()))
+BFLOAT16_ISA = None if _isa < 0 else ISAS[_isa]
+"""The instructions that products of bfloat16 take: one of `cpu_build.ISAS`. None: this processor has no such products."""
 
 
 def _kernel(name: str, *types: Any, dtypes: dict[torch.dtype, str] = DTYPES) -> dict[torch.dtype, Any]:
@@ -41,7 +44,7 @@ _rope = _kernel("rope", *[POINTER] * 7, *[SIZE] * 8, FLAG)
 _argmax = _kernel("argmax", *[POINTER] * 2, *[SIZE] * 3)
 _silu = _kernel("silu", *[POINTER] * 2, *[SIZE] * 2, FLAG)
 _attention = _kernel("decode_attention", *[POINTER] * 7, *[SIZE] * 6, FLOAT, FLOAT, POINTER)
-_gemm_dtypes = DTYPES if _has_tiles else {torch.float32: "f32"}
+_gemm_dtypes = {torch.float32: "f32"} if BFLOAT16_ISA is None else DTYPES
 _gemm = _kernel("gemm", *[POINTER] * 4, *[SIZE] * 3, dtypes=_gemm_dtypes)
 _decode_layer = _kernel("decode_layer", *[POINTER] * 24, *[SIZE] * 9, *[FLOAT] * 3, dtypes=_gemm_dtypes)
 
@@ -256,7 +259,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def has_gemm(dtype: torch.dtype) -> bool:
-    """Whether this processor has a `gemm` of the dtype: of bfloat16 those with AMX."""
+    """Whether this processor has a `gemm` of the dtype: of bfloat16 those with AVX2."""
     return dtype in _gemm
 
 
