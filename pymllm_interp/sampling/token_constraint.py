@@ -79,12 +79,14 @@ def allow_only(row: torch.Tensor, token_ids: Iterable[int]) -> None:
     Raises:
         ConstraintError: a token that the row has no bit for.
     """
-    words = [0] * len(row)
+    words: dict[int, int] = {}
     for token in token_ids:
-        if not 0 <= token < WORD * len(words):
+        if not 0 <= token < WORD * len(row):
             raise ConstraintError(f"token {token}: expected a token id from 0, below the vocabulary's size")
-        words[token // WORD] |= 1 << (token % WORD)
-    row.copy_(torch.tensor(words, dtype=torch.int64))  # int32 keeps the low bits
+        words[token // WORD] = words.get(token // WORD, 0) | 1 << (token % WORD)
+    row.zero_()
+    if words:
+        row[list(words)] = torch.tensor(list(words.values())).to(row.dtype)  # int32 keeps the low bits
 
 
 def allows(row: torch.Tensor, token_id: int) -> bool:
