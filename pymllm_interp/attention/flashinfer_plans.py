@@ -78,7 +78,7 @@ class Planned:
 
         Args:
             sinks: [heads], see `RadixAttention`. The kernel has none; its output is scaled by ``sigmoid(lse - sink)``.
-            kv_scales: what the values of K and V are multiplied by. A noted call would have those of another layer.
+            kv_scales: what the values of K and V are multiplied by. A noted call would have the scales of another layer.
         """
         lse = None if sinks is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if kv_scales != (1.0, 1.0):

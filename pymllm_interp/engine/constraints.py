@@ -59,7 +59,7 @@ class RequestConstraint:
     def matcher(self) -> Any:
         """The grammar's matcher, for a mask that is made together with others; `made_together` follows. None: `mask` makes it.
 
-        Slow masks are made alone, so that their time is known.
+        Slow masks are made one by one, so that their time is known.
 
         Raises:
             ConstraintError: the constraint raised.
@@ -226,54 +226,45 @@ def masks_of(
     own = [drafts.get(request.request_id, ()) for request in requests]
     counts = [1 + len(tokens) for tokens in own]
     bits = empty_bitmask(sum(counts), vocab_size)
-    firsts = [0, *itertools.accumulate(counts)]
-    alone = (
-        _made_together(list(zip(requests, firsts, strict=False)), bits, fail) if max(counts) == 1 else list(requests)
-    )
-    places = dict(zip(requests, zip(firsts, own, strict=False), strict=True))
-    for request in alone:
-        first, tokens = places[request]
+    rows = bits.split(counts)
+    for i in range(len(requests)) if any(own) else _made_together(requests, bits, fail):
         try:
-            request.constraint.mask(bits[first : first + 1 + len(tokens)], tokens)
+            requests[i].constraint.mask(rows[i], own[i])
         except ConstraintError as error:
-            fail([request], error)
+            fail([requests[i]], error)
     ids = [request.request_id for request, count in zip(requests, counts, strict=True) for _ in range(count)]
     return TokenMasks(ids, bits)
 
 
 def _made_together(
-    rows: Sequence[tuple[Request, int]], bits: torch.Tensor, fail: Callable[[list[Request], BaseException], None]
-) -> list[Request]:
-    """Make masks of grammars by xgrammar's threads, one call for all. Returns the requests whose masks are made alone.
+    requests: Sequence[Request], bits: torch.Tensor, fail: Callable[[list[Request], BaseException], None]
+) -> list[int]:
+    """Make masks of grammars by xgrammar's threads, one call for all. Returns the requests that are left, by row.
 
     Args:
-        rows: each request, and its row in `bits`.
+        bits: [requests, words].
     """
-    started, alone, together = time.perf_counter(), [], []
-    if num_threads() < 2 or len(rows) < FEWEST_TOGETHER:
-        return [request for request, _ in rows]
-    for request, row in rows:
+    if num_threads() < 2 or len(requests) < FEWEST_TOGETHER:
+        return list(range(len(requests)))
+    started, left, matchers = time.perf_counter(), [], {}
+    for row, request in enumerate(requests):
         try:
             matcher = request.constraint.matcher()
         except ConstraintError as error:
             fail([request], error)
             continue
         if matcher is None:
-            alone.append(request)
+            left.append(row)
         else:
-            together.append((request, row, matcher))
-    if not together:
-        return alone
-    _batch_matcher().batch_fill_next_token_bitmask(
-        [matcher for *_, matcher in together], bits, [row for _, row, _ in together]
-    )
-    share = (time.perf_counter() - started) / len(together)
-    for request, row, _ in together:
+            matchers[row] = matcher
+    if matchers:
+        _batch_matcher().batch_fill_next_token_bitmask(list(matchers.values()), bits, list(matchers))
+    for row in matchers:
         try:
-            request.constraint.made_together(bits[row], share)
+            requests[row].constraint.made_together(bits[row], (time.perf_counter() - started) / len(matchers))
         except ConstraintError as error:
-            fail([request], error)
-    return alone
+            fail([requests[row]], error)
+    return left
 
 
 @cache

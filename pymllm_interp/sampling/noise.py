@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 _Ints = TypeVar("_Ints", torch.Tensor, np.ndarray)
-"""int64, whose products wrap."""
+"""int64: products wrap."""
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64

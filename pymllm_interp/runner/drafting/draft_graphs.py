@@ -1,6 +1,6 @@
 """`DraftGraphs`: all passes that propose drafts for a step, as one CUDA graph for each number of requests.
 
-A replayed pass of a small draft takes less time than the host needs for the next one: its inputs, its launch, the sampling. Here
+A replayed pass of a small draft takes less time than the host needs for the next one. Here
 the host uploads the inputs of the first pass, replays one graph, and reads the drafts::
 
     tokens without KV (up to k + 1 rows a request) -> pass -> draft 1 -> pass -> draft 2 -> ... -> draft k
@@ -27,13 +27,16 @@ MAX_REQUESTS = 32
 class DraftInputs(NamedTuple):
     """Static inputs of a graph for `n` requests: views of one array of int64. Padding is the dummy row, greedy."""
 
-    # fmt: off
-    known:        torch.Tensor  # [3, rows]: token id, position and row of the request table, as `InputBuffers.lay_out` takes them
-    following:    torch.Tensor  # [3, n]: the same of the second pass
-    ends:         torch.Tensor  # [n], each request's last row in the first pass
-    keys:         torch.Tensor  # [3, n]: seed, sample index and generated index of the first draft
-    temperatures: torch.Tensor  # [n] float64
-    # fmt: on
+    known: torch.Tensor
+    """[3, rows]: token id, position and row of the request table (`InputBuffers.lay_out`)."""
+    following: torch.Tensor
+    """[3, n]: the same of the second pass."""
+    ends: torch.Tensor
+    """[n], each request's last row in the first pass."""
+    keys: torch.Tensor
+    """[3, n]: seed, sample index and generated index of the first draft."""
+    temperatures: torch.Tensor
+    """[n] float64."""
 
     @classmethod
     def over(cls, memory: torch.Tensor, rows: int, n: int) -> DraftInputs:
@@ -63,8 +66,8 @@ class DraftGraphs:
     Args:
         runner: open, with captured decode passes.
         k: drafts of a request.
-        carry: called between the first two passes with the last rows [n] int64 of the first one, for what a pass reads beside
-            tokens. None: nothing.
+        carry: called between the first two passes with the last rows [n] int64 of the first one. It hands on what a pass reads
+            beside tokens. None: nothing.
     """
 
     def __init__(self, runner: ModelRunner, k: int, carry: Callable[[torch.Tensor], None] | None = None) -> None:

@@ -279,7 +279,7 @@ class CudaGraphRunner:
         return self.attn_backend.can_replay(batch, bs)
 
     def run_inside(self, bs: int) -> torch.Tensor:
-        """Run the pass of `bs` rows over the input buffers, for a graph that captures more than one pass: logits [bs, vocab]."""
+        """Run the pass of `bs` rows over the input buffers, for a graph that captures several: logits [bs, vocab]."""
         batch = self._batches[bs]
         assert batch.positions is not None
         self.attn_backend.forget_plan(batch)
