@@ -8,7 +8,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from helpers_docs import EXAMPLES, run
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import pymllm_interp
+from pymllm_interp import LM
 
 
 def texts_of(svg: Path) -> list[str | None]:
@@ -63,3 +68,34 @@ def test_every_example_is_tested_and_says_how_to_use_it() -> None:
     for name in names:
         doc = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
         assert doc and f"Usage: python examples/{name}.py" in doc
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of Qwen3.5's shape: 28 layers, of which every fourth has attention, with the demo's tokenizer."""
+    folder = tmp_path_factory.mktemp("qwen3_5")
+    with LM("demo") as lm:
+        lm.tokenizer.save_pretrained(folder)
+        vocab = lm.model_spec.vocab_size
+    config = AutoConfig.for_model(
+        "qwen3_5_text", vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=28, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, max_position_embeddings=512,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["logit_lens", "steering", "activation_patching", "streaming", "harvest"])
+def test_examples_run_on_a_model_with_recurrent_states(
+    name: str, hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pymllm_interp, "LM", lambda model, **options: LM(hybrid, **options))
+    found = run(name, *[str(tmp_path)] * (name == "harvest"))
+    if name in ("logit_lens", "activation_patching"):
+        assert len(found) == 28
+    elif name == "harvest":
+        assert 0 <= found <= 1
+    else:
+        assert all(found)
