@@ -81,9 +81,26 @@ def test_pages_are_listed_as_in_plain_torch(page_size: int) -> None:
     ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (8, 2, 128), (34, 2, 64), (3, 1, 256)], ids=str
 )
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (33, 0.0), (0, 1.5), (5, 2.0)])
-@pytest.mark.parametrize(("num_sms", "scales"), [(1, None), (20, None), (132, None), (20, (0.5, 3.0))], ids=str)
+@pytest.mark.parametrize("num_sms", [1, 20, 132])
 def test_decode_attention_is_that_of_plain_torch(
-    heads: int, kv_heads: int, dim: int, window: int, cap: float, num_sms: int, scales: tuple[float, float] | None
+    heads: int, kv_heads: int, dim: int, window: int, cap: float, num_sms: int
+) -> None:
+    check_decode_attention(heads, kv_heads, dim, window, cap, num_sms)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (8, 2, 128)], ids=str)
+def test_decode_attention_reads_fp8_by_its_scales(heads: int, kv_heads: int, dim: int) -> None:
+    check_decode_attention(heads, kv_heads, dim, 33, 1.5, 20, (0.5, 3.0))
+
+
+def check_decode_attention(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int,
+    cap: float,
+    num_sms: int,
+    scales: tuple[float, float] | None = None,
 ) -> None:
     """One token, a full page, a page plus one, a full block, a block plus one; few parts and many."""
     lens = [1, 16, 17, 64, 65, 128, 129, 300] if DEVICE == "cuda" else [1, 17, 65, 200]

@@ -43,8 +43,17 @@ def plain(lm_of: Callable[..., LM]) -> LM:
 # -- drafts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, SMALL, {"async_scheduling": True}], ids=["large", "small pools", "ahead"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+@pytest.mark.parametrize(
+    ("graphs", "options"),
+    [
+        (False, {}),
+        (False, SMALL),
+        (False, {"async_scheduling": True}),
+        (True, SMALL),
+        (True, {"async_scheduling": True}),
+    ],
+    ids=["large", "small pools", "ahead", "graphs, small pools", "graphs, ahead"],
+)
 def test_all_drafts_of_the_model_itself_are_accepted(graphs, options, plain, model_folder, monkeypatch):
     """Greedy ones, and sampled ones, whose noise is the request's."""
     folder = model_folder("llama")

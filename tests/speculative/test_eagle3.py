@@ -138,8 +138,17 @@ def test_the_states_are_the_inputs_of_the_layers_behind_ops(way, head, model_fol
 # -- drafts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, SMALL, {"async_scheduling": True}], ids=["large", "small pools", "ahead"])
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
+@pytest.mark.parametrize(
+    ("graphs", "options"),
+    [
+        (False, {}),
+        (False, SMALL),
+        (False, {"async_scheduling": True}),
+        (True, SMALL),
+        (True, {"async_scheduling": True}),
+    ],
+    ids=["large", "small pools", "ahead", "graphs, small pools", "graphs, ahead"],
+)
 def test_a_head_proposes_what_plain_torch_says(graphs, options, head, plain, model_folder, oracle, monkeypatch):
     """Behind rejected drafts, chunks, preemptions and prefixes of the prefix cache, from the first state that it has."""
     folder, weights = head
