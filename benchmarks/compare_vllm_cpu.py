@@ -7,7 +7,7 @@ token. Each process keeps its model loaded, and idles while the other generates.
 
 `--isa` imitates a processor with fewer instructions on both sides: by the variables of `ISAS`, and by hiding instructions from
 vLLM's look at the processor. An instruction keeps this processor's speed: on Intel's, AVX-512 BF16 multiplies at half the rate of
-float32, on AMD's at twice the rate.
+float32, on AMD's probably at twice the rate: none was measured.
 
 On a busy machine `--threads 1` is what can be compared: the CPU time of one thread, which does not count the time of others.
 """
