@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from ..sampling.token_constraint import ConstraintError, TokenConstraint, TokenM
 from ..utils.arguments import PromptError
 from .grammars.grammar_constraint import GrammarConstraint
 from .grammars.grammars import GrammarError, Grammars
+
+logger = logging.getLogger(__name__)
 
 SLOW_SECONDS = 0.001
 """Time of the processor from which on the masks of a request's step are slow."""
@@ -78,7 +81,10 @@ class RequestConstraint:
             ConstraintError: it allows nothing.
         """
         self.turn = next(_turns)
-        self.seconds += WEIGHT * (seconds - self.seconds)
+        if seconds > SLOW_SECONDS / 2:  # one of them is slow: each is timed by itself next, and none takes turns for it
+            self.seconds = SLOW_SECONDS
+        else:
+            self.seconds += WEIGHT * (seconds - self.seconds)
         row &= self._constraint.allowed  # pyright: ignore[reportAttributeAccessIssue]
         self._masks = [self._checked(row)]
 
@@ -227,7 +233,7 @@ def masks_of(
     counts = [1 + len(tokens) for tokens in own]
     bits = empty_bitmask(sum(counts), vocab_size)
     rows = bits.split(counts)
-    for i in range(len(requests)) if any(own) else _made_together(requests, bits, fail):
+    for i in range(len(requests)) if any(own) else _made_together(requests, bits, vocab_size, fail):
         try:
             requests[i].constraint.mask(rows[i], own[i])
         except ConstraintError as error:
@@ -237,7 +243,10 @@ def masks_of(
 
 
 def _made_together(
-    requests: Sequence[Request], bits: torch.Tensor, fail: Callable[[list[Request], BaseException], None]
+    requests: Sequence[Request],
+    bits: torch.Tensor,
+    vocab_size: int,
+    fail: Callable[[list[Request], BaseException], None],
 ) -> list[int]:
     """Make masks of grammars by xgrammar's threads, one call for all. Returns the requests that are left, by row.
 
@@ -257,11 +266,18 @@ def _made_together(
             left.append(row)
         else:
             matchers[row] = matcher
-    if matchers:
+    if not matchers:
+        return left
+    try:
         _batch_matcher().batch_fill_next_token_bitmask(list(matchers.values()), bits, list(matchers))
+    except Exception as error:  # of one matcher: made one by one, it ends its own request
+        logger.warning("masks are made one by one: %r", error)
+        bits.copy_(empty_bitmask(len(requests), vocab_size))
+        return sorted((*left, *matchers))
+    share = (time.perf_counter() - started) / len(matchers)
     for row in matchers:
         try:
-            requests[row].constraint.made_together(bits[row], (time.perf_counter() - started) / len(matchers))
+            requests[row].constraint.made_together(bits[row], share)
         except ConstraintError as error:
             fail([requests[row]], error)
     return left

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import CONFIGS, VOCAB, random_model
 from helpers_declared import lms, vector
-from helpers_drafts import NEW, SMALL, checked_steps, drafted_by, drawn, greedy, proposals, replayed
+from helpers_drafts import NEW, SMALL, WAYS, checked_steps, drafted_by, drawn, greedy, proposals, replayed
 from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 from test_random_drafts import Call, traffic
@@ -43,17 +43,7 @@ def plain(lm_of: Callable[..., LM]) -> LM:
 # -- drafts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("graphs", "options"),
-    [
-        (False, {}),
-        (False, SMALL),
-        (False, {"async_scheduling": True}),
-        (True, SMALL),
-        (True, {"async_scheduling": True}),
-    ],
-    ids=["large", "small pools", "ahead", "graphs, small pools", "graphs, ahead"],
-)
+@WAYS
 def test_all_drafts_of_the_model_itself_are_accepted(graphs, options, plain, model_folder, monkeypatch):
     """Greedy ones, and sampled ones, whose noise is the request's."""
     folder = model_folder("llama")

@@ -12,7 +12,7 @@ import torch
 from conftest import CONFIGS, VOCAB
 from golden_eagle3 import DRAFT_VOCAB, HEADS, LENGTH, PATH, STEPS, d2t, inputs
 from helpers_declared import lms, vector
-from helpers_drafts import SMALL, checked_steps, drafted_by, drawn, greedy, proposals, replayed
+from helpers_drafts import SMALL, WAYS, checked_steps, drafted_by, drawn, greedy, proposals, replayed
 from helpers_eagle import checkpoint, drafts_of
 from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
@@ -138,17 +138,7 @@ def test_the_states_are_the_inputs_of_the_layers_behind_ops(way, head, model_fol
 # -- drafts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("graphs", "options"),
-    [
-        (False, {}),
-        (False, SMALL),
-        (False, {"async_scheduling": True}),
-        (True, SMALL),
-        (True, {"async_scheduling": True}),
-    ],
-    ids=["large", "small pools", "ahead", "graphs, small pools", "graphs, ahead"],
-)
+@WAYS
 def test_a_head_proposes_what_plain_torch_says(graphs, options, head, plain, model_folder, oracle, monkeypatch):
     """Behind rejected drafts, chunks, preemptions and prefixes of the prefix cache, from the first state that it has."""
     folder, weights = head

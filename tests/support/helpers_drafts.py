@@ -19,6 +19,18 @@ NEW = 24
 """New tokens of a text."""
 SMALL = {"page_size": 4, "kv_cache_tokens": 96, "max_num_tokens": 16, "max_running_requests": 4}
 """Pools in which requests are preempted, and prompts chunked."""
+WAYS = pytest.mark.parametrize(
+    ("graphs", "options"),
+    [
+        (False, {}),
+        (False, SMALL),
+        (False, {"async_scheduling": True}),
+        (True, SMALL),
+        (True, {"async_scheduling": True}),
+    ],
+    ids=["large", "small pools", "ahead", "graphs, small pools", "graphs, ahead"],
+)
+"""Engines with a draft model: with graphs of drafts, and without."""
 KINDS = ("right", "wrong", "partly", "empty", "too long", "random")
 
 

@@ -1,7 +1,7 @@
 """`DraftGraphs`: all passes that propose drafts for a step, as one CUDA graph for each number of requests.
 
-A replayed pass of a small draft takes less time than the host needs for the next one. Here
-the host uploads the inputs of the first pass, replays one graph, and reads the drafts::
+A replayed pass of a small draft takes less time than the host needs for the next one. Here the host uploads the inputs of the
+first pass, replays one graph, and reads the drafts::
 
     tokens without KV (up to k + 1 rows a request) -> pass -> draft 1 -> pass -> draft 2 -> ... -> draft k
 """
