@@ -25,6 +25,7 @@ from ...hooks.declarations import BoundHooks
 from ...hooks.declared_stage import DeclaredStage
 from ...hooks.interventions.logit_ops import logit_ops
 from ...layers.edits.table import TableOps
+from ...utils.stage_times import TIMES
 from ...utils.upload import upload
 from ..settings import limits_of, uses_tables
 from .batch import StepBatch, VllmStep, step_of
@@ -284,11 +285,13 @@ class RankStage:
         self.num_steps += 1
         if not self.busy:
             return
-        self._hold()
+        with TIMES.of("step: wait for the lock"):
+            self._hold()
         batch = self._batch
         if batch is None or batch.ids != list(req_ids):
             self._close_batch()
-            self._take_rows(req_ids)
+            with TIMES.of("step: rows of new requests"):
+                self._take_rows(req_ids)
             batch = self._batch = StepBatch(req_ids, self._live, self._logits_site)
         if not batch.hooked:
             self.idle()
@@ -300,9 +303,12 @@ class RankStage:
             return
         records = None
         if batch.captures and not self.rank:
-            self._make_room(step)
-            records = self._ring.lay_out(step.parts)
-        self.buffers.fill(step.owners, step.positions, records)
+            with TIMES.of("step: wait for room in the ring"):
+                self._make_room(step)
+            with TIMES.of("step: lay out"):
+                records = self._ring.lay_out(step.parts)
+        with TIMES.of("step: fill the tables"):
+            self.buffers.fill(step.owners, step.positions, records)
         if batch.touches_logits:
             self._ops = self.stage.logit_table_ops(step, step.num_tokens)
 
@@ -377,7 +383,8 @@ class RankStage:
             self._let_go()
             return
         if self.in_tables and step.batch.captures and not self.rank:
-            self._ring.send()
+            with TIMES.of("step: send"):
+                self._ring.send()
         if self._stream is not None:
             self._launched = torch.cuda.Event()
             self._launched.record()
