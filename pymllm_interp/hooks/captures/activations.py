@@ -57,6 +57,11 @@ class BySite(Mapping[str, torch.Tensor], Shown):
             raise KeyError(f"{str(site)!r} was not captured; there is {', '.join(self._tensors) or 'nothing'}")
         return self._tensors[name]
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._num_layers
+
     def layers(self, kind: str) -> list[int]:
         """The layers of a kind of site that are here, ascending."""
         return sorted(found.layer for found in map(Site.parse, self) if found.kind == kind and found.layer is not None)

@@ -118,9 +118,9 @@ class ResultArena:
     def _take(self, size: int, token: object) -> int:
         with self._lock:
             self._reclaim()
-            starts = self._of_size.get(size)
-            start = self._pop(size) if starts else self._carve(size)
-            TIMES.add("results: kept block" if starts else "results: fresh block", 0.0, nbytes=size)
+            kept = size in self._of_size
+            start = self._pop(size) if kept else self._carve(size)
+            TIMES.add(f"results: {'kept' if kept else 'fresh'} block", 0.0, nbytes=size)
             while start is None and self._of_size:
                 self._release_oldest()
                 start = self._carve(size)
