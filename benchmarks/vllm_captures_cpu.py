@@ -55,7 +55,7 @@ def rank(args: argparse.Namespace, key: bytes, pipe: Any) -> None:
         TIMES.taken()
         names = [f"{turn} {i}" for i in range(count)]
         captures = [Capture("resid_post.*")]
-        start, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
+        start, own = time.perf_counter(), time.thread_time()
         for name in names:
             hooks = RequestHooks([], captures, args.new + 1, args.prompt - 1)
             hooks.vector_rows = pool.acquire(Declared.bound(hooks, args.prompt, spec, limits, None))
@@ -74,7 +74,7 @@ def rank(args: argparse.Namespace, key: bytes, pipe: Any) -> None:
         for name in names:
             stage.remove(name)
         memory = {"kept": stage.arena.kept, "live": stage.arena.live}
-        took = {"prefill": begun - start, "decode": launched - begun, "cpu": time.process_time() - cpu, "launching thread": own}
+        took = {"prefill": begun - start, "decode": launched - begun, "launching thread": own}
         pipe.send(took | {"memory": memory, "stages": TIMES.taken()})
 
 
@@ -94,7 +94,7 @@ def rounds(args: argparse.Namespace) -> list[dict[str, Any]]:
         TIMES.taken()
         pipe.send(turn)
         pipe.recv()
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         outcomes: list[Any] = []
         arrived = threading.Event()
 
@@ -110,7 +110,7 @@ def rounds(args: argparse.Namespace) -> list[dict[str, Any]]:
                 link._waiting[end.request_id] = take
         link._send()
         assert arrived.wait(120)
-        results, client = time.perf_counter() - start, time.process_time() - cpu
+        results = time.perf_counter() - start
         start = time.perf_counter()
         sites = [one.declared.activations.as_arrived(f"resid_post.{args.layers - 1}") for one in outcomes]
         assert all(len(rows) == computed for rows in sites) and float(sites[-1][-1, -1]) != 0
@@ -119,7 +119,7 @@ def rounds(args: argparse.Namespace) -> list[dict[str, Any]]:
         outcomes.clear()
         pipe.send(turn)
         told = pipe.recv()
-        found.append(told | {"results": results, "client cpu": client, "look": looked, "client stages": TIMES.taken()})
+        found.append(told | {"results": results, "look": looked, "client stages": TIMES.taken()})
         link._send()  # what was freed
     pipe.send(None)
     link.close()
@@ -143,10 +143,11 @@ def main() -> None:
     os.environ["PYMLLM_INTERP_STAGES"] = "1"
     found = rounds(args)
     for turn in found:
-        stages = turn.pop("stages") | turn.pop("client stages")
+        stages = {"rank 0": turn.pop("stages"), "client": turn.pop("client stages")}
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in turn.items()}))
-        for name, own in stages.items():
-            print(f"    {name:55}", *(f"{key} {value:<11g}" for key, value in own.items()))
+        for process, own in stages.items():
+            for name, totals in own.items():
+                print(f"    {process:7} {name:55}", *(f"{key} {value:<11g}" for key, value in totals.items()))
         turn["stages"] = stages
     if args.out is not None:
         args.out.write_text(json.dumps(vars(args) | {"out": None, "found": found}, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -27,6 +28,8 @@ class StageTimes:
         self.on = on
         self._totals: dict[str, list[float]] = {}
         self._lock = threading.Lock()
+        self._since = time.perf_counter(), time.process_time(), _faults(of_process=True)
+        self._collecting: _Measured | None = None
 
     def of(self, name: str, nbytes: int = 0) -> AbstractContextManager[Any]:
         """Measures a block of code as a call of a stage. Stages may be nested: each has its own totals."""
@@ -41,14 +44,28 @@ class StageTimes:
                     totals[i] += value
 
     def taken(self) -> dict[str, dict[str, float]]:
-        """The totals by stage since the last call. What was zero throughout is left out."""
+        """The totals by stage since the last call, and of all threads of the process. What was zero throughout is left out."""
+        now = time.perf_counter(), time.process_time(), _faults(of_process=True)
         with self._lock:
             totals, self._totals = self._totals, {}
+            since, self._since = self._since, now
+        if self.on:
+            totals["process: all threads"] = [1, *(a - b for a, b in zip(now, since, strict=True)), 0]
         names = "calls", "seconds", "cpu", "faults", "bytes"
         return {
             stage: {name: round(value, 6) for name, value in zip(names, own, strict=True) if value}
             for stage, own in sorted(totals.items())
         }
+
+    def collects(self, phase: str, _: object) -> None:
+        """A callback of `gc`: collections are a stage."""
+        if phase == "start":
+            begun = _Measured(self, "process: garbage collection", 0)
+            begun.__enter__()
+            self._collecting = begun
+        elif self._collecting is not None:
+            self._collecting.__exit__()
+            self._collecting = None
 
 
 class _Measured:
@@ -64,15 +81,17 @@ class _Measured:
         self._times.add(self._name, *took, self._bytes)
 
 
-def _faults() -> int:
+def _faults(of_process: bool = False) -> int:
     """Page faults of this thread so far, where the system counts them."""
     if sys.platform != "linux":
         return 0
     import resource
 
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    return resource.getrusage(resource.RUSAGE_SELF if of_process else resource.RUSAGE_THREAD).ru_minflt
 
 
 _NOTHING = nullcontext()
 TIMES = StageTimes(os.environ.get(VARIABLE) == "1")
 """Of this process."""
+if TIMES.on:
+    gc.callbacks.append(TIMES.collects)

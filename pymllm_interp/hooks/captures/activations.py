@@ -168,7 +168,13 @@ class Activations(BySite):
 
     def others(self, site: str) -> dict[str, torch.Tensor]:
         """The further tensors of a site, by attribute."""
-        return {name: found[site] for name in OTHERS if site in (found := getattr(self, name))}
+        return {name: found[site] for name in OTHERS if len(found := getattr(self, name)) and site in found}
+
+    def arrived(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(site, rows as they arrived, positions, token ids) of each site."""
+        positions, token_ids = self.positions._tensors, self.token_ids._tensors
+        for site, rows in self._tensors.items():
+            yield site, rows, positions[site], token_ids[site]
 
     def __getitem__(self, site: str | Site) -> torch.Tensor:
         if self.error is not None:

@@ -57,10 +57,8 @@ def activations_of(num_layers: int, pieces: list[Piece], error: CaptureError | N
 def _pieces(found: Activations) -> Iterator[Piece]:
     joined: list[Piece] = []
     key, following = None, 0
-    for site in found if found.error is None else ():
-        piece = Piece(
-            (site,), found.as_arrived(site), found.positions[site], found.token_ids[site], found.others(site)
-        )
+    for site, *tensors in found.arrived() if found.error is None else ():
+        piece = Piece((site,), *tensors, found.others(site))
         own, place = _key(piece), piece.rows.data_ptr()
         if own is None or (own, place) != (key, following) or not _is_within(piece.rows, len(joined)):
             if joined:

@@ -76,6 +76,7 @@ class ResultsLink:
                 with TIMES.of("client: read results", len(pickled)):
                     outcomes = read_block(pickled, sent, self._shared)
                 self._soon(self._pass_on, outcomes)
+                del pickled, sent, outcomes  # else they live until the next message
         except (EOFError, OSError, TypeError, ValueError):
             self._closed = True
             self._soon(self._fail)

@@ -110,6 +110,7 @@ class RankStage:
         self._step: VllmStep | None = None
         self._batch: StepBatch | None = None
         self._calls_before = 0
+        self._marked = (0.0, 0.0)
         self._held = False
         self.static: TableOps | None = None
         if self.in_tables:
@@ -285,6 +286,7 @@ class RankStage:
         self.num_steps += 1
         if not self.busy:
             return
+        self._mark("step: between steps")
         with TIMES.of("step: wait for the lock"):
             self._hold()
         batch = self._batch
@@ -300,6 +302,7 @@ class RankStage:
         self._calls_before = self.calls
         if not self.in_tables:
             self._ops = self.stage.site_ops(step, step.num_tokens, False)
+            self._mark()
             return
         records = None
         if batch.captures and not self.rank:
@@ -311,6 +314,15 @@ class RankStage:
             self.buffers.fill(step.owners, step.positions, records)
         if batch.touches_logits:
             self._ops = self.stage.logit_table_ops(step, step.num_tokens)
+        self._mark()
+
+    def _mark(self, stage: str | None = None) -> None:
+        """Add the time since the last mark to a stage."""
+        if TIMES.on:
+            now = time.perf_counter(), time.thread_time()
+            if stage is not None:
+                TIMES.add(stage, now[0] - self._marked[0], now[1] - self._marked[1])
+            self._marked = now
 
     def _close_batch(self) -> None:
         """The next step is not as the last one: requests get what was counted."""
@@ -382,6 +394,7 @@ class RankStage:
         if step is None:
             self._let_go()
             return
+        self._mark("step: launch the pass, sample")
         if self.in_tables and step.batch.captures and not self.rank:
             with TIMES.of("step: send"):
                 self._ring.send()
@@ -391,6 +404,7 @@ class RankStage:
         step.batch.count(step.counts, step.mode, 0 if self.in_tables else self.calls - self._calls_before)
         self._step, self._ops = None, None
         self._let_go()
+        self._mark()
 
     def _hold(self) -> None:
         if not self._held:
