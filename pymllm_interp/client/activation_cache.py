@@ -106,7 +106,7 @@ class ActivationCache(BySite):
 
     def __init__(self, num_layers: int, states: Mapping[Site, torch.Tensor], lm: Any = None) -> None:
         super().__init__(num_layers)
-        self._tensors = {str(site): rows for site, rows in states.items()}
+        self._found = {str(site): rows for site, rows in states.items()}
         self._names = {str(site): lens_name(site) for site in states}
         self._lm: Callable[[], Any] = (lambda: None) if lm is None else weakref.ref(lm)
 

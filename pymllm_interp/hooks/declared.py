@@ -411,6 +411,12 @@ class Declared:
     def captured(self, num_positions: int) -> list[Captured]:
         """Number of captured rows by site, among the first `num_positions` positions."""
         sources = [captured for captured in (self.captures, self.patterns, self.states) if captured is not None]
+        if len(sources) == 1 and self.captures is not None and self.captures.counts_alike:
+            known, found = self.shared.get("captured", (None, []))
+            if known != num_positions:
+                found = [Captured(*counted) for counted in self.captures.counts(num_positions)]
+                self.shared["captured"] = num_positions, found
+            return list(found)
         return [Captured(*counted) for captured in sources for counted in captured.counts(num_positions)]
 
     def applied(self, num_positions: int) -> list[Applied]:

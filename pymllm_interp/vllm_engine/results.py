@@ -20,10 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..core.step import DeclaredResult
 from ..hooks.captures.activations import Activations
-from ..hooks.captures.pieces import activations_of, pieces_of
-from ..hooks.receipt import Captured
 from .payloads import loaded
 
 ALIGNMENT = 64
@@ -133,20 +130,8 @@ class _ResultsPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Activations:  # whose own pickle copies each site
-            return activations_of, pieces_of(obj)
-        if type(obj) is DeclaredResult:  # many requests have as many counts
-            return _declared_result, (obj.applied, obj.activations, [_values(one) for one in obj.captured])
+            return Activations.of_pieces, obj.as_pieces()
         return NotImplemented
-
-
-def _declared_result(
-    applied: list[Any], activations: Activations | None, captured: list[tuple[Any, ...]]
-) -> DeclaredResult:
-    return DeclaredResult(applied, [Captured(*one) for one in captured], activations)
-
-
-def _values(one: Captured) -> tuple[Any, ...]:
-    return one.site, one.prompt_rows, one.generated_rows, one.missing, one.cut
 
 
 class SharedResults:

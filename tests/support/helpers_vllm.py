@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import VOCAB, random_model, tiny_tokenizer
 from helpers_server import CHAT_TEMPLATE
+from helpers_vllm_start import fork_engines
 from transformers import Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from pymllm_interp import LM
@@ -56,6 +57,7 @@ def save_model(family: str, folder: Path, **changes: Any) -> Path:
 
 def vllm_lm(folder: Path | str, **options: Any) -> LM:
     """An LM over vLLM on the CPU: small, eager and in float32, unless `options` say otherwise."""
+    fork_engines()
     small = {
         "dtype": "float32", "max_model_len": 128, "max_running_requests": 8, "kv_cache_tokens": 2048, "disable_cuda_graph": True,
         "gpu_memory_utilization": 0.05,
@@ -68,18 +70,12 @@ def own_lm(folder: Path | str) -> LM:
     return LM(folder, dtype="float32", device="cpu", max_model_len=128, kv_cache_tokens=2048, max_running_requests=8)
 
 
-def ranks_of() -> list[Any]:
-    """The processes (psutil) of vLLM's ranks that this process has started."""
+def ranks_of(lm: LM) -> list[Any]:
+    """The processes (psutil) of vLLM's ranks, in their order."""
     import psutil  # pyright: ignore[reportMissingModuleSource]
 
-    return [child for child in psutil.Process().children(recursive=True) if _is_rank(child)]
-
-
-def _is_rank(process: Any) -> bool:
-    try:
-        return process.status() != "zombie" and "Worker" in f"{process.name()} {process.cmdline()}"
-    except Exception:  # it has ended meanwhile
-        return False
+    own: Any = lm.backend
+    return [psutil.Process(rank["pid"]) for rank in own.core.ranks]
 
 
 def vector(seed: int, *shape: int) -> torch.Tensor:

@@ -176,7 +176,7 @@ def test_a_rank_that_is_killed_ends_what_waits(engines: tuple[Case, LM, LM]) -> 
     count = case.options.get("tensor_parallel_size", 1)
     if count == 1:
         pytest.skip("one case is enough: the one with two ranks")
-    ranks = ranks_of()
+    ranks = ranks_of(lm)
     assert len(ranks) == count
     handle = lm.submit(PROMPTS[1], SamplingParams(max_tokens=80, ignore_eos=True), capture=["resid_post.*"])
     ranks[-1].kill()

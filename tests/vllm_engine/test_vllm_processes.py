@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers_vllm import WIDTH, needs_vllm, prompt, ranks_of, save_model, vector, vllm_lm
+from helpers_vllm_start import fork_engines
 
 from pymllm_interp import LM, Ablate, SamplingParams, Steer
 from pymllm_interp.core.closed import EngineClosedError
@@ -33,6 +34,8 @@ def vanilla(folder: Path) -> list[Any]:
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import SamplingParams as Params  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+    fork_engines()
 
     async def main() -> list[Any]:
         arguments = AsyncEngineArgs(
@@ -67,7 +70,7 @@ def vanilla(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def lm(vanilla: list[Any], folder: Path) -> Iterator[LM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "30")
+        patch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "12")
         with vllm_lm(folder) as found:
             yield found
 
@@ -138,7 +141,7 @@ def test_a_rank_that_hangs_ends_what_waits(lm: LM, monkeypatch: pytest.MonkeyPat
     from pymllm_interp.vllm_engine.client import core
 
     monkeypatch.setattr(core, "CALL_SECONDS", 2.0)
-    (rank,) = ranks_of()
+    (rank,) = ranks_of(lm)
     rank.suspend()
     try:
         fresh = [Ablate("resid_mid.1", vector(77, 3, WIDTH))]  # large enough to be sent before the request

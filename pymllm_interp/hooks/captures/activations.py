@@ -15,6 +15,7 @@ from safetensors.torch import load, save, save_file
 
 from ...utils.tables import Shown, Table
 from ..site import Site
+from .pieces import Piece, SiteTensors, columns, joined
 
 FORMAT = "pymllm-interp activations 1"
 OTHERS = ("indexes", "counts", "token_log_probs", "token_ranks")
@@ -37,7 +38,14 @@ class BySite(Mapping[str, torch.Tensor], Shown):
 
     def __init__(self, num_layers: int, positions: BySite | None = None) -> None:
         self._num_layers, self._rows_at = num_layers, positions
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._found: dict[str, torch.Tensor] = {}
+        self._undivided: SiteTensors | None = None
+
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        if self._undivided is not None and self._undivided.pieces:
+            self._undivided.divide()
+        return self._found
 
     def _name(self, site: str | Site) -> str:
         """The canonical name of a site."""
@@ -56,11 +64,6 @@ class BySite(Mapping[str, torch.Tensor], Shown):
         if name not in self._tensors:
             raise KeyError(f"{str(site)!r} was not captured; there is {', '.join(self._tensors) or 'nothing'}")
         return self._tensors[name]
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self._num_layers
 
     def layers(self, kind: str) -> list[int]:
         """The layers of a kind of site that are here, ascending."""
@@ -147,6 +150,39 @@ class Activations(BySite):
         self.indexes, self.counts = BySite(num_layers, positions), BySite(num_layers, positions)
         self.token_log_probs, self.token_ranks = BySite(num_layers, positions), BySite(num_layers, positions)
         self.error: CaptureError | None = None
+        self._undivided = self.positions._undivided = self.token_ids._undivided = own = SiteTensors()
+        self._found, self.positions._found, self.token_ids._found = own.rows, own.positions, own.token_ids
+
+    @classmethod
+    def of_pieces(
+        cls, num_layers: int, pieces: list[Piece], order: tuple[str, ...] = (), error: CaptureError | None = None
+    ) -> Activations:
+        """Activations whose sites share the memory of pieces, divided at the first read.
+
+        Args:
+            order: of the sites; (): pieces with `others`, in the order of their sites.
+            error: see `error`.
+        """
+        found = cls(num_layers)
+        found.error = error
+        if order and found._undivided is not None:
+            found._undivided.pieces, found._undivided.order = pieces, order
+            return found
+        for piece in pieces:
+            for site, rows in columns(piece):
+                found.add(site, rows, piece.positions, piece.token_ids, piece.others)
+        return found
+
+    def as_pieces(self) -> tuple[int, list[Piece], tuple[str, ...], CaptureError | None]:
+        """The arguments of `of_pieces`. Nothing is copied."""
+        own = self._undivided
+        if own is not None and own.pieces:
+            return self._num_layers, own.pieces, own.order, self.error
+        pieces = (
+            Piece((site,), rows, self.positions._found[site], self.token_ids._found[site], self.others(site))
+            for site, rows in self._tensors.items()
+        )
+        return self._num_layers, joined(pieces), (), self.error
 
     def add(
         self,
@@ -169,12 +205,6 @@ class Activations(BySite):
     def others(self, site: str) -> dict[str, torch.Tensor]:
         """The further tensors of a site, by attribute."""
         return {name: found[site] for name in OTHERS if len(found := getattr(self, name)) and site in found}
-
-    def arrived(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(site, rows as they arrived, positions, token ids) of each site."""
-        positions, token_ids = self.positions._tensors, self.token_ids._tensors
-        for site, rows in self._tensors.items():
-            yield site, rows, positions[site], token_ids[site]
 
     def __getitem__(self, site: str | Site) -> torch.Tensor:
         if self.error is not None:

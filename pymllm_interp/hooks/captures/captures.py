@@ -21,6 +21,7 @@ from .group import Group, SmallRow
 from .record_sizes import RecordSizes
 from .reductions.reading import Pending, reading_of
 from .reductions.reduction import Readout
+from .pieces import Piece
 from .spec import NORMED, Capture
 
 MAX_GROUPS = 256
@@ -121,6 +122,22 @@ class Captures(RecordSizes):
         self.groups = sorted(groups.values(), key=lambda group: _counts(group.ordinals, since), reverse=True)
         super().__init__(self.groups, prompt_len, longest)
         self._alike = self._alike_when_generated()
+        self._order = tuple(self._in_order())
+        self._whole = self._sites_of_whole()
+
+    def _sites_of_whole(self) -> list[tuple[str, ...]]:
+        """The sites of each group by column, where all results are states of one width; else empty."""
+        sites: dict[int, dict[int, str]] = {id(group): {} for group in self.groups}
+        for name, (group, column) in self._columns.items():
+            if not group.spec.reduction.of_states or len(self._shapes[name]) > 1 or column in sites[id(group)]:
+                return []
+            sites[id(group)][column] = name
+        return [tuple(name for _, name in sorted(sites[id(group)].items())) for group in self.groups]
+
+    @property
+    def counts_alike(self) -> bool:
+        """Whether `counts` depends on the number of positions only, and not on values."""
+        return all(group.spec.reduction.of_states for group in self.groups)
 
     def fresh(self) -> Captures:
         """The same captures for another request with a prompt of this length: nothing is captured yet."""
@@ -176,7 +193,7 @@ class Captures(RecordSizes):
             of_group[id(group)] = int(prompt.sum()), int(generated.sum())
         return [
             (name, *of_group[id(self._columns[name][0])], self._missing[name], self.cut.get(name, 0))
-            for name in self._in_order()
+            for name in self._order
         ]
 
     @property
@@ -285,11 +302,17 @@ class Captures(RecordSizes):
         found = Activations(self._num_layers)
         tokens = torch.tensor(token_ids, dtype=torch.int64)
         try:
+            if self._whole:
+                pieces = []
+                for group, sites in zip(self.groups, self._whole, strict=True):
+                    rows, positions = group.finish_whole(len(tokens), self._copied)
+                    pieces.append(Piece(sites, rows, positions, tokens[positions], {}))
+                return Activations.of_pieces(self._num_layers, pieces, self._order)
             columns = {id(group): group.finish(len(tokens), self._copied) for group in self.groups}
         except (MemoryError, RuntimeError) as error:  # out of memory
             return lost(CaptureError(f"captured states are lost: {error}"))
         tokens_at = {key: tokens[columns[key][0][1]] for key in columns}
-        for name in self._in_order():
+        for name in self._order:
             group, column = self._columns[name]
             reduced, positions = columns[id(group)][column]
             rows, shape, self.cut[name] = reduced.rows, self._shapes[name], reduced.cut

@@ -343,7 +343,7 @@ class Group:
         """(site, delivered rows, expected rows) of each site with too few rows of the first `num_positions` positions."""
         expected = int((self.ordinals[:num_positions] >= 0).sum())
         copied_rows = int((self.ordinals[:copied] >= 0).sum())
-        for column, site in enumerate(self.names):
+        for column, site in enumerate(self.names) if copied_rows < expected else ():
             delivered = max(self._num_kept[column], copied_rows)
             if delivered < expected:
                 yield site, delivered, expected
@@ -355,16 +355,27 @@ class Group:
             num_positions: positions of the request. A row that was computed after them is left out.
             copied: positions before it were copied from the ring.
         """
+        count, arrived, placed = self._arrived(num_positions, copied)
+        return [(reduced, placed) for reduced in self._kept.results(count, arrived)]
+
+    def finish_whole(self, num_positions: int, copied: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`finish` of a group of states: (rows of all columns side by side, [positions, columns * width], positions)."""
+        count, arrived, placed = self._arrived(num_positions, copied)
+        return self._kept.whole(count, arrived), placed
+
+    def _arrived(self, num_positions: int, copied: int) -> tuple[int, list[int], torch.Tensor]:
+        """(positions of the result, rows that were kept by column, positions that the result names)."""
         captured = self.ordinals[:num_positions] >= 0
         copied_rows = int((self.ordinals[:copied] >= 0).sum())
-        arrived = [max(self._filled[column], copied_rows) for column in range(len(self.sites))]
+        filled = self._filled
+        arrived = [max(filled[column], copied_rows) if filled else copied_rows for column in range(len(self.sites))]
         count, newest = min(*arrived, int(captured.sum())), max(arrived)
         if self.in_order and count < newest - (newest > self._of_prompt):
             count = 0  # preempted, and ended before it was computed as far again: the kept rows are of later positions
         positions = torch.from_numpy(np.flatnonzero(captured)[:count])
         placed = self.spec.reduction.placed(positions)
         self.prepare(FRESH)
-        return [(reduced, placed) for reduced in self._kept.results(count, arrived)]
+        return count, arrived, placed
 
     def _summed_and_whole(self, first: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Indexes of records with a size, among the records of positions from `first` on.

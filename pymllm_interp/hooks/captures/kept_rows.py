@@ -144,18 +144,27 @@ class KeptRows:
             count: positions of the result.
             arrived: rows that were kept, by column.
         """
-        assert self.rows is not None
-        if self._pool is not None:  # a result does not have the memory of what is folded
-            rows = self._pooled(self._pool, count, arrived)
-        else:
-            self._memory.clear(self.rows, min(count, len(self.rows)))
-            rows = self.rows[:count]
+        rows = self._result_rows(count, arrived)
         if not self._reduction.of_states:
             values = rows[..., : self._sent_width].detach()
             columns = range(values.shape[1])
             return [self._reduction.results(values[:, i], self._asked, self._states) for i in columns]
         # All columns at once. Not by `unbind`: autograd does not allow in-place operations on its outputs.
-        return map(Reduced, rows.to(self._result_dtype).flatten(1).unsafe_split(self._width, 1))
+        return map(Reduced, self._in_columns(rows).unsafe_split(self._width, 1))
+
+    def whole(self, count: int, arrived: list[int]) -> torch.Tensor:
+        """The results of all columns side by side, [positions, columns * width], where they are states."""
+        return self._in_columns(self._result_rows(count, arrived))
+
+    def _in_columns(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(self._result_dtype).flatten(1)
+
+    def _result_rows(self, count: int, arrived: list[int]) -> torch.Tensor:
+        assert self.rows is not None
+        if self._pool is not None:  # a result does not have the memory of what is folded
+            return self._pooled(self._pool, count, arrived)
+        self._memory.clear(self.rows, min(count, len(self.rows)))
+        return self.rows[:count]
 
     def _pooled(self, pool: Pool, count: int, arrived: list[int]) -> torch.Tensor:
         """The result of a pool, [1, columns, width], or [0, columns, width] for no position."""

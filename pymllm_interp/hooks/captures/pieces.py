@@ -1,23 +1,23 @@
-"""`Pieces`: the activations of a request on their way between processes, without a copy of what they share.
+"""`Piece`: captured sites that are columns of one tensor. They are divided when somebody reads one.
 
-Equal captures of several sites are columns of one tensor. They travel as that tensor and come back as its columns.
+Activations with hundreds of sites are made, and travel between processes, in a few operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-
-from .activations import Activations, CaptureError, lost
 
 
 class Piece(NamedTuple):
     """Sites with equal positions, whose rows are columns of one tensor.
 
     Attributes:
-        rows: [positions, sites * width], or the rows of one site as they are.
+        sites: in the order of the columns.
+        rows: [positions, sites * width]; of one site, its rows as they are.
         positions, token_ids: [positions] int64.
         others: further tensors of one site, by name.
     """
@@ -26,52 +26,69 @@ class Piece(NamedTuple):
     rows: torch.Tensor
     positions: torch.Tensor
     token_ids: torch.Tensor
-    others: dict[str, torch.Tensor]
+    others: Mapping[str, torch.Tensor]
 
 
-Pieces = tuple[int, list[Piece], CaptureError | None]
-"""(layers of the model, pieces in the order of sites, why the states are lost or None)."""
+class SiteTensors:
+    """The rows, positions and token ids of sites, and pieces of which no site was read yet. Thread-safe.
+
+    Attributes:
+        pieces: not divided yet; none of their sites has `others`.
+        order: of their sites.
+        rows, positions, token_ids: by site.
+    """
+
+    _dividing = threading.Lock()
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.order: tuple[str, ...] = ()
+        self.rows: dict[str, torch.Tensor] = {}
+        self.positions: dict[str, torch.Tensor] = {}
+        self.token_ids: dict[str, torch.Tensor] = {}
+
+    def divide(self) -> None:
+        """Make tensors by site of the pieces."""
+        with self._dividing:
+            if not self.pieces:  # another thread has
+                return
+            found = {site: (rows, piece) for piece in self.pieces for site, rows in columns(piece)}
+            for site in self.order:
+                rows, piece = found[site]
+                self.positions[site], self.token_ids[site] = piece.positions, piece.token_ids
+                self.rows[site] = rows
+            self.pieces = []
 
 
-def pieces_of(found: Activations) -> Pieces:
-    """The activations as they are: nothing is copied."""
-    return found.num_layers, list(_pieces(found)), found.error
+def columns(piece: Piece) -> Iterator[tuple[str, torch.Tensor]]:
+    """(site, rows) of each site of a piece: views."""
+    if len(piece.sites) == 1:
+        yield piece.sites[0], piece.rows
+        return
+    # Not by `unbind`: autograd does not allow in-place operations on its outputs.
+    yield from zip(piece.sites, piece.rows.unsafe_split(piece.rows.shape[1] // len(piece.sites), 1), strict=True)
 
 
-def activations_of(num_layers: int, pieces: list[Piece], error: CaptureError | None) -> Activations:
-    """The activations of `pieces_of`. Sites share memory as they did."""
-    if error is not None:
-        return lost(error)
-    found = Activations(num_layers)
-    for sites, rows, positions, token_ids, others in pieces:
-        if len(sites) == 1:
-            found.add(sites[0], rows, positions, token_ids, others)
-            continue
-        # Not by `unbind`: autograd does not allow in-place operations on its outputs.
-        columns = rows.unsafe_split(rows.shape[1] // len(sites), 1)
-        for site, own in zip(sites, columns, strict=True):
-            found.add(site, own, positions, token_ids)
-    return found
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces, in their order. Consecutive ones that are columns of one tensor are one, without a copy.
 
-
-def _pieces(found: Activations) -> Iterator[Piece]:
-    joined: list[Piece] = []
+    Args:
+        pieces: of one site each.
+    """
+    found: list[list[Piece]] = []
     key, following = None, 0
-    for site, *tensors in found.arrived() if found.error is None else ():
-        piece = Piece((site,), *tensors, found.others(site))
+    for piece in pieces:
         own, place = _key(piece), piece.rows.data_ptr()
-        if own is None or (own, place) != (key, following) or not _is_within(piece.rows, len(joined)):
-            if joined:
-                yield _join(joined)
-            joined = []
-        joined.append(piece)
+        if own is not None and (own, place) == (key, following) and _has_room(piece.rows, len(found[-1])):
+            found[-1].append(piece)
+        else:
+            found.append([piece])
         key, following = own, place + piece.rows.shape[-1] * piece.rows.itemsize
-    if joined:
-        yield _join(joined)
+    return [run[0] if len(run) == 1 else _whole(run) for run in found]
 
 
 def _key(piece: Piece) -> tuple[Any, ...] | None:
-    """Equal for pieces that may be columns of one tensor; None for one that travels by itself."""
+    """Equal for pieces that may be columns of one tensor; None for one that cannot."""
     rows = piece.rows
     if rows.ndim != 2 or not rows.numel() or rows.stride(1) != 1 or piece.others:
         return None
@@ -80,16 +97,12 @@ def _key(piece: Piece) -> tuple[Any, ...] | None:
     )  # fmt: skip
 
 
-def _is_within(rows: torch.Tensor, columns: int) -> bool:
+def _has_room(rows: torch.Tensor, columns: int) -> bool:
     """Whether a row has room for one more such column behind so many."""
     return len(rows) == 1 or rows.stride(0) >= rows.shape[1] * (columns + 1)
 
 
-def _join(pieces: list[Piece]) -> Piece:
-    """The piece of consecutive columns."""
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
-    rows = first.rows
-    whole = rows.as_strided((len(rows), rows.shape[1] * len(pieces)), rows.stride())
-    return first._replace(sites=tuple(piece.sites[0] for piece in pieces), rows=whole)
+def _whole(run: list[Piece]) -> Piece:
+    rows = run[0].rows
+    whole = rows.as_strided((len(rows), rows.shape[1] * len(run)), rows.stride())
+    return run[0]._replace(sites=tuple(piece.sites[0] for piece in run), rows=whole)

@@ -96,7 +96,7 @@ class InterpWorker:
         if self.rank == 0 and self.egress is None:
             self.egress = Egress(key, self._hooks.stage.finish, self._hooks.stage.arena)
         return {
-            "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(),
+            "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
             "address": None if self.egress is None else self.egress.address,
             "runner": "V2" if isinstance(self.model_runner, RowsOfV2) else "V1",
         }  # fmt: skip
