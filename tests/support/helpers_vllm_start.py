@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent / "vllm_fork"
-AT_IMPORT = ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_OMP_THREADS_BIND", "PYTHONPATH")
+AT_IMPORT = ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER", "PYTHONPATH")
 """Variables that vLLM or Triton read when they are imported. Where they have changed since the server began, processes are spawned."""
 
 
