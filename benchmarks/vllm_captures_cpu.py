@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python benchmarks/vllm_captures_cpu.py --requests 256 --out FILE
 
-A process has rank 0's stage, with device tables and the ring, as on CUDA, and its egress. Nothing runs between the begin and the end
-of a step; the copy from the device ring to the host ring is one in memory ("step: send"). This process is the client. Each round is
-a prefill, `--new` decode steps and the results of all requests. Blocks of results are fresh in the first round, and reused after it.
-See `utils.stage_times` for what is measured.
+A process has rank 0's stage, with device tables and the ring, as on CUDA, and its egress. Between the begin and the end of a step
+nothing runs. The copy from the device ring to the host ring is one in memory ("step: send"). This process is the client. Each round
+is a prefill, `--new` decode steps and the results of all requests. Blocks of results are fresh in the first round, and reused
+after it. See `utils.stage_times` for what is measured.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def rounds(args: argparse.Namespace) -> list[dict[str, Any]]:
 
         with link._lock:  # so that they are one message, as on the client's loop
             for i in range(args.requests):
-                end = RequestEnd(f"{turn} {i}", [0] * args.prompt, [0] * (args.new + 1), computed, computed, 0, RequestHooks())
+                end = RequestEnd(
+                    f"{turn} {i}", [0] * args.prompt, [0] * (args.new + 1), computed, computed, 0, RequestHooks()
+                )
                 link._asked.append(end)
                 link._waiting[end.request_id] = take
         link._send()
@@ -137,7 +139,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--ring", type=int, default=600 << 20)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a pass takes, in which this process is idle")
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.0, help="how long a pass takes, in which this process is idle"
+    )
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     os.environ["PYMLLM_INTERP_STAGES"] = "1"

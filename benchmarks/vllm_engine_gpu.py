@@ -9,9 +9,9 @@ round. "plain again" is plain vLLM at the end of a round. "front" and "norm": wh
 declared. "one site": each request steers one site. "all layers": it steers every layer. "captured": it captures resid_post of
 all layers.
 
-`--stages` measures where the time of each case goes, in rank 0 and in the client, and prints it with the first round's batch: use it
-by itself (`--rounds 1 --taps norm`), since it takes time. "cpu" is of the stage's own thread, the rest of "seconds" is waiting: for
-the GIL, a lock, a queue or the device.
+`--stages` measures and prints where the time of each case goes, in rank 0 and in the client. It takes time itself, so use it
+apart (`--rounds 1 --taps norm`). "cpu" is of the stage's own thread. The rest of "seconds" is waiting: for the GIL, a lock, a
+queue or the device.
 """
 
 from __future__ import annotations

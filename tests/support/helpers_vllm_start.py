@@ -17,7 +17,7 @@ import pytest
 
 FOLDER = Path(__file__).parent / "vllm_fork"
 AT_IMPORT = ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER", "PYTHONPATH")
-"""Variables that vLLM or Triton read when they are imported. Where they have changed since the server began, processes are spawned."""
+"""Variables that vLLM or Triton read when they are imported. After a change of them, processes are spawned."""
 
 
 class _Environment:
@@ -27,7 +27,9 @@ class _Environment:
         return dict, (dict(os.environ),)
 
 
-def _run(environment: dict[str, str], target: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run(
+    environment: dict[str, str], target: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     target(*args, **kwargs)

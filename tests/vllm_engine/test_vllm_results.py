@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from pymllm_interp.hooks.captures.activations import Activations, CaptureError, 
 from pymllm_interp.hooks.captures.egress.result_memory import rounded
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
+from pymllm_interp.utils.stage_times import StageTimes
 from pymllm_interp.vllm_engine.client.results_link import ResultsLink
 from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
-from pymllm_interp.utils.stage_times import StageTimes
 from pymllm_interp.vllm_engine.worker import result_arena
 from pymllm_interp.vllm_engine.worker.egress import Egress
 from pymllm_interp.vllm_engine.worker.result_arena import ResultArena
@@ -104,11 +104,10 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankStage, ResultsLi
 
 
 def outcome_of(link: ResultsLink, name: str, computed: int) -> Any:
-    done, got = threading.Event(), []
+    got: Future[Any] = Future()
     end = RequestEnd(name, [0] * PROMPT, [0] * (computed - PROMPT + 1), computed, computed, 0, RequestHooks())
-    link.ask(end, lambda outcome: (got.append(outcome), done.set()))
-    assert done.wait(60)
-    return got[0]
+    link.ask(end, got.set_result)
+    return got.result(60)
 
 
 def test_a_requests_states_are_copied_once(

@@ -18,10 +18,10 @@ from ..site import Site
 from .activations import Activations, CaptureError, lost
 from .egress.result_memory import Memory
 from .group import Group, SmallRow
+from .pieces import Piece
 from .record_sizes import RecordSizes
 from .reductions.reading import Pending, reading_of
 from .reductions.reduction import Readout
-from .pieces import Piece
 from .spec import NORMED, Capture
 
 MAX_GROUPS = 256

@@ -122,11 +122,12 @@ class InterpWorker:
         stage = self._hooks.stage
         return {"rank": self.rank, "steps": stage.num_steps, "calls": stage.calls}
 
-
     def interp_stages(self) -> dict[str, dict[str, float]]:
         """Where time went since the last call (`utils.stage_times`), and memory of results; empty where it is not measured."""
         arena = self._hooks.stage.arena
-        memory = {"results: kept": {"bytes": arena.kept}, "results: live": {"bytes": arena.live}}
+        memory: dict[str, dict[str, float]] = {
+            "results: kept": {"bytes": arena.kept}, "results: live": {"bytes": arena.live}
+        }  # fmt: skip
         return TIMES.taken() | memory if TIMES.on else {}
 
 
