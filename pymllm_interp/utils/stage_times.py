@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 VARIABLE = "PYMLLM_INTERP_STAGES"
@@ -21,15 +22,24 @@ class StageTimes:
     waiting: for the GIL, a lock or the device.
 
     Args:
-        on: measure. Otherwise `of` does nothing.
+        on: measure. Otherwise `of` does nothing. None: as the environment says when it is first asked.
     """
 
-    def __init__(self, on: bool) -> None:
-        self.on = on
+    def __init__(self, on: bool | None = None) -> None:
+        self._told = on
         self._totals: dict[str, list[float]] = {}
         self._lock = threading.Lock()
         self._since = time.perf_counter(), time.process_time(), _faults(of_process=True)
         self._collecting: _Measured | None = None
+
+    @cached_property
+    def on(self) -> bool:
+        """Whether it measures. Collections of the process are then a stage, if the environment says so."""
+        if self._told is not None:
+            return self._told
+        if found := os.environ.get(VARIABLE) == "1":
+            gc.callbacks.append(self.collects)
+        return found
 
     def of(self, name: str, nbytes: int = 0) -> AbstractContextManager[Any]:
         """Measures a block of code as a call of a stage. Stages may be nested: each has its own totals."""
@@ -91,7 +101,5 @@ def _faults(of_process: bool = False) -> int:
 
 
 _NOTHING = nullcontext()
-TIMES = StageTimes(os.environ.get(VARIABLE) == "1")
+TIMES = StageTimes()
 """Of this process."""
-if TIMES.on:
-    gc.callbacks.append(TIMES.collects)

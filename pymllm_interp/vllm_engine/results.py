@@ -129,7 +129,7 @@ class _ResultsPickler(pickle.Pickler):
         return self._known[id(obj)][1]
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Activations:  # whose own pickle copies each site
+        if type(obj) is Activations:  # a pickle of its own would copy each site
             return Activations.of_pieces, obj.as_pieces()
         return NotImplemented
 

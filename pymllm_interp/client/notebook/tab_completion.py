@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import Any
 
 from ...core.output import CompletionOutput, RequestOutput
-from ...hooks.captures.activations import Activations, BySite
+from ...hooks.captures.activations import Activations
+from ...hooks.captures.by_site import BySite
 from ...hooks.saes.registry import SAERegistry
 from ...hooks.traces.syntax.envoy import GeneratorEnvoy, TracedEnvoy
 from ...hooks.vectors.registry import VectorRegistry

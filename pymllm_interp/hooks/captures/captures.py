@@ -18,7 +18,7 @@ from ..site import Site
 from .activations import Activations, CaptureError, lost
 from .egress.result_memory import Memory
 from .group import Group, SmallRow
-from .pieces import Piece
+from .pieces import SitePiece
 from .record_sizes import RecordSizes
 from .reductions.reading import Pending, reading_of
 from .reductions.reduction import Readout
@@ -306,7 +306,7 @@ class Captures(RecordSizes):
                 pieces = []
                 for group, sites in zip(self.groups, self._whole, strict=True):
                     rows, positions = group.finish_whole(len(tokens), self._copied)
-                    pieces.append(Piece(sites, rows, positions, tokens[positions], {}))
+                    pieces.append(SitePiece(sites, rows, positions, tokens[positions], {}))
                 return Activations.of_pieces(self._num_layers, pieces, self._order)
             columns = {id(group): group.finish(len(tokens), self._copied) for group in self.groups}
         except (MemoryError, RuntimeError) as error:  # out of memory

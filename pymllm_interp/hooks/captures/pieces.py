@@ -1,4 +1,4 @@
-"""`Piece`: captured sites that are columns of one tensor. They are divided when somebody reads one.
+"""`SitePiece`: captured sites that are columns of one tensor. They are divided when somebody reads one.
 
 Activations with hundreds of sites are made, and travel between processes, in a few operations.
 """
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Piece(NamedTuple):
-    """Sites with equal positions, whose rows are columns of one tensor.
+class SitePiece(NamedTuple):
+    """Sites with equal positions. Their rows are columns of one tensor.
 
     Attributes:
         sites: in the order of the columns.
@@ -41,7 +41,7 @@ class SiteTensors:
     _dividing = threading.Lock()
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[SitePiece] = []
         self.order: tuple[str, ...] = ()
         self.rows: dict[str, torch.Tensor] = {}
         self.positions: dict[str, torch.Tensor] = {}
@@ -60,7 +60,7 @@ class SiteTensors:
             self.pieces = []
 
 
-def columns(piece: Piece) -> Iterator[tuple[str, torch.Tensor]]:
+def columns(piece: SitePiece) -> Iterator[tuple[str, torch.Tensor]]:
     """(site, rows) of each site of a piece: views."""
     if len(piece.sites) == 1:
         yield piece.sites[0], piece.rows
@@ -69,13 +69,13 @@ def columns(piece: Piece) -> Iterator[tuple[str, torch.Tensor]]:
     yield from zip(piece.sites, piece.rows.unsafe_split(piece.rows.shape[1] // len(piece.sites), 1), strict=True)
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: Iterable[SitePiece]) -> list[SitePiece]:
     """The pieces, in their order. Consecutive ones that are columns of one tensor are one, without a copy.
 
     Args:
         pieces: of one site each.
     """
-    found: list[list[Piece]] = []
+    found: list[list[SitePiece]] = []
     key, following = None, 0
     for piece in pieces:
         own, place = _key(piece), piece.rows.data_ptr()
@@ -87,7 +87,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
     return [run[0] if len(run) == 1 else _whole(run) for run in found]
 
 
-def _key(piece: Piece) -> tuple[Any, ...] | None:
+def _key(piece: SitePiece) -> tuple[Any, ...] | None:
     """Equal for pieces that may be columns of one tensor; None for one that cannot."""
     rows = piece.rows
     if rows.ndim != 2 or not rows.numel() or rows.stride(1) != 1 or piece.others:
@@ -102,7 +102,7 @@ def _has_room(rows: torch.Tensor, columns: int) -> bool:
     return len(rows) == 1 or rows.stride(0) >= rows.shape[1] * (columns + 1)
 
 
-def _whole(run: list[Piece]) -> Piece:
+def _whole(run: list[SitePiece]) -> SitePiece:
     rows = run[0].rows
     whole = rows.as_strided((len(rows), rows.shape[1] * len(run)), rows.stride())
     return run[0]._replace(sites=tuple(piece.sites[0] for piece in run), rows=whole)

@@ -1,0 +1,118 @@
+"""`BySite`: a tensor for each captured site."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+
+from ...utils.tables import Shown, Table
+from ..site import Site
+from .pieces import SiteTensors
+
+
+class BySite(Mapping[str, torch.Tensor], Shown):
+    """A tensor for each site. A key is any name that `Site.parse` takes, or a `Site`.
+
+    Args:
+        num_layers: of the model, to resolve negative layers.
+        positions: by site, of the tensors' rows; None where they are not known.
+    """
+
+    def __init__(self, num_layers: int, positions: BySite | None = None) -> None:
+        self._num_layers, self._rows_at = num_layers, positions
+        self._found: dict[str, torch.Tensor] = {}
+        self._undivided: SiteTensors | None = None
+
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        if self._undivided is not None and self._undivided.pieces:
+            self._undivided.divide()
+        return self._found
+
+    def _name(self, site: str | Site) -> str:
+        """The canonical name of a site."""
+        if site in self._tensors:
+            return str(site)
+        try:
+            found = Site.parse(str(site))
+        except ValueError:
+            return str(site)
+        if found.layer is not None and found.layer < 0:
+            found = replace(found, layer=found.layer + self._num_layers)
+        return str(found)
+
+    def __getitem__(self, site: str | Site) -> torch.Tensor:
+        name = self._name(site)
+        if name not in self._tensors:
+            raise KeyError(f"{str(site)!r} was not captured; there is {', '.join(self._tensors) or 'nothing'}")
+        return self._tensors[name]
+
+    def layers(self, kind: str) -> list[int]:
+        """The layers of a kind of site that are here, ascending."""
+        return sorted(found.layer for found in map(Site.parse, self) if found.kind == kind and found.layer is not None)
+
+    def stack(self, kind: str) -> torch.Tensor:
+        """The tensors of all layers of a kind, [layers, positions, ...], in the order of `layers`.
+
+        Raises:
+            KeyError: no layer of this kind was captured.
+            ValueError: layers were captured at different positions, or as different values.
+        """
+        sites = [f"{kind}.{layer}" for layer in self.layers(kind)]
+        if not sites:
+            return self[f"{kind}.*"]  # raises, and lists what there is
+        found = [self[site] for site in sites]
+        for site, rows in zip(sites, found, strict=True):
+            at = self._rows_at
+            alike = at is None or torch.equal(at[site], at[sites[0]])
+            if rows.shape != found[0].shape or rows.dtype != found[0].dtype or not alike:
+                raise ValueError(
+                    f"{site} and {sites[0]} were captured at different positions, or differently: no stack of them"
+                )
+        return torch.stack(found)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+    def __repr__(self) -> str:
+        """Kinds of sites with their layers and shapes: ``Activations(resid_post.{0..29} [5, 576], logits [1, 49152])``."""
+        layers: dict[tuple[str, str], list[int]] = {}
+        for name, rows in self._tensors.items():
+            kind, _, layer = name.partition(".")
+            layers.setdefault((kind, str(list(rows.shape))), []).extend([int(layer)] if layer else [])
+        parts = [f"{kind}{_selector(found)} {shape}" for (kind, shape), found in layers.items()]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def table(self) -> Table:
+        """Shape, dtype, mean and standard deviation of each site's values."""
+        rows = [
+            (name, list(x.shape), str(x.dtype)[6:], *_moments(x))
+            for name, x in zip(self, self._tensors.values(), strict=True)
+        ]
+        error = getattr(self, "error", None)
+        title = f"{type(self).__name__}: {len(self)} site{'' if len(self) == 1 else 's'}"
+        return Table(title if error is None else f"{title}; {error}", ("site", "shape", "dtype", "mean", "std"), rows)
+
+
+def _selector(layers: Sequence[int]) -> str:
+    """Layers as a pattern has them: ".3", ".{0..2,5}"; "" for none."""
+    runs = [list(run) for _, run in groupby(enumerate(sorted(layers)), lambda entry: entry[1] - entry[0])]
+    parts = [f"{run[0][1]}..{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs]
+    if not parts:
+        return ""
+    return f".{parts[0]}" if len(layers) == 1 else f".{{{','.join(parts)}}}"
+
+
+def _moments(x: torch.Tensor) -> tuple[str, str]:
+    """Mean and standard deviation of all values, in words."""
+    x = x.double()
+    return (f"{x.mean():.4g}", f"{x.std(correction=0):.4g}") if x.numel() else ("", "")
