@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -32,7 +33,16 @@ def _run(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    threading.Thread(target=_end_with_the_client, daemon=True).start()
     target(*args, **kwargs)
+
+
+def _end_with_the_client() -> None:
+    """The client is not the parent here: one that is killed would leave its engine behind."""
+    client = multiprocessing.parent_process()
+    assert client is not None
+    client.join()
+    os._exit(1)
 
 
 class _Core(ForkServerProcess):
