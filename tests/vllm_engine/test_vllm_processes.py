@@ -70,7 +70,7 @@ def vanilla(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def lm(vanilla: list[Any], folder: Path) -> Iterator[LM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "12")
+        patch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "30")
         with vllm_lm(folder) as found:
             yield found
 
