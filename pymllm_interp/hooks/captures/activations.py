@@ -84,8 +84,8 @@ class Activations(BySite):
     def as_pieces(self) -> tuple[int, list[SitePiece], tuple[str, ...], CaptureError | None]:
         """The arguments of `of_pieces`. Nothing is copied."""
         own = self._undivided
-        if own is not None and own.pieces:
-            return self._num_layers, own.pieces, own.order, self.error
+        if own is not None and (undivided := own.pieces):  # another thread may divide them meanwhile
+            return self._num_layers, undivided, own.order, self.error
         pieces = (
             SitePiece((site,), rows, self.positions._found[site], self.token_ids._found[site], self.others(site))
             for site, rows in self._tensors.items()
