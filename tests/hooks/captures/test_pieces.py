@@ -109,7 +109,7 @@ def test_memory_goes_with_the_last_reference() -> None:
             found = made()
             rows = weakref.ref(found.as_pieces()[1][0].rows)
             if read:
-                found["resid_post.0"], found.positions["mlp_out.1"]
+                assert len(found["resid_post.0"]) == len(found.positions["mlp_out.1"])
             del found
             assert rows() is None
     finally:
