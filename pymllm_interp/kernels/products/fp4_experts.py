@@ -22,11 +22,11 @@ from .quantized import _decoded_float
 
 TILINGS = (
     Tiling(16, 64, 128, 4, 3),
-    Tiling(32, 64, 128, 4, 3),
-    Tiling(64, 128, 128, 8, 3),
+    Tiling(32, 128, 128, 4, 3),
+    Tiling(64, 128, 128, 4, 3),
     Tiling(128, 128, 128, 8, 3),
 )
-"""As `moe.TILINGS`. Channels are whole blocks of 64."""
+"""As `moe.TILINGS`. Channels are whole blocks of 64. The fastest of 2 to 12 for gpt-oss-20b on an H100."""
 
 _HALF = """
 and.b32 t, {half}, 0x81C081C0;

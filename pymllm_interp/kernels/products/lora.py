@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ...core.pass_parts import TILE_ROWS, RowTiles
-from ..launch import Launcher, grid_wait, launch_dependents
+from ..launch import Launcher, grid_wait, launch_dependents, supports_pdl
 from .quantized import FULL_GRID
 
 MAX_PARTS = 8
@@ -107,7 +107,7 @@ def _expand(
 
 _shrink_launch, _expand_launch = Launcher(_shrink, pdl=True), Launcher(_expand, pdl=True)
 _shrink_beside, _expand_after = Launcher(_shrink), Launcher(_expand)
-"""For captures on two streams, where kernels have no one predecessor."""
+"""For captures on two streams: such kernels start after all of their predecessors. The next one may start early."""
 
 
 def _parts(in_features: int) -> tuple[int, int]:
@@ -168,7 +168,7 @@ def expand(
     shape = width, b.shape[2], len(sizes), h.shape[0], size_0, size_1, TILE_ROWS, EXPAND_COLUMNS, steps
     grid, tensors = (len(tiles.tiles), blocks, 1), (out, h, b, tiles.order, tiles.tiles)
     if joins:
-        _expand_after(grid, tensors, (rows,), (*shape, False), EXPAND_WARPS)
+        _expand_after(grid, tensors, (rows,), (*shape, supports_pdl(out.get_device())), EXPAND_WARPS)
     else:
         _expand_launch(grid, tensors, (rows,), shape, EXPAND_WARPS)
 

@@ -85,8 +85,8 @@ class ExpertTiles:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name."""
-        return {"words": self.words, "scales": self.scales}
+        """The tensors by name: as of a `QuantizedWeight`."""
+        return {"codes": self.words, "scales": self.scales}
 
     def expert(self, index: int) -> QuantizedWeight:
         """The weight [out, in] of an expert, with its codes in rows."""
