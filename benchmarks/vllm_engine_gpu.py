@@ -8,6 +8,10 @@ Speed: all engines of a part are loaded at once, each in a process of its own on
 round. "plain again" is plain vLLM at the end of a round. "front" and "norm": where the hooks are (docs/vllm.md). "idle": nothing is
 declared. "one site": each request steers one site. "all layers": it steers every layer. "captured": it captures resid_post of
 all layers.
+
+`--stages` measures where the time of each case goes, in rank 0 and in the client, and prints it with the first round's batch: use it
+by itself (`--rounds 1 --taps norm`), since it takes time. "cpu" is of the stage's own thread, the rest of "seconds" is waiting: for
+the GIL, a lock, a queue or the device.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from typing import Any
 
 import torch
 from vllm_engine_check import WAYS, check, environment_of, prompts_of
+
+from pymllm_interp.utils.stage_times import TIMES, VARIABLE
 
 LOAD_SECONDS, RUN_SECONDS = 330, 120
 MEMORY_OF_THREE = 110 << 30
@@ -143,14 +149,24 @@ class Ours:
 
     def run(self, case: str, prompts: list[list[int]]) -> dict[str, Any]:
         """Seconds of one batch, and how its last request ran."""
+        self._stages()
         start = time.perf_counter()
         outs = self._lm.generate(prompts, self._params, **self._declared[case])
         found: dict[str, Any] = {"seconds": time.perf_counter() - start}
+        if stages := self._stages():
+            found["stages"] = stages
         if self._declared[case]:
             found["steps"] = dict(outs[-1].receipt.steps)
-        if case == "captured":
-            found["captured bytes"] = sum(sum(t.nbytes for t in out.outputs[0].activations.values()) for out in outs)
+        if case == "captured":  # without reading them, which would copy them
+            states = [out.outputs[0].activations for out in outs]
+            found["captured bytes"] = sum(one.as_arrived(site).nbytes for one in states for site in one)
         return found
+
+    def _stages(self) -> dict[str, Any]:
+        """Of rank 0 and the client, since the last call; empty where it is not measured."""
+        if not TIMES.on:
+            return {}
+        return {"rank 0": self._lm.backend.core.call("interp_stages")[0], "client": TIMES.taken()}  # pyright: ignore
 
     def close(self) -> None:
         """End vLLM."""
@@ -240,6 +256,9 @@ def measured(args: argparse.Namespace, ours: list[str], gpus: str | None, option
                     elif turn >= 0:
                         found["seconds"].setdefault(what, {}).setdefault(str(batch), []).append(ran["seconds"])
                         found["steps"][f"{what}, {batch}"] = ran.get("steps")
+                        if "stages" in ran:
+                            found.setdefault("stages", {})[f"{what}, {batch}"] = ran["stages"]
+                            print_stages(f"{what}, batch {batch}: {ran['seconds']:.3f} s", ran["stages"])
                         if "captured bytes" in ran:
                             found["captured bytes"] = found.get("captured bytes", {}) | {batch: ran["captured bytes"]}
             told = json.dumps(ratios_of(found["seconds"]))  # engines may take long to end
@@ -250,6 +269,15 @@ def measured(args: argparse.Namespace, ours: list[str], gpus: str | None, option
     found["ratios"] = ratios_of(found["seconds"])
     found["took"] = time.perf_counter() - start
     return found
+
+
+def print_stages(what: str, stages: dict[str, dict[str, dict[str, float]]]) -> None:
+    """A table of one batch."""
+    print(what)
+    for process, own in stages.items():
+        for stage, totals in own.items():
+            values = "  ".join(f"{name} {value:<10.6g}" for name, value in totals.items())
+            print(f"  {process:7} {stage:55} {values}", flush=True)
 
 
 def turns_of(engines: dict[str, Engine], turn: int) -> list[tuple[str, str]]:
@@ -363,10 +391,13 @@ def main() -> None:
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--moe-backend", default=None)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--stages", action="store_true", help="measure where the time goes, and print it")
     parser.add_argument("--eager", action="store_true", help="without graphs and compiler: to try this script on a CPU")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if args.stages:
+        os.environ[VARIABLE] = "1"  # of the processes of engines
     if args.serve:
         serve(args)
         return

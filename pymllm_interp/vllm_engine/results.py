@@ -20,7 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from .payloads import LEAST_BYTES, loaded
+from ..core.step import DeclaredResult
+from ..hooks.captures.activations import Activations
+from ..hooks.captures.pieces import activations_of, pieces_of
+from ..hooks.receipt import Captured
+from .payloads import loaded
 
 ALIGNMENT = 64
 
@@ -118,11 +122,31 @@ class _ResultsPickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO, block: TensorBlock) -> None:
         super().__init__(buffer, protocol=5)
         self._block = block
+        self._known: dict[int, tuple[torch.Tensor, Placed | Shared]] = {}  # by id, with the tensor that has it
 
     def persistent_id(self, obj: Any) -> Placed | Shared | None:
-        if type(obj) is not torch.Tensor or obj.nbytes < LEAST_BYTES:
+        if type(obj) is not torch.Tensor:
             return None
-        return self._block.place(obj)
+        if id(obj) not in self._known:
+            self._known[id(obj)] = obj, self._block.place(obj)
+        return self._known[id(obj)][1]
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Activations:  # whose own pickle copies each site
+            return activations_of, pieces_of(obj)
+        if type(obj) is DeclaredResult:  # many requests have as many counts
+            return _declared_result, (obj.applied, obj.activations, [_values(one) for one in obj.captured])
+        return NotImplemented
+
+
+def _declared_result(
+    applied: list[Any], activations: Activations | None, captured: list[tuple[Any, ...]]
+) -> DeclaredResult:
+    return DeclaredResult(applied, [Captured(*one) for one in captured], activations)
+
+
+def _values(one: Captured) -> tuple[Any, ...]:
+    return one.site, one.prompt_rows, one.generated_rows, one.missing, one.cut
 
 
 class SharedResults:
@@ -176,6 +200,7 @@ def read_block(pickled: bytes, sent: Shared | bytes | None, shared: SharedResult
         shared: the mapping, where the rank was told of one.
     """
     blocks: dict[int, torch.Tensor] = {}
+    found: dict[int, tuple[Placed | Shared, torch.Tensor]] = {}  # by id, with the place that has it
     if isinstance(sent, Shared):
         assert shared is not None, "only a mapped arena is written to"
         memory = shared.block(sent.start, sent.size)
@@ -183,6 +208,11 @@ def read_block(pickled: bytes, sent: Shared | bytes | None, shared: SharedResult
         memory = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
 
     def find(place: Placed | Shared) -> torch.Tensor:
+        if id(place) not in found:
+            found[id(place)] = place, tensor_at(place)
+        return found[id(place)][1]
+
+    def tensor_at(place: Placed | Shared) -> torch.Tensor:
         kind: torch.dtype = getattr(torch, place.dtype)
         if isinstance(place, Placed):
             count = kind.itemsize

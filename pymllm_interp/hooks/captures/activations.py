@@ -57,6 +57,11 @@ class BySite(Mapping[str, torch.Tensor], Shown):
             raise KeyError(f"{str(site)!r} was not captured; there is {', '.join(self._tensors) or 'nothing'}")
         return self._tensors[name]
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._num_layers
+
     def layers(self, kind: str) -> list[int]:
         """The layers of a kind of site that are here, ascending."""
         return sorted(found.layer for found in map(Site.parse, self) if found.kind == kind and found.layer is not None)
@@ -163,7 +168,13 @@ class Activations(BySite):
 
     def others(self, site: str) -> dict[str, torch.Tensor]:
         """The further tensors of a site, by attribute."""
-        return {name: found[site] for name in OTHERS if site in (found := getattr(self, name))}
+        return {name: found[site] for name in OTHERS if len(found := getattr(self, name)) and site in found}
+
+    def arrived(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(site, rows as they arrived, positions, token ids) of each site."""
+        positions, token_ids = self.positions._tensors, self.token_ids._tensors
+        for site, rows in self._tensors.items():
+            yield site, rows, positions[site], token_ids[site]
 
     def __getitem__(self, site: str | Site) -> torch.Tensor:
         if self.error is not None:

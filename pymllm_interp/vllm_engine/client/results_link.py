@@ -10,6 +10,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from ...core.step import RequestEnd
+from ...utils.stage_times import TIMES
 from ..results import SharedResults, host_name, read_block
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class ResultsLink:
         try:
             if self._closed:
                 raise OSError(LOST)
-            self._connection.send_bytes(pickle.dumps((asked, freed), protocol=5))
+            with TIMES.of("client: ask for results"):
+                self._connection.send_bytes(pickle.dumps((asked, freed), protocol=5))
         except (OSError, ValueError) as error:
             self._pass_on([(end.request_id, RuntimeError(f"{LOST}: {error}")) for end in asked])
 
@@ -71,7 +73,10 @@ class ResultsLink:
         try:
             while True:
                 pickled, sent = self._connection.recv()
-                self._soon(self._pass_on, read_block(pickled, sent, self._shared))
+                with TIMES.of("client: read results", len(pickled)):
+                    outcomes = read_block(pickled, sent, self._shared)
+                self._soon(self._pass_on, outcomes)
+                del pickled, sent, outcomes  # else they live until the next message
         except (EOFError, OSError, TypeError, ValueError):
             self._closed = True
             self._soon(self._fail)

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 from ...core.step import RequestEnd
+from ...utils.stage_times import TIMES
 from ..results import TensorBlock, host_name
 from .hooked_request import RankResult
 from .result_arena import ResultArena
@@ -63,9 +64,11 @@ class Egress:
             answers = _Answers(connection, self._arena if connection.recv() else None)
             while True:
                 ends, freed = pickle.loads(connection.recv_bytes())
-                self._arena.take_back(freed)
-                for end, future in zip(ends, self._finish(ends), strict=True):
-                    answers.put(end.request_id, future)
+                with TIMES.of("egress: take blocks back"):
+                    self._arena.take_back(freed)
+                with TIMES.of("egress: end requests"):
+                    for end, future in zip(ends, self._finish(ends), strict=True):
+                        answers.put(end.request_id, future)
                 answers.flush()
         except (EOFError, OSError):
             connection.close()
@@ -105,13 +108,17 @@ class _Answers:
             return
         block = TensorBlock(self._arena)
         try:
-            message = block.dumped(arrived), block.sent() if block.size else None
+            with TIMES.of("egress: pickle"):
+                pickled = block.dumped(arrived)
+            with TIMES.of("egress: block of small tensors", block.size):
+                message = pickled, block.sent() if block.size else None
         except Exception as error:
             block = TensorBlock()
             lost = [(request_id, RuntimeError(f"results cannot be sent: {error!r}")) for request_id, _ in arrived]
             message = block.dumped(lost), None
         try:
-            self._connection.send(message)
+            with TIMES.of("egress: send", len(message[0])):
+                self._connection.send(message)
         except (OSError, ValueError):  # the client is gone
             self._connection.close()
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ...hooks.captures.egress.result_memory import FRESH, SMALL, rounded
+from ...utils.stage_times import TIMES
 from ..results import Shared
 
 
@@ -74,7 +75,8 @@ class ResultArena:
         whole, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
         memory = np.frombuffer(self._mapping, np.uint8)
         if whole < end:
-            self._mapping.madvise(mmap.MADV_REMOVE, whole, end - whole)
+            with TIMES.of("results: clear unused rows", end - whole):
+                self._mapping.madvise(mmap.MADV_REMOVE, whole, end - whole)
             memory[end:stop] = 0
         memory[first : min(whole, stop)] = 0
 
@@ -97,6 +99,12 @@ class ResultArena:
             self._returned.extend((start, None) for start in starts)
             self._reclaim()
 
+    @property
+    def live(self) -> int:
+        """Bytes of blocks that are being written, or that the client has."""
+        with self._lock:
+            return sum(size for size, _ in self._live.values())
+
     def close(self) -> None:
         """Release what is free. Memory that is freed later is not kept."""
         with self._lock:
@@ -110,8 +118,9 @@ class ResultArena:
     def _take(self, size: int, token: object) -> int:
         with self._lock:
             self._reclaim()
-            starts = self._of_size.get(size)
-            start = self._pop(size) if starts else self._carve(size)
+            kept = size in self._of_size
+            start = self._pop(size) if kept else self._carve(size)
+            TIMES.add(f"results: {'kept' if kept else 'fresh'} block", 0.0, nbytes=size)
             while start is None and self._of_size:
                 self._release_oldest()
                 start = self._carve(size)
@@ -143,7 +152,8 @@ class ResultArena:
         """Give memory of the size that was used longest ago back to the system."""
         size = next(iter(self._of_size))
         start = self._pop(size)
-        self._mapping.madvise(mmap.MADV_REMOVE, start, size)
+        with TIMES.of("results: release a block", size):
+            self._mapping.madvise(mmap.MADV_REMOVE, start, size)
         i = bisect.bisect(self._free, (start, size))
         self._free.insert(i, (start, size))
         for j in (i, i - 1):  # merge with the next free range, then with the previous one

@@ -25,6 +25,7 @@ from ...hooks.declarations import BoundHooks
 from ...hooks.declared_stage import DeclaredStage
 from ...hooks.interventions.logit_ops import logit_ops
 from ...layers.edits.table import TableOps
+from ...utils.stage_times import TIMES
 from ...utils.upload import upload
 from ..settings import limits_of, uses_tables
 from .batch import StepBatch, VllmStep, step_of
@@ -109,6 +110,7 @@ class RankStage:
         self._step: VllmStep | None = None
         self._batch: StepBatch | None = None
         self._calls_before = 0
+        self._marked = (0.0, 0.0)
         self._held = False
         self.static: TableOps | None = None
         if self.in_tables:
@@ -284,11 +286,14 @@ class RankStage:
         self.num_steps += 1
         if not self.busy:
             return
-        self._hold()
+        self._mark("step: between steps")
+        with TIMES.of("step: wait for the lock"):
+            self._hold()
         batch = self._batch
         if batch is None or batch.ids != list(req_ids):
             self._close_batch()
-            self._take_rows(req_ids)
+            with TIMES.of("step: rows of new requests"):
+                self._take_rows(req_ids)
             batch = self._batch = StepBatch(req_ids, self._live, self._logits_site)
         if not batch.hooked:
             self.idle()
@@ -297,14 +302,27 @@ class RankStage:
         self._calls_before = self.calls
         if not self.in_tables:
             self._ops = self.stage.site_ops(step, step.num_tokens, False)
+            self._mark()
             return
         records = None
         if batch.captures and not self.rank:
-            self._make_room(step)
-            records = self._ring.lay_out(step.parts)
-        self.buffers.fill(step.owners, step.positions, records)
+            with TIMES.of("step: wait for room in the ring"):
+                self._make_room(step)
+            with TIMES.of("step: lay out"):
+                records = self._ring.lay_out(step.parts)
+        with TIMES.of("step: fill the tables"):
+            self.buffers.fill(step.owners, step.positions, records)
         if batch.touches_logits:
             self._ops = self.stage.logit_table_ops(step, step.num_tokens)
+        self._mark()
+
+    def _mark(self, stage: str | None = None) -> None:
+        """Add the time since the last mark to a stage."""
+        if TIMES.on:
+            now = time.perf_counter(), time.thread_time()
+            if stage is not None:
+                TIMES.add(stage, now[0] - self._marked[0], now[1] - self._marked[1])
+            self._marked = now
 
     def _close_batch(self) -> None:
         """The next step is not as the last one: requests get what was counted."""
@@ -376,14 +394,17 @@ class RankStage:
         if step is None:
             self._let_go()
             return
+        self._mark("step: launch the pass, sample")
         if self.in_tables and step.batch.captures and not self.rank:
-            self._ring.send()
+            with TIMES.of("step: send"):
+                self._ring.send()
         if self._stream is not None:
             self._launched = torch.cuda.Event()
             self._launched.record()
         step.batch.count(step.counts, step.mode, 0 if self.in_tables else self.calls - self._calls_before)
         self._step, self._ops = None, None
         self._let_go()
+        self._mark()
 
     def _hold(self) -> None:
         if not self._held:

@@ -13,6 +13,7 @@ import torch
 
 from ... import __version__
 from ...models.weights.model_state import checksum
+from ...utils.stage_times import TIMES
 from ..faults import told
 from ..payloads import TensorKey
 from ..refusals import refuse_config
@@ -120,6 +121,13 @@ class InterpWorker:
         """Steps so far, and calls of the op on a CPU."""
         stage = self._hooks.stage
         return {"rank": self.rank, "steps": stage.num_steps, "calls": stage.calls}
+
+
+    def interp_stages(self) -> dict[str, dict[str, float]]:
+        """Where time went since the last call (`utils.stage_times`), and memory of results; empty where it is not measured."""
+        arena = self._hooks.stage.arena
+        memory = {"results: kept": {"bytes": arena.kept}, "results: live": {"bytes": arena.live}}
+        return TIMES.taken() | memory if TIMES.on else {}
 
 
 def _checksum_of(parameter: torch.Tensor) -> int:

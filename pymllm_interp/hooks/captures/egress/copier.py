@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ....utils.integers import INTEGERS
+from ....utils.stage_times import TIMES
 from ..activations import CaptureError
 from ..captures import Captures
 from ..group import SmallRow
@@ -62,6 +63,8 @@ class SentSpan(NamedTuple):
     slices: Sequence[RequestSlice] | AlikeStep
     copied: torch.cuda.Event | None
     """Recorded after the copy; None where the copy is done."""
+    began: torch.cuda.Event | None = None
+    """Recorded before it, where it is measured."""
 
 
 _Copy = tuple[RequestSlice, torch.Tensor | None]
@@ -139,16 +142,21 @@ class RingCopier:
         while (item := self._queue.get()) is not None:
             if not isinstance(item, SentSpan):
                 self._steps.flush()
-                item()
+                with TIMES.of("copier: results of ended requests"):
+                    item()
                 continue
             try:
                 if item.copied is not None:
-                    item.copied.synchronize()
+                    with TIMES.of("copier: wait for the pass and its copy to the host"):
+                        item.copied.synchronize()
+                    if item.began is not None:
+                        TIMES.add("device: ring to host", item.began.elapsed_time(item.copied) / 1e3)
                 if isinstance(item.slices, AlikeStep):
                     self._steps.add(self._host[item.start :], item.slices)
                 else:
                     self._steps.flush()
-                    self._copy_out(self._host[item.start :], item.slices)
+                    with TIMES.of("copier: steps that are not alike"):
+                        self._copy_out(self._host[item.start :], item.slices)
             except NO_MEMORY as error:  # of CUDA; later spans must still be served
                 for captures in captures_of(item.slices):
                     _lose(captures, error)
@@ -166,7 +174,7 @@ class RingCopier:
             else:
                 copies += self._copies_of(request_slice)
         if copies:
-            list(self._pool.map(lambda dealt: _copy(host, dealt), _dealt(copies)))
+            list(self._pool.map(lambda dealt: _copy_measured(host, dealt), _dealt(copies)))
         _copy_small(host, small)
         for request_slice in slices:
             request_slice.captures.mark_copied(request_slice.first + len(request_slice.sizes))
@@ -208,6 +216,11 @@ def _dealt(copies: list[_Copy]) -> list[list[_Copy]]:
     ends = np.cumsum([part.size for part, _ in copies])
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, NUM_COPIERS) / NUM_COPIERS, side="right").tolist()
     return [dealt for begin, end in pairwise((0, *cuts, len(copies))) if (dealt := copies[begin:end])]
+
+
+def _copy_measured(host: torch.Tensor, copies: list[_Copy]) -> None:
+    with TIMES.of("copiers: ring to results", sum(part.size for part, _ in copies) * host.itemsize):
+        _copy(host, copies)
 
 
 def _copy(host: torch.Tensor, copies: list[_Copy]) -> None:

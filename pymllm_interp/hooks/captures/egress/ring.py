@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ....utils.stage_times import TIMES
 from ..captures import Captures, RecordLayout
 from ..group import Group
 from ..reductions.reading import Pending, read_all
@@ -251,7 +252,8 @@ class CaptureRing:
             return
         start, size, num_sent, slices = layout
         assert self._host is not None, "open() comes before the first request that captures"
-        device, host, copied = self.memory[start : start + size], self._host[start : start + num_sent], None
+        device, host = self.memory[start : start + size], self._host[start : start + num_sent]
+        copied = began = None
         if self._stream is None:
             _pack(device, slices)
             host.copy_(device[:num_sent])
@@ -261,8 +263,11 @@ class CaptureRing:
             try:
                 with torch.cuda.stream(self._stream):
                     _pack(device, slices)
+                    if TIMES.on:
+                        began = torch.cuda.Event(enable_timing=True)
+                        began.record()
                     host.copy_(device[:num_sent], non_blocking=True)
-                    copied = torch.cuda.Event(blocking=True)
+                    copied = torch.cuda.Event(enable_timing=TIMES.on, blocking=True)
                     copied.record()
             except NO_MEMORY:
                 current.wait_stream(self._stream)  # the next pass writes to the span after what was launched here
@@ -275,7 +280,7 @@ class CaptureRing:
         else:
             for captures, first, sizes, *_ in slices:
                 captures.next_position = first + len(sizes)
-        self._copier.send(SentSpan(start, slices, copied))
+        self._copier.send(SentSpan(start, slices, copied, began))
 
     def forget(self) -> None:
         """Discard the last `lay_out`: its pass failed."""

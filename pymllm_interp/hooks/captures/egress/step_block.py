@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ....utils.integers import as_integers
+from ....utils.stage_times import TIMES
 from ..captures import Captures, RecordLayout
 from ..kept_rows import WORDS
 from .result_memory import Memory
@@ -88,7 +89,8 @@ class StepBlock:
                 self._memory = torch.empty((steps, size), dtype=host.dtype)
             self._first = step
         # By NumPy: torch would start its intra-op threads.
-        np.copyto(as_integers(self._memory[self._count]), as_integers(host[:size]))
+        with TIMES.of("copier: ring to block", size * host.itemsize):
+            np.copyto(as_integers(self._memory[self._count]), as_integers(host[:size]))
         self._count += 1
         if self._count == len(self._memory):
             self.flush()
@@ -109,7 +111,8 @@ class StepBlock:
                 self._lose(captures, error)
 
     def _copy_out(self, block: torch.Tensor, first: AlikeStep) -> None:
-        columns = [self._rows_of(*each, block, first.layout) for each in zip(first.captures, first.firsts, strict=True)]
+        with TIMES.of("copier: find rows of results"):
+            columns = [self._rows_of(*each, block, first.layout) for each in zip(first.captures, first.firsts, strict=True)]
         size = first.layout.sent_size
         # Runs of requests with records that are kept unchanged: one call of torch each, which releases the GIL once.
         cuts = [
@@ -120,7 +123,8 @@ class StepBlock:
         for begin, end in pairwise(cuts):
             part = block[:, begin * size : end * size]
             if rows := [column for column in columns[begin:end] if column is not None]:
-                self._copy_columns(part.view(WORDS), rows)
+                with TIMES.of("copier: wait for copiers", part.nbytes):
+                    self._copy_columns(part.view(WORDS), rows)
                 continue
             integers = as_integers(part)
             for i in range(begin, end):
@@ -139,6 +143,10 @@ class StepBlock:
         def copy(begin: int) -> None:
             own = rows[begin : begin + each]
             part = block[:, begin * words : (begin + len(own)) * words]
+            with TIMES.of("copiers: block to results", part.nbytes):
+                copy_lines(own, part)
+
+        def copy_lines(own: list[torch.Tensor], part: torch.Tensor) -> None:
             for top in range(0, len(part), lines):
                 out = own if lines >= len(part) else [row[top : top + lines] for row in own]
                 torch.split_with_sizes_copy(part[top : top + lines], [words] * len(own), dim=1, out=out)
