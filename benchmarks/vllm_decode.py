@@ -2,8 +2,8 @@
 
     python benchmarks/vllm_decode.py --config benchmarks/configs/gpt-oss-20b --out FILE [--quantization fp8] [--batches 1 32 256]
 
-Random weights, prompts of 64 tokens, no prefix cache, the defaults else. Milliseconds are the difference of a long and a short generation, over
-the tokens between them.
+Random weights, prompts of 64 tokens, no prefix cache, the defaults else. Milliseconds are the difference of a long and a short
+generation, over the tokens between them.
 """
 
 from __future__ import annotations
