@@ -19,10 +19,10 @@ from pymllm_interp.hooks.captures.activations import Activations, CaptureError, 
 from pymllm_interp.hooks.captures.egress.result_memory import rounded
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
+from pymllm_interp.utils.stage_times import StageTimes
 from pymllm_interp.vllm_engine.client.results_link import ResultsLink
 from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
-from pymllm_interp.utils.stage_times import StageTimes
 from pymllm_interp.vllm_engine.worker import result_arena
 from pymllm_interp.vllm_engine.worker.egress import Egress
 from pymllm_interp.vllm_engine.worker.result_arena import ResultArena
