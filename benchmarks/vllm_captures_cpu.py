@@ -105,7 +105,9 @@ def rounds(args: argparse.Namespace) -> list[dict[str, Any]]:
 
         with link._lock:  # so that they are one message, as on the client's loop
             for i in range(args.requests):
-                end = RequestEnd(f"{turn} {i}", [0] * args.prompt, [0] * (args.new + 1), computed, computed, 0, RequestHooks())
+                end = RequestEnd(
+                    f"{turn} {i}", [0] * args.prompt, [0] * (args.new + 1), computed, computed, 0, RequestHooks()
+                )
                 link._asked.append(end)
                 link._waiting[end.request_id] = take
         link._send()
@@ -137,7 +139,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--ring", type=int, default=600 << 20)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="how long a pass takes, in which this process is idle")
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.0, help="how long a pass takes, in which this process is idle"
+    )
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     os.environ["PYMLLM_INTERP_STAGES"] = "1"

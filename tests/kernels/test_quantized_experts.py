@@ -47,7 +47,7 @@ def product_of(x, weight: QuantizedWeight, experts: int, ids, gate: str, scores=
 @pytest.mark.parametrize(
     ("kind", "gate", "width", "channels", "group"),
     [
-        ("fp4", "clamped", 192, 70, 32), ("fp4", "", 64, 96, 32), ("fp4", "silu", 160, 200, 32),
+        ("fp4", "clamped", 192, 70, 32), ("fp4", "", 320, 96, 32), ("fp4", "silu", 160, 200, 32),
         ("fp8", "silu", 256, 70, 128), ("fp8", "", 96, 64, 32), ("fp8", "", 128, 40, 128),
     ],
 )  # fmt: skip
@@ -98,6 +98,7 @@ def test_codes_of_all_values_are_exact(exponents: tuple[int, ...]) -> None:
 def test_tiles_hold_the_weight(width: int, gated: bool, interleaved: bool) -> None:
     weight = weight_of("fp4", 3, 140, width, 32)
     tiles = ExpertTiles.of(weight, 3, gated, interleaved)
+    assert tiles.words.is_contiguous() and tiles.scales.is_contiguous()
     assert tiles.shape == weight.shape and torch.equal(tiles.dequantize(), weight.dequantize())
     assert torch.equal(tiles.expert(1).codes, weight.codes[140:280])
 

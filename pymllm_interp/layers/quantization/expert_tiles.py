@@ -64,14 +64,16 @@ class ExpertTiles:
         shift = max(0, largest + TO_FIELD - MAX_FIELD)
         if largest == 255 or smallest + TO_FIELD - shift < 1:
             raise ValueError(f"scales of experts are 2^{smallest - 127} to 2^{largest - 127}; use another checkpoint")
-        parts = 2 if gated else 1
-        layout = _Layout(rows // parts, width, parts, interleaved)
+        count = 2 if gated else 1
+        layout = _Layout(rows // count, width, count, interleaved)
         words, scales = [], []
         for expert in range(experts):
             own = slice(expert * rows, (expert + 1) * rows)
             words.append(layout.words(weight.nibbles(own)))
             scales.append(layout.scale_words(weight.scales[own].int() + (TO_FIELD - shift)))
-        return cls(torch.stack(words), torch.stack(scales), shift, rows, width, interleaved, weight.dtype)
+        # `stack` may keep the order of memory that its parts have.
+        stacked = (torch.stack(parts).contiguous() for parts in (words, scales))
+        return cls(*stacked, shift, rows, width, interleaved, weight.dtype)
 
     @property
     def experts(self) -> int:

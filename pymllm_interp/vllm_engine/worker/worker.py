@@ -122,7 +122,6 @@ class InterpWorker:
         stage = self._hooks.stage
         return {"rank": self.rank, "steps": stage.num_steps, "calls": stage.calls}
 
-
     def interp_stages(self) -> dict[str, dict[str, float]]:
         """Where time went since the last call (`utils.stage_times`), and memory of results; empty where it is not measured."""
         arena = self._hooks.stage.arena

@@ -112,7 +112,9 @@ class StepBlock:
 
     def _copy_out(self, block: torch.Tensor, first: AlikeStep) -> None:
         with TIMES.of("copier: find rows of results"):
-            columns = [self._rows_of(*each, block, first.layout) for each in zip(first.captures, first.firsts, strict=True)]
+            columns = [
+                self._rows_of(*each, block, first.layout) for each in zip(first.captures, first.firsts, strict=True)
+            ]
         size = first.layout.sent_size
         # Runs of requests with records that are kept unchanged: one call of torch each, which releases the GIL once.
         cuts = [
