@@ -3,7 +3,7 @@
 # As in triton_kernels.py.
 """`moe.expert_product` with weights in MXFP4, in the tiles of layers/quantization/expert_tiles.py.
 
-A program multiplies a tile of one expert's entries with some blocks of 64 rows of its weight, which it dequantises in registers.
+A program multiplies a tile of one expert's entries with some blocks of 64 rows of its weight. It dequantises them in registers.
 Codes times scales are exact in bfloat16. Sums have one order in every batch.
 
 The weight is the left factor of the products: on Hopper that one may come from registers. A thread decodes two words, which are

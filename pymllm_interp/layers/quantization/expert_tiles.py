@@ -1,11 +1,11 @@
 """`ExpertTiles`: weights of experts in MXFP4, as the kernel of kernels/products/fp4_experts.py reads them.
 
-A tile has 64 rows of a weight and 128 inputs: 4 KB that lie together. The tiles of a block of rows follow each other, so that a
+A tile has 64 rows of a weight and 128 inputs: 4 KB that lie together. The tiles of a block of rows follow each other: a
 program reads its weight from one end to the other. Of a first product a tile of gate and the tile of up at the same place are
 neighbours.
 
-A word has eight inputs, 16 apart: 0 to 3 in its lower half, 4 to 7 in its upper half. In a half, the bits of input 0 are where a
-bfloat16 has its sign, the end of its exponent, and the beginning of its mantissa. Those of inputs 1 and 2 are 3 and 6 bits lower.
+A word has eight inputs, 16 apart: 0 to 3 in its lower half, 4 to 7 in its upper half. In a half, input 0 has its sign where a
+bfloat16 has it. Its other bits are the end of the exponent and the beginning of the mantissa. Inputs 1 and 2 are 3 and 6 bits lower.
 So a shift and a mask make two bfloat16 numbers, which are 2^126 times too small. A row's four scales in a tile are a word, too.
 Each byte is the exponent of a bfloat16: the scale times 2^126.
 """
@@ -24,7 +24,7 @@ ROWS, INPUTS, GROUP, WORDS = 64, 128, 32, 16
 PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 """Input of a half word -> its sign, and its other bits from the highest to the lowest."""
 TO_FIELD = 126
-"""What is added to E8M0: its 2^(e - 127) becomes 2^(e - 1), whose exponent field is e + 126."""
+"""What is added to E8M0: its 2^(e - 127) becomes 2^(e - 1), with exponent field e + 126."""
 MAX_FIELD = 254
 
 
