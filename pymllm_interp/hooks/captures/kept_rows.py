@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 
 import numpy as np
 import torch
 
+from ...utils.copies import shallow
 from ...utils.integers import as_integers
 from .egress.result_memory import Memory
 from .reductions.pools import Pool
@@ -70,7 +70,7 @@ class KeptRows:
     def fresh(self) -> KeptRows:
         """The same before `prepare`, for another request."""
         assert self.rows is None, "rows of a request that has begun are its own"
-        return copy(self)
+        return shallow(self)
 
     def num_bytes(self, num_sites: int) -> int:
         """Bytes of the rows of `num_sites` sites."""
@@ -149,13 +149,14 @@ class KeptRows:
             rows = self._pooled(self._pool, count, arrived)
         else:
             self._memory.clear(self.rows, min(count, len(self.rows)))
-            rows = self.rows[:count]
+            rows = self.rows if count == len(self.rows) else self.rows[:count]
         if not self._reduction.of_states:
             values = rows[..., : self._sent_width].detach()
             columns = range(values.shape[1])
             return [self._reduction.results(values[:, i], self._asked, self._states) for i in columns]
         # All columns at once. Not by `unbind`: autograd does not allow in-place operations on its outputs.
-        return map(Reduced, rows.to(self._result_dtype).flatten(1).unsafe_split(self._width, 1))
+        rows = rows.to(self._result_dtype).flatten(1)
+        return map(Reduced, rows.unsafe_split(self._width, 1) if len(arrived) > 1 else (rows,))
 
     def _pooled(self, pool: Pool, count: int, arrived: list[int]) -> torch.Tensor:
         """The result of a pool, [1, columns, width], or [0, columns, width] for no position."""
