@@ -128,6 +128,12 @@ class Captures(RecordSizes):
     def fresh(self) -> Captures:
         """The same captures for another request with a prompt of this length: nothing is captured yet."""
         found = shallow(self)
+        if len(self.groups) == 1:  # most often
+            (group,) = found.groups = [self.groups[0].fresh()]
+            found.by_site = {site: (group, column) for site, (_, column) in self.by_site.items()}
+            found._columns = {name: (group, column) for name, (_, column) in self._columns.items()}
+            found.cut = {}
+            return found
         own = {id(group): group.fresh() for group in self.groups}
 
         def place(of: tuple[Group, int]) -> tuple[Group, int]:

@@ -65,7 +65,8 @@ class KeptRows:
         self.unchanged = self._dtype is sent_dtype and self._pool is None
         self._drafted: list[tuple[int, np.ndarray, slice]] | None = None
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
-        self._records: np.ndarray | None = None  # [kept, words], where a row is a record
+        self._as_records = False  # a row is a record
+        self._records: np.ndarray | None = None  # [kept, words], then, once it is asked for
 
     def fresh(self) -> KeptRows:
         """The same before `prepare`, for another request."""
@@ -87,8 +88,8 @@ class KeptRows:
             self._values = self.rows.fill_(self._pool.initial).numpy()
         else:
             self._values = as_integers(self.rows)
+            self._as_records = as_records
             if as_records:
-                self._records = self.rows.flatten(1).view(WORDS).numpy()
                 size = num_sites * self._width * self._dtype.itemsize
                 if 0 < size <= SMALL_ROW and self._num_rows:
                     self.small = self._values.reshape(self._num_rows, -1).view(np.dtype((np.void, size)))[:, 0]
@@ -96,7 +97,11 @@ class KeptRows:
     def records(self, ordinal: int, count: int) -> np.ndarray | None:
         """[count, words], the rows of `count` ordinals from `ordinal` on; None where a row is not a record."""
         # By NumPy: each operation of torch releases the GIL and waits to get it back.
-        return None if self._records is None else self._records[ordinal : ordinal + count]
+        if self._records is None:
+            if not self._as_records or self.rows is None:
+                return None
+            self._records = self.rows.flatten(1).view(WORDS).numpy()
+        return self._records[ordinal : ordinal + count]
 
     def keep(self, ordinal: int, rows: np.ndarray, columns: slice = ALL) -> None:
         """Keep rows of consecutive ordinals, or add them to the sum.
