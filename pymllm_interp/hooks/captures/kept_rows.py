@@ -160,7 +160,7 @@ class KeptRows:
             columns = range(values.shape[1])
             return [self._reduction.results(values[:, i], self._asked, self._states) for i in columns]
         # All columns at once. Not by `unbind`: autograd does not allow in-place operations on its outputs.
-        rows = rows.to(self._result_dtype).flatten(1)
+        rows = (rows if rows.dtype is self._result_dtype else rows.to(self._result_dtype)).flatten(1)
         return map(Reduced, rows.unsafe_split(self._width, 1) if len(arrived) > 1 else (rows,))
 
     def _pooled(self, pool: Pool, count: int, arrived: list[int]) -> torch.Tensor:
