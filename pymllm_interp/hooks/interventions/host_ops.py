@@ -98,7 +98,7 @@ def _of_one_row(ordinal: int) -> _Selected:
 
 
 def _sinks(group: Group, positions: range) -> Iterator[tuple[int, int | None, CaptureSink | RowSink]]:
-    """(column, the request's row that is captured or None for all of them, what takes it), if a row is captured."""
+    """(column, row, what takes it) of each column, if a row is captured. None as the row stands for all rows."""
     if (only := group.only_row(positions)) is not None:
         position, ordinal = only
         for column in range(len(group.sites)):

@@ -62,7 +62,7 @@ def helpers_want_gradients(code: CodeType, scope: Mapping[str, Any], outer: Mapp
     """Whether a function that the code names uses autograd, or one that this names, and so on.
 
     Args:
-        scope, outer: values of the names; those of `outer` where `scope` has none.
+        scope, outer: values of the names; `outer` is asked where `scope` has none.
         depth: how far calls are followed.
     """
     for name in all_names(code):
@@ -109,7 +109,7 @@ def all_names(code: CodeType) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def variables_of(code: CodeType) -> tuple[str, ...]:
-    """Those of `all_names` that may be variables. The others are attributes, or modules that are imported."""
+    """Names that may be variables. The others of `all_names` are attributes, or modules that are imported."""
     found = {
         instruction.argval
         for part in codes_of(code)
