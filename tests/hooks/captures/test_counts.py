@@ -62,6 +62,7 @@ def test_a_fresh_copy_keeps_nothing_of_another(specs: int) -> None:
         assert captures.error is None and len(found) == specs
         for site in found:
             assert torch.equal(found[site], torch.full_like(found[site], float(i)))
+            assert found.positions[site].tolist() == ([2] if site == "mlp_out.0" else [0, 1, 2, 3, 4])
             found[site].fill_(-1.0)
             found.positions[site].fill_(-1)  # its own, too
     assert first.activations([5, 6, 7, 8, 9])["resid_post.1"].shape[0] == 0

@@ -12,7 +12,6 @@ import torch
 
 from ....core.families import LOGITS
 from ...captures.activations import Activations
-from ...positions import selected
 from ..blocks.trace import RequestTrace
 from .plan import LAST, BlockPlan, Row, StepLoop
 from .site_rows import SiteRows
@@ -48,7 +47,7 @@ def append_rows(
     try:
         lists = [_lists(trace, appends) for trace in traces]
         values = [
-            _last_rows(plan, row, states, prompt_lens)
+            _last_rows(plan, row, states)
             if row.indexes == (0, LAST) and not row.methods and device is None
             else _parts(plan, row, states, prompt_lens, single, device)
             for row in appends.rows
@@ -77,27 +76,15 @@ def _lists(trace: RequestTrace, appends: StepLoop) -> list[Any]:
     return [scope[name] for name, _ in appends.appends]
 
 
-def _last_rows(
-    plan: BlockPlan, row: Row, states: Sequence[Activations], prompt_lens: Sequence[int]
-) -> Sequence[torch.Tensor]:
+def _last_rows(plan: BlockPlan, row: Row, states: Sequence[Activations]) -> Sequence[torch.Tensor]:
     """[width] of the last row of each prompt, with storage of its own.
 
     Raises:
-        LookupError: it was not captured.
+        LookupError: other rows were captured, or none.
     """
-    places: dict[int, int] = {}
-    found: list[torch.Tensor] = []
-    for own, length in zip(states, prompt_lens, strict=True):
-        place = places.get(length)
-        if place is None:
-            windows = plan.windows(row.site, length)
-            if not selected(windows, length)[-1]:
-                raise LookupError(f"the last row of {row.site}")
-            place = places[length] = sum(window.among(0, length) for window in windows) - 1
-        rows = own.as_arrived(row.site)
-        if place >= len(rows):
-            raise LookupError(f"the last row of {row.site}")
-        found.append(rows if len(rows) == 1 else rows[place : place + 1])
+    found = [own.as_arrived(row.site) for own in states]
+    if plan.needs[row.site].positions != (LAST,) or any(len(rows) != 1 for rows in found):
+        raise LookupError(f"the last row of {row.site}")
     # Two calls of torch for all of them.
     return torch.unbind_copy(torch.cat(found).flatten(1))  # pyright: ignore[reportReturnType]
 
