@@ -61,7 +61,7 @@ def traced_prompt(
     # By identity: the trace holds its keywords. What is wrong with one is said for each prompt.
     key = len(ids), lowered, *((name, id(value)) for name, value in kwargs.items())
     if (found := known.get(key)) is not None:
-        return found._replace(token_ids=ids)
+        return TracedPrompt(ids, *found[1:])
     timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
     salt, (adapter,) = checked_salt(kwargs.pop("cache_salt", None)), adapters_of(kwargs.pop("lora", None), 1)
     if mode == "trace":

@@ -39,7 +39,6 @@ class KeptRows:
     Attributes:
         rows: [kept, sites, width]; None before `prepare`.
         unchanged: values are kept as they are sent, in one row for each position.
-        small: [kept] of whole rows, where a row is a record of at most `SMALL_ROW` bytes; else None.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class KeptRows:
         states: bool,
     ) -> None:
         self.rows: torch.Tensor | None = None
-        self.small: np.ndarray | None = None
         self._reduction, self._width, self._sent_dtype, self._result_dtype = spec.reduction, width, sent_dtype, dtype
         self._num_rows, self._dtype, self._states, self._sent_width = num_positions, dtype, states, sent_width
         self._asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
@@ -64,6 +62,8 @@ class KeptRows:
             self._dtype = sent_dtype
         self.unchanged = self._dtype is sent_dtype and self._pool is None
         self._drafted: list[tuple[int, np.ndarray, slice]] | None = None
+        self._small_size = 0  # bytes of a row that `small` has
+        self._small: np.ndarray | None = None
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
         self._as_records = False  # a row is a record
         self._records: np.ndarray | None = None  # [kept, words], then, once it is asked for
@@ -92,7 +92,15 @@ class KeptRows:
             if as_records:
                 size = num_sites * self._width * self._dtype.itemsize
                 if 0 < size <= SMALL_ROW and self._num_rows:
-                    self.small = self._values.reshape(self._num_rows, -1).view(np.dtype((np.void, size)))[:, 0]
+                    self._small_size = size
+
+    @property
+    def small(self) -> np.ndarray | None:
+        """[kept] of whole rows, where a row is a record of at most `SMALL_ROW` bytes; else None."""
+        if self._small is None and self._small_size:
+            whole = np.dtype((np.void, self._small_size))
+            self._small = self._values.reshape(self._num_rows, -1).view(whole)[:, 0]
+        return self._small
 
     def records(self, ordinal: int, count: int) -> np.ndarray | None:
         """[count, words], the rows of `count` ordinals from `ordinal` on; None where a row is not a record."""
