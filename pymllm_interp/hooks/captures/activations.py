@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,25 @@ class Activations(BySite):
         positions = BySite(num_layers)
         super().__init__(num_layers, positions)
         self.positions, self.token_ids = positions, BySite(num_layers, positions)
-        self.indexes, self.counts = BySite(num_layers, positions), BySite(num_layers, positions)
-        self.token_log_probs, self.token_ranks = BySite(num_layers, positions), BySite(num_layers, positions)
         self.error: CaptureError | None = None
+
+    # Most requests have none of these.
+
+    @cached_property
+    def indexes(self) -> BySite:
+        return BySite(self._num_layers, self.positions)
+
+    @cached_property
+    def counts(self) -> BySite:
+        return BySite(self._num_layers, self.positions)
+
+    @cached_property
+    def token_log_probs(self) -> BySite:
+        return BySite(self._num_layers, self.positions)
+
+    @cached_property
+    def token_ranks(self) -> BySite:
+        return BySite(self._num_layers, self.positions)
 
     def add(
         self,

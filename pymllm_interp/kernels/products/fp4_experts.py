@@ -6,8 +6,8 @@
 A program multiplies a tile of one expert's entries with some blocks of 64 rows of its weight. It dequantises them in registers.
 Codes times scales are exact in bfloat16. Sums have one order in every batch.
 
-The weight is the left factor of the products: on Hopper that one may come from registers. A thread decodes two words, which are
-neighbours, into eight pairs of bfloat16: a pair has the same input of both words.
+The weight is the left factor of the products: on Hopper that one may come from registers. A thread decodes two
+neighbouring words into eight pairs of bfloat16. A pair has the same input of both words.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def expand(
 
 
 def _steps(tiles: int, width: int) -> int:
-    """Blocks of columns of a program of `expand`, which all read `h` once: as many as leave enough programs for the device."""
+    """Blocks of columns of a program of `expand`: as many as leave enough programs for the device. A program reads `h` once."""
     steps = MAX_STEPS
     while steps > 1 and tiles * width < FULL_GRID * EXPAND_COLUMNS * steps:
         steps //= 2

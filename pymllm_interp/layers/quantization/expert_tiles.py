@@ -1,13 +1,12 @@
 """`ExpertTiles`: weights of experts in MXFP4, as the kernel of kernels/products/fp4_experts.py reads them.
 
-A tile has 64 rows of a weight and 128 inputs: 4 KB that lie together. The tiles of a block of rows follow each other: a
-program reads its weight from one end to the other. Of a first product a tile of gate and the tile of up at the same place are
-neighbours.
+A tile has 64 rows of a weight and 128 inputs: 4 KB that lie together. The tiles of a block of rows follow each other. So a program
+reads its weight from one end to the other. Of a first product a tile of gate and the tile of up at the same place are neighbours.
 
-A word has eight inputs, 16 apart: 0 to 3 in its lower half, 4 to 7 in its upper half. In a half, input 0 has its sign where a
-bfloat16 has it. Its other bits are the end of the exponent and the beginning of the mantissa. Inputs 1 and 2 are 3 and 6 bits lower.
-So a shift and a mask make two bfloat16 numbers, which are 2^126 times too small. A row's four scales in a tile are a word, too.
-Each byte is the exponent of a bfloat16: the scale times 2^126.
+A word has eight inputs, 16 apart. The lower half has inputs 0 to 3, the upper half 4 to 7. In a half, input 0 has its sign where a
+bfloat16 has it. Its other bits are the end of the exponent and the beginning of the mantissa. Inputs 1 and 2 are 3 and 6 bits
+lower. So a shift and a mask make two bfloat16 numbers, which are 2^126 times too small. A row's four scales in a tile are a word,
+too. Each byte is the exponent of a bfloat16: the scale times 2^126.
 """
 
 from __future__ import annotations
