@@ -29,7 +29,11 @@ from pymllm_interp.layers.quantization.gemm import QuantizedGemm
 from pymllm_interp.layers.quantization.weight import quantized
 
 BATCHES, PROMPT_TOKENS, NEW_TOKENS, TURNS = (1, 32, 256), 64, 96, 3
-AIMS = {"fp8": {1: 2.7, 32: 3.7, 256: 8.5}, "w4a16": {1: 2.1, 32: 3.3, 256: 9.5}}
+AIMS = {
+    "fp8": {1: 2.7, 32: 3.7, 256: 8.5},
+    "fp8-w8a8": {1: 2.7, 32: 3.7, 256: 8.5},
+    "w4a16": {1: 2.1, 32: 3.3, 256: 9.5},
+}
 """Milliseconds on an H200."""
 W4A16 = {
     "quant_method": "compressed-tensors", "format": "pack-quantized",
@@ -37,14 +41,14 @@ W4A16 = {
         "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}},
     },
 }  # fmt: skip
-FORMATS = ("bf16", "fp8", "w4a16")
+FORMATS = ("bf16", "fp8", "fp8-w8a8", "w4a16")
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """[out, in] of an 8B model's products."""
 
 
 def measure(config: Path, form: str, batches: list[int]) -> list[dict[str, Any]]:
     """Steps of one format by batch size."""
-    options: dict[str, Any] = {"quantize": "fp8"} if form == "fp8" else {}
+    options: dict[str, Any] = {"quantize": form} if form.startswith("fp8") else {}
     if form == "w4a16":
         options["hf_config"] = AutoConfig.from_pretrained(config)
         options["hf_config"].quantization_config = W4A16

@@ -53,7 +53,8 @@ class ModelConfig:
 
     quantize: str | None = None
     """ "fp8" rounds unquantised weights of linear layers to FP8 at load, with a scale for each output channel. "fp8-w8a8" also
-    rounds the inputs of large FP8 products on CUDA: prompts take less time, and states are less exact. None: as they are stored."""
+    rounds the inputs of FP8 products, of more than 48 rows on CUDA. They take less time, and states are less exact. None: as
+    they are stored."""
 
     saes: Mapping[str, Any] = field(default_factory=dict)
     """SAEs by name: `SAE`s, files or folders. On CUDA, passes encode the top-k ones (docs/interventions.md)."""

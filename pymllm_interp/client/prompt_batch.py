@@ -38,7 +38,7 @@ def prompts_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Promp
         TypeError: several inputs.
     """
     rest = dict(kwargs)
-    encoded = {name: rest.pop(name) for name in ENCODED if name in rest}
+    encoded = {name: rest.pop(name) for name in ENCODED if name in rest} if rest else {}
     if "labels" in rest:
         raise PromptError(f"{what} has labels: compute the loss in the block, from lm.lm_head.output")
     if not args and "input_ids" not in encoded:
@@ -55,6 +55,10 @@ def prompts_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Promp
 
 def split(prompt: Any, what: str) -> PromptBatch:
     """The prompts in a list of them, a tensor [prompts, tokens] or an encoding of several."""
+    if type(prompt) is str or (
+        type(prompt) is list and prompt and type(prompt[0]) is int
+    ):  # most are, so they are asked first
+        return PromptBatch([prompt])
     if isinstance(prompt, Mapping):
         inner = vllm_prompt(prompt, what)
         return _encoding(prompt, what) if inner is None else PromptBatch([inner])
@@ -120,6 +124,8 @@ def rows_of(ids: Any, what: str) -> list[list[int]]:
     Raises:
         PromptError: they are no whole numbers.
     """
+    if type(ids) is list and set(map(type, ids)) == {int}:
+        return [list(ids)]
     given = ids.tolist() if isinstance(ids, torch.Tensor | np.ndarray) else ids
     rows = list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else None
     if rows is not None and not (rows and isinstance(rows[0], list | tuple | torch.Tensor | np.ndarray)):

@@ -38,6 +38,8 @@ def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
     """
     if isinstance(prompt, RenderedPrompt):
         return prompt
+    if type(prompt) is list and set(map(type, prompt)) == {int}:
+        return RenderedPrompt(None, list(prompt))
     if is_conversation(prompt):
         return render(tokenizer, prompt, what)
     inner = vllm_prompt(prompt, what)

@@ -13,7 +13,7 @@ import torch
 
 from .. import __version__
 from ..core.closed import EngineClosedError
-from ..core.limits import EngineLimits
+from ..core.limits import EngineLimits, limits_of
 from ..core.model_spec import LOGITS
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
@@ -42,12 +42,10 @@ from .calls.traced_prompts import traced_prompt
 from .detokenizer import StopStrings
 from .generation_defaults import GenerationDefaults
 from .prompt_batch import pad_together, prompts_of, repeated
-from .request_limits import max_tokens_of, truncated
+from .request_limits import max_tokens_of, num_objects, truncated
 from .request_options import adapters_of
 
 PROMPT_LOGITS = Capture("logits", positions="prompt")
-REQUEST_OBJECTS, SPEC_OBJECTS = 64, 64
-"""Objects of a request, and of an intervention or a capture of it, that Python's cycle collector tracks, about."""
 _ids = itertools.count()
 
 
@@ -93,9 +91,9 @@ class RequestFactory:
     def limits(self) -> EngineLimits:
         """The limits as they are now: `ModelRunner.update_max_model_len` may change them."""
         runner = self.runner
-        return EngineLimits(
-            vocab_size=runner.vocab_size, max_model_len=runner.context_len, max_num_tokens=runner.max_num_tokens,
-            kv_tokens=runner.max_total_num_tokens, max_running=runner.max_running_requests,
+        return limits_of(
+            runner.vocab_size, runner.context_len, runner.max_num_tokens, runner.max_total_num_tokens,
+            runner.max_running_requests,
         )  # fmt: skip
 
     @cached_property
@@ -137,7 +135,7 @@ class RequestFactory:
             PromptError, ValueError: a prompt, a parameter, an intervention or a capture that cannot be served.
         """
         names, edits = submission.names, submission.edits
-        live = LiveObjects(_num_objects(submission.params, submission.interventions, submission.captures))
+        live = LiveObjects(num_objects(submission.params, submission.interventions, submission.captures))
         declared, captures = self.named(submission.interventions, names), self.named(submission.captures, names)
         if submission.prompt_logits:
             named = (any(spec.site == LOGITS for spec in specs) for specs in captures)
@@ -333,7 +331,7 @@ class RequestFactory:
             PromptError, TypeError, ValueError: an invoke that cannot be served.
         """
         made: list[Request] = []
-        sampling: dict[tuple, SamplingParams] = {}
+        sampling: dict[tuple, Any] = {}
         weights: dict[str | None, str] = {}
         grad = any(trace.grad for trace in traces) if traces[0].gang else False
         text = GeneratedText(self.tokenizer) if mode == "pipe" else None
@@ -366,7 +364,7 @@ class RequestFactory:
         trace: RequestTrace,
         given: tuple[tuple, dict],
         what: str,
-        sampling: dict[tuple, SamplingParams],
+        sampling: dict[tuple, Any],
         weights: dict[str | None, str],
     ) -> list[Request]:
         """The requests of one trace, in the order of its prompts.
@@ -376,6 +374,8 @@ class RequestFactory:
             weights: fingerprints that are known, by adapter; added to.
         """
         batch, kwargs = prompts_of(*given, what)
+        if trace.plan is not None:  # one prompt, without interventions and captures of its own
+            return [self._of_lowered(mode, trace, batch.prompts[0], kwargs, what, sampling, weights)]
         copies = 1
         if mode != "trace":  # which takes no sampling parameters, and says so
             asked = [kwargs.pop(name) for name in ("n", "num_return_sequences") if kwargs.get(name) is not None]
@@ -396,12 +396,6 @@ class RequestFactory:
             request = self._traced(mode, prompt, own, this, sampling, trace.plan)
             request.receipt, request.sample_index = trace.receipt, i % copies
             requests.append(request)
-            if trace.plan is not None:
-                if request.adapter not in weights:
-                    weights[request.adapter] = self.model_state.fingerprint(request.adapter)
-                specs = trace.plan.interventions, trace.plan.captures
-                self.declare(request, *specs, this, weights[request.adapter])
-                continue
             request.trace = trace
             request.differentiable, request.exclusive = trace.grad, trace.grad or trace.options.exclusive
             self.declare(request, interventions[i], captures[i], this)
@@ -413,6 +407,20 @@ class RequestFactory:
                 )
             self._check_pass([request], this)
         return requests
+
+    def _of_lowered(
+        self, mode: str, trace: RequestTrace, prompt: Any, kwargs: dict[str, Any], what: str,
+        sampling: dict[tuple, Any], weights: dict[str | None, str],
+    ) -> Request:  # fmt: skip
+        """The request of a trace with a block that runs after it. See `_of_trace`."""
+        for name in ("interventions", "capture"):
+            kwargs.pop(name, None)
+        request = self._traced(mode, prompt, kwargs, what, sampling, trace.plan)
+        request.receipt = trace.receipt
+        if request.adapter not in weights:
+            weights[request.adapter] = self.model_state.fingerprint(request.adapter)
+        self.declare(request, trace.plan.interventions, trace.plan.captures, what, weights[request.adapter])
+        return request
 
     def _check_pass(self, requests: Sequence[Request], what: str) -> None:
         """Check that the prompts of traced requests can run in one pass. One above `max_num_tokens` needs the memory now.
@@ -463,7 +471,7 @@ class RequestFactory:
             request.gang, request.exclusive = gang, exclusive
 
     def _traced(
-        self, mode: str, prompt: Any, kwargs: dict[str, Any], what: str, sampling: dict[tuple, SamplingParams],
+        self, mode: str, prompt: Any, kwargs: dict[str, Any], what: str, sampling: dict[tuple, Any],
         plan: BlockPlan | None,
     ) -> Request:  # fmt: skip
         """The request of one prompt.
@@ -485,15 +493,3 @@ class RequestFactory:
 def _mix(seed: int, ordinal: int) -> int:
     """A seed for the ordinal-th request of an engine with `seed`."""
     return (seed * 0x9E3779B97F4A7C15 + ordinal * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63
-
-
-def _num_objects(
-    params: Sequence[SamplingParams | None],
-    interventions: Sequence[Sequence[Intervention]],
-    captures: Sequence[Sequence[Capture]],
-) -> int:
-    """Objects of a call's requests, about."""
-    return sum(
-        (1 if param is None else param.n) * (REQUEST_OBJECTS + SPEC_OBJECTS * (len(ops) + len(captured)))
-        for param, ops, captured in zip(params, interventions, captures, strict=True)
-    )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..core.limits import EngineLimits
 from ..core.sampling_params import SamplingParams
+from ..hooks.captures.spec import Capture
+from ..hooks.interventions.knockout import Intervention
 from ..utils.arguments import PromptError
+
+REQUEST_OBJECTS, SPEC_OBJECTS = 64, 64
+"""Objects of a request, and of an intervention or a capture of it, that Python's cycle collector tracks, about."""
 
 
 def max_tokens_of(
@@ -60,3 +66,15 @@ def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> lis
     if kept == -1:
         kept = max(1, max_model_len - (params.max_tokens if params.max_tokens is not None else 1))
     return ids if kept is None or len(ids) <= kept else ids[-kept:]
+
+
+def num_objects(
+    params: Sequence[SamplingParams | None],
+    interventions: Sequence[Sequence[Intervention]],
+    captures: Sequence[Sequence[Capture]],
+) -> int:
+    """Objects of a call's requests that Python's cycle collector tracks, about."""
+    return sum(
+        (1 if param is None else param.n) * (REQUEST_OBJECTS + SPEC_OBJECTS * (len(ops) + len(captured)))
+        for param, ops, captured in zip(params, interventions, captures, strict=True)
+    )

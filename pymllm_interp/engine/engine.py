@@ -69,8 +69,8 @@ class Engine(RequestEnds):
         self._subscribers: dict[str, tuple[Request, Subscriber]] = {}
         self._events: list[tuple[Subscriber, Event]] = []
         self._declared: set[str] = set()
-        self._streaming: set[str] = set()
-        self._constrained: set[str] = set()
+        self._streaming, self._constrained = set[str](), set[str]()
+        self._answers, self._answers_lock = [], threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing: BaseException | None = None

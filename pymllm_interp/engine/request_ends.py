@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -39,6 +40,8 @@ class RequestEnds:
     _declared: set[str]
     _streaming: set[str]
     _constrained: set[str]
+    _answers: list[tuple[Request, Future[DeclaredResult]]]
+    _answers_lock: threading.Lock
 
     def _call_soon(self, command: Callable[[], None]) -> None:
         raise NotImplementedError
@@ -118,7 +121,24 @@ class RequestEnds:
         if arrived.done():
             self._answer(request, arrived)
         else:
-            arrived.add_done_callback(lambda done: self._call_soon(partial(self._answer, request, done)))
+            arrived.add_done_callback(partial(self._arrived, request))
+
+    def _arrived(self, request: Request, results: Future[DeclaredResult]) -> None:
+        """Have the engine's thread answer. Called on the ring's thread: it wakes the other once for many requests."""
+        with self._answers_lock:
+            self._answers.append((request, results))
+            wakes = len(self._answers) == 1
+        if wakes:
+            self._call_soon(self._answer_all)
+
+    def _answer_all(self) -> None:
+        with self._answers_lock:
+            answers, self._answers = self._answers, []
+        for request, results in answers:
+            try:
+                self._answer(request, results)
+            except BaseException:  # the answers behind it are others'
+                logger.exception("request %s could not be answered", request.request_id)
 
     def _finish_declared(self, request: Request) -> Future[DeclaredResult]:
         """Give back what the request reserved, and have the worker complete its results."""

@@ -341,12 +341,12 @@ class Scheduler:
 
     def _without_ring(self, decoding: list[Request]) -> set[Request]:
         """Requests, with their gangs, with captures of the next rows that do not fit in the ring."""
-        sit_out: set[Request] = set()
-        if self.ring_admission is None:
+        admission, sit_out = self.ring_admission, set[Request]()
+        if admission is None or (not any(request.gang for request in decoding) and admission.take_rows(decoding)):
             return sit_out
         seen: set[Request] = set()
         for request in decoding:
-            if self.ring_admission.concerns(request) and request not in seen:
+            if admission.concerns(request) and request not in seen:
                 together = [r for r in request.unit if r.is_decoding]
                 seen.update(together)
                 if not self._reserve_ring([(r, 1) for r in together]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -98,8 +99,12 @@ def _of_layer(vectors: Mapping[str | LayerVectors, Named], site: Site, who: str)
 
 def fingerprint_of(interventions: Sequence[PlacedSpec], captures: Sequence[PlacedSpec]) -> str:
     """SHA-256 of a request's specs in their order, vectors included: 64 hexadecimal digits."""
-    parts = [spec.fingerprint for spec in (*interventions, *captures)]
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    return _joined(tuple(spec.fingerprint for spec in (*interventions, *captures)))
+
+
+@lru_cache(maxsize=256)
+def _joined(fingerprints: tuple[str, ...]) -> str:
+    return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,11 @@ class Declarations:
         declared = hooks.bound = self._bindings.bound(hooks, request.prompt_len)
         declared.hash_large()
         request.declared = declared.demands(self._limits.device_tables)
-        if trace is None or not trace.grad:
+        if trace is None:
+            if "fits" not in declared.shared:
+                self.check_room([request], "this request")
+                declared.shared["fits"] = True
+        elif not trace.grad:
             self.check_room([request], "this request")
 
     def check_room(self, together: Sequence[Request], what: str) -> None:

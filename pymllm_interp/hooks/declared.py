@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from ..core.limits import MAX_SPECS
 from ..core.model_spec import LOGITS, STATE, ModelSpec, site_index
 from ..core.step import RequestHooks
 from ..utils.arguments import shown
+from ..utils.copies import shallow
 from .binding import Bound, at_logits, bind, lists_for_prompts, stream_of
 from .captures.activations import Activations, CaptureError, lost
 from .captures.captures import Captures
@@ -283,7 +283,7 @@ class Declared:
     def fresh(self) -> Declared:
         """The same hooks for another request with a prompt of this length: nothing is counted or captured yet."""
         assert not self.bound_for_each, "patterns, and what acts on states, are bound for each request"
-        found = copy(self)
+        found = shallow(self)
         found.captures = None if self.captures is None else self.captures.fresh()
         found.vectors, found.held, found.fires, found.first_fired = {}, [], Fires(), {}
         return found
@@ -341,20 +341,23 @@ class Declared:
         Args:
             in_tables: see `why_undrafted`.
         """
-        # Where each position decides for itself, a gate's site matters only at the positions of its ops.
-        gated = [
-            window
-            for op in self
-            if op.spec.when is not None or (isinstance(op.spec, GateRead) and op.flag and op.flag.prompt_len)
-            for window in op.windows
-        ]
         sizes = None if self.captures is None else self.captures.sizes()
         patterns = None if self.patterns is None else self.patterns.wanted
         states = None if self.states is None else self.states.wanted
         if self.state_patches:
             states = np.zeros(self.prompt_len, dtype=bool) if states is None else states
             states[self.prompt_len - 1] = True
-        why_undrafted = self.why_undrafted(in_tables)
+        key = "demands", in_tables
+        if key not in self.shared:
+            # Where each position decides for itself, a gate's site matters only at the positions of its ops.
+            gated = [
+                window
+                for op in self
+                if op.spec.when is not None or (isinstance(op.spec, GateRead) and op.flag and op.flag.prompt_len)
+                for window in op.windows
+            ]
+            self.shared[key] = gated, self.why_undrafted(in_tables)
+        gated, why_undrafted = self.shared[key]
         return Demands(self.kv_edits, sizes, patterns, gated, self.vectors, self.held, why_undrafted, states)
 
     def activations(self, token_ids: list[int], expected: int | None = None) -> Activations | None:
@@ -465,9 +468,12 @@ class Declared:
 
     def hash_large(self) -> None:
         """Hash what takes long, on the caller's thread. The engine's hashes the rest, when it needs it."""
+        if "hashed" in self.shared:
+            return
         for spec in (*self.given[0], *self.given[1], *(op.spec for op in self)):
             if isinstance(spec, Spec) and any(tensor.numel() > LARGE for _, tensor in spec._content().tensors):
                 hash((spec.fingerprint, spec.effect))
+        self.shared["hashed"] = True
 
     def tensors(self) -> list[torch.Tensor]:
         """The distinct vectors that the pool holds for the request."""

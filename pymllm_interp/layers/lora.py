@@ -10,6 +10,7 @@ On a CPU a row's result does not depend on the other rows, where our kernels com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -144,13 +145,30 @@ class LoRASlots:
     def _by_kernels(
         self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, flat: torch.Tensor, tiles: RowTiles
     ) -> torch.Tensor:  # fmt: skip
-        from ..kernels.products.lora import expand, shrink
+        from ..kernels.products.lora import expand, shrink, shrunk_memory
 
-        # First: a matrix-vector kernel that follows loads its weights meanwhile.
-        h = shrink(flat.contiguous(), self._a, tiles)
-        found = multiply(x)
-        expand(found.view(-1, found.shape[-1]), h, self._b, self.sizes, tiles)
+        flat = flat.contiguous()
+        beside = len(flat) > 1 and torch.cuda.is_current_stream_capturing()
+        if beside:
+            h = shrunk_memory(flat, self._a)
+            main, side = torch.cuda.current_stream(), side_stream(x.get_device())
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                shrink(flat, self._a, tiles, h)
+            found = multiply(x)
+            main.wait_stream(side)
+        else:
+            # First: a matrix-vector kernel that follows loads its weights meanwhile.
+            h = shrink(flat, self._a, tiles)
+            found = multiply(x)
+        expand(found.view(-1, found.shape[-1]), h, self._b, self.sizes, tiles, beside)
         return found
+
+
+@cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """The stream of a device on which captured passes have small products beside large ones."""
+    return torch.cuda.Stream(device)
 
 
 def _rows_of_tiles(rows: AdapterRows, tiles: RowTiles) -> Iterator[tuple[int, slice | torch.Tensor]]:

@@ -17,6 +17,7 @@ from .activation import Activation, activation, activation_module, gated, silu
 from .dispatch import triton_kernels_for
 from .edits.base import apply_inner, capture_inner
 from .gemm import Gemm
+from .quantization.expert_tiles import ExpertTiles
 from .quantization.experts import ExpertWeight, QuantizableExperts
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -208,7 +209,7 @@ class Experts(QuantizableExperts):
 class ClampedExperts(QuantizableExperts):
     """gpt-oss' experts: with biases, and `clamped_swiglu`."""
 
-    transposed = True
+    transposed = interleaved = True
 
     def __init__(
         self, layer_idx: int, experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str
@@ -235,18 +236,26 @@ def multiplied(
     biases: tuple[torch.Tensor, torch.Tensor] | None = None, clamp: tuple[float, float] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`kernels.products.moe.experts` with weights that may be quantised."""
-    from ..kernels.products import moe, quantized_experts
+    from ..kernels.products import fp4_experts, moe, quantized_experts
 
     def product_of(weight: ExpertWeight) -> Any:
         if isinstance(weight, torch.Tensor):
             return partial(moe.expert_product, weight=weight)
+        if isinstance(weight, ExpertTiles):
+            tiles = {"words": weight.words, "scales": weight.scales, "shift": weight.shift, "rows": weight.rows}
+            return partial(fp4_experts.expert_product, **tiles)
         codes = {"codes": weight.codes, "scales": weight.scales, "group_size": weight.group_size}
-        return partial(quantized_experts.expert_product, kind=weight.kind, experts=experts, **codes)
+        return partial(quantized_experts.expert_product, experts=experts, **codes)
 
-    plain = all(isinstance(weight, torch.Tensor) for weight in weights)
-    tilings = moe.TILINGS if plain else quantized_experts.TILINGS
-    first, last = (product_of(weight) for weight in weights)
-    return moe.experts(x.contiguous(), ids, scores, experts, first, last, biases, clamp, tilings)
+    first, last = weights
+    if isinstance(first, ExpertTiles):
+        tilings = fp4_experts.TILINGS
+    else:
+        plain = isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor)
+        tilings = moe.TILINGS if plain else quantized_experts.TILINGS
+    return moe.experts(
+        x.contiguous(), ids, scores, experts, product_of(first), product_of(last), biases, clamp, tilings
+    )
 
 
 def known_experts(ids: torch.Tensor, scores: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:

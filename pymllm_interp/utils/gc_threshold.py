@@ -1,9 +1,9 @@
 """A higher threshold for Python's cycle collector while many requests live.
 
 CPython collects the young generation after each 700 new objects. It collects all objects once the young ones have grown by a
-quarter. A traced request has about sixty objects, and one with eight interventions two hundred. They live until it ends, and form
-no cycles. A thousand requests would cause full collections, each of a quarter of a second. So the threshold is raised by the number
-of these objects while they live.
+quarter. A traced request and its block have about a hundred objects, and one with eight interventions two hundred. They live until
+it ends, and form no cycles. A thousand requests would cause full collections, each of a quarter of a second. So the threshold is
+raised by the number of these objects while they live.
 """
 
 from __future__ import annotations

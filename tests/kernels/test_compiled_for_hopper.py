@@ -84,19 +84,23 @@ compiled(kernels._combine, {"parts": HALF, "out": HALF}, {"SIZE": 2048, "TOP_K":
 print("compiled")
 """
 EXPERTS_SCRIPT = """
-from pymllm_interp.kernels.products import quantized_experts as kernels
+from pymllm_interp.kernels.products import fp4_experts, quantized_experts
 
 HALF = "*bf16"
-shared = {"x": HALF, "codes": "*u8", "bias": HALF, "scores": HALF, "order": "*i32", "owners": "*i32", "out": HALF}
-for tiling in (kernels.TILINGS[0], kernels.TILINGS[-1]):
-    tile = {"ENTRIES": tiling.entries, "CHANNELS": tiling.channels, "PDL": True}
-    forms = ("fp4", "clamped", 2880, 2880), ("fp4", "", 2880, 2880), ("fp8", "silu", 768, 2048)
-    for kind, gate, n, k in forms if tiling.entries == 16 else forms[:1]:
-        form = {"GROUP": 32, "DEPTH": 128} if kind == "fp4" else {"GROUP": 128, "DEPTH": 128}
-        sizes = {"KIND": kind, "GATE": gate, "N": n, "K": k, "PACKED": kind == "fp4", "TOP_K": 4 if gate else 1}
-        sizes |= {"BIASED": kind == "fp4", "SCALED": not gate, **form, **tile}
-        pointers = shared | {"scales": "*i32" if kind == "fp4" else "*fp32", "alpha": "fp32", "limit": "fp32"}
-        compiled(kernels._codes_product, pointers, sizes, tiling.warps, tiling.stages)
+shared = {"x": HALF, "bias": HALF, "scores": HALF, "order": "*i32", "owners": "*i32", "out": HALF}
+shared |= {"alpha": "fp32", "limit": "fp32"}
+for tiling in fp4_experts.TILINGS:
+    for gate in ("clamped", "")[: 2 if tiling.entries == 16 else 1]:
+        sizes = {"N": 2880, "K": 2880, "GATE": gate, "TOP_K": 4 if gate else 1, "BIASED": True, "SCALED": not gate, "PTX": True}
+        sizes |= {"ENTRIES": tiling.entries, "BLOCKS": tiling.channels // 64, "STAGES": tiling.stages, "PDL": True}
+        pointers = shared | {"words": "*i32", "scales": "*i32", "unit": "fp32"}
+        compiled(fp4_experts._fp4_product, pointers, sizes, tiling.warps, 3)
+tiling = quantized_experts.TILINGS[0]
+sizes = {"GATE": "silu", "N": 768, "K": 2048, "TOP_K": 4, "BIASED": False, "SCALED": False, "GROUP": 128, "DEPTH": 128}
+sizes |= {"ENTRIES": tiling.entries, "CHANNELS": tiling.channels, "PDL": True}
+compiled(
+    quantized_experts._codes_product, shared | {"codes": "*u8", "scales": "*fp32"}, sizes, tiling.warps, tiling.stages
+)
 print("compiled")
 """
 EDIT_SCRIPT = """

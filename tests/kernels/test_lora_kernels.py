@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 from pymllm_interp.core.pass_parts import AdapterRows, RowTiles, max_tiles, tiles_of
-from pymllm_interp.kernels.products.lora import expand, shrink
+from pymllm_interp.kernels.products import lora
+from pymllm_interp.kernels.products.lora import expand, shrink, shrunk_memory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -73,3 +74,31 @@ def test_zeros_change_no_bit_and_a_row_is_the_same_in_any_tile() -> None:
     if DEVICE == "cuda":  # the interpreter's products are NumPy's
         assert torch.equal(results[2][::2], results[0][::2])
     torch.testing.assert_close(results[2][::2], results[0][::2], rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_programs_of_several_blocks_change_no_bit(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(1)
+    sizes = [3 * 64 * steps + 10, 64, 70]
+    x, a = torch.randn(18, 96, generator=draw).to(DEVICE), torch.randn(SLOTS, 48, 96, generator=draw).to(DEVICE)
+    b, base = (torch.randn(*shape, generator=draw).to(DEVICE) for shape in ((SLOTS, sum(sizes), 16), (18, sum(sizes))))
+    tiles = tiles_for([0] * 3 + [-1] + [2] * 14)
+    expected = base.clone()
+    expand(expected, shrink(x, a, tiles), b, sizes, tiles)
+    monkeypatch.setattr(lora, "_steps", lambda tiles, width: steps)
+    expand(base, shrink(x, a, tiles), b, sizes, tiles)
+    assert torch.equal(base, expected)
+
+
+def test_a_shrink_beside_the_product_changes_no_bit() -> None:
+    draw = torch.Generator().manual_seed(2)
+    x, a = torch.randn(5, 1100, generator=draw).to(DEVICE), torch.randn(SLOTS, 32, 1100, generator=draw).to(DEVICE)
+    b, base = torch.randn(SLOTS, 80, 16, generator=draw).to(DEVICE), torch.randn(5, 80, generator=draw).to(DEVICE)
+    tiles, found = tiles_for([0, 1, 2, 1, 0]), base.clone()
+    expand(base, shrink(x, a, tiles), b, [40, 40], tiles)
+    expand(found, shrink(x, a, tiles, shrunk_memory(x, a)), b, [40, 40], tiles, joins=True)
+    assert torch.equal(found, base)
+
+
+def test_few_programs_have_one_block_each() -> None:
+    assert lora._steps(1, 4096) == 1 and lora._steps(20, 28672) == lora.MAX_STEPS

@@ -16,10 +16,11 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from ...core.families import NUMBERED_SITES
 from ...hooks.captures.activations import Activations
 from ...hooks.interventions.row_edit import RowProgram
-from ...hooks.traces.blocks.block_analysis import codes_of
+from ...hooks.traces.blocks.block_analysis import variables_of
 from ...hooks.traces.blocks.torch_modes import is_any_autocast_enabled
 from ...hooks.traces.blocks.trace import Block, RequestTrace
 from ...hooks.traces.lowering.analysis import lower
+from ...hooks.traces.lowering.appends import append_rows
 from ...hooks.traces.lowering.plan import BlockPlan, LoweringModel, NotLowered, points_of
 from ...hooks.traces.lowering.replay import Replay, replay
 from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
@@ -38,6 +39,8 @@ ROOT = "model"
 """Path of the tree's root."""
 MAX_ITEMS, MAX_KNOWN = 64, 512
 """Most items of a list in a key, and most blocks of which the lowering is kept."""
+MISSING = object()
+"""In place of the value of a name that has none."""
 TraceInput = tuple[tuple, dict[str, Any]] | None
 
 
@@ -61,6 +64,11 @@ class Ended(NamedTuple):
     prompt_len: int
     states: Activations
     error: BaseException | None
+
+    @property
+    def passes(self) -> int:
+        """Passes of the request."""
+        return 1 if self.trace.single else len(self.token_ids) - self.prompt_len
 
 
 class Lowered:
@@ -90,8 +98,9 @@ class Lowered:
         """
         if self.mode == "off":
             return
+        has_modes, same = _has_modes(), {}
         for trace, given in zip(traces, inputs, strict=True):
-            found = self._lowering(mode, trace, given)
+            found = self._lowering(mode, trace, given, has_modes, same)
             if isinstance(found, BlockPlan):
                 trace.plan, trace.receipt.lowered, trace.single = found, True, mode == "trace"
             elif self.mode == "require":
@@ -108,7 +117,19 @@ class Lowered:
         trace.plan, trace.single = None, False
         trace.receipt.lowered, trace.receipt.not_lowered = False, reason
 
-    def _lowering(self, mode: str, trace: RequestTrace, given: TraceInput) -> BlockPlan | NotLowered:
+    def _lowering(
+        self,
+        mode: str,
+        trace: RequestTrace,
+        given: TraceInput,
+        has_modes: bool,
+        same: dict[Any, BlockPlan | NotLowered],
+    ) -> BlockPlan | NotLowered:
+        """How a block is lowered, or why it is not.
+
+        Args:
+            same: of blocks of this ``with``, by their code and the objects that it names. Added to.
+        """
         block = trace.main_block
         outside = (
             (not self._native, "this model runs by its class in transformers"),
@@ -120,7 +141,7 @@ class Lowered:
             (len(trace.blocks) > 1, "the model has edits"),
             (trace.on_step is not None, "on_step is called while it runs"),
             (trace.saves.transfer.device is None, "it is part of a session"),
-            (_has_modes(), "its caller has a mode of torch"),
+            (has_modes, "its caller has a mode of torch"),
         )
         for prevents, reason in outside:
             if prevents:
@@ -137,7 +158,17 @@ class Lowered:
         if count != 1:
             return NotLowered("it has a list of prompts")
         saved = {id(value) for value in trace.saves.outer.values()}
-        key = _key(block, saved, mode)
+        values = _values_of(block)
+        own = block.code, frozenset(saved), *map(id, values.values())
+        if own not in same:
+            found = self._lowered(block, saved, values, mode)
+            if isinstance(found, BlockPlan) and found.edits:  # which counts what it did
+                return found
+            same[own] = found
+        return same[own]
+
+    def _lowered(self, block: Block, saved: set[int], values: dict[str, Any], mode: str) -> BlockPlan | NotLowered:
+        key = _key(block, saved, values, mode)
         found = self._known.get(key) if key is not None else None
         if found is None:
             found = lower(block, saved, self.model, mode == "trace"), key
@@ -155,7 +186,10 @@ class Lowered:
 
     def replay(self, ended: Sequence[Ended]) -> None:
         """Run the blocks of requests that have ended. Blocks that fill a list of their ``with`` run together."""
-        replays = {each.trace: made for each in ended if (made := self._replay_of(each)) is not None}
+        ready = [each for each in ended if self._may_run(each)]
+        if self._appended(ready):
+            return
+        replays = {each.trace: self._replay_of(each) for each in ready}
         # Copies of rows wait for memory more than for Python.
         pool = ThreadPoolExecutor(THREADS, "lowered") if len(replays) >= FEWEST_SHARED else nullcontext()
         with pool:
@@ -169,16 +203,35 @@ class Lowered:
                 trace.saves.end()
                 trace.saves.collected = trace.saves.saved_names()
 
-    def _replay_of(self, ended: Ended) -> Replay | None:
+    def _appended(self, ready: Sequence[Ended]) -> bool:
+        """Whether these blocks only append to lists of their ``with``, which then have their rows."""
+        traces = [each.trace for each in ready]
+        if len(ready) < 2 or not all(trace.saves.outer for trace in traces):
+            return False
+        states, lengths = [each.states for each in ready], [each.prompt_len for each in ready]
+        return append_rows(traces, states, lengths, [each.passes for each in ready], self._device_of(traces[0].plan))
+
+    @staticmethod
+    def _may_run(ended: Ended) -> bool:
+        """Whether the block can run. Else its trace has the error."""
         trace, plan = ended.trace, ended.trace.plan
         trace.receipt.edits = len(plan.edits)
-        programs = {edit.operand for edit in plan.edits if isinstance(edit.operand, RowProgram)}
-        trace.receipt.nan_edits += sum(program.nan_edits for program in programs)
+        if plan.edits:
+            programs = {edit.operand for edit in plan.edits if isinstance(edit.operand, RowProgram)}
+            trace.receipt.nan_edits += sum(program.nan_edits for program in programs)
         trace.warnings += trace.receipt.warnings
         if (error := ended.error or ended.states.error) is not None:
             trace.error = error
-            return None
-        device = self.model.device if plan.computes and self.model.device.type != "cpu" else None
+            return False
+        return True
+
+    def _device_of(self, plan: BlockPlan) -> torch.device | None:
+        """Where a block computes; None: on the CPU."""
+        return self.model.device if plan.computes and self.model.device.type != "cpu" else None
+
+    def _replay_of(self, ended: Ended) -> Replay:
+        trace, plan = ended.trace, ended.trace.plan
+        device = self._device_of(plan)
         return Replay(trace, plan, self.model.points, ended.states, ended.token_ids, ended.prompt_len, device)
 
 
@@ -188,13 +241,22 @@ def _has_modes() -> bool:
     return bool(modes) or is_any_autocast_enabled() or torch.is_inference_mode_enabled()
 
 
-def _key(block: Block, saved: set[int], mode: str) -> tuple[Any, ...] | None:
+def _values_of(block: Block) -> dict[str, Any]:
+    """The values that the block's variables have before it runs; `MISSING` for those without any."""
+    found: dict[str, Any] = {}
+    for name in variables_of(block.code):
+        try:
+            found[name] = block.lcls[name]
+        except (KeyError, NameError):
+            found[name] = MISSING
+    return found
+
+
+def _key(block: Block, saved: set[int], values: dict[str, Any], mode: str) -> tuple[Any, ...] | None:
     """What the lowering of a block depends on: its code, and the names that it may read. None where that is not known."""
     parts: list[Any] = [block.code, mode]
-    for name in {name for code in codes_of(block.code) for name in code.co_names}:
-        try:
-            value = block.lcls[name]
-        except (KeyError, NameError):
+    for name, value in values.items():
+        if value is MISSING:
             continue
         part = ("saved",) if id(value) in saved else _part(value)
         if part is None:

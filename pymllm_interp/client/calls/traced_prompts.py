@@ -42,7 +42,7 @@ class PromptReader(Protocol):
 
 def traced_prompt(
     reader: PromptReader, mode: str, prompt: Any, kwargs: dict[str, Any], what: str,
-    sampling: dict[tuple, SamplingParams], lowered: bool,
+    known: dict[tuple, Any], lowered: bool,
 ) -> TracedPrompt:  # fmt: skip
     """Read one prompt of a trace.
 
@@ -50,16 +50,20 @@ def traced_prompt(
         mode: "trace" (one forward pass), "generate" or "pipe".
         kwargs: the trace's keywords; changed.
         what: names the prompt in messages.
-        sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
+        known: what the keywords of the trace's other prompts came to, which are most often the same objects. Added to.
         lowered: its block runs after the request.
 
     Raises:
         PromptError, TypeError, ValueError: what no trace takes.
     """
-    timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
-    salt, (adapter,) = checked_salt(kwargs.pop("cache_salt", None)), adapters_of(kwargs.pop("lora", None), 1)
     limits = reader.limits
     _, ids = checked(reader.tokenizer, prompt, limits.vocab_size, what)
+    # By identity: the trace holds its keywords. What is wrong with one is said for each prompt.
+    key = len(ids), lowered, *((name, id(value)) for name, value in kwargs.items())
+    if (found := known.get(key)) is not None:
+        return TracedPrompt(ids, *found[1:])
+    timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
+    salt, (adapter,) = checked_salt(kwargs.pop("cache_salt", None)), adapters_of(kwargs.pop("lora", None), 1)
     if mode == "trace":
         check_trace_options(kwargs.keys() - IGNORED)
         params = PREFILL if lowered else FORWARD
@@ -69,14 +73,15 @@ def traced_prompt(
             config = kwargs.pop("generation_config", None)
             defaults = reader.defaults.overlaid(config)
             lengths = defaults.lengths(len(ids), limits.max_model_len - len(ids), what)
-            key = (lengths, id(config), *((name, id(value)) for name, value in kwargs.items()))
-            params = sampling.get(key)
+            own = (lengths, id(config), *((name, id(value)) for name, value in kwargs.items()))
+            params = known.get(own)
             if params is None:
-                params = sampling[key] = defaults.of_trace(kwargs, lengths)
+                params = known[own] = defaults.of_trace(kwargs, lengths)
     if params.max_tokens == 0 and mode != "trace":
         raise PromptError(f"{what}: max_tokens=0 generates nothing: use `with lm.trace(prompt):`")
     if params.truncate_prompt_tokens is not None:
         raise PromptError(f"{what}: truncate_prompt_tokens is not for traces: cut the prompt before it is traced")
     if params.n > 1:
         raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
-    return TracedPrompt(ids, params, timeout, priority, salt, adapter)
+    found = known[key] = TracedPrompt(ids, params, timeout, priority, salt, adapter)
+    return found

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...core.events import FinishedEvent
-from ...core.sampling_params import SamplingParams
 from ...hooks.captures.activations import NOTHING
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.lowering.plan import BlockPlan
@@ -109,7 +108,7 @@ def _submission(
 ) -> Submission:
     names = [f"invoke {i}" if len(traces) > 1 else "the prompt" for i in range(len(traces))]
     plans: list[BlockPlan] = [trace.plan for trace in traces]
-    sampling: dict[tuple, SamplingParams] = {}
+    sampling: dict[tuple, Any] = {}
     read: list[TracedPrompt] = []
     for given, what in zip(inputs, names, strict=True):
         assert given is not None  # else it would not be lowered

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,6 @@ class Activations(BySite):
         positions = BySite(num_layers)
         super().__init__(num_layers, positions)
         self.positions, self.token_ids = positions, BySite(num_layers, positions)
-        self.indexes, self.counts = BySite(num_layers, positions), BySite(num_layers, positions)
-        self.token_log_probs, self.token_ranks = BySite(num_layers, positions), BySite(num_layers, positions)
         self.error: CaptureError | None = None
         self._undivided = self.positions._undivided = self.token_ids._undivided = own = SiteTensors()
         self._found, self.positions._found, self.token_ids._found = own.rows, own.positions, own.token_ids
@@ -91,6 +90,24 @@ class Activations(BySite):
             for site, rows in self._tensors.items()
         )
         return self._num_layers, joined(pieces), (), self.error
+
+    # Most requests have none of these.
+
+    @cached_property
+    def indexes(self) -> BySite:
+        return BySite(self._num_layers, self.positions)
+
+    @cached_property
+    def counts(self) -> BySite:
+        return BySite(self._num_layers, self.positions)
+
+    @cached_property
+    def token_log_probs(self) -> BySite:
+        return BySite(self._num_layers, self.positions)
+
+    @cached_property
+    def token_ranks(self) -> BySite:
+        return BySite(self._num_layers, self.positions)
 
     def add(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from itertools import chain
 from math import prod
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
+from ...utils.copies import shallow
 from ..binding import Bound
 from ..site import Site
 from .activations import Activations, CaptureError, lost
@@ -122,7 +122,9 @@ class Captures(RecordSizes):
         self.groups = sorted(groups.values(), key=lambda group: _counts(group.ordinals, since), reverse=True)
         super().__init__(self.groups, prompt_len, longest)
         self._alike = self._alike_when_generated()
-        self._order = tuple(self._in_order())
+        self._order = tuple(
+            sorted(self._columns, key=lambda name: (self._numbers[name], self._columns[name][0].reading is not None))
+        )  # in that of a forward pass
         self._whole = self._sites_of_whole()
 
     def _sites_of_whole(self) -> list[tuple[str, ...]]:
@@ -141,7 +143,13 @@ class Captures(RecordSizes):
 
     def fresh(self) -> Captures:
         """The same captures for another request with a prompt of this length: nothing is captured yet."""
-        found = copy(self)
+        found = shallow(self)
+        if len(self.groups) == 1:  # most often
+            (group,) = found.groups = [self.groups[0].fresh()]
+            found.by_site = {site: (group, column) for site, (_, column) in self.by_site.items()}
+            found._columns = {name: (group, column) for name, (_, column) in self._columns.items()}
+            found.cut = {}
+            return found
         own = {id(group): group.fresh() for group in self.groups}
 
         def place(of: tuple[Group, int]) -> tuple[Group, int]:
@@ -189,8 +197,8 @@ class Captures(RecordSizes):
         """(site, rows of the prompt, rows of generated tokens, missing positions, cut values) of the first `num_positions`."""
         of_group = {}
         for group in self.groups:
-            prompt, generated = np.split(group.captured[:num_positions], [self._prompt_len])
-            of_group[id(group)] = int(prompt.sum()), int(generated.sum())
+            prompt = group.captured_before(min(num_positions, self._prompt_len))
+            of_group[id(group)] = prompt, group.captured_before(num_positions) - prompt
         return [
             (name, *of_group[id(self._columns[name][0])], self._missing[name], self.cut.get(name, 0))
             for name in self._order
@@ -300,18 +308,19 @@ class Captures(RecordSizes):
         if self.error is not None:
             return lost(self.error)
         found = Activations(self._num_layers)
-        tokens = torch.tensor(token_ids, dtype=torch.int64)
+        tokens = np.array(token_ids, dtype=np.int64)
         try:
             if self._whole:
                 pieces = []
                 for group, sites in zip(self.groups, self._whole, strict=True):
                     rows, positions = group.finish_whole(len(tokens), self._copied)
-                    pieces.append(SitePiece(sites, rows, positions, tokens[positions], {}))
+                    at = torch.from_numpy(tokens[positions.numpy()])
+                    pieces.append(SitePiece(sites, rows, positions, at, {}))
                 return Activations.of_pieces(self._num_layers, pieces, self._order)
             columns = {id(group): group.finish(len(tokens), self._copied) for group in self.groups}
         except (MemoryError, RuntimeError) as error:  # out of memory
             return lost(CaptureError(f"captured states are lost: {error}"))
-        tokens_at = {key: tokens[columns[key][0][1]] for key in columns}
+        tokens_at = {key: torch.from_numpy(tokens[columns[key][0][1].numpy()]) for key in columns}
         for name in self._order:
             group, column = self._columns[name]
             reduced, positions = columns[id(group)][column]
@@ -322,10 +331,6 @@ class Captures(RecordSizes):
                 rows = rows if heads is None else rows[:, list(heads)]
             found.add(name, rows, positions, tokens_at[id(group)], reduced.others)
         return found
-
-    def _in_order(self) -> list[str]:
-        """Names of the sites, in the order of a forward pass."""
-        return sorted(self._columns, key=lambda name: (self._numbers[name], self._columns[name][0].reading is not None))
 
     def _share(self, name: str, site: int, group: Group, column: int) -> None:
         """Let groups that capture one state differently read the one that is stored, which `by_site` has.

@@ -14,9 +14,8 @@ positions or with a `StateReading`. `Captures.pack` reduces them, and `Captures.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...utils.copies import shallow
 from ...utils.integers import as_integers
 from ..positions import Window
 from ..site import Site
@@ -86,8 +86,12 @@ class Group:
             self.captured[window.start : window.stop : window.step] = True
         reduction = spec.reduction
         in_result = reduction.needed(self.captured, prompt_len)
-        self.ordinals = np.where(in_result, np.cumsum(in_result) - 1, -1)
-        self._of_prompt = int(in_result[:prompt_len].sum())  # ordinals before it are of the prompt
+        # What all requests with these captures share: rows of the result among the first positions, and their positions.
+        self._rows = np.cumsum(in_result)
+        self._positions = np.flatnonzero(in_result)
+        self._captured_rows = self._rows if np.array_equal(in_result, self.captured) else np.cumsum(self.captured)
+        self.ordinals = np.where(in_result, self._rows - 1, -1)
+        self._of_prompt = self.rows_before(prompt_len)  # ordinals before it are of the prompt
         self.offset = 0
         self.probes: torch.Tensor | None = None
         self.converted: torch.dtype | None = None
@@ -119,19 +123,36 @@ class Group:
             spec, self.num_positions, self._kept_width, self.width, self._sent_dtype, result_dtype, states
         )
         self._keeps_rows = self.reading is None and self.stores_states and self._kept.unchanged
-        self._filled: Counter[int] = Counter()  # by column: the ordinal after the last row that `capture` has kept
-        self._num_kept: Counter[int] = Counter()  # by column: rows that `capture` has kept
+        self._filled: dict[int, int] = defaultdict(
+            int
+        )  # by column: the ordinal after the last row that `capture` has kept
+        self._num_kept: dict[int, int] = defaultdict(int)  # by column: rows that `capture` has kept
 
     def fresh(self) -> Group:
         """The same for another request: nothing is captured yet. Its `sources` are still this request's."""
-        found = copy(self)
-        found._kept, found._filled, found._num_kept = self._kept.fresh(), Counter(), Counter()
+        found = shallow(self)
+        found._kept, found._filled, found._num_kept = self._kept.fresh(), defaultdict(int), defaultdict(int)
         return found
 
     @property
     def num_positions(self) -> int:
         """Positions that the result is made of at most."""
-        return int((self.ordinals >= 0).sum())
+        return len(self._positions)
+
+    def rows_before(self, position: int) -> int:
+        """Rows that the result has of the positions before `position`."""
+        return _before(self._rows, position)
+
+    def captured_before(self, position: int) -> int:
+        """Positions before `position` that are captured."""
+        return _before(self._captured_rows, position)
+
+    def only_row(self, positions: range) -> tuple[int, int] | None:
+        """(position, ordinal) of the one row that `keep_row` takes of these positions; None for several, or none."""
+        first = self.rows_before(positions.start)
+        if not self._keeps_rows or self.rows_before(positions.stop) != first + 1:
+            return None
+        return self._positions.item(first), first
 
     @property
     def record_size(self) -> int:
@@ -225,7 +246,7 @@ class Group:
 
     def settle(self, num_positions: int) -> None:
         """Keep the rows of the first `num_positions` positions, and take back those behind them, which come again."""
-        stay = int((self.ordinals[:num_positions] >= 0).sum())
+        stay = self.rows_before(num_positions)
         self._kept.settle(stay)
         for column in range(len(self.sites)):
             taken_back = max(self._filled[column] - stay, 0)
@@ -341,8 +362,7 @@ class Group:
 
     def shortfalls(self, num_positions: int, copied: int) -> Iterator[tuple[Site, int, int]]:
         """(site, delivered rows, expected rows) of each site with too few rows of the first `num_positions` positions."""
-        expected = int((self.ordinals[:num_positions] >= 0).sum())
-        copied_rows = int((self.ordinals[:copied] >= 0).sum())
+        expected, copied_rows = self.rows_before(num_positions), self.rows_before(copied)
         for column, site in enumerate(self.names) if copied_rows < expected else ():
             delivered = max(self._num_kept[column], copied_rows)
             if delivered < expected:
@@ -365,14 +385,13 @@ class Group:
 
     def _arrived(self, num_positions: int, copied: int) -> tuple[int, list[int], torch.Tensor]:
         """(positions of the result, rows that were kept by column, positions that the result names)."""
-        captured = self.ordinals[:num_positions] >= 0
-        copied_rows = int((self.ordinals[:copied] >= 0).sum())
+        copied_rows = self.rows_before(copied)
         filled = self._filled
         arrived = [max(filled[column], copied_rows) if filled else copied_rows for column in range(len(self.sites))]
-        count, newest = min(*arrived, int(captured.sum())), max(arrived)
+        count, newest = min(*arrived, self.rows_before(num_positions)), max(arrived)
         if self.in_order and count < newest - (newest > self._of_prompt):
             count = 0  # preempted, and ended before it was computed as far again: the kept rows are of later positions
-        positions = torch.from_numpy(np.flatnonzero(captured)[:count])
+        positions = torch.from_numpy(self._positions[:count].copy())
         placed = self.spec.reduction.placed(positions)
         self.prepare(FRESH)
         return count, arrived, placed
@@ -418,3 +437,8 @@ class Group:
         """States [n, sites, kept width], as integers of the sent width, at the front of parts [n, elements]."""
         parts = parts[:, : len(self.sites) * self._site_size].reshape(len(parts), -1, self._site_size)
         return parts.view(self._sent_integer)[..., : self._kept_width]
+
+
+def _before(rows: np.ndarray, position: int) -> int:
+    """The number of rows before a position, of rows up to each position, itself included."""
+    return rows.item(min(position, len(rows)) - 1) if position > 0 and len(rows) else 0

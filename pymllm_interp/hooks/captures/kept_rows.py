@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 
 import numpy as np
 import torch
 
+from ...utils.copies import shallow
 from ...utils.integers import as_integers
 from .egress.result_memory import Memory
 from .reductions.pools import Pool
@@ -39,7 +39,6 @@ class KeptRows:
     Attributes:
         rows: [kept, sites, width]; None before `prepare`.
         unchanged: values are kept as they are sent, in one row for each position.
-        small: [kept] of whole rows, where a row is a record of at most `SMALL_ROW` bytes; else None.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class KeptRows:
         states: bool,
     ) -> None:
         self.rows: torch.Tensor | None = None
-        self.small: np.ndarray | None = None
         self._reduction, self._width, self._sent_dtype, self._result_dtype = spec.reduction, width, sent_dtype, dtype
         self._num_rows, self._dtype, self._states, self._sent_width = num_positions, dtype, states, sent_width
         self._asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
@@ -64,13 +62,16 @@ class KeptRows:
             self._dtype = sent_dtype
         self.unchanged = self._dtype is sent_dtype and self._pool is None
         self._drafted: list[tuple[int, np.ndarray, slice]] | None = None
+        self._small_size = 0  # bytes of a row that `small` has
+        self._small: np.ndarray | None = None
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
-        self._records: np.ndarray | None = None  # [kept, words], where a row is a record
+        self._as_records = False  # a row is a record
+        self._records: np.ndarray | None = None  # [kept, words], then, once it is asked for
 
     def fresh(self) -> KeptRows:
         """The same before `prepare`, for another request."""
         assert self.rows is None, "rows of a request that has begun are its own"
-        return copy(self)
+        return shallow(self)
 
     def num_bytes(self, num_sites: int) -> int:
         """Bytes of the rows of `num_sites` sites."""
@@ -87,16 +88,28 @@ class KeptRows:
             self._values = self.rows.fill_(self._pool.initial).numpy()
         else:
             self._values = as_integers(self.rows)
+            self._as_records = as_records
             if as_records:
-                self._records = self.rows.flatten(1).view(WORDS).numpy()
                 size = num_sites * self._width * self._dtype.itemsize
                 if 0 < size <= SMALL_ROW and self._num_rows:
-                    self.small = self._values.reshape(self._num_rows, -1).view(np.dtype((np.void, size)))[:, 0]
+                    self._small_size = size
+
+    @property
+    def small(self) -> np.ndarray | None:
+        """[kept] of whole rows, where a row is a record of at most `SMALL_ROW` bytes; else None."""
+        if self._small is None and self._small_size:
+            whole = np.dtype((np.void, self._small_size))
+            self._small = self._values.reshape(self._num_rows, -1).view(whole)[:, 0]
+        return self._small
 
     def records(self, ordinal: int, count: int) -> np.ndarray | None:
         """[count, words], the rows of `count` ordinals from `ordinal` on; None where a row is not a record."""
         # By NumPy: each operation of torch releases the GIL and waits to get it back.
-        return None if self._records is None else self._records[ordinal : ordinal + count]
+        if self._records is None:
+            if not self._as_records or self.rows is None:
+                return None
+            self._records = self.rows.flatten(1).view(WORDS).numpy()
+        return self._records[ordinal : ordinal + count]
 
     def keep(self, ordinal: int, rows: np.ndarray, columns: slice = ALL) -> None:
         """Keep rows of consecutive ordinals, or add them to the sum.
@@ -150,21 +163,22 @@ class KeptRows:
             columns = range(values.shape[1])
             return [self._reduction.results(values[:, i], self._asked, self._states) for i in columns]
         # All columns at once. Not by `unbind`: autograd does not allow in-place operations on its outputs.
-        return map(Reduced, self._in_columns(rows).unsafe_split(self._width, 1))
+        rows = self._in_columns(rows)
+        return map(Reduced, rows.unsafe_split(self._width, 1) if len(arrived) > 1 else (rows,))
 
     def whole(self, count: int, arrived: list[int]) -> torch.Tensor:
         """The results of all columns side by side, [positions, columns * width], where they are states."""
         return self._in_columns(self._result_rows(count, arrived))
 
     def _in_columns(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.to(self._result_dtype).flatten(1)
+        return (rows if rows.dtype is self._result_dtype else rows.to(self._result_dtype)).flatten(1)
 
     def _result_rows(self, count: int, arrived: list[int]) -> torch.Tensor:
         assert self.rows is not None
         if self._pool is not None:  # a result does not have the memory of what is folded
             return self._pooled(self._pool, count, arrived)
         self._memory.clear(self.rows, min(count, len(self.rows)))
-        return self.rows[:count]
+        return self.rows if count == len(self.rows) else self.rows[:count]
 
     def _pooled(self, pool: Pool, count: int, arrived: list[int]) -> torch.Tensor:
         """The result of a pool, [1, columns, width], or [0, columns, width] for no position."""

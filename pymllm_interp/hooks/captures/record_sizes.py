@@ -57,8 +57,8 @@ class RecordSizes:
 
     def sizes(self) -> RecordSizes:
         """The sizes without states, with a progress of their own."""
-        copied = object.__new__(RecordSizes)
-        vars(copied).update({name: vars(self)[name] for name in FIELDS})
+        copied, own = object.__new__(RecordSizes), vars(self)
+        vars(copied).update({name: own[name] for name in FIELDS})
         return copied
 
     def was_sent(self, stop: int) -> None:

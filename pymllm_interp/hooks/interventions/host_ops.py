@@ -50,9 +50,9 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None
     for request in requests:
         declared, rows = request.declared, (request.start, len(request.positions))
         for group in () if declared.captures is None else declared.captures.groups:
-            for column, sink in _sinks(group, request.positions):
+            for column, at, sink in _sinks(group, request.positions):
                 if (site := group.sites[column]) != logits:
-                    sinks.setdefault(site, []).append((rows, sink))
+                    sinks.setdefault(site, []).append((rows if at is None else (request.start + at, 1), sink))
         chosen: dict[tuple[bool, tuple[Window, ...]], _Selected] = {}  # an op at many sites has the same windows
         flags = None
         for site, found in declared.ops.items():
@@ -97,17 +97,16 @@ def _of_one_row(ordinal: int) -> _Selected:
     return _Selected(torch.tensor([ordinal]), torch.tensor([ordinal >= 0]), ordinal >= 0, ordinal >= 0)
 
 
-def _sinks(group: Group, positions: range) -> Iterator[tuple[int, CaptureSink | RowSink]]:
-    """(column, what takes a request's rows of it), if a row is captured."""
-    if len(positions) == 1 and group.keeps_rows:
-        if (ordinal := group.ordinals.item(positions.start)) >= 0:
-            for column in range(len(group.sites)):
-                yield column, RowSink(group.keep_row, column, ordinal)
-        return
-    ordinals = torch.from_numpy(group.ordinals[positions.start : positions.stop])
-    if (ordinals >= 0).any():
+def _sinks(group: Group, positions: range) -> Iterator[tuple[int, int | None, CaptureSink | RowSink]]:
+    """(column, row, what takes it) of each column, if a row is captured. None as the row stands for all rows."""
+    if (only := group.only_row(positions)) is not None:
+        position, ordinal = only
         for column in range(len(group.sites)):
-            yield column, partial(group.capture, column, ordinals=ordinals)
+            yield column, position - positions.start, RowSink(group.keep_row, column, ordinal)
+    elif group.rows_before(positions.stop) > group.rows_before(positions.start):
+        ordinals = torch.from_numpy(group.ordinals[positions.start : positions.stop])
+        for column in range(len(group.sites)):
+            yield column, None, partial(group.capture, column, ordinals=ordinals)
 
 
 def _row_function(

@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 
 from ...core.pass_parts import TILE_ROWS, RowTiles
-from ..launch import Launcher, grid_wait, launch_dependents
+from ..launch import Launcher, grid_wait, launch_dependents, supports_pdl
+from .quantized import FULL_GRID
 
 MAX_PARTS = 8
 PART_WIDTH = 512
 """Columns of a part at least."""
 SHRINK_RANKS, SHRINK_COLUMNS, SHRINK_WARPS = 16, 128, 4
-EXPAND_COLUMNS, EXPAND_WARPS = 64, 4
+EXPAND_COLUMNS, EXPAND_WARPS, MAX_STEPS = 64, 4, 4
 MAX_PRODUCTS = 3
 """Merged projections of one product at most."""
 
@@ -54,28 +55,34 @@ def _shrink(
     tl.store(h + (part * h_rows + row[:, None]) * RANKS + rank[None, :], total, mask=(m < count)[:, None])
 
 
+@triton.jit
+def _b_block(b, slot, column, stop, rank, OUT: tl.constexpr, RANK: tl.constexpr):
+    return tl.load(b + (slot * OUT + column[:, None]) * RANK + rank[None, :], mask=(column < stop)[:, None], other=0.0)
+
+
 @triton.jit(do_not_specialize=["h_rows"])
 def _expand(
     out, h, b, order, tiles, h_rows,
     OUT: tl.constexpr, RANK: tl.constexpr, PRODUCTS: tl.constexpr, PARTS: tl.constexpr,
-    SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles + tile * 3).to(tl.int64)
     first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
-    # Blocks begin anew with each projection.
-    blocks_0: tl.constexpr = (SIZE_0 + BLOCK - 1) // BLOCK
-    blocks_1: tl.constexpr = (SIZE_1 + BLOCK - 1) // BLOCK
+    # A program has STEPS blocks of columns. They begin anew with each projection.
+    own: tl.constexpr = BLOCK * STEPS
+    blocks_0: tl.constexpr = (SIZE_0 + own - 1) // own
+    blocks_1: tl.constexpr = (SIZE_1 + own - 1) // own
     behind_0, behind_1 = block >= blocks_0, block >= blocks_0 + blocks_1
     product = behind_0.to(tl.int32) + behind_1.to(tl.int32)
     begin = tl.where(behind_1, SIZE_0 + SIZE_1, tl.where(behind_0, SIZE_0, 0))
     stop = tl.where(behind_1, OUT, tl.where(behind_0, SIZE_0 + SIZE_1, SIZE_0))
+    stop = tl.where(count > 0, stop, 0)
     block -= tl.where(behind_1, blocks_0 + blocks_1, tl.where(behind_0, blocks_0, 0))
-    column = begin + block * BLOCK + tl.arange(0, BLOCK)
+    column = begin + block * own + tl.arange(0, BLOCK)
     rank = tl.arange(0, RANK)
-    known = (column < tl.where(count > 0, stop, 0))[:, None]
-    weights = tl.load(b + (slot * OUT + column[:, None]) * RANK + rank[None, :], mask=known, other=0.0)
+    weights = _b_block(b, slot, column, stop, rank, OUT, RANK)
     grid_wait(PDL)
     if count == 0:
         return
@@ -86,14 +93,21 @@ def _expand(
     for part in range(PARTS):
         where = (part * h_rows + row[:, None]) * (RANK * PRODUCTS) + product * RANK + rank[None, :]
         shrunk += tl.load(h + where, mask=inside[:, None], other=0.0)
-    delta = tl.dot(shrunk.to(weights.dtype), tl.trans(weights), input_precision="ieee")
-    where_out = out + row[:, None] * OUT + column[None, :]
-    mask = inside[:, None] & (column < stop)[None, :]
-    base = tl.load(where_out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(where_out, (base + delta).to(out.dtype.element_ty), mask=mask)
+    shrunk_half = shrunk.to(b.dtype.element_ty)
+    for step in tl.static_range(STEPS):
+        delta = tl.dot(shrunk_half, tl.trans(weights), input_precision="ieee")
+        where_out = out + row[:, None] * OUT + column[None, :]
+        mask = inside[:, None] & (column < stop)[None, :]
+        base = tl.load(where_out, mask=mask, other=0.0).to(tl.float32)
+        column += BLOCK
+        if step + 1 < STEPS:  # before this step's store
+            weights = _b_block(b, slot, column, stop, rank, OUT, RANK)
+        tl.store(where_out, (base + delta).to(out.dtype.element_ty), mask=mask)
 
 
 _shrink_launch, _expand_launch = Launcher(_shrink, pdl=True), Launcher(_expand, pdl=True)
+_shrink_beside, _expand_after = Launcher(_shrink), Launcher(_expand)
+"""For captures on two streams: such kernels start after all of their predecessors. The next one may start early."""
 
 
 def _parts(in_features: int) -> tuple[int, int]:
@@ -104,28 +118,38 @@ def _parts(in_features: int) -> tuple[int, int]:
     return -(-in_features // width), width
 
 
-def shrink(x: torch.Tensor, a: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+def shrunk_memory(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Memory for the result of `shrink`."""
+    return torch.empty(_parts(x.shape[1])[0], len(x), a.shape[1], dtype=torch.float32, device=x.device)
+
+
+def shrink(x: torch.Tensor, a: torch.Tensor, tiles: RowTiles, into: torch.Tensor | None = None) -> torch.Tensor:
     """x A^T of each row in a tile.
 
     Args:
         x: [rows, in], contiguous.
         a: [slots, ranks, in]; ranks are a multiple of 16.
+        into: `shrunk_memory`, where the stream is not the pass's.
 
     Returns:
         [parts, rows, ranks] float32: the sum over parts is the product. Other rows are not written.
     """
     rows, in_features = x.shape
     parts, width = _parts(in_features)
-    h = torch.empty(parts, rows, a.shape[1], dtype=torch.float32, device=x.device)
+    h = shrunk_memory(x, a) if into is None else into
     grid = len(tiles.tiles), a.shape[1] // SHRINK_RANKS, parts
-    _shrink_launch(
-        grid, (x, a, tiles.order, tiles.tiles, h), (rows,),
-        (in_features, a.shape[1], width, TILE_ROWS, SHRINK_RANKS, SHRINK_COLUMNS), SHRINK_WARPS,
-    )  # fmt: skip
+    constants = in_features, a.shape[1], width, TILE_ROWS, SHRINK_RANKS, SHRINK_COLUMNS
+    tensors = x, a, tiles.order, tiles.tiles, h
+    if into is None:
+        _shrink_launch(grid, tensors, (rows,), constants, SHRINK_WARPS)
+    else:
+        _shrink_beside(grid, tensors, (rows,), (*constants, False), SHRINK_WARPS)
     return h
 
 
-def expand(out: torch.Tensor, h: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], tiles: RowTiles) -> None:
+def expand(
+    out: torch.Tensor, h: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], tiles: RowTiles, joins: bool = False
+) -> None:
     """Add h B^T to each row in a tile, in place.
 
     Args:
@@ -133,13 +157,25 @@ def expand(out: torch.Tensor, h: torch.Tensor, b: torch.Tensor, sizes: Sequence[
         h: of `shrink`, [parts, rows, projections * rank].
         b: [slots, sum of sizes, rank]; the rank is a power of 2.
         sizes: out features of each projection.
+        joins: `shrink` ran beside the product.
     """
     if len(sizes) > MAX_PRODUCTS:
         raise ValueError(f"{len(sizes)} merged projections; at most {MAX_PRODUCTS}")
     rows, width = out.shape
-    blocks = sum(triton.cdiv(size, EXPAND_COLUMNS) for size in sizes)
+    steps = _steps(len(tiles.tiles), width)
+    blocks = sum(triton.cdiv(size, EXPAND_COLUMNS * steps) for size in sizes)
     size_0, size_1 = sizes[0], sizes[1] if len(sizes) > 1 else 0
-    _expand_launch(
-        (len(tiles.tiles), blocks, 1), (out, h, b, tiles.order, tiles.tiles), (rows,),
-        (width, b.shape[2], len(sizes), h.shape[0], size_0, size_1, TILE_ROWS, EXPAND_COLUMNS), EXPAND_WARPS,
-    )  # fmt: skip
+    shape = width, b.shape[2], len(sizes), h.shape[0], size_0, size_1, TILE_ROWS, EXPAND_COLUMNS, steps
+    grid, tensors = (len(tiles.tiles), blocks, 1), (out, h, b, tiles.order, tiles.tiles)
+    if joins:
+        _expand_after(grid, tensors, (rows,), (*shape, supports_pdl(out.get_device())), EXPAND_WARPS)
+    else:
+        _expand_launch(grid, tensors, (rows,), shape, EXPAND_WARPS)
+
+
+def _steps(tiles: int, width: int) -> int:
+    """Blocks of columns of a program of `expand`: as many as leave enough programs for the device. A program reads `h` once."""
+    steps = MAX_STEPS
+    while steps > 1 and tiles * width < FULL_GRID * EXPAND_COLUMNS * steps:
+        steps //= 2
+    return steps

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 BLOCK_K = 128
-EXPERT_PAIR, EXPERT_GROUP = 32, 32
-"""Of MXFP4, in the kernel for experts: `QuantizedWeight.pair`, and inputs of a scale."""
+EXPERT_GROUP = 32
+"""Inputs of a scale of MXFP4, in the kernel for experts."""
 MIN_BLOCK_K = {8: 16, 4: 32}
 """Bits of a code -> inputs of a block at least. Tensor cores take 16; a byte of 4-bit codes has two."""
 
 
 def has_expert_kernel(kind: str, width: int, group_size: int) -> bool:
-    """Whether `quantized_experts.expert_product` takes weights of this kind and shape."""
+    """Whether a kernel for experts takes weights of this kind and shape: `fp4_experts`, or `quantized_experts` for FP8."""
     if kind == "fp4":
-        return group_size == EXPERT_GROUP and width % (2 * EXPERT_PAIR) == 0
+        return group_size == EXPERT_GROUP and width % EXPERT_GROUP == 0
     depth = min(group_size, BLOCK_K)
     return (
         kind == "fp8"

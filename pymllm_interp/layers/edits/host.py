@@ -132,8 +132,11 @@ class HostOps:
         states = None
         for (start, size), sink in self.capture_sinks.get(site, ()):
             if isinstance(sink, RowSink):
+                if value.is_cuda:  # of one request, with gradients
+                    sink.keep(sink.column, sink.ordinal, as_integers(value[0, start].detach().cpu()))
+                    continue
                 if states is None:
-                    states = as_integers(value[0].detach().cpu())
+                    states = as_integers(value[0].detach())
                 sink.keep(sink.column, sink.ordinal, states[start])
             else:
                 sink(value[0, start : start + size])

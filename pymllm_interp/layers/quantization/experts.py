@@ -8,14 +8,17 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ...kernels.products.quantized_blocks import EXPERT_PAIR, has_expert_kernel
+from ...kernels.products.quantized_blocks import has_expert_kernel
 from ..gemm import Gemm
+from .expert_tiles import ExpertTiles
 from .gemm import QuantizedGemm
 from .readable import DequantizedWeight
 from .unallocated import weight_device
 from .weight import QuantizedWeight
 
-ExpertWeight = torch.Tensor | QuantizedWeight
+StoredExperts = QuantizedWeight | ExpertTiles
+"""[experts * out, in]."""
+ExpertWeight = torch.Tensor | StoredExperts
 """[experts, out, in], or quantised [experts * out, in]."""
 
 
@@ -24,19 +27,20 @@ class QuantizableExperts(nn.Module):
 
     Attributes:
         transposed: the parameters are [experts, in, out], views of memory that lies [experts, out, in].
+        interleaved: gate and up are every other row of `gate_up_proj`.
         quantized: name -> the weight as it is stored; without an entry it is a parameter.
         dtype: of unquantised weights.
     """
 
     NAMES: ClassVar = ("gate_up_proj", "down_proj")
-    transposed = False
+    transposed = interleaved = False
 
     def __init__(
         self, experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str, biased: bool = False
     ) -> None:
         super().__init__()
         self.num_experts, self.dtype = experts, dtype
-        self.quantized: dict[str, QuantizedWeight] = {}
+        self.quantized: dict[str, StoredExperts] = {}
         sizes = (2 * intermediate, hidden), (hidden, intermediate)
         for name, (rows, width) in zip(self.NAMES, sizes, strict=True):
             self._set_rows(name, torch.empty(experts, rows, width, dtype=dtype, device=weight_device(device)))
@@ -90,11 +94,12 @@ class QuantizableExperts(nn.Module):
             rows = weight.dequantize()
             self.set_plain(name, rows.view(self.num_experts, -1, rows.shape[1]), device)
             return False
+        stored: StoredExperts = weight
         if weight.is_cuda and weight.kind == "fp4":
-            weight = weight.paired(EXPERT_PAIR).in_words(self.num_experts)
+            stored = ExpertTiles.of(weight, self.num_experts, name == "gate_up_proj", self.interleaved)
         self._parameters[name] = None
-        self.quantized[name] = weight
-        for part, tensor in weight.tensors.items():
+        self.quantized[name] = stored
+        for part, tensor in stored.tensors.items():
             self.register_buffer(f"{name}_{part}", tensor)
         self.bind()
         return True
@@ -123,9 +128,23 @@ def gemms_of(weight: ExpertWeight, experts: int, biases: torch.Tensor | None = N
     found: list[Gemm | QuantizedGemm] = []
     for i in range(experts):
         bias = None if biases is None else biases[i]
-        if isinstance(weight, QuantizedWeight):
+        if isinstance(weight, torch.Tensor):
+            found.append(Gemm([weight], weight[i], bias))
+        elif isinstance(weight, ExpertTiles):
+            found.append(_TiledGemm(weight, i, bias))
+        else:
             rows = weight.shape[0] // experts
             found.append(QuantizedGemm(weight.rows(i * rows, (i + 1) * rows), bias))
-        else:
-            found.append(Gemm([weight], weight[i], bias))
     return found
+
+
+class _TiledGemm(QuantizedGemm):
+    """The product of an expert in tiles. Its codes are brought into rows for each product, and not kept."""
+
+    def __init__(self, tiles: ExpertTiles, index: int, bias: torch.Tensor | None) -> None:
+        super().__init__(None, bias)
+        self._tiles, self._index = tiles, index
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        return self._tiles.expert(self._index)

@@ -1,7 +1,8 @@
 """`QuantizedGemm`: a matrix product with a quantised weight.
 
 On CUDA, up to `MAX_KERNEL_ROWS` rows run our Triton kernels, which dequantise the codes as they multiply. With more rows the weight
-is dequantised, and multiplied by cuBLAS. With `quantize="fp8-w8a8"` such rows are rounded to FP8, each with its own scale.
+is dequantised, and multiplied by cuBLAS. With `quantize="fp8-w8a8"` more than `MAX_UNROUNDED_ROWS` rows are rounded to FP8, each
+with its own scale.
 
 On a CPU the weight is dequantised, and multiplied as an unquantised one. So are passes with gradients. Their backward pass
 dequantises again, so that no pass holds all weights.
@@ -21,8 +22,11 @@ from ..dispatch import triton_kernels_for
 from ..gemm import HALF, Gemm
 from .weight import BITS, FP8_MAX, QuantizedWeight
 
-MAX_KERNEL_ROWS = 256
-"""Rows up to which a kernel that reads the codes is used: a dequantised weight is written and read again."""
+MAX_KERNEL_ROWS, MAX_UNROUNDED_ROWS = 256, 48
+"""Rows up to which a kernel that reads the codes is used: a dequantised weight is written and read again. And rows up to which
+such a kernel is faster on an H100 than rounded rows."""
+MAX_ROUNDED_WIDTH = 1 << 15
+"""A kernel holds a row in registers."""
 
 
 class QuantizedGemm:
@@ -36,14 +40,22 @@ class QuantizedGemm:
         rounds_rows: whether many rows are rounded to FP8 where the weight is.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight: QuantizedWeight | None, bias: torch.Tensor | None) -> None:
+        self._weight, self.bias = weight, bias
         self.rounds_rows = False
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """The weight."""
+        assert self._weight is not None, "a subclass has the weight"
+        return self._weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
         weight = self.weight
         rows = x.numel() // max(x.shape[-1], 1)
+        if self.rounds_rows and rows > MAX_UNROUNDED_ROWS and x.is_cuda and not torch.is_grad_enabled():
+            return scaled_product(x, weight, self.bias)
         has_scales = weight.scales.is_floating_point()  # and no exponents, which only experts have
         if x.dtype in HALF and 0 < rows <= MAX_KERNEL_ROWS and has_scales and triton_kernels_for(x) is not None:
             from ...kernels.products.quantized import has_kernel, product
@@ -51,8 +63,6 @@ class QuantizedGemm:
             if has_kernel(weight.kind, x.shape[-1], weight.group_size, x.get_device()):
                 codes = weight.kind, weight.codes, weight.scales, weight.zeros
                 return product(x.contiguous(), *codes, self.bias, weight.group_size, weight.pair)
-        if self.rounds_rows and x.is_cuda and not torch.is_grad_enabled():
-            return scaled_product(x, weight, self.bias)
         if torch.is_grad_enabled() and x.requires_grad:
             return _DequantizedProduct.apply(x, self)  # pyright: ignore[reportReturnType]
         dequantized = weight.dequantize(x.dtype)
@@ -69,7 +79,12 @@ def laid_out(weight: QuantizedWeight) -> QuantizedWeight:
 
 def takes_rounded_rows(weight: QuantizedWeight) -> bool:
     """Whether `scaled_product` takes a weight: FP8 with a scale for each channel, and sizes that are multiples of 16."""
-    return weight.kind == "fp8" and weight.scales.shape[1] == 1 and not any(size % 16 for size in weight.shape)
+    return (
+        weight.kind == "fp8"
+        and weight.scales.shape[1] == 1
+        and not any(size % 16 for size in weight.shape)
+        and weight.shape[1] <= MAX_ROUNDED_WIDTH
+    )
 
 
 def scaled_product(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -81,13 +96,24 @@ def scaled_product(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor 
     Returns:
         [..., out] bfloat16. A row does not depend on the others.
     """
-    rows = x.reshape(-1, x.shape[-1]).float()
-    scales = rows.abs().amax(1, keepdim=True).div_(FP8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = rows.div_(scales).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    rows = x.reshape(-1, x.shape[-1])
+    if triton_kernels_for(x) is not None:
+        from ...kernels.products.rounded_rows import round_rows
+
+        codes, scales = round_rows(rows.contiguous())
+    else:
+        codes, scales = rounded(rows)
     of_channels = weight.scales.float().view(1, -1)
     out = torch._scaled_mm(codes, weight.codes.t(), scale_a=scales, scale_b=of_channels, out_dtype=torch.bfloat16)
     out = out.to(x.dtype) if bias is None else out.to(x.dtype) + bias
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.products.rounded_rows.round_rows` in plain torch."""
+    rows = x.float()
+    scales = rows.abs().amax(1, keepdim=True).div_(FP8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+    return rows.div_(scales).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
 
 
 class _DequantizedProduct(torch.autograd.Function):

@@ -34,8 +34,7 @@ class QuantizedWeight:
     Attributes:
         kind: of the codes: "fp8" (E4M3), "uint8", "uint4" or "fp4" (E2M1).
         codes: [out, in] float8_e4m3fn or uint8. Of 4 bits: [out, in / 2] uint8; see `pair`.
-        scales: [out, groups] float32, float16 or bfloat16; or uint8: E8M0, exponents of 2 plus 127. Of experts on CUDA, four
-            exponents are a word: see `in_words`.
+        scales: [out, groups] float32, float16 or bfloat16; or uint8: E8M0, exponents of 2 plus 127.
         zeros: [out, groups] uint8: the codes of zero; None: 2^(bits - 1) of integers, 0 of others.
         group_size: inputs of a group; the last group may be smaller.
         dtype: of the dequantised weight.
@@ -79,35 +78,15 @@ class QuantizedWeight:
         return [self.rows(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
     def rows(self, start: int, stop: int) -> QuantizedWeight:
-        """The weight of some rows, of whole experts where scales are words: a view."""
-        if self.scales.ndim == 2:
-            return self._mapped(lambda tensor: tensor[start:stop])
-        size = self.scales.shape[2]
-        assert start % size == 0 == stop % size, "words are divided by experts"
-        return replace(self, codes=self.codes[start:stop], scales=self.scales[start // size : stop // size])
-
-    def in_words(self, experts: int) -> QuantizedWeight:
-        """The weight of experts, with scales as words: [experts, groups / 4, rows of an expert] int32.
-
-        The lowest byte of a word is the exponent of its first group.
-        """
-        rows, groups = self.scales.shape
-        padded = torch.nn.functional.pad(self.scales, (0, -groups % 4))
-        words = padded.view(experts, rows // experts, -1, 4).transpose(1, 2).contiguous().view(torch.int32)
-        return replace(self, scales=words[..., 0])
+        """The weight of some rows: a view."""
+        return self._mapped(lambda tensor: tensor[start:stop])
 
     @property
     def scale_values(self) -> torch.Tensor:
         """The scales [out, groups] as numbers."""
         if self.scales.is_floating_point():
             return self.scales
-        exponents = self.scales
-        if exponents.ndim == 3:
-            groups = -(-self.shape[1] // self.group_size)
-            exponents = (
-                exponents.contiguous()[..., None].view(torch.uint8).transpose(1, 2).flatten(2).flatten(0, 1)[:, :groups]
-            )
-        return powers_of_two(exponents)
+        return powers_of_two(self.scales)
 
     def to(self, device: str | torch.device) -> QuantizedWeight:
         """The weight with its tensors on a device, contiguous."""
@@ -118,11 +97,11 @@ class QuantizedWeight:
         codes = torch.empty_like(self.codes)
         for start in range(0, len(codes), step := max(1, CHUNK // codes.shape[1])):
             rows = slice(start, start + step)
-            halves = self._nibbles(rows).view(len(codes[rows]), -1, 2, pair)
+            halves = self.nibbles(rows).view(len(codes[rows]), -1, 2, pair)
             codes[rows] = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
         return replace(self, codes=codes, pair=pair)
 
-    def _nibbles(self, rows: slice) -> torch.Tensor:
+    def nibbles(self, rows: slice) -> torch.Tensor:
         """Codes of 4 bits [rows, in], uint8."""
         codes = self.codes[rows].view(len(self.codes[rows]), -1, self.pair)
         return torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
@@ -167,8 +146,8 @@ class QuantizedWeight:
             return codes.float()
         if self.kind == "fp4":
             table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=codes.device)
-            return table[self._nibbles(rows).long()]
-        return self._nibbles(rows).float()
+            return table[self.nibbles(rows).long()]
+        return self.nibbles(rows).float()
 
     def _spread(self, of_groups: torch.Tensor, width: int) -> torch.Tensor:
         """[rows, groups] -> [rows, in], or [rows, 1]."""

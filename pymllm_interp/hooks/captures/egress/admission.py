@@ -74,6 +74,18 @@ class RingAdmission:
             return wanted[0][1]
         return self._refuse(wanted)
 
+    def take_rows(self, requests: Sequence[Request]) -> bool:
+        """Reserve space for the next token of each request, if there is room for all. False: `take` decides one by one."""
+        needed = 0
+        for request in requests:
+            captures = ring_captures(request)
+            if captures is not None:
+                needed += captures.reserved_size(request.kv_len, 1)
+        if needed > self._free:
+            return False
+        self._free -= needed
+        return True
+
     def take_drafts(self, request: Request, count: int) -> bool:
         """Reserve space for `count` positions behind the next one, which has its own. False: there is no room. Nobody waits."""
         needed = _reserved_size(request, 1 + count) - _reserved_size(request, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dis
-from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import CodeType, FunctionType
@@ -49,8 +48,7 @@ def names_of(code: CodeType) -> Names:
 def want_gradients(blocks: Iterable[Mediator]) -> bool:
     """Whether one of the blocks, or a function that it names, uses a name of autograd."""
     return any(
-        wants_gradients(block.code) or helpers_want_gradients(block.code, ChainMap(block.lcls, block.glbls))
-        for block in blocks
+        wants_gradients(block.code) or helpers_want_gradients(block.code, block.lcls, block.glbls) for block in blocks
     )
 
 
@@ -60,18 +58,22 @@ def wants_gradients(code: CodeType) -> bool:
     return bool(GRADIENT_NAMES & {name for part in codes_of(code) for name in part.co_names})
 
 
-def helpers_want_gradients(code: CodeType, scope: Mapping[str, Any], depth: int = 3) -> bool:
+def helpers_want_gradients(code: CodeType, scope: Mapping[str, Any], outer: Mapping[str, Any], depth: int = 3) -> bool:
     """Whether a function that the code names uses autograd, or one that this names, and so on.
 
     Args:
-        scope: values of the names.
+        scope, outer: values of the names; `outer` is asked where `scope` has none.
         depth: how far calls are followed.
     """
-    for name in {name for part in (code, *_functions(code)) for name in part.co_names}:
+    for name in all_names(code):
         helper = scope.get(name)
+        if helper is None and name not in scope:
+            helper = outer.get(name)
         if isinstance(helper, FunctionType) and not (helper.__module__ or "").startswith(LIBRARIES):
             inner = helper.__code__
-            if wants_gradients(inner) or (depth > 1 and helpers_want_gradients(inner, helper.__globals__, depth - 1)):
+            if wants_gradients(inner) or (
+                depth > 1 and helpers_want_gradients(inner, helper.__globals__, {}, depth - 1)
+            ):
                 return True
     return False
 
@@ -89,12 +91,32 @@ def depend_on_each_other(blocks: list[Mediator]) -> bool:
     for i, block in enumerate(blocks):
         for name in names_of(block.code).binds:
             bound_by.setdefault(name, set()).add(i)
+    if not bound_by:
+        return False
     return any(
         bound_by.get(name, set()) - {i}
         for i, block in enumerate(blocks)
         for name in names_of(block.code).needs
         if not dict.__contains__(block.lcls, name)
     )
+
+
+@lru_cache(maxsize=1024)
+def all_names(code: CodeType) -> frozenset[str]:
+    """All names in the code of a block and of the functions in it: variables, attributes and modules."""
+    return frozenset(name for part in codes_of(code) for name in part.co_names)
+
+
+@lru_cache(maxsize=1024)
+def variables_of(code: CodeType) -> tuple[str, ...]:
+    """Names that may be variables. The others of `all_names` are attributes, or modules that are imported."""
+    found = {
+        instruction.argval
+        for part in codes_of(code)
+        for instruction in dis.get_instructions(part)
+        if instruction.argval in part.co_names and not instruction.opname.endswith(("_ATTR", "_METHOD", "IMPORT_NAME"))
+    }
+    return tuple(sorted(found))
 
 
 def codes_of(code: CodeType) -> list[CodeType]:

@@ -10,7 +10,6 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -18,14 +17,14 @@ from greenlet import GreenletExit, getcurrent
 
 from ....core.families import LOGITS
 from ...captures.activations import Activations
-from ...positions import Window, selected
 from ..blocks.errors import LoopEnd
 from ..blocks.trace import RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
 from ..serving.lifecycle import TOO_LATE
 from ..serving.visits import VisitCounts
 from .plan import BlockPlan, Points, SiteLocation, StepLoop
-from .step_loop import LoopRows, columns_of, part_of, taken_rows
+from .site_rows import SiteRows
+from .step_loop import columns_of, part_of, taken_rows
 
 _NO_KEY = -1, -2
 FEWEST_STEPS = 2
@@ -72,7 +71,7 @@ class Replay:
         self._served: Any = None
         self._taken: Future[list[list[torch.Tensor]] | None] | None = None
         self._has_taken = False
-        self._rows_of: dict[str, _SiteRows] = {}
+        self._rows_of: dict[str, SiteRows] = {}
         self.counts: dict[str, int] = {}
         self.calls: dict[str, int] = {}
         self.points = self.visits = self
@@ -211,38 +210,14 @@ class Replay:
         steps = rows.generated if self._has_taken else rows.by_step
         return steps[step - 1 - rows.first]
 
-    def _site_rows(self, site: str) -> _SiteRows:
+    def _site_rows(self, site: str) -> SiteRows:
         rows = self._rows_of.get(site)
         if rows is None:
             last_only = site == LOGITS and not self._trace.single
             windows = self.plan.windows(site, self._prompt_len)
             states = self._states.as_arrived(site)
-            states = states.reshape(len(states), -1) if self._device is None else states.to(self._device).flatten(1)
-            rows = self._rows_of[site] = _SiteRows(states, windows, self._prompt_len, last_only)
+            rows = self._rows_of[site] = SiteRows.of(states, windows, self._prompt_len, last_only, self._device)
         return rows
-
-    # -- a block that only appends --------------------------------------------------------------------
-
-    def appended(self) -> list[tuple[list[Any], torch.Tensor]] | None:
-        """What the block appends, and to which list, in its order. None if it has to run."""
-        appends, scope = self.plan.appends, self._block.lcls
-        if appends is None or len({row.site for row in appends.rows}) < len(appends.appends):
-            return None
-        try:
-            sites = [self._site_rows(row.site).among(0, 1, row.is_last) for row in appends.rows]
-            parts: list[Any] = [part_of(rows, row).prompt for rows, row in zip(sites, appends.rows, strict=True)]
-            values = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-            found = [(scope[name], values[place]) for name, place in appends.appends]
-        except (LookupError, NameError):  # which the block raises at its line
-            return None
-        return found if all(type(into) is list for into, _ in found) else None
-
-    def have_appended(self) -> None:
-        """The block's values are where they belong."""
-        appends, trace = self.plan.appends, self._trace
-        assert appends is not None
-        trace.max_passes = max(trace.max_passes, self.passes)
-        trace.receipt.reads += appends.reads
 
     # -- its loop over steps ------------------------------------------------------------------------
 
@@ -306,89 +281,11 @@ class Replay:
         return CausalLMOutputWithPast(logits=self._rows("logits", 0))  # pyright: ignore[reportArgumentType]
 
 
-class _SiteRows:
-    """What was captured of a site, by steps.
-
-    Args:
-        states: [positions, width], in ascending order.
-        windows: the positions.
-        last_only: the step that computes the prompt has the last row only.
-
-    Attributes:
-        generated: [steps, 1, 1, width] of the later steps.
-        first: generated position of the first of them.
-    """
-
-    def __init__(self, states: torch.Tensor, windows: Sequence[Window], prompt_len: int, last_only: bool) -> None:
-        of_prompt = sum(window.among(0, prompt_len) for window in windows)
-        self._states, self._windows, self._prompt_len, self._last_only = (
-            states[:of_prompt],
-            windows,
-            prompt_len,
-            last_only,
-        )
-        self.generated = states[of_prompt:, None, None]
-        self.first = max(max((window.start - prompt_len for window in windows), default=0), 0)
-
-    @cached_property
-    def prompt(self) -> torch.Tensor:
-        """[1, tokens, width] of the step that computes the prompt. Rows that were not captured are NaN."""
-        prompt = self._states
-        if self._last_only:
-            prompt = prompt[-1:]
-        elif len(prompt) < self._prompt_len:
-            prompt = prompt.new_full((self._prompt_len, prompt.shape[1]), torch.nan)
-            prompt[self._has] = self._states
-        return prompt.unsqueeze(0)
-
-    @cached_property
-    def _has(self) -> torch.Tensor:
-        """[prompt tokens] bool: which rows of the prompt were captured."""
-        return torch.from_numpy(selected(self._windows, self._prompt_len))
-
-    @cached_property
-    def by_step(self) -> Sequence[torch.Tensor]:
-        """[1, 1, width] of each later step."""
-        return self.generated.unbind()
-
-    def among(self, start: int, stop: int, last: bool) -> LoopRows:
-        """The values of the steps from `start` on.
-
-        Args:
-            last: the last row of the prompt is enough.
-
-        Raises:
-            LookupError: they were not captured.
-        """
-        first = max(start, 1) - 1 - self.first
-        generated = self.generated[first : stop - 1 - self.first] if first >= 0 else self.generated[:0]
-        if len(generated) != stop - max(start, 1):
-            raise LookupError(f"steps {start} to {stop}")
-        if start > 0:
-            return LoopRows(None, generated)
-        return LoopRows(self._states[None, -1:] if last and self._has[-1] else self.prompt, generated)
-
-
-def _appended(replays: Sequence[Replay]) -> bool:
-    """Append what the blocks of one code append, without running them: place after place, request after request."""
-    found = [one.appended() for one in replays] if len({id(one.plan) for one in replays}) == 1 else [None]
-    if None in found:
-        return False
-    for entries in zip(*found, strict=True):  # pyright: ignore[reportArgumentType]
-        for into, value in entries:
-            into.append(value)
-    for one in replays:
-        one.have_appended()
-    return True
-
-
 def replay(replays: Sequence[Replay]) -> None:
     """Run the blocks of several requests in the order in which one forward pass runs them.
 
     Values that they append to one list have that order.
     """
-    if len(replays) > 1 and _appended(replays):
-        return
     waiting: list[tuple[tuple[int, int], int, int]] = []
     arrivals = itertools.count()  # at one place, blocks are served in the order in which they came
     try:

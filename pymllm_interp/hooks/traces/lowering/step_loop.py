@@ -11,10 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .plan import Row, StepLoop
 from .values import RowRead, SiteRead, Steps
+
+KNOWN_TO_NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
+"""Dtypes that both have."""
 
 
 class TakenLoop:
@@ -140,7 +144,15 @@ def rows_in_place(rows: torch.Tensor) -> list[torch.Tensor]:
     count = first.numel()
     memory = rows.as_strided(((len(rows) - 1) * stride + count,), (1,)).view(torch.uint8).numpy()
     places = range(0, len(rows) * stride * rows.itemsize, stride * rows.itemsize)
-    values = [torch.frombuffer(memory, dtype=rows.dtype, count=count, offset=place) for place in places]
+    values: list[torch.Tensor]
+    if rows.dtype in KNOWN_TO_NUMPY:
+        # In half of the time of `torch.frombuffer`.
+        lines = memory.view(KNOWN_TO_NUMPY[rows.dtype])
+        lines = np.lib.stride_tricks.as_strided(lines, (len(rows), count), (stride * rows.itemsize, rows.itemsize))
+        values = list(map(torch.from_numpy, lines))
+    else:
+        make, dtype = torch.frombuffer, rows.dtype
+        values = [make(memory, dtype=dtype, count=count, offset=place) for place in places]
     if first.dim() != 1:
         for value in values:
             value.resize_(first.shape)

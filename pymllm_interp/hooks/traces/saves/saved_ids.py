@@ -22,8 +22,12 @@ class SavedIds(set[int]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: dict[int, Any] = {}
-        ids, held = weakref.ref(self), self._held
+        self._held: dict[int, Any] | None = None  # from the first save on: many blocks save nothing
+
+    def _hold(self) -> dict[int, Any]:
+        """The empty `_held`, and the callback of its references."""
+        self._held = held = {}
+        ids = weakref.ref(self)
 
         def forget(saved: _Saved) -> None:
             held.pop(saved.number, None)
@@ -31,19 +35,22 @@ class SavedIds(set[int]):
                 own.discard(saved.number)
 
         self._forget = forget  # one for all of them: each save of a pass calls `add`
+        return held
 
     def add(self, number: int, /) -> None:
         """Add the id of an object that is alive now, until it is gone."""
         set.add(self, number)
+        held = self._hold() if self._held is None else self._held
         saved = PyObj_FromPtr(number)
         try:
-            self._held[number] = alive = _Saved(saved, self._forget)
+            held[number] = alive = _Saved(saved, self._forget)
         except TypeError:  # a list, or a number
-            self._held[number] = saved
+            held[number] = saved
         else:
             alive.number = number
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._held.clear()  # the references in it hold their callback, which holds this dict
+        if self._held is not None:
+            self._held.clear()  # the references in it hold their callback, which holds this dict
         super().clear()

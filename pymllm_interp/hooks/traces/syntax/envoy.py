@@ -328,6 +328,8 @@ class TracedModel(TracedEnvoy):
         Raises:
             KeyError: no edit has one of these names.
         """
+        if not (self._edits or wanted):
+            return []
         names = {getattr(edit, "name", None) for edit in self._edits}
         unknown = set(wanted or ()) - names
         if unknown:

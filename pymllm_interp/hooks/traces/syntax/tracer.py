@@ -39,8 +39,8 @@ from .caller_frames import block_traceback, warn_at_caller
 from .envoy import TracedModel
 from .session import _Captured
 
-OBJECTS = 64
-"""Objects of one traced request that Python's cycle collector tracks, about."""
+OBJECTS = 128
+"""Objects of one traced request and its block that Python's cycle collector tracks, about."""
 
 NOTHING_SAVED = "the trace read values and saved none: after its block there is no {}; .save() keeps a value"
 
