@@ -71,8 +71,8 @@ class ExpertTiles:
             words.append(layout.words(weight.nibbles(own)))
             scales.append(layout.scale_words(weight.scales[own].int() + (TO_FIELD - shift)))
         # `stack` may keep the order of memory that its parts have.
-        stacked = (torch.stack(parts).contiguous() for parts in (words, scales))
-        return cls(*stacked, shift, rows, width, interleaved, weight.dtype)
+        packed, exponents = torch.stack(words).contiguous(), torch.stack(scales).contiguous()
+        return cls(packed, exponents, shift, rows, width, interleaved, weight.dtype)
 
     @property
     def experts(self) -> int:
