@@ -77,6 +77,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a CUDA device are skipped where there is none; with --remote, those of local engines."""
+    for item in items if not torch.cuda.is_available() else ():
+        few, found = item.get_closest_marker("few_graphs"), getattr(item, "callspec", None)
+        if few is not None and found is not None and found.params["lm_of"] == "graphs":
+            if found.params[few.args[0]] not in few.args[1:]:
+                item.add_marker(pytest.mark.slow)
     if config.getoption("--remote"):
         for item in items:
             name = getattr(item, "callspec", None) and item.callspec.id.rpartition("-")[2]  # pyright: ignore
