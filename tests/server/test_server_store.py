@@ -1,4 +1,4 @@
-"""The stores of captured states and of vectors: ids are the server's, bytes are counted for each key, and nothing is left behind."""
+"""The stores of captured states and of vectors: ids are the server's, bytes are counted by key, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -398,9 +398,9 @@ def test_hooks_that_cannot_take_drafts_back_have_none(model_folder):
     with lms("tables", model_folder) as load:
         reference, lm = load("llama"), load("llama", speculative=drafter)
         for why, given in options.items():
-            wanted = reference.generate(PROMPTS, greedy(), **given)
+            wanted = reference.generate(PROMPTS, greedy(10), **given)
             drafter.tell(wanted)
-            found = lm.generate(PROMPTS, greedy(), **given)
+            found = lm.generate(PROMPTS, greedy(10), **given)
             assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
             assert (counts_of(found)[1] > 0) is (not why)
             for mine, other in zip(found, wanted, strict=True):
