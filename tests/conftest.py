@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -22,6 +23,11 @@ if torch.cuda.device_count():
 if not torch.cuda.is_available():
     # The kernels' tests run under Triton's interpreter. Triton asks when it is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if "sklearn" not in sys.modules:
+    from pymllm_interp.utils.light_imports import import_generation
+
+    import_generation()  # each process of a test run would import scikit-learn with it
 
 from helpers_graphs import use_eager_graphs
 from helpers_server import CHAT_TEMPLATE, Server, serving
