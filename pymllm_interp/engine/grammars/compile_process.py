@@ -96,7 +96,7 @@ class CompileProcess:
 
 
 class _NoTransformers(ModuleType):
-    """Stands for transformers. xgrammar names classes of its tokenizers, of which there are none here; importing them takes a second."""
+    """Stands for transformers. xgrammar names two classes of tokenizers, which takes a second to import."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
