@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -22,6 +23,11 @@ if torch.cuda.device_count():
 if not torch.cuda.is_available():
     # The kernels' tests run under Triton's interpreter. Triton asks when it is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if "sklearn" not in sys.modules:
+    from pymllm_interp.utils.light_imports import import_generation
+
+    import_generation()  # each process of a test run would import scikit-learn with it
 
 from helpers_graphs import use_eager_graphs
 from helpers_server import CHAT_TEMPLATE, Server, serving
@@ -77,6 +83,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a CUDA device are skipped where there is none; with --remote, those of local engines."""
+    for item in items if not torch.cuda.is_available() else ():
+        few, found = item.get_closest_marker("few_graphs"), getattr(item, "callspec", None)
+        if few is not None and found is not None and found.params["lm_of"] == "graphs":
+            if found.params[few.args[0]] not in few.args[1:]:
+                item.add_marker(pytest.mark.slow)
     if config.getoption("--remote"):
         for item in items:
             name = getattr(item, "callspec", None) and item.callspec.id.rpartition("-")[2]  # pyright: ignore

@@ -53,6 +53,16 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text())
 
 
+@cache
+def nodes_of(module: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(module)))
+
+
+@cache
+def run_time_nodes_of(module: str) -> tuple[ast.AST, ...]:
+    return tuple(at_run_time(tree_of(module)))
+
+
 def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
     """Every node below, but for what stands under ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
@@ -67,7 +77,7 @@ def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
 def imports_of(module: str) -> Iterator[tuple[str, int]]:
     """(module of ours that `module` imports, line), wherever the import stands; the package's version may be anybody's."""
     package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
-    for node in at_run_time(tree_of(module)):
+    for node in run_time_nodes_of(module):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -124,7 +134,7 @@ def all_imports_of(module: str) -> set[str]:
     """Modules of ours that `module` imports, those for type checkers included."""
     package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
     found: set[str] = set()
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             base = ".".join(part for part in (base, node.module) if part)
@@ -194,7 +204,7 @@ def test_no_two_classes_have_one_name():
     """A name in a message or a traceback says which class it is."""
     homes: dict[str, list[str]] = {}
     for module in FILES:
-        for node in ast.walk(tree_of(module)):
+        for node in nodes_of(module):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(f"{module}:{node.lineno}")
     assert len(homes) > 300
@@ -267,7 +277,7 @@ def test_each_execution_is_a_row_of_one_table():
 
 
 def outside_imports(module: str) -> Iterator[str]:
-    for node in at_run_time(tree_of(module)):
+    for node in run_time_nodes_of(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -280,7 +290,7 @@ def test_only_the_folder_of_clusters_imports_ray():
     by_call = {
         module
         for module in FILES
-        for node in ast.walk(tree_of(module))
+        for node in nodes_of(module)
         if isinstance(node, ast.Call) and "ray" in list(by_name(node, ()))
     }
     assert by_call == {"pymllm_interp.cluster.ray_version"}
@@ -303,7 +313,7 @@ def test_names_of_imported_modules_are_read():
     computed = {
         module
         for module in FILES
-        for node in at_run_time(tree_of(module))
+        for node in run_time_nodes_of(module)
         if isinstance(node, ast.Call)
         and getattr(node.func, "id", "") in ("import_module", "__import__")
         and not isinstance(node.args[0], ast.Constant)
@@ -324,31 +334,33 @@ def test_a_runner_is_asked_by_its_client_only(folder):
         f"{FILES[module].relative_to(ROOT)}:{node.lineno}"
         for module in FILES
         if place(module) == folder
-        for node in ast.walk(tree_of(module))
+        for node in nodes_of(module)
         if isinstance(node, ast.Attribute) and node.attr == "runner"
     ]
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize(("cls", "name"), CONFIG_FIELDS, ids=[f"{c.__name__}.{n}" for c, n in CONFIG_FIELDS])
-def test_v01_every_config_field_is_read_by_somebody(cls, name):
-    """V1: an attribute of something that is called a config, outside of config.py."""
+@cache
+def fields_that_are_read() -> set[str]:
+    """Attributes of something that is called a config, outside of config.py."""
 
     def is_config(node: ast.expr) -> bool:
         last = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         return last.endswith("config")
 
-    readers = [
-        module
+    return {
+        node.attr
         for module in FILES
         if place(module) != "config"
-        for node in ast.walk(tree_of(module))
-        if isinstance(node, ast.Attribute)
-        and node.attr == name
-        and isinstance(node.ctx, ast.Load)
-        and is_config(node.value)
-    ]
-    assert readers, f"{cls.__name__}.{name} is read by nobody"
+        for node in nodes_of(module)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and is_config(node.value)
+    }
+
+
+@pytest.mark.parametrize(("cls", "name"), CONFIG_FIELDS, ids=[f"{c.__name__}.{n}" for c, n in CONFIG_FIELDS])
+def test_v01_every_config_field_is_read_by_somebody(cls, name):
+    """V1."""
+    assert name in fields_that_are_read(), f"{cls.__name__}.{name} is read by nobody"
 
 
 def test_modules_classes_and_functions_that_are_public_are_documented():
@@ -391,7 +403,7 @@ def test_no_module_is_called_through_forward():
     """Hooks hang on ``module(x)``. What is not a module: attention backends, a runner itself, `LM.forward`, and super()."""
     wrong = []
     for module in FILES:
-        for node in ast.walk(tree_of(module)):
+        for node in nodes_of(module):
             if not (
                 isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "forward"
             ):
@@ -411,7 +423,7 @@ def test_no_except_exception_around_computation():
     """Some folders deal with users' code; elsewhere a broad handler must raise again."""
     wrong = []
     for module in FILES:
-        for node in ast.walk(tree_of(module)):
+        for node in nodes_of(module):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"Exception"}

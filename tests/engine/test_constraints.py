@@ -346,7 +346,9 @@ def test_a_step_that_fails_before_it_is_sampled_is_forgotten(lm_of, ahead, trace
 
 
 @AHEAD
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)]
+)  # two: without a prefix cache and with one
 def test_mixed_traffic_in_a_small_pool_is_as_alone(lm_of, ahead, seed):
     """Constrained, failing, steered, captured, traced, cancelled and plain requests; preempted, each as alone."""
     arguments = {"async_scheduling": ahead, "max_model_len": 120, "enable_prefix_caching": bool(seed % 2)}

@@ -176,7 +176,7 @@ EDITS = {
 
 @pytest.mark.parametrize("name", EDITS)
 def test_equal_edits_share_with_each_other_and_with_no_other_edit(pair: Pair, name: str) -> None:
-    for make in EDITS.values():
+    for make in EDITS.values() if name == min(EDITS) else ():  # once: all edits are known to the engine before a reset
         pair.cached(PROMPT, interventions=[make()])
     expected = dict.fromkeys(EDITS, 8) | {name: FULL}
     pair.lm.reset_prefix_cache()

@@ -174,8 +174,7 @@ def drive(lm: LM, reference: LM, seed: int, count: int) -> None:
             raise AssertionError(f"call {number} of seed {seed}: {call}") from error
 
 
-@pytest.mark.parametrize("server", SERVERS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "server"), [*((0, server) for server in SERVERS), (1, "wide pages")])
 def test_random_traffic_gives_what_an_engine_without_a_cache_gives(
     lm_of: Callable[..., LM], seed: int, server: str
 ) -> None:

@@ -77,12 +77,17 @@ def test_pages_are_listed_as_in_plain_torch(page_size: int) -> None:
     assert torch.equal(found[:-9], expected) and found[-9:].tolist() == [-1] * 9
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (8, 2, 128), (34, 2, 64), (3, 1, 256)], ids=str
-)
-@pytest.mark.parametrize(
-    ("window", "cap", "num_sms"), [(0, 0.0, 1), (0, 0.0, 132), (33, 0.0, 20), (0, 1.5, 132), (5, 2.0, 1), (5, 2.0, 20)]
-)
+# Interpreted, a cap with many parts is seen with two shapes of heads; the others have one with few parts.
+DECODES = [
+    pytest.param(
+        *how, *shape, marks=[] if DEVICE == "cuda" or how != (0, 1.5, 132) or shape[0] in (9, 8) else pytest.mark.slow
+    )
+    for how in ((0, 0.0, 1), (0, 0.0, 132), (33, 0.0, 20), (0, 1.5, 132), (5, 2.0, 1), (5, 2.0, 20))
+    for shape in ((9, 3, 64), (4, 4, 64), (8, 2, 128), (34, 2, 64), (3, 1, 256))
+]
+
+
+@pytest.mark.parametrize(("window", "cap", "num_sms", "heads", "kv_heads", "dim"), DECODES)
 def test_decode_attention_is_that_of_plain_torch(
     heads: int, kv_heads: int, dim: int, window: int, cap: float, num_sms: int
 ) -> None:

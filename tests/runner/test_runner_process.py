@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,36 +73,38 @@ class Answer:
 class Elsewhere(InterpModelRunner):
     """The engine's end of a runner in another process. It computes nothing itself: it gives the engine pages, rows and limits."""
 
-    worker: WorkerProcess
+    process: ClassVar[WorkerProcess]
+    """Of all of them."""
+    worker: int
 
     def initialize(self) -> None:
         super().initialize()
-        self.worker = WorkerProcess(self.server_config, self.model_config)
+        self.worker = self.process.start(self.server_config, self.model_config)
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None) -> Any:
         self._masks: TokenMasks | None = None
-        return self.worker.ask("execute_model", scheduler_output)
+        return self.process.ask(self.worker, "execute_model", scheduler_output)
 
     def constrain(self, masks: TokenMasks) -> None:
         self._masks = masks
 
     def sample_tokens_async(self) -> Any:
-        return Answer(self.worker.ask("sample_tokens", self._masks))
+        return Answer(self.process.ask(self.worker, "sample_tokens", self._masks))
 
     def finish_declared(self, end: RequestEnd) -> Future[DeclaredResult]:
         found: Future[DeclaredResult] = Future()
-        found.set_result(self.worker.ask("finish_declared", end))
+        found.set_result(self.process.ask(self.worker, "finish_declared", end))
         return found
 
     def run(self, command: RunnerCommand) -> Any:
-        return self.worker.ask("run", command)
+        return self.process.ask(self.worker, "run", command)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("passes run in the other process")
 
     def shutdown(self) -> None:
         if hasattr(self, "worker"):
-            self.worker.close()
+            self.process.ask(self.worker, "end")
             del self.worker
         super().shutdown()
 
@@ -198,9 +200,13 @@ def far(request: Any, model_folder: Callable[[str], Path]) -> Iterator[Callable[
             assert type(made[key].runner) is request.param
         return made[key]
 
+    if request.param is Elsewhere:
+        Elsewhere.process = WorkerProcess()
     yield make
     for lm in made.values():
         lm.shutdown()
+    if request.param is Elsewhere:
+        Elsewhere.process.close()
 
 
 @pytest.mark.parametrize("kind", list(LOADS))

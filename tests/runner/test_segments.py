@@ -565,8 +565,13 @@ def test_a_blocks_own_call_of_a_module_leaves_the_passes_its_ops(graphs: bool, c
         torch.testing.assert_close(a, b, **CLOSE)
 
 
-@pytest.mark.parametrize("how", ["segments", "split", "eager"])
-@pytest.mark.parametrize("family", ["mistral", "olmo2"])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        *(("mistral", how) for how in ("segments", "split", "eager")), ("olmo2", "segments"), ("olmo2", "split"),
+        pytest.param("olmo2", "eager", marks=pytest.mark.slow),  # which has no halves, and no graphs
+    ],
+)  # fmt: skip
 def test_blocks_and_plain_requests_beside_them_run_as_alone(family: str, how: str) -> None:
     """Every pass of a transformers class calls modules: a block that waits for one must not be served in another half."""
     config = tiny_config(family)

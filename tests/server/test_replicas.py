@@ -28,7 +28,7 @@ from pymllm_interp.server.engines.roster import LinkKeys, Replica
 from pymllm_interp.wire import messages as m
 
 HIDDEN = 72
-MANY = 500
+MANY = 250
 
 
 @pytest.fixture(scope="module")

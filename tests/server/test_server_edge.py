@@ -5,102 +5,20 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import socket
 import sys
 import traceback
 import tracemalloc
 
 import httpx
 import pytest
-import torch
 from helpers_browser import CHROMIUM, browsing
-from helpers_server import KEYS, Server, serving
-from safetensors.torch import save
+from helpers_server import KEYS, Server
 
 from pymllm_interp import LM
 from pymllm_interp.client.remote.remote_errors import exception_of
 from pymllm_interp.hooks.traces.nnsight_compat import load_function
 from pymllm_interp.wire.failures import MOST_FRAMES, Failure, failure_of
 from pymllm_interp.wire.trace_payload import load
-
-# -- vectors on their way ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tight(served_folder, tmp_path_factory):
-    options = ["--max-vectors", "3", "--max-vector-bytes", "2000", "--allow-code-from", "code"]
-    with serving(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
-        yield found
-
-
-def begin_upload(server: Server, name: str, head: str) -> socket.socket:
-    """A PUT whose body does not come."""
-    host, port = server.url.removeprefix("http://").split(":")
-    found = socket.create_connection((host, int(port)), timeout=600)
-    found.sendall(
-        f"PUT /v1/interp/vectors/{name} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEYS['declared']}\r\n"
-        f"Expect: 100-continue\r\n{head}\r\n\r\n".encode()
-    )
-    assert b" 100 " in found.recv(1000)  # the route waits for the body
-    return found
-
-
-def put(server: Server, name: str, content, key: str = "declared") -> httpx.Response:
-    with server.client(key) as client:
-        return client.put(f"/v1/interp/vectors/{name}", content=content)
-
-
-def client_deletes(server: Server, name: str) -> int:
-    with server.client("declared") as client:
-        return client.delete(f"/v1/interp/vectors/{name}").status_code
-
-
-def wait_until_stored(server: Server, name: str, content: bytes) -> None:
-    """What an upload that broke had reserved is free again, at some time."""
-    for _ in range(600):
-        if (answer := put(server, name, content)).status_code == 200:
-            return
-    raise AssertionError(answer.text)
-
-
-def test_uploads_at_the_same_time_share_the_limits(tight: Server):
-    vector = save({f"layer.{layer}": torch.ones(72) for layer in range(2)})  # some 760 bytes
-    for head, sent in (("Content-Length: 1500", b""), ("Transfer-Encoding: chunked", b"5dc\r\n" + bytes(1500))):
-        with begin_upload(tight, "slow", head) as slow:
-            slow.sendall(sent)
-            for _ in range(600):  # the chunk is on its way
-                refused = put(tight, "other", vector)
-                if refused.status_code != 200:
-                    break
-            assert refused.status_code == 413 and "max_vector_bytes" in refused.json()["error"]["message"]
-            assert put(tight, "other", vector, "other").status_code == 200  # each key has its own
-        wait_until_stored(tight, "other", vector)
-        assert client_deletes(tight, "other") == 200
-    with begin_upload(tight, "a", "Content-Length: 10"), begin_upload(tight, "b", "Content-Length: 10") as b:
-        assert put(tight, "other", vector).status_code == 200
-        many = put(tight, "c", vector)
-        assert many.status_code == 429 and "max_vectors" in many.json()["error"]["message"]
-        b.sendall(b"0123456789")
-        assert b" 400 " in b.recv(1000)  # no safetensors file; its reservation is over
-        assert client_deletes(tight, "other") == 200
-        assert put(tight, "c", vector).status_code == 200
-    assert client_deletes(tight, "c") == 200
-
-
-def test_an_upload_of_unknown_length_ends_at_the_limit(tight: Server):
-    sent = []
-
-    def parts():
-        for number in range(10_000):
-            sent.append(number)
-            yield bytes(1000)
-
-    try:
-        answer = put(tight, "endless", parts())
-    except httpx.TransportError:  # the server closed the connection while more was sent
-        return
-    assert answer.status_code == 413 and "max_vector_bytes" in answer.json()["error"]["message"]
-
 
 # -- what clients learn of the server ---------------------------------------------------------
 

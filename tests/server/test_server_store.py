@@ -1,12 +1,16 @@
-"""The store of captured states: ids are the server's, bytes are counted for each key, and nothing is left behind."""
+"""The stores of captured states and of vectors: ids are the server's, bytes are counted by key, and nothing is left behind."""
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 
+import httpx
 import pytest
-from helpers_server import Server, serving
+import torch
+from helpers_server import KEYS, Server, serving
+from safetensors.torch import save
 
 from pymllm_interp.server.http.errors import ApiError
 from pymllm_interp.server.responses.store import ResponseStore
@@ -29,6 +33,7 @@ def stored(served_folder, folder, tmp_path_factory):
     for name in ("pymllm-interp-17-2-0.safetensors", "mine.safetensors", "pymllm-interp-17-2-0.safetensors.txt"):
         (folder / name).write_bytes(b"x")
     options = ["--store", str(folder), "--inline-bytes", "1000", "--max-store-bytes-per-key", "60000"]
+    options += ["--max-vectors", "3", "--max-vector-bytes", "2000"]
     with serving(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
         yield found
 
@@ -87,6 +92,78 @@ def test_old_files_that_no_client_was_told_of_are_deleted(tmp_path):
     with pytest.raises(ApiError, match="max_store_bytes_per_key"):
         store.adopt("more", CapturedStates(1, {}, file="pymllm-interp-1-0-0.safetensors"), "ada")
     store.close()
+
+
+# -- vectors on their way ------------------------------------------------------------------
+
+
+def begin_upload(server: Server, name: str, head: str) -> socket.socket:
+    """A PUT whose body does not come."""
+    host, port = server.url.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)), timeout=600)
+    found.sendall(
+        f"PUT /v1/interp/vectors/{name} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEYS['declared']}\r\n"
+        f"Expect: 100-continue\r\n{head}\r\n\r\n".encode()
+    )
+    assert b" 100 " in found.recv(1000)  # the route waits for the body
+    return found
+
+
+def put(server: Server, name: str, content, key: str = "declared") -> httpx.Response:
+    with server.client(key) as client:
+        return client.put(f"/v1/interp/vectors/{name}", content=content)
+
+
+def client_deletes(server: Server, name: str) -> int:
+    with server.client("declared") as client:
+        return client.delete(f"/v1/interp/vectors/{name}").status_code
+
+
+def wait_until_stored(server: Server, name: str, content: bytes) -> None:
+    """What an upload that broke had reserved is free again, at some time."""
+    for _ in range(600):
+        if (answer := put(server, name, content)).status_code == 200:
+            return
+    raise AssertionError(answer.text)
+
+
+def test_uploads_at_the_same_time_share_the_limits(stored: Server):
+    vector = save({f"layer.{layer}": torch.ones(72) for layer in range(2)})  # some 760 bytes
+    for head, sent in (("Content-Length: 1500", b""), ("Transfer-Encoding: chunked", b"5dc\r\n" + bytes(1500))):
+        with begin_upload(stored, "slow", head) as slow:
+            slow.sendall(sent)
+            for _ in range(600):  # the chunk is on its way
+                refused = put(stored, "other", vector)
+                if refused.status_code != 200:
+                    break
+            assert refused.status_code == 413 and "max_vector_bytes" in refused.json()["error"]["message"]
+            assert put(stored, "other", vector, "other").status_code == 200  # each key has its own
+        wait_until_stored(stored, "other", vector)
+        assert client_deletes(stored, "other") == 200
+    with begin_upload(stored, "a", "Content-Length: 10"), begin_upload(stored, "b", "Content-Length: 10") as b:
+        assert put(stored, "other", vector).status_code == 200
+        many = put(stored, "c", vector)
+        assert many.status_code == 429 and "max_vectors" in many.json()["error"]["message"]
+        b.sendall(b"0123456789")
+        assert b" 400 " in b.recv(1000)  # no safetensors file; its reservation is over
+        assert client_deletes(stored, "other") == 200
+        assert put(stored, "c", vector).status_code == 200
+    assert client_deletes(stored, "c") == 200
+
+
+def test_an_upload_of_unknown_length_ends_at_the_limit(stored: Server):
+    sent = []
+
+    def parts():
+        for number in range(10_000):
+            sent.append(number)
+            yield bytes(1000)
+
+    try:
+        answer = put(stored, "endless", parts())
+    except httpx.TransportError:  # the server closed the connection while more was sent
+        return
+    assert answer.status_code == 413 and "max_vector_bytes" in answer.json()["error"]["message"]
 
 
 # -- stores that fronts of a cluster share ---------------------------------------------------------

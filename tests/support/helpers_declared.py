@@ -22,6 +22,7 @@ from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import WITHOUT_LAYER, Site, expand
+from pymllm_interp.runner.graphs import graph_capture
 
 SITES = [
     "embed",
@@ -62,6 +63,7 @@ def lms(way: str, model_folder: Callable[[str], Path]) -> Iterator[Callable[...,
     with pytest.MonkeyPatch.context() as monkeypatch:
         if way == "graphs" and not cuda:
             use_eager_graphs(monkeypatch)
+            monkeypatch.setattr(graph_capture, "capture_batch_sizes", lambda most: sorted({1, 4, 8, most}))  # a few
         yield load
         for lm in made.values():
             lm.shutdown()

@@ -38,9 +38,8 @@ def capture(run: Callable[[], None], pool: Any) -> EagerGraph:
 def record(
     plan: Callable[[], None], run: Callable[[], tuple[torch.Tensor, ...]], pool: Any
 ) -> tuple[EagerGraph, tuple[torch.Tensor, ...]]:
-    for _ in range(graph_capture.WARM_UPS):
-        plan()
-        run()
+    plan()
+    run()  # a warm-up: a second one computes the same
     plan()
     outputs = run()
 

@@ -5,11 +5,13 @@ A message is the name of a method of `InterpModelRunner` and its arguments, pick
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,21 +65,28 @@ class Worker:
 
 
 class WorkerProcess:
-    """A `Worker` in a process of its own."""
+    """Another process, with any number of `Worker`s: a start takes seconds of imports."""
 
-    def __init__(self, server_config: ServerConfig, model_config: ModelConfig) -> None:
+    def __init__(self) -> None:
         command = [sys.executable, str(Path(__file__))]
         package = str(Path(pymllm_interp.__file__).parents[1])  # the code that this process runs
         environment = os.environ | {"PYTHONPATH": package}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self.ask("start", server_config, model_config, torch.get_num_threads())
+        self._lock, self._numbers = threading.Lock(), itertools.count()
 
-    def ask(self, name: str, *args: Any) -> Any:
-        """Send a message; the answer. What it raised there, this raises."""
+    def start(self, server_config: ServerConfig, model_config: ModelConfig) -> int:
+        """The number of a new worker."""
+        number = next(self._numbers)
+        self.ask(number, "start", server_config, model_config, torch.get_num_threads())
+        return number
+
+    def ask(self, number: int, name: str, *args: Any) -> Any:
+        """Send a worker a message; the answer. What it raised there, this raises."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
-        send(process.stdin, (name, args))
-        answer, error = receive(process.stdout)
+        with self._lock:
+            send(process.stdin, (number, name, args))
+            answer, error = receive(process.stdout)
         if error is not None:
             raise error
         return answer
@@ -89,17 +98,19 @@ class WorkerProcess:
 
 def main() -> None:
     """Answer messages until there are no more."""
-    worker: Worker | None = None
+    workers: dict[int, Worker] = {}
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     while (message := receive(inbox)) is not None:
-        name, args = message
+        number, name, args = message
         answer, error = None, None
         try:
             if name == "start":
-                worker = Worker(*args)
+                workers[number] = Worker(*args)
+            elif name == "end":
+                workers.pop(number).runner.shutdown()
             else:
-                answer = getattr(worker, name)(*args)
+                answer = getattr(workers[number], name)(*args)
         except Exception as raised:
             error = raised
         send(outbox, (answer, error))

@@ -17,6 +17,7 @@ import select
 import subprocess
 import sys
 import time
+from types import ModuleType
 from typing import Any, NamedTuple
 
 MAX_BYTES = 2 << 30
@@ -94,10 +95,20 @@ class CompileProcess:
                     pipe.close()
 
 
+class _NoTransformers(ModuleType):
+    """Stands for transformers. xgrammar names two classes of tokenizers, which takes a second to import."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
 def main() -> None:
     """Answer until the input ends."""
     import resource  # not everywhere
 
+    sys.modules.setdefault("transformers", _NoTransformers("transformers"))
     import xgrammar
 
     answers, sys.stdout = sys.stdout, sys.stderr

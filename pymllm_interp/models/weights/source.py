@@ -18,6 +18,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from ...config import ModelConfig
+from ...utils.light_imports import import_generation
 from .formats import QuantizationFormat
 from .loading import safetensors_files
 
@@ -70,6 +71,7 @@ def resolve_model(config: ModelConfig, quantised: bool = False) -> ModelSource:
             are not installed.
         ValueError: a load_format that does not fit the model, unreadable weights (WeightsError), or a quantised model.
     """
+    import_generation()
     dummy = config.load_format == "dummy"
     if config.hf_config is not None:
         return _from_config(config)

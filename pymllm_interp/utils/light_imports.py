@@ -1,0 +1,34 @@
+"""Imports of transformers that leave out what an engine does not call."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import transformers.utils
+
+_USER = "transformers.generation.candidate_generator"
+
+
+def import_generation() -> None:
+    """Import transformers' generation without scikit-learn, which is imported when it is first called.
+
+    transformers imports it, where it is installed, for one function of assisted generation (candidate_generator.py). With scipy and
+    pandas behind it, that is a third of the CPU time in which an engine starts.
+    """
+    installed = transformers.utils.is_sklearn_available
+    if _USER in sys.modules or "sklearn" in sys.modules or not installed():
+        return
+    transformers.utils.is_sklearn_available = lambda: False
+    try:
+        from transformers.generation import candidate_generator
+    finally:
+        transformers.utils.is_sklearn_available = installed
+    candidate_generator.is_sklearn_available = installed
+    candidate_generator.roc_curve = _roc_curve
+
+
+def _roc_curve(*args: Any, **kwargs: Any) -> Any:
+    from sklearn.metrics import roc_curve  # pyright: ignore[reportMissingImports]
+
+    return roc_curve(*args, **kwargs)
