@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -16,16 +17,17 @@ def import_generation() -> None:
     transformers imports it, where it is installed, for one function of assisted generation (candidate_generator.py). With scipy and
     pandas behind it, that is a third of the CPU time in which an engine starts.
     """
-    installed = transformers.utils.is_sklearn_available
-    if _USER in sys.modules or "sklearn" in sys.modules or not installed():
+    installed = getattr(transformers.utils, "is_sklearn_available", None)
+    if installed is None or _USER in sys.modules or "sklearn" in sys.modules or not installed():
         return
     transformers.utils.is_sklearn_available = lambda: False
     try:
-        from transformers.generation import candidate_generator
+        user = importlib.import_module(_USER)
+    except ModuleNotFoundError:  # of another version
+        return
     finally:
         transformers.utils.is_sklearn_available = installed
-    candidate_generator.is_sklearn_available = installed
-    candidate_generator.roc_curve = _roc_curve
+    user.is_sklearn_available, user.roc_curve = installed, _roc_curve  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _roc_curve(*args: Any, **kwargs: Any) -> Any:
