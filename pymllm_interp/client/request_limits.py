@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.limits import EngineLimits
 from ..core.sampling_params import SamplingParams
-from ..hooks.captures.spec import Capture
-from ..hooks.interventions.knockout import Intervention
 from ..utils.arguments import PromptError
+
+if TYPE_CHECKING:  # torch, which servers' HTTP processes do without
+    from ..hooks.captures.spec import Capture
+    from ..hooks.interventions.knockout import Intervention
 
 REQUEST_OBJECTS, SPEC_OBJECTS = 64, 64
 """Objects of a request, and of an intervention or a capture of it, that Python's cycle collector tracks, about."""

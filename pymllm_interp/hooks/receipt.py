@@ -38,9 +38,12 @@ class Applied(_Brief):
     """Positions that the prompt does not have, left out by `missing="skip"`."""
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, frozen=True)
 class Captured(_Brief):
-    """Number of rows captured at one site, before any reduction. Each position counts once."""
+    """Number of rows captured at one site, before any reduction. Each position counts once.
+
+    Requests with equal counts share it.
+    """
 
     site: str
     prompt_rows: int = 0
