@@ -3,7 +3,8 @@
 Usage: python benchmarks/chart.py [docs/images/speed.svg]
 
 Plain steps of both engines come from one lease, h200-serving-vllm.json. Traced steps come from the suite "traces" of the 8B shape.
-nnsight's numbers, in benchmarks/configs/llama8b/aims.json, were measured separately.
+nnsight's numbers, in benchmarks/configs/llama8b/aims.json, were measured separately. Lowered blocks, and the same blocks in the
+passes, are one run of `lowered_traces.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ def read_groups(benchmarks: Path) -> tuple[list[int], list[Group]]:
     for case in ("every request reads one layer", "every request reads 8 layers"):
         other = f"{aims['traced_peer']}, measured separately"
         groups.append(Group(case, other, traced(case), aims["traces"][case]["peer"]))
+    rows = json.loads((benchmarks / "results" / "h200-lowered-c8516a9.json").read_text())["rows"]
+    modes = {(row["mode"], row["batch"]): row["ms"] for row in rows if row["what"] == "saves eight layers"}
+    lowered, inside = ([modes[mode, batch] for batch in batches] for mode in ("auto", "off"))
+    groups.append(Group("every request saves 8 layers, lowered", "the same blocks in the passes", lowered, inside))
     return batches, groups
 
 
