@@ -1,11 +1,13 @@
 """Decode steps of an 8B shape in bfloat16, FP8 and W4A16 on one GPU, at batch sizes 1, 32 and 256.
 
 Usage: python benchmarks/quantized_gpu.py [--config benchmarks/configs/llama8b] [--only bf16,fp8] [--batches 1,32] [--out FILE]
+       python benchmarks/quantized_gpu.py --only config --config benchmarks/configs/gpt-oss-20b --steered   # as the config says
        python benchmarks/quantized_gpu.py --products      # each product by itself, in microseconds
        python benchmarks/quantized_gpu.py --kv 64x8000    # K and V in bfloat16 and FP8, so many requests of so many positions
 
 Random weights of the shape, rounded to each format; prompts of 64 tokens. Milliseconds are of a step in which all requests decode.
 Each format has an engine of its own, one after the other in one process; bfloat16 comes first. Rows are printed as they come.
+"steered": the ratio of steps in which each request steers one site to plain ones, in turns.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from transformers import AutoConfig
 
 from pymllm_interp import LM
 from pymllm_interp.bench import describe_machine
-from pymllm_interp.bench.common import greedy, random_prompts, steady_ms
+from pymllm_interp.bench.common import against_plain, greedy, one_site, random_prompts, steady_ms
 from pymllm_interp.client.handle import RequestHandle
 from pymllm_interp.layers.gemm import Gemm
 from pymllm_interp.layers.quantization.gemm import QuantizedGemm
@@ -46,7 +48,7 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 """[out, in] of an 8B model's products."""
 
 
-def measure(config: Path, form: str, batches: list[int]) -> list[dict[str, Any]]:
+def measure(config: Path, form: str, batches: list[int], steered: bool) -> list[dict[str, Any]]:
     """Steps of one format by batch size."""
     options: dict[str, Any] = {"quantize": form} if form.startswith("fp8") else {}
     if form == "w4a16":
@@ -69,6 +71,9 @@ def measure(config: Path, form: str, batches: list[int]) -> list[dict[str, Any]]
                 "aim": AIMS.get(form, {}).get(batch),
                 "allocated_gib": gib,
             }
+            if steered:
+                declared = [{"interventions": [one_site(lm)]}] * batch
+                row["steered"] = against_plain(lm, random_prompts(lm, batch, PROMPT_TOKENS), declared, NEW_TOKENS)
             print(json.dumps(row), flush=True)
             found.append(row)
     return found
@@ -146,8 +151,9 @@ def products(batches: list[int]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "llama8b")
-    parser.add_argument("--only", default=",".join(FORMATS))
+    parser.add_argument("--only", default=",".join(FORMATS), help='of these, or "config"')
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--steered", action="store_true")
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--kv", metavar="REQUESTSxPOSITIONS")
     parser.add_argument("--out", type=Path)
@@ -159,7 +165,7 @@ def main() -> None:
     if args.kv:
         rows += measure_kv(args.config, *map(int, args.kv.split("x")))
     for form in [] if args.products or args.kv else args.only.split(","):
-        rows += measure(args.config, form, batches)
+        rows += measure(args.config, form, batches, args.steered)
         gc.collect()
         torch.cuda.empty_cache()
     if args.out:

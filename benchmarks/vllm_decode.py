@@ -1,9 +1,9 @@
 """Decode steps of vLLM 0.26 for the shapes that `quantized_gpu.py` and `families_gpu.py speed` measure.
 
-    python benchmarks/vllm_decode.py --config benchmarks/configs/gpt-oss-20b --out FILE [--quantization fp8] [--batches 1 32 256]
+    python benchmarks/vllm_decode.py --config benchmarks/configs/gpt-oss-20b --out FILE [--quantization fp8|w4a16] [--batches 1 32]
 
-Random weights, prompts of 64 tokens, no prefix cache, the defaults else. Milliseconds are the difference of a long and a short
-generation, over the tokens between them.
+Random weights, prompts of 64 tokens, no prefix cache, graphs of the batch sizes, the defaults else. Milliseconds are the difference
+of a long and a short generation, over the tokens between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS, SHORT, LONG, TURNS = 64, 8, 104, 3
+PROMPT_TOKENS, SHORT, LONG, TURNS = 64, 8, 200, 5
+W4A16 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False},
+        },
+    },
+}  # fmt: skip
+"""What `--quantization w4a16` adds to the config."""
 
 
 def step_ms(engine: Any, batch: int) -> list[float]:
@@ -46,10 +56,12 @@ def main() -> None:
     import vllm  # pyright: ignore[reportMissingImports]
 
     started = time.perf_counter()
-    options = {"quantization": args.quantization} if args.quantization else {}
+    options: dict[str, Any] = {"quantization": args.quantization} if args.quantization else {}
+    if args.quantization == "w4a16":
+        options = {"hf_overrides": {"quantization_config": W4A16}}
     engine = vllm.LLM(
         str(args.config), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False,
-        max_model_len=1024, max_num_seqs=max(args.batches), **options,
+        max_model_len=1024, max_num_seqs=max(args.batches), compilation_config={"cudagraph_capture_sizes": args.batches}, **options,
     )  # fmt: skip
     record: dict[str, Any] = {
         "vllm": vllm.__version__,

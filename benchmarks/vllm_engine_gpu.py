@@ -310,7 +310,7 @@ def part(name: str, args: argparse.Namespace, gpus: str | None, folder: Path) ->
         moe.mkdir()
         (moe / "config.json").write_text(json.dumps(MOE))
     config = args.config or str(moe if name == "moe" else DENSE)
-    kv_bytes, ring = (4 << 30, 2 << 30) if name in ("moe", "tp") else (10 << 30, 4 << 30)
+    kv_bytes, ring = (4 << 30, 2 << 30) if name in ("moe", "tp") else (10 << 30, args.ring)
     options = [
         f"--batches={','.join(map(str, args.batches))}", f"--prompt={args.prompt}", f"--new={args.new}", f"--config={config}",
         f"--kv-bytes={kv_bytes}", f"--ring={ring}", f"--dtype={args.dtype}", f"--step-tokens={args.step_tokens}",

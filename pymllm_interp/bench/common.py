@@ -21,6 +21,7 @@ from .. import __version__
 from ..client.handle import RequestHandle
 from ..core.sampling_params import SamplingParams
 from ..doctor import cpu_model, installed_version
+from ..hooks.interventions.specs import Steer
 from ..lm import LM
 from ..runner.interp_model_runner import InterpModelRunner
 
@@ -44,6 +45,12 @@ def random_prompts(lm: LM, batch: int, tokens: int) -> Prompts:
 def greedy(new_tokens: int) -> SamplingParams:
     """Greedy sampling of exactly `new_tokens` tokens."""
     return SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+
+
+def one_site(lm: LM) -> Steer:
+    """A steered site: the middle layer."""
+    vector = torch.randn(lm.hidden_size, generator=torch.Generator().manual_seed(0))
+    return Steer(f"resid_post.{lm.num_layers // 2}", vector / vector.norm(), 0.1)
 
 
 def generate(lm: LM, prompts: Prompts, new_tokens: int) -> None:
@@ -129,11 +136,18 @@ def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: 
     return seconds / (after - before) * 1e3
 
 
-def against_plain(lm: LM, prompts: Prompts, declared: Sequence[dict[str, Any]], new_tokens: int) -> dict[str, Any]:
+def against_plain(
+    lm: LM,
+    prompts: Prompts,
+    declared: Sequence[dict[str, Any]],
+    new_tokens: int,
+    plain: Sequence[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Steps of requests against plain ones, in turns.
 
     Args:
-        declared: of each prompt, the arguments of `LM.submit` that plain requests do not have.
+        declared: arguments of `LM.submit` for each prompt.
+        plain: those of plain requests; None: there are none.
     """
 
     def step_ms(given: Sequence[dict[str, Any]]) -> float:
@@ -144,8 +158,8 @@ def against_plain(lm: LM, prompts: Prompts, declared: Sequence[dict[str, Any]], 
         return steady_ms(lm, submit, new_tokens)
 
     step_ms(declared)  # warm-up: compiles, and captures graphs
-    plain: list[dict[str, Any]] = [{}] * len(prompts)
-    return summary([(step_ms(plain), step_ms(declared)) for _ in range(PAIRS)])
+    others = [{}] * len(prompts) if plain is None else plain
+    return summary([(step_ms(others), step_ms(declared)) for _ in range(PAIRS)])
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:

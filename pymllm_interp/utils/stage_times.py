@@ -28,7 +28,7 @@ class StageTimes:
     def __init__(self, on: bool | None = None) -> None:
         self._told = on
         self._totals: dict[str, list[float]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection, which is a stage, may begin inside of `add`
         self._since = time.perf_counter(), time.process_time(), _faults(of_process=True)
         self._collecting: _Measured | None = None
 

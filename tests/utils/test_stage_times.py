@@ -65,6 +65,26 @@ def test_collections_are_a_stage() -> None:
     assert times.taken()["process: garbage collection"]["calls"] >= 1
 
 
+def test_a_collection_that_begins_while_a_stage_is_added_is_counted() -> None:
+    times = StageTimes(True)
+
+    class Collects(int):
+        def __radd__(self, other: object) -> int:
+            gc.collect()
+            return int(self)
+
+    gc.callbacks.append(times.collects)
+    try:
+        adding = threading.Thread(target=lambda: times.add("copy", 0.0, nbytes=Collects(10)), daemon=True)
+        adding.start()
+        adding.join(20)
+        assert not adding.is_alive()
+    finally:
+        gc.callbacks.remove(times.collects)
+    found = times.taken()
+    assert found["process: garbage collection"]["calls"] >= 1 and found["copy"]["bytes"] == 10
+
+
 def test_off_nothing_is_kept() -> None:
     times = StageTimes(False)
     with times.of("copy", 10):
