@@ -154,7 +154,7 @@ class LoRASlots:
             main, side = torch.cuda.current_stream(), side_stream(x.get_device())
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                shrink(flat, self._a, tiles, h)
+                h = shrink(flat, self._a, tiles, h)
             found = multiply(x)
             main.wait_stream(side)
         else:

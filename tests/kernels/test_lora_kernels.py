@@ -96,7 +96,9 @@ def test_a_shrink_beside_the_product_changes_no_bit() -> None:
     b, base = torch.randn(SLOTS, 80, 16, generator=draw).to(DEVICE), torch.randn(5, 80, generator=draw).to(DEVICE)
     tiles, found = tiles_for([0, 1, 2, 1, 0]), base.clone()
     expand(base, shrink(x, a, tiles), b, [40, 40], tiles)
-    expand(found, shrink(x, a, tiles, shrunk_memory(x, a)), b, [40, 40], tiles, joins=True)
+    h = shrink(x, a, tiles, shrunk_memory(x, a))
+    assert len(h) == 1 < len(shrink(x, a, tiles))
+    expand(found, h, b, [40, 40], tiles, joins=True)
     assert torch.equal(found, base)
 
 

@@ -55,6 +55,11 @@ class RecordSizes:
                 self._sizes_to_pack = np.where(self._record_sizes > 0, self._record_sizes.max(), 0)
             self._packed_sizes = np.sum([group.sent_whole * group.packed_size for group in groups], axis=0)
 
+    @property
+    def longest(self) -> int:
+        """Upper bound of the request's positions."""
+        return len(self._captured)
+
     def sizes(self) -> RecordSizes:
         """The sizes without states, with a progress of their own."""
         copied, own = object.__new__(RecordSizes), vars(self)

@@ -4,7 +4,8 @@
 A program computes a tile of rows with one adapter (`RowTiles`, core/pass_parts.py). So weights are read once for 16 rows.
 The kernels read the tiles on the device: a captured pass serves all mixes of adapters. Unused tiles end at once.
 
-`shrink` divides the input's width into parts, for enough programs to read A at the memory's speed. `expand` adds the parts. Block
+`shrink` divides the input's width into parts, for enough programs to read A at the memory's speed. `expand` adds the parts. Where
+`shrink` runs beside the base's product, a kernel after it does: each of the many programs of `expand` would read all parts. Block
 sizes and parts depend on widths, not on rows. So the sums of a row have one order in every batch.
 """
 
@@ -23,8 +24,9 @@ from .quantized import FULL_GRID
 MAX_PARTS = 8
 PART_WIDTH = 512
 """Columns of a part at least."""
-SHRINK_RANKS, SHRINK_COLUMNS, SHRINK_WARPS = 16, 128, 4
+SHRINK_RANKS, SHRINK_COLUMNS, SHRINK_WARPS = 32, 128, 4
 EXPAND_COLUMNS, EXPAND_WARPS, MAX_STEPS = 64, 4, 4
+SUM_BLOCK, SUM_WARPS = 256, 2
 MAX_PRODUCTS = 3
 """Merged projections of one product at most."""
 
@@ -53,6 +55,15 @@ def _shrink(
         weights = tl.load(a + (slot * RANKS + rank[:, None]) * IN + column[None, :], mask=there[None, :], other=0.0)
         total = tl.dot(values, tl.trans(weights), total, input_precision="ieee")
     tl.store(h + (part * h_rows + row[:, None]) * RANKS + rank[None, :], total, mask=(m < count)[:, None])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _add_parts(h, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(h + part * size + at, mask=at < size, other=0.0)
+    tl.store(h + at, total, mask=at < size)
 
 
 @triton.jit
@@ -106,7 +117,7 @@ def _expand(
 
 
 _shrink_launch, _expand_launch = Launcher(_shrink, pdl=True), Launcher(_expand, pdl=True)
-_shrink_beside, _expand_after = Launcher(_shrink), Launcher(_expand)
+_shrink_beside, _add_parts_beside, _expand_after = Launcher(_shrink), Launcher(_add_parts), Launcher(_expand)
 """For captures on two streams: such kernels start after all of their predecessors. The next one may start early."""
 
 
@@ -132,18 +143,24 @@ def shrink(x: torch.Tensor, a: torch.Tensor, tiles: RowTiles, into: torch.Tensor
         into: `shrunk_memory`, where the stream is not the pass's.
 
     Returns:
-        [parts, rows, ranks] float32: the sum over parts is the product. Other rows are not written.
+        [parts, rows, ranks] float32: the sum over parts is the product. With `into` there is one part. Rows in no tile are
+        undefined.
     """
     rows, in_features = x.shape
     parts, width = _parts(in_features)
     h = shrunk_memory(x, a) if into is None else into
-    grid = len(tiles.tiles), a.shape[1] // SHRINK_RANKS, parts
-    constants = in_features, a.shape[1], width, TILE_ROWS, SHRINK_RANKS, SHRINK_COLUMNS
+    ranks = SHRINK_RANKS if a.shape[1] % SHRINK_RANKS == 0 else SHRINK_RANKS // 2
+    grid = len(tiles.tiles), a.shape[1] // ranks, parts
+    constants = in_features, a.shape[1], width, TILE_ROWS, ranks, SHRINK_COLUMNS
     tensors = x, a, tiles.order, tiles.tiles, h
     if into is None:
         _shrink_launch(grid, tensors, (rows,), constants, SHRINK_WARPS)
     else:
         _shrink_beside(grid, tensors, (rows,), (*constants, False), SHRINK_WARPS)
+        if parts > 1:
+            size = h[0].numel()
+            _add_parts_beside((triton.cdiv(size, SUM_BLOCK), 1, 1), (h,), (size,), (parts, SUM_BLOCK), SUM_WARPS)
+        h = h[:1]
     return h
 
 

@@ -122,6 +122,38 @@ def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory:
     ring.close()
 
 
+def test_rows_of_large_steps_are_found_once_for_many_steps(monkeypatch: Any) -> None:
+    monkeypatch.setattr(step_block, "MAX_BYTES", 0)
+    monkeypatch.setattr(step_block, "STEPS_AHEAD", 4)
+    found: list[tuple[int, int]] = []
+    direct_rows = Captures.direct_rows
+    monkeypatch.setattr(Captures, "direct_rows", lambda self, *span: found.append(span) or direct_rows(self, *span))
+    ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
+    ring.open()
+    captures = captures_of(SPECS["whole"](), 2, 12)
+    own = captures, {site: torch.randn(12, INFO.hidden_size) for site in captures.by_site}
+    for first, count in ((0, 2), *((position, 1) for position in range(2, 12))):
+        assert run_step(ring, [(own, first, count)]) == (first > 0)
+    ring.wait()
+    assert found[-3:] == [(2, 4), (6, 4), (10, 2)]
+    states = captures.activations(range(12))
+    for site, (group, column) in captures.by_site.items():
+        assert torch.equal(states[str(group.names[column])], own[1][site])
+    del states
+    assert ring._copier._steps._ahead is None  # results are not held
+    ring.close()
+
+
+def test_a_block_of_one_step_holds_no_results_after_a_request_ends() -> None:
+    ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
+    ring.open()
+    captures = captures_of(SPECS["whole"](), 1, 4)
+    run_step(ring, [((captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.by_site}), 1, 1)])
+    ring.wait()
+    assert ring._copier._steps._ahead is None
+    ring.close()
+
+
 def test_a_request_without_memory_loses_its_own_states_only(monkeypatch: Any) -> None:
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
     ring.open()

@@ -26,6 +26,8 @@ MAX_WORDS = 1 << 15
 """Upper bound of one copy, in words. For larger copies torch starts its intra-op threads."""
 FEWEST_STEPS = 8
 """Fewest steps of a block. Where fewer fit, each step is copied to the results at once."""
+STEPS_AHEAD = 32
+"""Steps for which the rows of results are found together, where each step is copied at once."""
 PART_BYTES = 1 << 20
 """Fewest bytes that a thread copies."""
 
@@ -45,6 +47,23 @@ class AlikeStep(NamedTuple):
             and self.captures == other.captures
             and self.firsts == [first + steps for first in other.firsts]
         )
+
+
+class _RowsAhead(NamedTuple):
+    """The rows of results of consecutive steps of the same requests."""
+
+    first: AlikeStep
+    rows: list[np.ndarray | None]
+    """[steps, words] of each request; None where its records are not kept unchanged."""
+    steps: int
+    """Steps for which all requests have rows."""
+
+    def of(self, step: AlikeStep) -> list[torch.Tensor | None] | None:
+        """[1, words] of each request, in order. None: the step is another."""
+        behind = step.firsts[0] - self.first.firsts[0]
+        if not 0 <= behind < self.steps or not step.follows(self.first, behind):
+            return None
+        return [None if rows is None else torch.from_numpy(rows[behind : behind + 1]) for rows in self.rows]
 
 
 class StepBlock:
@@ -67,6 +86,7 @@ class StepBlock:
         self._memory = torch.empty((0, 0))
         self._first: AlikeStep | None = None
         self._count = 0
+        self._ahead: _RowsAhead | None = None
 
     def add(self, host: torch.Tensor, step: AlikeStep) -> None:
         """Copy a step out of the ring.
@@ -96,11 +116,12 @@ class StepBlock:
             self.flush()
 
     def flush(self) -> None:
-        """Copy what is held to the results."""
+        """Copy what is held to the results. Nothing of them is held any more."""
         first, count = self._first, self._count
         self._first, self._count = None, 0
         if first is not None:
             self._copy(self._memory[:count], first)
+        self._ahead = None
 
     def _copy(self, block: torch.Tensor, first: AlikeStep) -> None:
         """Copy states [steps, requests * size] to the results. Requests lose theirs where that fails; others are still served."""
@@ -112,9 +133,7 @@ class StepBlock:
 
     def _copy_out(self, block: torch.Tensor, first: AlikeStep) -> None:
         with TIMES.of("copier: find rows of results"):
-            columns = [
-                self._rows_of(*each, block, first.layout) for each in zip(first.captures, first.firsts, strict=True)
-            ]
+            columns = self._columns(first, len(block), block.itemsize)
         size = first.layout.sent_size
         # Runs of requests with records that are kept unchanged: one call of torch each, which releases the GIL once.
         cuts = [
@@ -158,18 +177,35 @@ class StepBlock:
         else:
             list(self.pool.map(copy, range(0, len(rows), each)))
 
-    def _rows_of(
-        self, captures: Captures, first: int, block: torch.Tensor, layout: RecordLayout
-    ) -> torch.Tensor | None:
-        """[steps, words], where the records of a request are kept unchanged; else None."""
+    def _columns(self, step: AlikeStep, count: int, itemsize: int) -> list[torch.Tensor | None]:
+        """[steps, words] of each request: its rows for `count` steps; None where its records are not kept unchanged."""
+        size = step.layout.sent_size * itemsize
+        each = list(zip(step.captures, step.firsts, strict=True))
+        if count > 1:
+            found = [self._rows_of(*one, count, size) for one in each]
+            return [None if rows is None else torch.from_numpy(rows) for rows in found]
+        found = None if self._ahead is None else self._ahead.of(step)
+        if found is None:
+            rows = [self._rows_ahead(*one, size) for one in each]
+            self._ahead = _RowsAhead(step, rows, min((len(own) for own in rows if own is not None), default=1))
+            found = self._ahead.of(step)
+            assert found is not None
+        return found
+
+    def _rows_ahead(self, captures: Captures, first: int, size: int) -> np.ndarray | None:
+        """[1 to `STEPS_AHEAD`, words], the rows of the next steps; None where records are not kept unchanged."""
+        found = self._rows_of(captures, first, min(STEPS_AHEAD, captures.longest - first), size)
+        return self._rows_of(captures, first, 1, size) if found is None else found
+
+    def _rows_of(self, captures: Captures, first: int, count: int, size: int) -> np.ndarray | None:
+        """[count, words], where the records of a request are kept unchanged, `size` bytes each; else None."""
         try:
             captures.prepare(self._results)
-            rows = captures.direct_rows(first, len(block))
+            rows = captures.direct_rows(first, count)
         except (MemoryError, OSError, RuntimeError) as error:
             self._lose(captures, error)
             return None
-        fits = rows is not None and rows.nbytes == len(block) * layout.sent_size * block.itemsize
-        return torch.from_numpy(rows) if fits else None
+        return rows if rows is not None and rows.nbytes == count * size else None
 
     def _copy_by_record(self, captures: Captures, records: np.ndarray, first: int, layout: RecordLayout) -> None:
         """Copy records [steps, size] that are not kept as they are."""
