@@ -36,9 +36,13 @@ def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
     return torch.randint(0, vocab - 1, (count, length), generator=generator).tolist()
 
 
+NO_MULTICAST: dict[str, Any] = {"pass_config": {"fuse_allreduce_rms": False}}
+"""Of several ranks: FlashInfer's fused all-reduce uses NVLink multicast, which not every host of virtual machines allows."""
+
+
 def environment_of(gpus: str | None) -> dict[str, str]:
     """Of a process on these GPUs ("0,1"); None for all."""
-    found = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "8"}
+    found = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "8", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
     return found if gpus is None else found | {"CUDA_VISIBLE_DEVICES": gpus}
 
 
@@ -114,6 +118,10 @@ def check_one(folder: str, graphs: str, ranks: int) -> dict[str, Any]:
         [Capture("resid_post.*", reduce="mean")], ["embed", "final_norm", "logits"],
     ]  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    options = modes[graphs]
+    if ranks > 1:
+        options["tensor_parallel_size"] = ranks
+        options["compilation_config"] = options.get("compilation_config", {}) | NO_MULTICAST
     with LM(
         folder,
         engine="vllm",
@@ -122,8 +130,7 @@ def check_one(folder: str, graphs: str, ranks: int) -> dict[str, Any]:
         max_running_requests=16,
         gpu_memory_utilization=0.1,
         kv_cache_tokens=8192,
-        **modes[graphs],
-        **({"tensor_parallel_size": ranks} if ranks > 1 else {}),
+        **options,
     ) as lm:
         outs = lm.generate(prompts, params, interventions=ops, capture=captures)
         again = lm.generate(prompts, params, interventions=ops, capture=captures)

@@ -2,6 +2,7 @@
 
     python benchmarks/vllm_engine_gpu.py --parts bf16,fp8 --out FILE         # speed, a GPU for each part where there are two
     python benchmarks/vllm_engine_gpu.py --parts moe,check,tp --out FILE     # a MoE shape; values; two ranks
+    python benchmarks/vllm_engine_check.py --ranks 2 --out FILE              # values with two ranks
 
 Speed: all engines of a part are loaded at once, each in a process of its own on the same GPU, and run in turns. Requests of
 `--prompt` tokens generate `--new` tokens. A ratio is the median over rounds: plain vLLM's seconds divided by the case's in the same
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_engine_check import WAYS, check, environment_of, prompts_of
+from vllm_engine_check import NO_MULTICAST, WAYS, check, environment_of, prompts_of
 
 from pymllm_interp.utils.stage_times import TIMES, VARIABLE
 
@@ -70,6 +71,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         found["moe_backend"] = args.moe_backend
     if args.ranks > 1:
         found |= {"tensor_parallel_size": args.ranks, "distributed_executor_backend": "mp"}
+        found["compilation_config"] = found.get("compilation_config", {}) | NO_MULTICAST
     return found
 
 
@@ -325,8 +327,6 @@ def part(name: str, args: argparse.Namespace, gpus: str | None, folder: Path) ->
         found["ratios"] = {one: each["ratios"] for one, each in found.items()}
     else:
         found = measured(args, taps, gpus, options)
-    if name == "tp":
-        found["check"] = check(["v2-full"], gpus, ranks=2)
     return found
 
 
