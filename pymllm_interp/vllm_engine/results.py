@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import io
 import mmap
+import os
 import pickle
 import socket
 import weakref
 from collections import deque
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -65,6 +67,15 @@ def host_name() -> str:
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     return socket.gethostname()
+
+
+def send_at_once(connection: Connection) -> None:
+    """Have a TCP connection send small messages at once (TCP_NODELAY).
+
+    Else a second message waits until the first one is acknowledged, which systems delay by 40 ms.
+    """
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class TensorBlock:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
+from multiprocessing.connection import Listener
 from typing import Any
 
 import numpy as np
@@ -108,6 +111,21 @@ def outcome_of(link: ResultsLink, name: str, computed: int) -> Any:
     end = RequestEnd(name, [0] * PROMPT, [0] * (computed - PROMPT + 1), computed, computed, 0, RequestHooks())
     link.ask(end, got.set_result)
     return got.result(60)
+
+
+def test_no_message_waits_for_another_to_be_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems delay acknowledgements by 40 ms."""
+    ends: list[Any] = []
+    accept = Listener.accept
+    monkeypatch.setattr(Listener, "accept", lambda self: ends.append(found := accept(self)) or found)
+    egress = Egress(b"key", lambda _: [], ResultArena(0, 1 << 20))
+    link = ResultsLink(egress.address, b"key", lambda function, *given: function(*given))
+    for connection in (*ends, link._connection):
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert len(ends) == 1
+    link.close()
+    egress.close()
 
 
 def test_a_requests_states_are_copied_once(

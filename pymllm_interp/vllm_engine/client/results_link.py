@@ -11,7 +11,7 @@ from typing import Any
 
 from ...core.step import RequestEnd
 from ...utils.stage_times import TIMES
-from ..results import SharedResults, host_name, read_block
+from ..results import SharedResults, host_name, read_block, send_at_once
 
 logger = logging.getLogger(__name__)
 LOST = "the connection to rank 0 of vLLM ended before the request's results had arrived"
@@ -27,6 +27,7 @@ class ResultsLink:
 
     def __init__(self, address: tuple[str, int], key: bytes, soon: Callable[..., None]) -> None:
         self._connection: Connection = Client((address[0], address[1]), authkey=key)
+        send_at_once(self._connection)
         self._soon = soon
         self._lock = threading.Lock()
         self._asked: list[RequestEnd] = []

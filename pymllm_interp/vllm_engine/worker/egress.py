@@ -18,7 +18,7 @@ from typing import Any
 
 from ...core.step import RequestEnd
 from ...utils.stage_times import TIMES
-from ..results import TensorBlock, host_name
+from ..results import TensorBlock, host_name, send_at_once
 from .hooked_request import RankResult
 from .result_arena import ResultArena
 
@@ -59,6 +59,7 @@ class Egress:
 
     def _serve(self, connection: Connection) -> None:
         try:
+            send_at_once(connection)
             same_host = connection.recv() == host_name()
             connection.send((self._arena.name, self._arena.size) if same_host else None)
             answers = _Answers(connection, self._arena if connection.recv() else None)
