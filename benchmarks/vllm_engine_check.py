@@ -2,7 +2,9 @@
 
     python benchmarks/vllm_engine_check.py --ways v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager --out FILE
 
-A way is runner-graphs-taps: V2 or V1; full graphs, piecewise ones or none; the hooks in "front" of vLLM's norms or in the "norm".
+A way is runner-graphs, then any of: the hooks in "front" of vLLM's norms or in the "norm"; "moe", a Qwen3-MoE in place of a llama;
+"fp8", weights and rows in FP8. The runner is V2 or V1. Graphs are "full", "piecewise" or "eager". What FP8 rounds is compared with
+the unrounded engine, so states are further apart; that steered rows are the sum, rounded once, holds as without it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import torch
 
-WAYS = "v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager"
+WAYS = "v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager,v1-full-moe,v2-full-norm-fp8"
 CHECK_SECONDS = 240
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024,
@@ -26,8 +28,14 @@ TINY = {
     "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": None,
     "eos_token_id": None,
 }  # fmt: skip
-TOLERANCE = 0.04
-"""Of states in bfloat16 against float32, relative to the largest."""
+MOE = TINY | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 256, "num_experts": 8,
+    "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+TOLERANCE, TOLERANCE_FP8 = 0.04, 0.2
+"""Of states in bfloat16, and in FP8, against float32, relative to the largest."""
+ROUTER_SCALE = 40
+"""Of a router's weights: so the experts of a token are the same in bfloat16 and float32."""
 
 
 def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
@@ -46,31 +54,33 @@ def environment_of(gpus: str | None) -> dict[str, str]:
     return found if gpus is None else found | {"CUDA_VISIBLE_DEVICES": gpus}
 
 
-def saved_model(folder: Path) -> Path:
-    """A small llama with random weights in bfloat16."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def saved_model(folder: Path, shape: dict[str, Any]) -> Path:
+    """A small model with random weights in bfloat16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**{name: value for name, value in TINY.items() if name not in ("architectures", "dtype")})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    values = {name: value for name, value in shape.items() if name not in ("architectures", "dtype", "model_type")}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape["model_type"], **values), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.mul_(1 if "norm" in name else 3)
+            parameter.mul_(1 if "norm" in name else ROUTER_SCALE if name.endswith("mlp.gate.weight") else 3)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 
 def check(ways: list[str], gpus: str | None = None, ranks: int = 1) -> dict[str, Any]:
-    """Each way in a process of its own, all at once. A way is runner-graphs-taps, such as v2-full-norm."""
+    """Each way in a process of its own, all at once."""
     with tempfile.TemporaryDirectory() as folder:
-        saved_model(Path(folder))
+        models = {"dense": saved_model(Path(folder, "dense"), TINY), "moe": saved_model(Path(folder, "moe"), MOE)}
         running: dict[str, Any] = {}
         for way in ways:
-            runner, graphs, *taps = way.split("-")
+            runner, graphs, *more = way.split("-")
             environment = environment_of(gpus) | {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
-            if taps:
-                environment["PYMLLM_INTERP_VLLM_TAPS"] = taps[0]
-            command = [sys.executable, __file__, "--one", graphs, "--folder", folder, f"--ranks={ranks}"]
+            for taps in {"front", "norm"} & set(more):
+                environment["PYMLLM_INTERP_VLLM_TAPS"] = taps
+            model = models["moe" if "moe" in more else "dense"]
+            command = [sys.executable, __file__, "--one", graphs, "--folder", str(model), f"--ranks={ranks}"]
+            command += ["--fp8"] * ("fp8" in more)
             # To files: a full pipe would stop the process.
             out, err = (Path(folder, f"{way}.{name}").open("w+") for name in ("out", "err"))
             running[way] = subprocess.Popen(command, env=environment, stdout=out, stderr=err), out, err
@@ -92,7 +102,7 @@ def _checked(way: str, process: Any, out: Any, err: Any) -> dict[str, Any]:
     return found
 
 
-def check_one(folder: str, graphs: str, ranks: int) -> dict[str, Any]:
+def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]:
     """Ops and captures of one engine against our own engine on the CPU, in float32 over the same weights."""
     from pymllm_interp import LM, Ablate, Capture, Gate, Generated, Patch, Project, SamplingParams, Steer
 
@@ -118,7 +128,7 @@ def check_one(folder: str, graphs: str, ranks: int) -> dict[str, Any]:
         [Capture("resid_post.*", reduce="mean")], ["embed", "final_norm", "logits"],
     ]  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    options = modes[graphs]
+    options = modes[graphs] | ({"quantization": "fp8"} if fp8 else {})
     if ranks > 1:
         options["tensor_parallel_size"] = ranks
         options["compilation_config"] = options.get("compilation_config", {}) | NO_MULTICAST
@@ -171,7 +181,8 @@ def check_one(folder: str, graphs: str, ranks: int) -> dict[str, Any]:
     steps = sorted({mode for out in outs if out.receipt for mode in out.receipt.steps})
     return {
         "engine": name, "steps": steps, "worst": {site: round(off, 5) for site, off in worst.items()},
-        "ok": max(worst.values()) < TOLERANCE, "steered rows equal": float((first == exact).float().mean()),
+        "ok": max(worst.values()) < (TOLERANCE_FP8 if fp8 else TOLERANCE),
+        "steered rows equal": float((first == exact).float().mean()),
         "again equal": [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outs, again, strict=True)],
         "captured rows": {site: len(rows) for site, rows in list(outs[0].outputs[0].activations.items())[:2]},
     }  # fmt: skip
@@ -184,12 +195,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--one", default=None, help="the graphs of one way, in this process")
-    parser.add_argument("--folder", default="")
+    parser.add_argument("--folder", default="", help="of its model")
+    parser.add_argument("--fp8", action="store_true")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if args.one:
-        print(json.dumps(check_one(args.folder, args.one, args.ranks)), flush=True)
+        print(json.dumps(check_one(args.folder, args.one, args.ranks, args.fp8)), flush=True)
         return
     found = check(args.ways.split(","), ranks=args.ranks)
     if args.out is not None:

@@ -22,9 +22,12 @@ class _Brief:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, frozen=True)
 class Applied(_Brief):
-    """Counts of an intervention at one site. Rows computed again, after the request was preempted, count once."""
+    """Counts of an intervention at one site. Rows computed again, after the request was preempted, count once.
+
+    Requests with equal counts may share it.
+    """
 
     intervention: str
     site: str
