@@ -143,11 +143,11 @@ def _apply_ops(
             if tl.max(reads.to(tl.int32)) > 0:
                 _set_flag(probe_row, reads, dot > threshold, owner, position, row, flags, first_fired)
             live = live & (reads == 0) & ((gated == 0) | (dot > threshold))
-            tl.atomic_add(fires + op, 1, mask=gated & live)
+            tl.atomic_add(fires + op, 1, mask=gated & live, sem="relaxed")
         looks = live & (probe_row < -1)
         if tl.max(looks.to(tl.int32)) > 0:
             live = live & ((looks == 0) | _flag(probe_row, looks, owner, position, row, flags, first_fired))
-            tl.atomic_add(fires + op, 1, mask=looks & live)
+            tl.atomic_add(fires + op, 1, mask=looks & live, sem="relaxed")
         norm = tl.zeros_like(a)
         if tl.max(tl.where(live, norms, 0)) > 0:
             norm = tl.sqrt(tl.sum(state * state, axis=1, keep_dims=True))
@@ -344,7 +344,9 @@ def _edit_kernel(
     if PDL:
         grid_wait(PDL)
     if COUNTS:
-        tl.atomic_add(seen + owner, 1 + LAST, mask=owned)
+        tl.atomic_add(
+            seen + owner, 1 + LAST, mask=owned, sem="relaxed"
+        )  # else a fence, and the first-level cache is lost
     if PDL:
         state = tl.load(h + source, mask=mask, other=0.0)
         if NORM:

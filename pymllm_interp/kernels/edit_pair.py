@@ -56,7 +56,7 @@ def _pair_kernel(
             offset_after = tl.load(words + CAPTURE_WORDS, mask=owned, other=-1, eviction_policy="evict_last")
             way_after = tl.load(words + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
         grid_wait(PDL)
-        tl.atomic_add(seen + owner, 1, mask=owned)
+        tl.atomic_add(seen + owner, 1, mask=owned, sem="relaxed")
         value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
         if PAIR:
             state = tl.load(stream + source, mask=mask, other=0.0).to(tl.float32)
