@@ -147,7 +147,7 @@ def against_plain(
 
     Args:
         declared: arguments of `LM.submit` for each prompt.
-        plain: those of plain requests; None: there are none.
+        plain: arguments for the plain requests; None: no arguments.
     """
 
     def step_ms(given: Sequence[dict[str, Any]]) -> float:

@@ -344,9 +344,8 @@ def _edit_kernel(
     if PDL:
         grid_wait(PDL)
     if COUNTS:
-        tl.atomic_add(
-            seen + owner, 1 + LAST, mask=owned, sem="relaxed"
-        )  # else a fence, and the first-level cache is lost
+        # Any other order brings a fence, and empties the first-level cache.
+        tl.atomic_add(seen + owner, 1 + LAST, mask=owned, sem="relaxed")
     if PDL:
         state = tl.load(h + source, mask=mask, other=0.0)
         if NORM:

@@ -5,7 +5,7 @@ A program computes a tile of rows with one adapter (`RowTiles`, core/pass_parts.
 The kernels read the tiles on the device: a captured pass serves all mixes of adapters. Unused tiles end at once.
 
 `shrink` divides the input's width into parts, for enough programs to read A at the memory's speed. `expand` adds the parts. Where
-`shrink` runs beside the base's product, a kernel after it does: each of the many programs of `expand` would read all parts. Block
+`shrink` runs beside the base's product, a third kernel adds them. Else each program of `expand` would read all parts. Block
 sizes and parts depend on widths, not on rows. So the sums of a row have one order in every batch.
 """
 
