@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
@@ -83,6 +84,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a CUDA device are skipped where there is none; with --remote, those of local engines."""
+    if not torch.cuda.is_available():
+        _thin(items)
     for item in items if not torch.cuda.is_available() else ():
         few, found = item.get_closest_marker("few_graphs"), getattr(item, "callspec", None)
         if few is not None and found is not None and found.params["lm_of"] == "graphs":
@@ -97,6 +100,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none here"))
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Mark cases slow, where their test is `thin`."""
+    kept: dict[str, bool] = {}
+    for item in items:
+        marker = item.get_closest_marker("thin")
+        if marker is not None:
+            name = item.nodeid.partition("[")[0]
+            # By the hash of its name: in the order of parameters it could be one value's cases.
+            runs = zlib.crc32(item.nodeid.encode()) % marker.args[0] == 0 or not kept.get(name)
+            kept[name] = True
+            if not runs:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -148,6 +148,7 @@ def check_against_reference(backend: AttentionBackend, sequences: Sequences, ran
         close(out, sequences.expected(i, *ranges[i]), out.dtype)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("ranges", PASSES.values(), ids=PASSES)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_pass_equals_reference(case: BackendCase, layer: RadixAttention, ranges: list[tuple[int, int]]) -> None:

@@ -53,6 +53,7 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_swept_call_is_transformer_lenss(
     family: str, name: str, pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,7 @@ def edited(served: Served, kind: str) -> Iterator[tuple[str, SitePoint, Callable
             yield site, point, lambda h: h + vector, Steer(site, vector)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["embed", "attn_out", "mlp_out", "resid_post", "final_norm"])
 def test_a_declared_steer_is_the_edit_in_transformers(served, kind):
     if kind not in served.lm.model_spec.family.points:

@@ -84,6 +84,7 @@ def rows() -> dict[str, str]:
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ") and " | " in line}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_the_registry_runs_as_its_row_says(name: str) -> None:
     found, written = (line.split("|") for line in (row(name), rows()[name]))

@@ -142,6 +142,7 @@ def some_ops(lm: LM, site: str, number: int) -> list[Any]:
     return ops if CUDA or lm.runner.device_tables is None else [ops[number % len(ops)]]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.few_graphs("family", "llama", "gpt2")  # replays call the kernels that the tables of each family show
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2"])
 def test_each_op_at_each_site_leaves_transformers_states_at_every_site(family: str, lm_of: Any, oracle: Any) -> None:

@@ -97,6 +97,7 @@ def states_under(model: Any, ids: list[int], op: Any, prompt_len: int) -> tuple[
     return kept[0], kept[1]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.few_graphs("kind", "k", "z")
 @pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
 def test_an_op_on_heads_equals_a_hook_on_transformers(kind: str, lm_of: Any, oracle: Any) -> None:
@@ -170,6 +171,7 @@ def test_captured_heads_are_those_of_the_whole_state_in_the_order_given(lm_of: A
         torch.testing.assert_close(dots[site], rows[:, [-1, 0]].flatten(1) @ directions.T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.few_graphs("kind", "k", "z")
 @pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
 def test_captured_states_patched_where_they_were_change_no_bit(kind: str, lm_of: Any) -> None:

@@ -66,6 +66,7 @@ def compared_rows(lms: tuple[LM, LM], seed: int, tries: int) -> int:
     return lowered
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_random_edits_by_the_row_give_the_same_bits(lm_of, family, dtype):

@@ -190,6 +190,7 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_a_scan_has_what_nnsights_scan_has(family, script, lm_of):
