@@ -89,6 +89,7 @@ def measure(config: Path, rank: int) -> list[dict[str, Any]]:
             steered = [each | {"interventions": [one_site(lm)]} for each in adapted]
             row["steered"] = against_plain(lm, prompts, steered, NEW_TOKENS, plain=adapted)
             found.append({"batch": batch, "adapters": len(set(names)), "aim": aim, **row, "replayed": replayed / steps})
+            print(json.dumps(found[-1]), flush=True)  # a run may be cut off
         return found
 
 
@@ -145,6 +146,7 @@ def measure_vllm(config: Path, rank: int) -> list[dict[str, Any]]:
                         own.append(step)
             plain, ms = (sorted(own)[len(own) // 2] for own in times.values())
             found.append({"batch": batch, "aim": aim, "plain_ms": plain, "ms": ms, "ratio": ms / plain})
+            print(json.dumps(found[-1]), flush=True)
         return found
 
 
