@@ -36,16 +36,14 @@ TOLERANCE, TOLERANCE_FP8 = 0.04, 0.2
 """Of states in bfloat16, and in FP8, against float32, relative to the largest."""
 ROUTER_SCALE = 40
 """Of a router's weights: so the experts of a token are the same in bfloat16 and float32."""
+NO_MULTICAST: dict[str, Any] = {"pass_config": {"fuse_allreduce_rms": False}}
+"""Of several ranks: FlashInfer's fused all-reduce uses NVLink multicast, which not every host of virtual machines allows."""
 
 
 def prompts_of(count: int, length: int, vocab: int) -> list[list[int]]:
     """Random prompts, different for each request."""
     generator = torch.Generator().manual_seed(length)
     return torch.randint(0, vocab - 1, (count, length), generator=generator).tolist()
-
-
-NO_MULTICAST: dict[str, Any] = {"pass_config": {"fuse_allreduce_rms": False}}
-"""Of several ranks: FlashInfer's fused all-reduce uses NVLink multicast, which not every host of virtual machines allows."""
 
 
 def environment_of(gpus: str | None) -> dict[str, str]:

@@ -103,17 +103,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _thin(items: list[pytest.Item]) -> None:
-    """Mark cases slow, where their test is `thin`."""
-    kept: dict[str, bool] = {}
+    """Mark most cases of `thin` tests slow. Of several parameters, each value keeps a case."""
+    kept: dict[str, set[tuple[int, str]]] = {}
     for item in items:
         marker = item.get_closest_marker("thin")
-        if marker is not None:
-            name = item.nodeid.partition("[")[0]
-            # By the hash of its name: in the order of parameters it could be one value's cases.
-            runs = zlib.crc32(item.nodeid.encode()) % marker.args[0] == 0 or not kept.get(name)
-            kept[name] = True
-            if not runs:
-                item.add_marker(pytest.mark.slow)
+        if marker is None:
+            continue
+        test, _, case = item.nodeid.partition("[")
+        values = set(enumerate(case.split("-")))
+        seen = kept.setdefault(test, set())
+        new = bool(values - seen) if len(values) > 1 else not seen
+        # By the hash of its name: in the order of parameters it could be one value's cases.
+        if new or zlib.crc32(item.nodeid.encode()) % marker.args[0] == 0:
+            seen |= values
+        else:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,7 +48,7 @@ def greedy(new_tokens: int) -> SamplingParams:
 
 
 def one_site(lm: LM) -> Steer:
-    """A steered site: the middle layer."""
+    """A small vector at the output of the middle layer."""
     vector = torch.randn(lm.hidden_size, generator=torch.Generator().manual_seed(0))
     return Steer(f"resid_post.{lm.num_layers // 2}", vector / vector.norm(), 0.1)
 

@@ -47,7 +47,6 @@ def size(way: str, count: int) -> int:
     return round(count * INTERPRETED) if WAYS[way].tables else count
 
 
-@pytest.mark.thin(2)
 def test_jobs_under_pressure_equal_their_solo_runs(seed: int, family: str, way: str, folder: Path) -> None:
     counts = fuzz(seed, family, way, folder, rounds=2, count=size(way, 14))
     assert counts["preempted"] + counts["moved_to_host"], "the pressure was too low"

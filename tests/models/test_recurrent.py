@@ -28,7 +28,6 @@ PILOTS = *NATIVE, "qwen3_5_moe_text", "nemotron_h", "mamba", "zaya", "minimax", 
 """One of each kind: native, delta rule, state-space with and without attention, two states in an attention, caches of their own."""
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", PILOTS)
 def test_chunks_of_any_size_are_transformers(name: str) -> None:
     check_chunks(name)
@@ -40,7 +39,6 @@ def test_chunks_of_any_size_are_transformers_in_every_family(name: str) -> None:
     check_chunks(name)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", PILOTS)
 def test_preempted_requests_end_as_they_would_alone(name: str) -> None:
     lm = load(name, kv_cache_tokens=48, max_model_len=40)

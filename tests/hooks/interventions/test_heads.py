@@ -97,7 +97,6 @@ def states_under(model: Any, ids: list[int], op: Any, prompt_len: int) -> tuple[
     return kept[0], kept[1]
 
 
-@pytest.mark.thin(2)
 @pytest.mark.few_graphs("kind", "k", "z")
 @pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
 def test_an_op_on_heads_equals_a_hook_on_transformers(kind: str, lm_of: Any, oracle: Any) -> None:

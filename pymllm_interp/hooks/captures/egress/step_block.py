@@ -186,16 +186,13 @@ class StepBlock:
             return [None if rows is None else torch.from_numpy(rows) for rows in found]
         found = None if self._ahead is None else self._ahead.of(step)
         if found is None:
-            rows = [self._rows_ahead(*one, size) for one in each]
-            self._ahead = _RowsAhead(step, rows, min((len(own) for own in rows if own is not None), default=1))
+            # As many steps as a request has positions. A row is kept unchanged at all generated positions, or at none.
+            rows = [self._rows_of(*one, min(STEPS_AHEAD, one[0].longest - one[1]), size) for one in each]
+            steps = min((len(own) for own in rows if own is not None), default=STEPS_AHEAD)
+            self._ahead = _RowsAhead(step, rows, steps)
             found = self._ahead.of(step)
             assert found is not None
         return found
-
-    def _rows_ahead(self, captures: Captures, first: int, size: int) -> np.ndarray | None:
-        """[1 to `STEPS_AHEAD`, words], the rows of the next steps; None where records are not kept unchanged."""
-        found = self._rows_of(captures, first, min(STEPS_AHEAD, captures.longest - first), size)
-        return self._rows_of(captures, first, 1, size) if found is None else found
 
     def _rows_of(self, captures: Captures, first: int, count: int, size: int) -> np.ndarray | None:
         """[count, words], where the records of a request are kept unchanged, `size` bytes each; else None."""
