@@ -7,7 +7,7 @@ Usage: python benchmarks/quantized_gpu.py [--config benchmarks/configs/llama8b] 
 
 Random weights of the shape, rounded to each format; prompts of 64 tokens. Milliseconds are of a step in which all requests decode.
 Each format has an engine of its own, one after the other in one process; bfloat16 comes first. Rows are printed as they come.
-"steered": the ratio of steps in which each request steers one site to plain ones, in turns.
+"steered": the ratio of steps in which each request steers one site to plain ones, in turns (`--pairs` of them).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "dow
 """[out, in] of an 8B model's products."""
 
 
-def measure(config: Path, form: str, batches: list[int], steered: bool) -> list[dict[str, Any]]:
-    """Steps of one format by batch size."""
+def measure(config: Path, form: str, batches: list[int], steered_pairs: int) -> list[dict[str, Any]]:
+    """Steps of one format by batch size, and the ratio of steered ones where `steered_pairs` is not 0."""
     options: dict[str, Any] = {"quantize": form} if form.startswith("fp8") else {}
     if form == "w4a16":
         options["hf_config"] = AutoConfig.from_pretrained(config)
@@ -71,9 +71,12 @@ def measure(config: Path, form: str, batches: list[int], steered: bool) -> list[
                 "aim": AIMS.get(form, {}).get(batch),
                 "allocated_gib": gib,
             }
-            if steered:
-                declared = [{"interventions": [one_site(lm)]}] * batch
-                row["steered"] = against_plain(lm, random_prompts(lm, batch, PROMPT_TOKENS), declared, NEW_TOKENS)
+            if steered_pairs:
+                declared, prompts = (
+                    [{"interventions": [one_site(lm)]}] * batch,
+                    random_prompts(lm, batch, PROMPT_TOKENS),
+                )
+                row["steered"] = against_plain(lm, prompts, declared, NEW_TOKENS, pairs=steered_pairs)
             print(json.dumps(row), flush=True)
             found.append(row)
     return found
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(FORMATS), help='of these, or "config"')
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--steered", action="store_true")
+    parser.add_argument("--pairs", type=int, default=15, help="of --steered")
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--kv", metavar="REQUESTSxPOSITIONS")
     parser.add_argument("--out", type=Path)
@@ -165,7 +169,7 @@ def main() -> None:
     if args.kv:
         rows += measure_kv(args.config, *map(int, args.kv.split("x")))
     for form in [] if args.products or args.kv else args.only.split(","):
-        rows += measure(args.config, form, batches, args.steered)
+        rows += measure(args.config, form, batches, args.pairs * args.steered)
         gc.collect()
         torch.cuda.empty_cache()
     if args.out:

@@ -3,8 +3,10 @@
     python benchmarks/vllm_engine_check.py --ways v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager --out FILE
 
 A way is runner-graphs, then any of: the hooks in "front" of vLLM's norms or in the "norm"; "moe", a Qwen3-MoE in place of a llama;
-"fp8", weights and rows in FP8. The runner is V2 or V1. Graphs are "full", "piecewise" or "eager". What FP8 rounds is compared with
-the unrounded engine, so states are further apart; that steered rows are the sum, rounded once, holds as without it.
+"fp8", weights and rows in FP8. The runner is V2 or V1. Graphs are "full", "piecewise" or "eager". "worst" is the largest error of a
+row of a site, as a share of the site's rows (2-norms; of rows, the root mean square). FP8 rounds by up to 6 %, and is compared with
+the unrounded engine: our own engine in FP8 is off by 0.3 there. Tokens of the Qwen3-MoE go to all experts: of fewer, rounding would
+choose others.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from typing import Any
 
 import torch
 
-WAYS = "v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager,v1-full-moe,v2-full-norm-fp8"
+WAYS = (
+    "v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager,v1-full-moe,v2-full-front-fp8,v2-full-norm-fp8"
+)
 CHECK_SECONDS = 240
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024,
@@ -30,12 +34,10 @@ TINY = {
 }  # fmt: skip
 MOE = TINY | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 256, "num_experts": 8,
-    "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-TOLERANCE, TOLERANCE_FP8 = 0.04, 0.2
-"""Of states in bfloat16, and in FP8, against float32, relative to the largest."""
-ROUTER_SCALE = 40
-"""Of a router's weights: so the experts of a token are the same in bfloat16 and float32."""
+TOLERANCE, TOLERANCE_FP8 = 0.06, 0.4
+"""Of a row in bfloat16, and in FP8. A row that was not steered, or another token's, is off by about 1."""
 NO_MULTICAST: dict[str, Any] = {"pass_config": {"fuse_allreduce_rms": False}}
 """Of several ranks: FlashInfer's fused all-reduce uses NVLink multicast, which not every host of virtual machines allows."""
 
@@ -61,7 +63,7 @@ def saved_model(folder: Path, shape: dict[str, Any]) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape["model_type"], **values), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.mul_(1 if "norm" in name else ROUTER_SCALE if name.endswith("mlp.gate.weight") else 3)
+            parameter.mul_(1 if "norm" in name else 3)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -170,7 +172,7 @@ def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]
                 if "mean" in str(captures[i]) and same < 12:
                     continue
                 theirs = wanted.activations[site][:count].float()
-                off = (states[:count].float() - theirs).abs().max() / theirs.abs().max()
+                off = (states[:count].float() - theirs).norm(dim=-1).max() / theirs.norm(dim=-1).square().mean().sqrt()
                 worst[site.split(".")[0]] = max(worst.get(site.split(".")[0], 0.0), float(off))
     # At the site itself the change is exact: the state before, plus the vector, rounded once.
     first = outs[0].outputs[0].activations["resid_post.1"][: len(prompts[0])]

@@ -142,12 +142,14 @@ def against_plain(
     declared: Sequence[dict[str, Any]],
     new_tokens: int,
     plain: Sequence[dict[str, Any]] | None = None,
+    pairs: int = PAIRS,
 ) -> dict[str, Any]:
-    """Steps of requests against plain ones, in turns.
+    """Steps of requests against plain ones, in turns. Every second pair begins with the other side.
 
     Args:
         declared: arguments of `LM.submit` for each prompt.
         plain: arguments for the plain requests; None: no arguments.
+        pairs: how often each side is measured.
     """
 
     def step_ms(given: Sequence[dict[str, Any]]) -> float:
@@ -159,7 +161,14 @@ def against_plain(
 
     step_ms(declared)  # warm-up: compiles, and captures graphs
     others = [{}] * len(prompts) if plain is None else plain
-    return summary([(step_ms(others), step_ms(declared)) for _ in range(PAIRS)])
+    found: list[tuple[float, float]] = []
+    for i in range(pairs):
+        if i % 2:
+            ms = step_ms(declared)
+            found.append((step_ms(others), ms))
+        else:
+            found.append((step_ms(others), step_ms(declared)))
+    return summary(found)
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:

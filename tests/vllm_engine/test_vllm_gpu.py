@@ -11,10 +11,11 @@ import pytest
 from helpers_vllm import needs_vllm
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_engine_check.py"
+WAYS = "v2-full-norm v2-full-front v2-piecewise v2-eager v1-full v1-eager v1-full-moe v2-full-front-fp8 v2-full-norm-fp8".split()
 pytestmark = [needs_vllm, pytest.mark.gpu, pytest.mark.gpu_exclusive]
 
 
-@pytest.mark.parametrize("way", ["v2-full-norm", "v2-full-front", "v2-piecewise", "v2-eager", "v1-full", "v1-eager"])
+@pytest.mark.parametrize("way", WAYS)
 def test_ops_and_captures_are_our_engines(way: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     done = subprocess.run(
