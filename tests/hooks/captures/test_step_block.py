@@ -15,9 +15,10 @@ from pymllm_interp.core.model_spec import ModelSpec, site_index
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.activations import CaptureError
 from pymllm_interp.hooks.captures.captures import Captures
-from pymllm_interp.hooks.captures.egress import step_block
+from pymllm_interp.hooks.captures.egress import copier, step_block
 from pymllm_interp.hooks.captures.egress.ring import CaptureRing, StatesOf
 from pymllm_interp.hooks.captures.egress.step_block import AlikeStep
+from pymllm_interp.kernels.cpu.block_copies import load_block_copies
 
 INFO = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 SPECS: dict[str, Any] = {
@@ -30,7 +31,23 @@ SPECS: dict[str, Any] = {
     "projected": lambda: [Capture("resid_post.*", reduce=Project(vector(INFO.hidden_size, 3, 2)))],
     "some": lambda: [Capture("resid_post.*", positions=[0, -1])],
 }
+WAYS = [
+    pytest.param(
+        "compiled",
+        marks=pytest.mark.skipif(load_block_copies() is None, reason="there is no compiler for block_copies.cpp"),
+    ),
+    "torch",
+]
 Own = tuple[Captures, dict[int, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What copies."""
+    found = getattr(request, "param", "compiled")
+    if found == "torch":
+        monkeypatch.setattr(copier, "load_block_copies", lambda: None)
+    return found
 
 
 def captures_of(specs: list[Capture], prompt_len: int, longest: int) -> Captures:
@@ -58,7 +75,11 @@ def run_step(ring: CaptureRing, parts: list[tuple[Own, int, int]]) -> bool:
     return layout is not None and isinstance(layout.slices, AlikeStep)
 
 
-@pytest.mark.parametrize("memory", ["a block", "small blocks", "no block", "threads"])
+@pytest.mark.parametrize(
+    ("way", "memory"),
+    [("torch", "a block"), ("torch", "small blocks"), ("torch", "no block"), ("torch", "threads"), ("compiled", "")],
+    indirect=["way"],
+)
 @pytest.mark.parametrize("kinds", [[kind] for kind in SPECS] + [["whole", "mean"], ["whole", "generated", "some"]])
 def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory: str, monkeypatch: Any) -> None:
     rng = random.Random(f"{kinds} {memory}")
@@ -122,6 +143,7 @@ def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory:
     ring.close()
 
 
+@pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_rows_of_large_steps_are_found_once_for_many_steps(monkeypatch: Any) -> None:
     monkeypatch.setattr(step_block, "MAX_BYTES", 0)
     monkeypatch.setattr(step_block, "STEPS_AHEAD", 4)
@@ -144,6 +166,7 @@ def test_rows_of_large_steps_are_found_once_for_many_steps(monkeypatch: Any) -> 
     ring.close()
 
 
+@pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_a_block_of_one_step_holds_no_results_after_a_request_ends() -> None:
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
     ring.open()
@@ -154,6 +177,7 @@ def test_a_block_of_one_step_holds_no_results_after_a_request_ends() -> None:
     ring.close()
 
 
+@pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_a_request_without_memory_loses_its_own_states_only(monkeypatch: Any) -> None:
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
     ring.open()
@@ -179,6 +203,7 @@ def test_a_request_without_memory_loses_its_own_states_only(monkeypatch: Any) ->
     ring.close()
 
 
+@pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_states_in_a_block_are_there_when_the_ring_is_closed() -> None:
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
     ring.open()
@@ -192,7 +217,8 @@ def test_states_in_a_block_are_there_when_the_ring_is_closed() -> None:
         assert torch.equal(found[str(group.names[column])], own[1][site][:3])
 
 
-def test_a_copy_that_fails_costs_its_requests_and_the_ring_serves_the_next(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_a_copy_that_fails_costs_its_requests_and_the_ring_serves_the_next(way: str, monkeypatch: Any) -> None:
     """It fails when a request ends, on the thread that all requests' results wait for."""
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
     ring.open()
@@ -204,8 +230,10 @@ def test_a_copy_that_fails_costs_its_requests_and_the_ring_serves_the_next(monke
         captures = captures_of(SPECS["whole"](), 1, 4)
         own = captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.by_site}
         with monkeypatch.context() as patch:
-            if not works:
+            if not works and way == "torch":
                 patch.setattr(torch, "split_with_sizes_copy", fails)
+            elif not works:
+                patch.setattr(ring._copier._steps, "copy_blocks", fails)
             for position in range(1, 4):
                 captures.next_position = position
                 run_step(ring, [(own, position, 1)])

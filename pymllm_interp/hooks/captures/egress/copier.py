@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from ....kernels.cpu.block_copies import CopyBlocks, load_block_copies
 from ....utils.integers import INTEGERS
 from ....utils.stage_times import TIMES
 from ..activations import CaptureError
@@ -90,6 +91,7 @@ class RingCopier:
         self._queue: queue.SimpleQueue[SentSpan | Callable[[], None] | None] = queue.SimpleQueue()
         self._steps = StepBlock(results, _lose)
         self._host = torch.empty(0)
+        self._copy_blocks: CopyBlocks | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -139,6 +141,7 @@ class RingCopier:
         return self._queue.empty()
 
     def _run(self) -> None:
+        self._copy_blocks = self._steps.copy_blocks = load_block_copies()
         while (item := self._queue.get()) is not None:
             if not isinstance(item, SentSpan):
                 self._steps.flush()
@@ -173,6 +176,8 @@ class RingCopier:
                 small.append(found)
             else:
                 copies += self._copies_of(request_slice)
+        if self._copy_blocks is not None:
+            copies = _copy_unchanged(self._copy_blocks, host, copies)
         if copies:
             list(self._pool.map(lambda dealt: _copy_measured(host, dealt), _dealt(copies)))
         _copy_small(host, small)
@@ -198,6 +203,9 @@ class RingCopier:
         captures = request_slice.captures
         try:
             captures.prepare(self._results)
+            whole = None if self._copy_blocks is None else self._direct_rows(request_slice)
+            if whole is not None:
+                return [(request_slice, whole)]
             parts = request_slice.split(1 if captures.in_order else NUM_COPIERS)
             return [(part, self._direct_rows(part)) for part in parts]
         except NO_MEMORY as error:
@@ -209,6 +217,18 @@ class RingCopier:
         # Positions that were computed again have no record, and sums come before the rows.
         fits = rows is not None and rows.nbytes == part.size * self._host.itemsize
         return torch.from_numpy(rows.reshape(-1)) if rows is not None and fits else None
+
+
+def _copy_unchanged(copy_blocks: CopyBlocks, host: torch.Tensor, copies: list[_Copy]) -> list[_Copy]:
+    """Copy the slices whose records are kept unchanged, in one call. Returns the others."""
+    unchanged = [(part, rows) for part, rows in copies if rows is not None]
+    if unchanged:
+        sizes = np.array([rows.nbytes for _, rows in unchanged])
+        to = np.array([rows.data_ptr() for _, rows in unchanged])
+        source = host.data_ptr() + host.itemsize * np.array([part.offset for part, _ in unchanged])
+        with TIMES.of("copier: steps that are not alike, unchanged", int(sizes.sum())):
+            copy_blocks(to, source, sizes, NUM_COPIERS)
+    return [copy for copy in copies if copy[1] is None]
 
 
 def _dealt(copies: list[_Copy]) -> list[list[_Copy]]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ....kernels.cpu.block_copies import PART_BYTES, CopyBlocks
 from ....utils.integers import as_integers
 from ....utils.stage_times import TIMES
 from ..captures import Captures, RecordLayout
@@ -28,8 +29,6 @@ FEWEST_STEPS = 8
 """Fewest steps of a block. Where fewer fit, each step is copied to the results at once."""
 STEPS_AHEAD = 32
 """Steps for which the rows of results are found together, where each step is copied at once."""
-PART_BYTES = 1 << 20
-"""Fewest bytes that a thread copies."""
 
 
 class AlikeStep(NamedTuple):
@@ -49,36 +48,49 @@ class AlikeStep(NamedTuple):
         )
 
 
-class _RowsAhead(NamedTuple):
+class _Rows(NamedTuple):
     """The rows of results of consecutive steps of the same requests."""
 
     first: AlikeStep
-    rows: list[np.ndarray | None]
+    each: list[np.ndarray | None]
     """[steps, words] of each request; None where its records are not kept unchanged."""
+    addresses: np.ndarray
+    """[requests] int64, of the first row of each."""
+    runs: list[tuple[int, int]]
+    """[begin, end) of neighbours that all have rows, or all have none."""
     steps: int
     """Steps for which all requests have rows."""
 
-    def of(self, step: AlikeStep) -> list[torch.Tensor | None] | None:
-        """[1, words] of each request, in order. None: the step is another."""
-        behind = step.firsts[0] - self.first.firsts[0]
-        if not 0 <= behind < self.steps or not step.follows(self.first, behind):
-            return None
-        return [None if rows is None else torch.from_numpy(rows[behind : behind + 1]) for rows in self.rows]
+    @classmethod
+    def of(cls, first: AlikeStep, each: list[np.ndarray | None]) -> _Rows:
+        """The rows from the `first` step on."""
+        addresses = [0 if rows is None else rows.__array_interface__["data"][0] for rows in each]
+        cuts = [i for i in range(1, len(each)) if (each[i] is None) != (each[i - 1] is None)]
+        steps = min((len(rows) for rows in each if rows is not None), default=STEPS_AHEAD)
+        return cls(first, each, np.array(addresses, dtype=np.int64), list(pairwise((0, *cuts, len(each)))), steps)
+
+    def steps_before(self, step: AlikeStep) -> int | None:
+        """Steps from the first one to `step`. None: it is another."""
+        count = step.firsts[0] - self.first.firsts[0]
+        return count if 0 <= count < self.steps and step.follows(self.first, count) else None
 
 
 class StepBlock:
-    """Holds the states of consecutive decode steps of the same requests, and copies them to the requests' results together.
+    """Copies the states of decode steps to the requests' results.
 
-    A step costs one copy of all its states, whatever the number of requests. So the engine's thread gets the GIL.
+    A step costs one call, whatever the number of requests. So the engine's thread gets the GIL. Without `copy_blocks`, states
+    of consecutive steps of the same requests are held, and copied together.
 
     Args:
         results: memory of the results.
         lose: called with captures that are lost, and why.
 
     Attributes:
-        pool: threads that copy large blocks.
+        copy_blocks: copies without the GIL; None: by torch.
+        pool: threads that copy large blocks by torch.
     """
 
+    copy_blocks: CopyBlocks | None = None
     pool: ThreadPoolExecutor
 
     def __init__(self, results: Memory, lose: Callable[[Captures, Exception], None]) -> None:
@@ -86,7 +98,7 @@ class StepBlock:
         self._memory = torch.empty((0, 0))
         self._first: AlikeStep | None = None
         self._count = 0
-        self._ahead: _RowsAhead | None = None
+        self._ahead: _Rows | None = None
 
     def add(self, host: torch.Tensor, step: AlikeStep) -> None:
         """Copy a step out of the ring.
@@ -101,7 +113,7 @@ class StepBlock:
         if self._first is not None and not step.follows(self._first, self._count):
             self.flush()
         steps = min(MAX_STEPS, MAX_BYTES // (size * host.itemsize))
-        if steps < FEWEST_STEPS:
+        if self.copy_blocks is not None or steps < FEWEST_STEPS:
             self._copy(host[None, :size], step)
             return
         if self._first is None:
@@ -133,19 +145,13 @@ class StepBlock:
 
     def _copy_out(self, block: torch.Tensor, first: AlikeStep) -> None:
         with TIMES.of("copier: find rows of results"):
-            columns = self._columns(first, len(block), block.itemsize)
+            rows, before = self._rows(first, len(block), block.itemsize)
         size = first.layout.sent_size
-        # Runs of requests with records that are kept unchanged: one call of torch each, which releases the GIL once.
-        cuts = [
-            0,
-            *(i for i in range(1, len(columns)) if (columns[i] is None) != (columns[i - 1] is None)),
-            len(columns),
-        ]
-        for begin, end in pairwise(cuts):
+        for begin, end in rows.runs:
             part = block[:, begin * size : end * size]
-            if rows := [column for column in columns[begin:end] if column is not None]:
-                with TIMES.of("copier: wait for copiers", part.nbytes):
-                    self._copy_columns(part.view(WORDS), rows)
+            if rows.each[begin] is not None:
+                with TIMES.of("copier: copies to results", part.nbytes):
+                    self._copy_columns(part.view(WORDS), rows, begin, end, before)
                 continue
             integers = as_integers(part)
             for i in range(begin, end):
@@ -154,7 +160,21 @@ class StepBlock:
         for captures, position in zip(first.captures, first.firsts, strict=True):
             captures.mark_copied(position + len(block))
 
-    def _copy_columns(self, block: torch.Tensor, rows: list[torch.Tensor]) -> None:
+    def _copy_columns(self, block: torch.Tensor, rows: _Rows, begin: int, end: int, before: int) -> None:
+        """Copy words [steps, requests * words] to the rows of the requests [begin, end), from the step `before` of them on."""
+        if self.copy_blocks is not None:
+            size = block.shape[1] // (end - begin) * block.itemsize
+            steps = np.arange(len(block), dtype=np.int64)[:, None]
+            to = rows.addresses[begin:end] + (before + steps) * size
+            source = block.data_ptr() + steps * (block.stride(0) * block.itemsize) + np.arange(end - begin) * size
+            self.copy_blocks(to, source, np.full(to.size, size), NUM_COPIERS)
+            return
+        stop = before + len(block)
+        self._copy_by_torch(
+            block, [torch.from_numpy(own[before:stop]) for own in rows.each[begin:end] if own is not None]
+        )
+
+    def _copy_by_torch(self, block: torch.Tensor, rows: list[torch.Tensor]) -> None:
         """Copy words [steps, requests * words] to rows [steps, words]. Each thread has the GIL once."""
         words = rows[0].shape[1]
         each = -(-len(rows) // min(NUM_COPIERS, max(1, block.nbytes // PART_BYTES)))
@@ -177,22 +197,19 @@ class StepBlock:
         else:
             list(self.pool.map(copy, range(0, len(rows), each)))
 
-    def _columns(self, step: AlikeStep, count: int, itemsize: int) -> list[torch.Tensor | None]:
-        """[steps, words] of each request: its rows for `count` steps; None where its records are not kept unchanged."""
+    def _rows(self, step: AlikeStep, count: int, itemsize: int) -> tuple[_Rows, int]:
+        """The rows for `count` steps, and the number of steps of them that are before these."""
+        before = None if self._ahead is None or count > 1 else self._ahead.steps_before(step)
+        if self._ahead is not None and before is not None:
+            return self._ahead, before
         size = step.layout.sent_size * itemsize
-        each = list(zip(step.captures, step.firsts, strict=True))
+        each = zip(step.captures, step.firsts, strict=True)
         if count > 1:
-            found = [self._rows_of(*one, count, size) for one in each]
-            return [None if rows is None else torch.from_numpy(rows) for rows in found]
-        found = None if self._ahead is None else self._ahead.of(step)
-        if found is None:
-            # As many steps as a request has positions. A row is kept unchanged at all generated positions, or at none.
-            rows = [self._rows_of(*one, min(STEPS_AHEAD, one[0].longest - one[1]), size) for one in each]
-            steps = min((len(own) for own in rows if own is not None), default=STEPS_AHEAD)
-            self._ahead = _RowsAhead(step, rows, steps)
-            found = self._ahead.of(step)
-            assert found is not None
-        return found
+            return _Rows.of(step, [self._rows_of(*one, count, size) for one in each]), 0
+        # As many steps as a request has positions. A row is kept unchanged at all generated positions, or at none.
+        rows = [self._rows_of(*one, min(STEPS_AHEAD, one[0].longest - one[1]), size) for one in each]
+        self._ahead = _Rows.of(step, rows)
+        return self._ahead, 0
 
     def _rows_of(self, captures: Captures, first: int, count: int, size: int) -> np.ndarray | None:
         """[count, words], where the records of a request are kept unchanged, `size` bytes each; else None."""
