@@ -60,7 +60,7 @@ def names_for(batch: int) -> list[str]:
     return [str(i % (1 if batch == 1 else ADAPTERS)) for i in range(batch)]
 
 
-def measure(config: Path, rank: int) -> list[dict[str, Any]]:
+def measure(config: Path, rank: int, batches: list[int]) -> list[dict[str, Any]]:
     """Steps with adapters beside plain ones, by batch size."""
     lm = LM(
         config, load_format="dummy", dtype="bfloat16", device="cuda", max_running_requests=max(AIMS), max_model_len=1024,
@@ -78,7 +78,7 @@ def measure(config: Path, rank: int) -> list[dict[str, Any]]:
             f"the first adapter took {seconds[0]:.1f} s to load, the others {seconds[-1]:.2f} s; all took {taken:.2f} GiB"
         )
         found: list[dict[str, Any]] = []
-        for batch, aim in AIMS.items():
+        for batch in batches:
             prompts, names = random_prompts(lm, batch, PROMPT_TOKENS), names_for(batch)
             before = dict(lm.engine.stats()["execution"])
             adapted = [{"lora": name} for name in names]
@@ -88,7 +88,9 @@ def measure(config: Path, rank: int) -> list[dict[str, Any]]:
             steps = sum(n - before.get(key, 0) for key, n in after.items())
             steered = [each | {"interventions": [one_site(lm)]} for each in adapted]
             row["steered"] = against_plain(lm, prompts, steered, NEW_TOKENS, plain=adapted)
-            found.append({"batch": batch, "adapters": len(set(names)), "aim": aim, **row, "replayed": replayed / steps})
+            found.append(
+                {"batch": batch, "adapters": len(set(names)), "aim": AIMS[batch], **row, "replayed": replayed / steps}
+            )
             print(json.dumps(found[-1]), flush=True)  # a run may be cut off
         return found
 
@@ -113,7 +115,7 @@ def write_folder(config: Path, rank: int, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(given))
 
 
-def measure_vllm(config: Path, rank: int) -> list[dict[str, Any]]:
+def measure_vllm(config: Path, rank: int, batches: list[int]) -> list[dict[str, Any]]:
     """The same of vLLM: the difference of two lengths of generations, with and without adapters, in turns."""
     import vllm  # pyright: ignore[reportMissingImports]
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
@@ -137,7 +139,7 @@ def measure_vllm(config: Path, rank: int) -> list[dict[str, Any]]:
             return time.perf_counter() - started
 
         found: list[dict[str, Any]] = []
-        for batch, aim in AIMS.items():
+        for batch in batches:
             times: dict[bool, list[float]] = {False: [], True: []}
             for turn in range(4):
                 for adapted, own in times.items():
@@ -145,7 +147,7 @@ def measure_vllm(config: Path, rank: int) -> list[dict[str, Any]]:
                     if turn:  # the first one warms up
                         own.append(step)
             plain, ms = (sorted(own)[len(own) // 2] for own in times.values())
-            found.append({"batch": batch, "aim": aim, "plain_ms": plain, "ms": ms, "ratio": ms / plain})
+            found.append({"batch": batch, "aim": AIMS[batch], "plain_ms": plain, "ms": ms, "ratio": ms / plain})
             print(json.dumps(found[-1]), flush=True)
         return found
 
@@ -154,10 +156,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "llama8b")
     parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument(
+        "--batches", type=lambda text: [int(part) for part in text.split(",")], default=list(AIMS), help="of 1,32,256"
+    )
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = (measure_vllm if args.vllm else measure)(args.config, args.rank)
+    rows = (measure_vllm if args.vllm else measure)(args.config, args.rank, args.batches)
     columns = "batch", "plain ms", "adapters ms", "ratio", "aim", "steered too"
     table = Table(*columns, title="vLLM" if args.vllm else "pymllm-interp")
     for row in rows:
