@@ -1,4 +1,4 @@
-"""Copies of many blocks of host memory in one call, which has the GIL neither while it copies nor between blocks."""
+"""Copies of many blocks of host memory in one call, without the GIL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_block_copies() -> CopyBlocks | None:
     """The function, compiled at the first call on a machine. None: there is no compiler."""
     try:
         function = load_library(Path(__file__).with_name("block_copies.cpp"), ISAS[-1]).copy_blocks
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         logger.info("captured states are copied by torch, which takes the GIL more often: %s", error)
         return None
     function.argtypes, function.restype = (c_void_p, c_void_p, c_void_p, c_int64, c_int64), None

@@ -220,7 +220,7 @@ class RingCopier:
 
 
 def _copy_unchanged(copy_blocks: CopyBlocks, host: torch.Tensor, copies: list[_Copy]) -> list[_Copy]:
-    """Copy the slices whose records are kept unchanged, in one call. Returns the others."""
+    """Copy slices with records that are kept unchanged, in one call. Returns the others."""
     unchanged = [(part, rows) for part, rows in copies if rows is not None]
     if unchanged:
         sizes = np.array([rows.nbytes for _, rows in unchanged])
