@@ -77,7 +77,14 @@ def run_step(ring: CaptureRing, parts: list[tuple[Own, int, int]]) -> bool:
 
 @pytest.mark.parametrize(
     ("way", "memory"),
-    [("torch", "a block"), ("torch", "small blocks"), ("torch", "no block"), ("torch", "threads"), ("compiled", "")],
+    [
+        ("torch", "a block"),
+        ("torch", "small blocks"),
+        ("torch", "no block"),
+        ("torch", "threads"),
+        ("compiled", "a block"),
+        ("compiled", "no block"),
+    ],
     indirect=["way"],
 )
 @pytest.mark.parametrize("kinds", [[kind] for kind in SPECS] + [["whole", "mean"], ["whole", "generated", "some"]])

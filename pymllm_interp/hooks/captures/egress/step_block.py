@@ -78,8 +78,8 @@ class _Rows(NamedTuple):
 class StepBlock:
     """Copies the states of decode steps to the requests' results.
 
-    A step costs one call, whatever the number of requests. So the engine's thread gets the GIL. Without `copy_blocks`, states
-    of consecutive steps of the same requests are held, and copied together.
+    A step costs one call, whatever the number of requests. So the engine's thread gets the GIL. States of consecutive small steps
+    of the same requests are held, and copied together. Without `copy_blocks` so are larger ones.
 
     Args:
         results: memory of the results.
@@ -112,8 +112,9 @@ class StepBlock:
         size = len(step.captures) * step.layout.sent_size
         if self._first is not None and not step.follows(self._first, self._count):
             self.flush()
-        steps = min(MAX_STEPS, MAX_BYTES // (size * host.itemsize))
-        if self.copy_blocks is not None or steps < FEWEST_STEPS:
+        size_bytes = size * host.itemsize
+        steps = min(MAX_STEPS, MAX_BYTES // size_bytes)
+        if steps < FEWEST_STEPS or (self.copy_blocks is not None and size_bytes >= PART_BYTES):
             self._copy(host[None, :size], step)
             return
         if self._first is None:
