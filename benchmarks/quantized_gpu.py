@@ -72,10 +72,8 @@ def measure(config: Path, form: str, batches: list[int], steered_pairs: int) -> 
                 "allocated_gib": gib,
             }
             if steered_pairs:
-                declared, prompts = (
-                    [{"interventions": [one_site(lm)]}] * batch,
-                    random_prompts(lm, batch, PROMPT_TOKENS),
-                )
+                declared = [{"interventions": [one_site(lm)]}] * batch
+                prompts = random_prompts(lm, batch, PROMPT_TOKENS)
                 row["steered"] = against_plain(lm, prompts, declared, NEW_TOKENS, pairs=steered_pairs)
             print(json.dumps(row), flush=True)
             found.append(row)

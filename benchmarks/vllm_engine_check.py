@@ -36,7 +36,7 @@ MOE = TINY | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 256, "num_experts": 8,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-TOLERANCE, TOLERANCE_FP8 = 0.06, 0.4
+TOLERANCE, TOLERANCE_FP8 = 0.04, 0.4
 """Of a row in bfloat16, and in FP8. A row that was not steered, or another token's, is off by about 1."""
 NO_MULTICAST: dict[str, Any] = {"pass_config": {"fuse_allreduce_rms": False}}
 """Of several ranks: FlashInfer's fused all-reduce uses NVLink multicast, which not every host of virtual machines allows."""
