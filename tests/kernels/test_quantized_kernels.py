@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.kernels.products.quantized import dequantize, parts_of, product
+from pymllm_interp.kernels.products.quantized import dequantize, parts_of, parts_of_many, product
 from pymllm_interp.kernels.products.quantized_blocks import block_of
 from pymllm_interp.kernels.products.rounded_rows import round_rows
 from pymllm_interp.layers.quantization.gemm import rounded
@@ -82,6 +82,45 @@ def test_wide_weights_are_summed_in_parts_in_one_order(kind: str) -> None:
     assert torch.equal(multiplied(x, weight, None), whole)
     some = multiplied(x[:16].contiguous(), weight, None)
     assert float((some.double() - whole[:16].double()).abs().max()) < 2e-3 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "group", "zeros"),
+    [("fp8", 200, None, False), ("fp8", 384, 128, False), ("uint8", 256, 128, True), ("uint4", 256, None, False),
+     ("uint4", 384, 128, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "dtype"), [(129, torch.float16), *(pair for pair in ON_DEVICE if pair[0] == 256)])
+def test_many_rows_are_multiplied_by_the_dequantised_weight(
+    kind: str, width: int, group: int | None, zeros: bool, scales: torch.dtype, rows: int, dtype: torch.dtype
+) -> None:
+    """Also where it is rounded: an input that is one other than zero shows the weight."""
+    weight = weight_of(kind, 150, width, group, zeros)
+    weight = replace(weight, scales=weight.scales.to(scales))
+    draw = torch.Generator().manual_seed(rows)
+    x, bias = torch.randn(rows, width, generator=draw), torch.randn(150, generator=draw)
+    x, bias = x.to(DEVICE, dtype), bias.to(DEVICE, dtype)
+    rounded_weight = weight.dequantize(torch.float32 if group is None else dtype).double()
+    expected = x.double() @ rounded_weight.T + bias.double()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(multiplied(x, weight, bias).double(), expected, rtol=eps, atol=1e-4)
+    one = torch.zeros_like(x)
+    one[torch.arange(rows), torch.arange(rows) % width] = 1.0
+    shown = multiplied(one, weight, None)[: min(rows, width)]
+    assert torch.equal(shown.T, weight.dequantize(dtype)[:, : len(shown)])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "uint4"])
+def test_many_rows_have_parts_where_the_tiles_are_few(kind: str) -> None:
+    weight = weight_of(kind, 40, 2304, 128)
+    assert parts_of_many(1, 2304) == (2, 1152) and parts_of_many(66, 4096) == (2, 2048)
+    assert parts_of_many(67, 4096) == (1, 4096) == parts_of_many(500, 4096)
+    x = torch.randn(140, 2304, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
+    bias = torch.randn(40, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.float16)
+    expected = x.double() @ weight.dequantize(torch.float16).double().T + bias.double()
+    whole = multiplied(x, weight, bias)
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-3, atol=1e-4)
+    assert torch.equal(multiplied(x, weight, bias), whole)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 
 `one_row` is for a single row: a program sums some output channels. `few_rows` multiplies tiles on the tensor cores, in the dtype
 of x: codes less their zero are exact in it. Scales multiply the float32 sum of a block of inputs, so the weight is never rounded.
+`many_rows` multiplies the codes by their scales first, rounded to x's dtype as in `dequantize`: one sum leaves room for a large tile.
 
-Inputs are divided into blocks and parts by the weight's shape. So the sums over inputs have one order in every batch, and there are
-no atomic additions. On the device a row's bits may still depend on the size of its tile, by the instruction that multiplies.
+Parts of the inputs are summed apart where a weight has few tiles. They are divided by the weight's shape, and in `many_rows` by the
+number of tiles: sums have one order, and there are no atomic additions. On the device a row's bits may still depend on the number
+of rows, by the instruction that multiplies.
 """
 
 from __future__ import annotations
@@ -18,19 +20,21 @@ import triton
 import triton.language as tl
 
 from ..launch import Launcher, grid_wait, launch_dependents
-from .quantized_blocks import block_of
+from .quantized_blocks import BLOCK_K, block_of
 
-FULL_GRID = 528
-"""Programs that fill a device: four for each multiprocessor of an H100."""
+FULL_GRID, ONE_WAVE = 528, 132
+"""Programs that fill a device: four for each multiprocessor of an H100, and one of `many_rows`."""
 PART_WIDTH = 1024
 """Inputs of a part at least."""
 ROW_CHANNELS, ROW_BLOCK, ROW_WARPS, MAX_ROW_BLOCKS = 4, 1024, 4, 16
 CHANNELS, DEQUANTIZE_BLOCK = 64, 1024
 TILES = {
-    "8": {16: (16, 32, 4, 5), 32: (32, 64, 4, 4), 64: (64, 128, 8, 3), 128: (128, 128, 8, 3), 256: (256, 128, 8, 3)},
-    "4": {16: (16, 128, 8, 3), 32: (32, 128, 8, 3), 64: (64, 128, 4, 3), 128: (128, 64, 4, 3), 256: (128, 64, 4, 3)},
+    "8": {16: (16, 32, 4, 5), 32: (32, 64, 4, 4), 64: (64, 128, 8, 3), 128: (128, 128, 8, 3)},
+    "4": {16: (16, 128, 8, 3), 32: (32, 128, 8, 3), 64: (64, 128, 4, 3), 128: (128, 64, 4, 3)},
 }
 """Bits of a code -> rows, up to which -> `Tile`. The fastest of 8 to 16 for an 8B model on an H200."""
+MANY_ROWS, STEP = 128, 64
+"""`many_rows` multiplies more rows than that, and so many columns of codes at a time."""
 
 
 @triton.jit
@@ -142,6 +146,50 @@ def _few_rows(
     tl.store(out + where, tl.trans(total).to(out.dtype.element_ty), mask=there[:, None] & known[None, :])
 
 
+@triton.jit(do_not_specialize=["rows", "steps"])
+def _many_rows(
+    x, codes, scales, zeros, bias, out, rows, steps,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A part has `steps` of STEP columns of the codes. HAS_BIAS only without other parts."""
+    launch_dependents(PDL)
+    channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(2)
+    known, there = channel < N, row < rows
+    where_x, where_c = row.to(tl.int64)[:, None] * K, channel.to(tl.int64)[:, None] * (K // PACKED)
+    grid_wait(PDL)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    begin = part * steps * STEP
+    stop = tl.minimum(begin + steps * STEP, K // PACKED)
+    # Each half of the bytes in a loop of its own. With two products in a loop, Triton waits for the first one.
+    for half in tl.static_range(PACKED):
+        for start in range(begin, stop, STEP):
+            column, first = tl.arange(0, STEP)[None, :], start * PACKED + half * STEP
+            inside = column < (K // PACKED if (K // PACKED) % STEP == 0 else stop - start)
+            code = tl.load(codes + where_c + start + column, mask=known[:, None] & inside, other=0)
+            values = tl.load(x + where_x + first + column, mask=there[:, None] & inside, other=0.0)
+            if PACKED == 2:
+                code = code & 15 if half == 0 else code >> 4
+            group = channel * GROUPS + first // GROUP
+            zero = tl.load(zeros + group, mask=known, other=0).to(tl.float32)[:, None] if HAS_ZEROS else MIDDLE
+            if GROUPS == 1:
+                weight = _decoded(code, zero, KIND, values.dtype)
+            else:
+                scale = tl.load(scales + group, mask=known, other=0.0)[:, None]
+                exact: tl.constexpr = values.dtype if scale.dtype == values.dtype else tl.float32
+                weight = (_decoded(code, zero, KIND, exact) * scale.to(exact)).to(values.dtype)
+            total = tl.dot(weight, tl.trans(values), total, input_precision="ieee")
+    if GROUPS == 1:
+        total *= tl.load(scales + channel, mask=known, other=0.0).to(tl.float32)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[:, None]
+    where = (part * rows + row.to(tl.int64)[:, None]) * N + channel[None, :]
+    tl.store(out + where, tl.trans(total).to(out.dtype.element_ty), mask=there[:, None] & known[None, :])
+
+
 @triton.jit
 def _dequantize(
     codes, scales, zeros, out, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
@@ -182,7 +230,7 @@ def _sum_parts(
 
 
 class Tile(NamedTuple):
-    """Of `_few_rows`: rows and channels of a block, warps, stages."""
+    """Of `few_rows` and `many_rows`: rows and channels of a block, warps, stages."""
 
     rows: int
     channels: int
@@ -190,8 +238,11 @@ class Tile(NamedTuple):
     stages: int
 
 
+MANY_TILES = {8: Tile(256, 128, 8, 4), 4: Tile(256, 128, 8, 3)}
+"""Bits of a code -> the fastest of 4 for 256 rows of an 8B model on an H100."""
 _one_row_launch = Launcher(_one_row, pdl=True, enable_fp_fusion=True)
 _few_rows_launch = cache(lambda stages: Launcher(_few_rows, pdl=True, num_stages=stages))
+_many_rows_launch = cache(lambda stages: Launcher(_many_rows, pdl=True, num_stages=stages))
 _sum_launch = Launcher(_sum_parts, pdl=True)
 _dequantize_launch = Launcher(_dequantize, pdl=True, enable_fp_fusion=False)
 
@@ -207,6 +258,13 @@ def parts_of(channels: int, width: int, block: int) -> tuple[int, int]:
     tiles = -(-channels // CHANNELS)
     parts = max(1, min(-(-FULL_GRID // tiles), width // PART_WIDTH))
     part = -(-width // (parts * block)) * block
+    return -(-width // part), part
+
+
+def parts_of_many(tiles: int, width: int) -> tuple[int, int]:
+    """(parts, inputs of each) of a product of so many tiles: one wave of programs at most."""
+    parts = max(1, min(ONE_WAVE // tiles, width // PART_WIDTH))
+    part = -(-width // (parts * BLOCK_K)) * BLOCK_K
     return -(-width // part), part
 
 
@@ -241,12 +299,23 @@ def product(
         return out
     block = block_of(bits, width, group_size)
     assert block is not None and (bits == 8 or pair == block // 2), "the caller asks has_kernel"
-    parts, part = parts_of(channels, width, block)
-    tile = tile or tile_of(kind, rows)
+    many = rows > MANY_ROWS and block == BLOCK_K if tile is None else tile.rows > MANY_ROWS
+    tile = tile or (MANY_TILES[bits] if many else tile_of(kind, rows))
+    tiles = -(-channels // tile.channels), -(-rows // tile.rows)
+    if many:
+        parts, part = parts_of_many(tiles[0] * tiles[1], width)
+    else:
+        parts, part = parts_of(channels, width, block)
     found = out if parts == 1 else torch.empty(parts, rows, channels, dtype=torch.float32, device=x.device)
-    grid = -(-channels // tile.channels), -(-rows // tile.rows), parts
-    constants = (*shape, part, parts, tile.rows, tile.channels, block)
-    _few_rows_launch(tile.stages)(grid, (*weights, found), (rows,), constants, tile.warps)
+    tensors, grid, of_tile = (*weights, found), (*tiles, parts), (tile.rows, tile.channels)
+    if many:
+        packed = 8 // bits
+        form = (*shape[:6], zeros is not None, middle, bias is not None and parts == 1)
+        numbers = rows, part // (packed * STEP)
+        _many_rows_launch(tile.stages)(grid, tensors, numbers, (*form, *of_tile, STEP), tile.warps)
+    else:
+        constants = (*shape, part, parts, *of_tile, block)
+        _few_rows_launch(tile.stages)(grid, tensors, (rows,), constants, tile.warps)
     if parts > 1:
         tensors = found, weights[4], out
         _sum_launch((rows, -(-channels // 512), 1), tensors, (rows,), (channels, parts, bias is not None, 512), 4)

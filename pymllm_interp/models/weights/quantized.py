@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,7 +150,9 @@ def init_dummy_quantized(model: nn.Module, stored: QuantizationFormat | None, de
             draw(weight, f"{path}.weight", seed)
             weight = weight.t() if module.transposed else weight
             if module is not head and not only_experts:
-                parts.append(quantized(weight.contiguous(), "uint4" if kind == "fp4" else kind, group))
+                found = quantized(weight.contiguous(), "uint4" if kind == "fp4" else kind, group)
+                # Checkpoints have the scales of groups in the weight's dtype.
+                parts.append(found if group is None else replace(found, scales=found.scales.to(weight.dtype)))
             else:
                 parts.append(weight)
         product.set_parts(parts, device)
