@@ -52,8 +52,8 @@ for kind, width, group, zeros in [("fp8", 4096, 4096, False), ("uint4", 4096, 12
     rows, channels, warps, stages = kernels.MANY_TILES[bits]
     many = {name: value for name, value in shared.items() if name != "PAIR"}
     many |= {"BLOCK_M": rows, "BLOCK_N": channels, "STEP": kernels.STEP}
-    for scales in (HALF, "*fp32"):
-        compiled(kernels._many_rows, pointers | {"scales": scales}, many, warps, stages)
+    for scales, same in ((HALF, True), ("*fp32", True), ("*fp32", False)):
+        compiled(kernels._many_rows, pointers | {"scales": scales}, many | {"SAME": same}, warps, stages)
 parts = {"N": 4096, "PARTS": 4, "HAS_BIAS": True, "BLOCK": 512, "PDL": True}
 compiled(kernels._sum_parts, {"parts": "*fp32", "bias": HALF, "out": HALF}, parts, 4, 3)
 print("compiled")

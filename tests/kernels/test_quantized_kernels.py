@@ -44,7 +44,13 @@ def paired(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def multiplied(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    return product(x, weight.kind, weight.codes, weight.scales, weight.zeros, bias, weight.group_size, weight.pair)
+    form = weight.group_size, weight.pair, weight.scale_dtype
+    return product(x, weight.kind, weight.codes, weight.scales, weight.zeros, bias, *form)
+
+
+def unit_rows(width: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, in]: each row is one at an input, and zero elsewhere. Its product is a column of the weight."""
+    return torch.eye(width, device=DEVICE, dtype=dtype)[torch.arange(rows) % width]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,9 @@ def test_many_rows_are_multiplied_by_the_dequantised_weight(
     """Also where it is rounded: an input that is one other than zero shows the weight."""
     weight = weight_of(kind, 150, width, group, zeros)
     weight = replace(weight, scales=weight.scales.to(scales))
+    same, stored = multiplied(unit_rows(width, rows, dtype), weight, None), weight.scales
+    weight = replace(weight, scales=stored.float(), scale_dtype=scales)
+    assert torch.equal(multiplied(unit_rows(width, rows, dtype), weight, None), same)  # whichever dtype has the scales
     draw = torch.Generator().manual_seed(rows)
     x, bias = torch.randn(rows, width, generator=draw), torch.randn(150, generator=draw)
     x, bias = x.to(DEVICE, dtype), bias.to(DEVICE, dtype)
@@ -104,9 +113,7 @@ def test_many_rows_are_multiplied_by_the_dequantised_weight(
     expected = x.double() @ rounded_weight.T + bias.double()
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(multiplied(x, weight, bias).double(), expected, rtol=eps, atol=1e-4)
-    one = torch.zeros_like(x)
-    one[torch.arange(rows), torch.arange(rows) % width] = 1.0
-    shown = multiplied(one, weight, None)[: min(rows, width)]
+    shown = same[: min(rows, width)]
     assert torch.equal(shown.T, weight.dequantize(dtype)[:, : len(shown)])
 
 

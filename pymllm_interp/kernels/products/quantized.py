@@ -3,7 +3,7 @@
 
 `one_row` is for a single row: a program sums some output channels. `few_rows` multiplies tiles on the tensor cores, in the dtype
 of x: codes less their zero are exact in it. Scales multiply the float32 sum of a block of inputs, so the weight is never rounded.
-`many_rows` multiplies the codes by their scales first, rounded to x's dtype as in `dequantize`: one sum leaves room for a large tile.
+`many_rows` multiplies codes by their scales first, rounded to x's dtype as in `dequantize`: one sum leaves room for a large tile.
 
 Parts of the inputs are summed apart where a weight has few tiles. They are divided by the weight's shape, and in `many_rows` by the
 number of tiles: sums have one order, and there are no atomic additions. On the device a row's bits may still depend on the number
@@ -22,12 +22,12 @@ import triton.language as tl
 from ..launch import Launcher, grid_wait, launch_dependents
 from .quantized_blocks import BLOCK_K, block_of
 
-FULL_GRID, ONE_WAVE = 528, 132
-"""Programs that fill a device: four for each multiprocessor of an H100, and one of `many_rows`."""
+FULL_GRID, ONE_WAVE = 200, 132
+"""Programs that fill an H100: of `few_rows`, and of `many_rows`, which take a multiprocessor each."""
 PART_WIDTH = 1024
 """Inputs of a part at least."""
 ROW_CHANNELS, ROW_BLOCK, ROW_WARPS, MAX_ROW_BLOCKS = 4, 1024, 4, 16
-CHANNELS, DEQUANTIZE_BLOCK = 64, 1024
+CHANNELS, DEQUANTIZE_BLOCK = 128, 1024
 TILES = {
     "8": {16: (16, 32, 4, 5), 32: (32, 64, 4, 4), 64: (64, 128, 8, 3), 128: (128, 128, 8, 3)},
     "4": {16: (16, 128, 8, 3), 32: (32, 128, 8, 3), 64: (64, 128, 4, 3), 128: (128, 64, 4, 3)},
@@ -150,10 +150,10 @@ def _few_rows(
 def _many_rows(
     x, codes, scales, zeros, bias, out, rows, steps,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr, PDL: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, SAME: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A part has `steps` of STEP columns of the codes. HAS_BIAS only without other parts."""
+    """A part has `steps` of STEP columns of the codes. SAME: x's dtype has the scales exactly. HAS_BIAS: without other parts."""
     launch_dependents(PDL)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -179,7 +179,7 @@ def _many_rows(
                 weight = _decoded(code, zero, KIND, values.dtype)
             else:
                 scale = tl.load(scales + group, mask=known, other=0.0)[:, None]
-                exact: tl.constexpr = values.dtype if scale.dtype == values.dtype else tl.float32
+                exact: tl.constexpr = values.dtype if SAME else tl.float32
                 weight = (_decoded(code, zero, KIND, exact) * scale.to(exact)).to(values.dtype)
             total = tl.dot(weight, tl.trans(values), total, input_precision="ieee")
     if GROUPS == 1:
@@ -270,14 +270,14 @@ def parts_of_many(tiles: int, width: int) -> tuple[int, int]:
 
 def product(
     x: torch.Tensor, kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bias: torch.Tensor | None,
-    group_size: int, pair: int = 1, tile: Tile | None = None,
+    group_size: int, pair: int = 1, scale_dtype: torch.dtype | None = None, tile: Tile | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``x @ weight.T + bias``.
 
     Args:
         x: [..., in] float16 or bfloat16, contiguous.
-        kind, codes, scales, zeros, group_size, pair: of `QuantizedWeight`. Of 4 bits, with more than one row, `pair` is half of
-            `block_of`.
+        kind, codes, scales, zeros, group_size, pair, scale_dtype: of `QuantizedWeight`. Of 4 bits, with more than one row, `pair`
+            is half of `block_of`.
         bias: [out].
         tile: None: by the number of rows.
 
@@ -310,7 +310,8 @@ def product(
     tensors, grid, of_tile = (*weights, found), (*tiles, parts), (tile.rows, tile.channels)
     if many:
         packed = 8 // bits
-        form = (*shape[:6], zeros is not None, middle, bias is not None and parts == 1)
+        same = (scale_dtype or scales.dtype) is x.dtype
+        form = (*shape[:6], zeros is not None, middle, same, bias is not None and parts == 1)
         numbers = rows, part // (packed * STEP)
         _many_rows_launch(tile.stages)(grid, tensors, numbers, (*form, *of_tile, STEP), tile.warps)
     else:

@@ -12,6 +12,7 @@ The dequantised weight lives as long as the product.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ class QuantizedGemm:
 
             if has_kernel(weight.kind, x.shape[-1], weight.group_size, x.get_device()):
                 codes = weight.kind, weight.codes, weight.scales, weight.zeros
-                return product(x.contiguous(), *codes, self.bias, weight.group_size, weight.pair)
+                form = weight.group_size, weight.pair, weight.scale_dtype
+                return product(x.contiguous(), *codes, self.bias, *form)
         if torch.is_grad_enabled() and x.requires_grad:
             return _DequantizedProduct.apply(x, self)  # pyright: ignore[reportReturnType]
         dequantized = weight.dequantize(x.dtype)
@@ -72,9 +74,15 @@ class QuantizedGemm:
 
 
 def laid_out(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight with its codes as the kernels of its device read them."""
+    """The weight with its codes and scales as the kernels of its device read them."""
     block = block_of(BITS[weight.kind], weight.shape[1], weight.group_size)
-    return weight.paired(block // 2) if weight.is_cuda and BITS[weight.kind] == 4 and block is not None else weight
+    if not weight.is_cuda or block is None:
+        return weight
+    if (
+        weight.scales.shape[1] > 1 and weight.scales.dtype in HALF
+    ):  # a multiprocessor loads 4 bytes ahead of time, and not 2
+        weight = replace(weight, scales=weight.scales.float(), scale_dtype=weight.scales.dtype)
+    return weight.paired(block // 2) if BITS[weight.kind] == 4 else weight
 
 
 def takes_rounded_rows(weight: QuantizedWeight) -> bool:

@@ -40,6 +40,7 @@ class QuantizedWeight:
         dtype: of the dequantised weight.
         pair: of 4 bits, how far apart the two inputs of a byte are. The inputs are divided into blocks of ``2 * pair``. The first
             half of a block is in the low bits.
+        scale_dtype: a dtype that has the scales exactly; None: theirs.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class QuantizedWeight:
     group_size: int
     dtype: torch.dtype
     pair: int = 1
+    scale_dtype: torch.dtype | None = None
 
     @property
     def shape(self) -> torch.Size:
