@@ -213,7 +213,7 @@ def test_no_two_classes_have_one_name():
 
 LINES = {
     "attention": 1600, "bench": 3200, "client": 5500, "cluster": 1300, "core": 2850, "engine": 3550, "evals": 450,
-    "harvest": 2200, "hooks": 18550, "kernels": 3800, "layers": 3400, "lens": 1750, "mem_cache": 1000, "models": 8350,
+    "harvest": 2200, "hooks": 18550, "kernels": 3900, "layers": 3400, "lens": 1750, "mem_cache": 1000, "models": 8350,
     "plots": 550, "runner": 5400, "sampling": 1100, "server": 8750, "speculative": 350, "toolkit": 1600, "top": 1600,
     "utils": 700, "vllm_engine": 3800, "wire": 1450,
 }  # fmt: skip

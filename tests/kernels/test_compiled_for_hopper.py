@@ -24,6 +24,7 @@ def compiled(kernel, pointers, constants, warps, stages):
     assert made.asm["cubin"] and made.metadata.shared <= 227 << 10, f"{kernel}: {made.metadata.shared} bytes of shared memory"
 """
 QUANTISED_SCRIPT = """
+from pymllm_interp.kernels.products import many_rows
 from pymllm_interp.kernels.products import quantized as kernels
 from pymllm_interp.kernels.products.quantized_blocks import block_of
 
@@ -49,11 +50,11 @@ for kind, width, group, zeros in [("fp8", 4096, 4096, False), ("uint4", 4096, 12
         compiled(kernels._few_rows, pointers | {"out": "*fp32"}, shared | few, warps, stages)
     if block < kernels.BLOCK_K:
         continue
-    rows, channels, warps, stages = kernels.MANY_TILES[bits]
+    rows, channels, warps, stages = many_rows.MANY_TILES[bits]
     many = {name: value for name, value in shared.items() if name != "PAIR"}
-    many |= {"BLOCK_M": rows, "BLOCK_N": channels, "STEP": kernels.STEP}
+    many |= {"BLOCK_M": rows, "BLOCK_N": channels, "STEP": many_rows.STEP}
     for scales, same in ((HALF, True), ("*fp32", True), ("*fp32", False)):
-        compiled(kernels._many_rows, pointers | {"scales": scales}, many | {"SAME": same}, warps, stages)
+        compiled(many_rows._many_rows, pointers | {"scales": scales}, many | {"SAME": same}, warps, stages)
 parts = {"N": 4096, "PARTS": 4, "HAS_BIAS": True, "BLOCK": 512, "PDL": True}
 compiled(kernels._sum_parts, {"parts": "*fp32", "bias": HALF, "out": HALF}, parts, 4, 3)
 print("compiled")

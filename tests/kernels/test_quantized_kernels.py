@@ -8,7 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.kernels.products.quantized import dequantize, parts_of, parts_of_many, product
+from pymllm_interp.kernels.products.many_rows import parts_of_many
+from pymllm_interp.kernels.products.quantized import dequantize, parts_of, product
 from pymllm_interp.kernels.products.quantized_blocks import block_of
 from pymllm_interp.kernels.products.rounded_rows import round_rows
 from pymllm_interp.layers.quantization.gemm import rounded

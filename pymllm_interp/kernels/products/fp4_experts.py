@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..launch import Launcher, grid_wait, launch_dependents
 from .moe import Sorted, Tiling, gated
-from .quantized import _decoded_float
+from .quantized_codes import _decoded_float
 
 TILINGS = (
     Tiling(16, 64, 128, 4, 3),

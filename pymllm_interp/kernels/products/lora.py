@@ -19,7 +19,6 @@ import triton.language as tl
 
 from ...core.pass_parts import TILE_ROWS, RowTiles
 from ..launch import Launcher, grid_wait, launch_dependents, supports_pdl
-from .quantized import FULL_GRID
 
 MAX_PARTS = 8
 PART_WIDTH = 512
@@ -28,6 +27,8 @@ SHRINK_RANKS, SHRINK_COLUMNS, SHRINK_WARPS = 32, 128, 4
 EXPAND_COLUMNS, EXPAND_WARPS, MAX_STEPS = 64, 4, 4
 SUM_BLOCK, SUM_WARPS = 256, 2
 MAX_PRODUCTS = 3
+FULL_GRID = 528
+"""Programs that fill a device: four for each multiprocessor of an H100."""
 """Merged projections of one product at most."""
 
 

@@ -3,29 +3,27 @@
 
 `one_row` is for a single row: a program sums some output channels. `few_rows` multiplies tiles on the tensor cores, in the dtype
 of x: codes less their zero are exact in it. Scales multiply the float32 sum of a block of inputs, so the weight is never rounded.
-`many_rows` multiplies codes by their scales first, rounded to x's dtype as in `dequantize`: one sum leaves room for a large tile.
+Many rows have a kernel of their own, in many_rows.py.
 
-Parts of the inputs are summed apart where a weight has few tiles. They are divided by the weight's shape, and in `many_rows` by the
-number of tiles: sums have one order, and there are no atomic additions. On the device a row's bits may still depend on the number
-of rows, by the instruction that multiplies.
+Parts of the inputs are summed apart where a weight has few tiles. The weight's shape decides, and with many rows the number of
+tiles. Sums have one order, and there are no atomic additions. On the device a row's bits may depend on the number of rows.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import Launcher, grid_wait, launch_dependents
+from .many_rows import MANY_ROWS, MANY_TILES, PART_WIDTH, STEP, Tile, many_rows_launch, parts_of_many
 from .quantized_blocks import BLOCK_K, block_of
+from .quantized_codes import _decoded
 
-FULL_GRID, ONE_WAVE = 200, 132
-"""Programs that fill an H100: of `few_rows`, and of `many_rows`, which take a multiprocessor each."""
-PART_WIDTH = 1024
-"""Inputs of a part at least."""
+FULL_GRID = 200
+"""Programs that fill an H100."""
 ROW_CHANNELS, ROW_BLOCK, ROW_WARPS, MAX_ROW_BLOCKS = 4, 1024, 4, 16
 CHANNELS, DEQUANTIZE_BLOCK = 128, 1024
 TILES = {
@@ -33,31 +31,6 @@ TILES = {
     "4": {16: (16, 128, 8, 3), 32: (32, 128, 8, 3), 64: (64, 128, 4, 3), 128: (128, 64, 4, 3)},
 }
 """Bits of a code -> rows, up to which -> `Tile`. The fastest of 8 to 16 for an 8B model on an H200."""
-MANY_ROWS, STEP = 128, 64
-"""`many_rows` multiplies more rows than that, and so many columns of codes at a time."""
-
-
-@triton.jit
-def _decoded(codes, zero, KIND: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
-    """Codes uint8 -> DTYPE, exactly, without the scale. `zero`, float32, broadcasts against the codes."""
-    if KIND == "uint4" and DTYPE == tl.bfloat16:  # the code is the low bits of a bfloat16 from 128 to 143
-        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero + 128.0).to(tl.bfloat16)
-    return _decoded_float(codes, zero, KIND).to(DTYPE)
-
-
-@triton.jit
-def _decoded_float(codes, zero, KIND: tl.constexpr):
-    """`_decoded` in float32."""
-    if KIND == "fp8":
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    elif KIND == "fp4":
-        code = codes.to(tl.int32)
-        low = code & 7
-        normal = ((((low >> 1) + 126) << 23) | ((low & 1) << 22)).to(tl.float32, bitcast=True)
-        size = tl.where(low < 2, low.to(tl.float32) * 0.5, normal)
-        return tl.where(code >= 8, -size, size)
-    else:  # the code is the low bits of a float of 2^23: a conversion is slower
-        return (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)
 
 
 @triton.jit
@@ -146,50 +119,6 @@ def _few_rows(
     tl.store(out + where, tl.trans(total).to(out.dtype.element_ty), mask=there[:, None] & known[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "steps"])
-def _many_rows(
-    x, codes, scales, zeros, bias, out, rows, steps,
-    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, SAME: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A part has `steps` of STEP columns of the codes. SAME: x's dtype has the scales exactly. HAS_BIAS: without other parts."""
-    launch_dependents(PDL)
-    channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    part = tl.program_id(2)
-    known, there = channel < N, row < rows
-    where_x, where_c = row.to(tl.int64)[:, None] * K, channel.to(tl.int64)[:, None] * (K // PACKED)
-    grid_wait(PDL)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    begin = part * steps * STEP
-    stop = tl.minimum(begin + steps * STEP, K // PACKED)
-    # Each half of the bytes in a loop of its own. With two products in a loop, Triton waits for the first one.
-    for half in tl.static_range(PACKED):
-        for start in range(begin, stop, STEP):
-            column, first = tl.arange(0, STEP)[None, :], start * PACKED + half * STEP
-            inside = column < (K // PACKED if (K // PACKED) % STEP == 0 else stop - start)
-            code = tl.load(codes + where_c + start + column, mask=known[:, None] & inside, other=0)
-            values = tl.load(x + where_x + first + column, mask=there[:, None] & inside, other=0.0)
-            if PACKED == 2:
-                code = code & 15 if half == 0 else code >> 4
-            group = channel * GROUPS + first // GROUP
-            zero = tl.load(zeros + group, mask=known, other=0).to(tl.float32)[:, None] if HAS_ZEROS else MIDDLE
-            if GROUPS == 1:
-                weight = _decoded(code, zero, KIND, values.dtype)
-            else:
-                scale = tl.load(scales + group, mask=known, other=0.0)[:, None]
-                exact: tl.constexpr = values.dtype if SAME else tl.float32
-                weight = (_decoded(code, zero, KIND, exact) * scale.to(exact)).to(values.dtype)
-            total = tl.dot(weight, tl.trans(values), total, input_precision="ieee")
-    if GROUPS == 1:
-        total *= tl.load(scales + channel, mask=known, other=0.0).to(tl.float32)[:, None]
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[:, None]
-    where = (part * rows + row.to(tl.int64)[:, None]) * N + channel[None, :]
-    tl.store(out + where, tl.trans(total).to(out.dtype.element_ty), mask=there[:, None] & known[None, :])
-
-
 @triton.jit
 def _dequantize(
     codes, scales, zeros, out, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
@@ -229,20 +158,8 @@ def _sum_parts(
     tl.store(out + row * N + channel, total.to(out.dtype.element_ty), mask=channel < N)
 
 
-class Tile(NamedTuple):
-    """Of `few_rows` and `many_rows`: rows and channels of a block, warps, stages."""
-
-    rows: int
-    channels: int
-    warps: int
-    stages: int
-
-
-MANY_TILES = {8: Tile(256, 128, 8, 4), 4: Tile(256, 128, 8, 3)}
-"""Bits of a code -> the fastest of 4 for 256 rows of an 8B model on an H100."""
 _one_row_launch = Launcher(_one_row, pdl=True, enable_fp_fusion=True)
 _few_rows_launch = cache(lambda stages: Launcher(_few_rows, pdl=True, num_stages=stages))
-_many_rows_launch = cache(lambda stages: Launcher(_many_rows, pdl=True, num_stages=stages))
 _sum_launch = Launcher(_sum_parts, pdl=True)
 _dequantize_launch = Launcher(_dequantize, pdl=True, enable_fp_fusion=False)
 
@@ -258,13 +175,6 @@ def parts_of(channels: int, width: int, block: int) -> tuple[int, int]:
     tiles = -(-channels // CHANNELS)
     parts = max(1, min(-(-FULL_GRID // tiles), width // PART_WIDTH))
     part = -(-width // (parts * block)) * block
-    return -(-width // part), part
-
-
-def parts_of_many(tiles: int, width: int) -> tuple[int, int]:
-    """(parts, inputs of each) of a product of so many tiles: one wave of programs at most."""
-    parts = max(1, min(ONE_WAVE // tiles, width // PART_WIDTH))
-    part = -(-width // (parts * BLOCK_K)) * BLOCK_K
     return -(-width // part), part
 
 
@@ -313,7 +223,7 @@ def product(
         same = (scale_dtype or scales.dtype) is x.dtype
         form = (*shape[:6], zeros is not None, middle, same, bias is not None and parts == 1)
         numbers = rows, part // (packed * STEP)
-        _many_rows_launch(tile.stages)(grid, tensors, numbers, (*form, *of_tile, STEP), tile.warps)
+        many_rows_launch(tile.stages)(grid, tensors, numbers, (*form, *of_tile, STEP), tile.warps)
     else:
         constants = (*shape, part, parts, *of_tile, block)
         _few_rows_launch(tile.stages)(grid, tensors, (rows,), constants, tile.warps)
