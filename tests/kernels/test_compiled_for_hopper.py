@@ -40,7 +40,7 @@ for kind, width, group, zeros in [("fp8", 4096, 4096, False), ("uint4", 4096, 12
     one = {"ROWS": kernels.ROW_CHANNELS, "BLOCK": kernels.ROW_BLOCK}
     compiled(kernels._one_row, pointers, shared | one, kernels.ROW_WARPS, 3)
     block = block_of(bits, width, group)
-    parts, part = kernels.parts_of(4096, width, block)
+    parts, part = kernels.parts_of(4096, width, block, 1)
     assert parts > 1
     pointers_out = {name: pointers[name] for name in ("codes", "scales", "zeros", "out")}
     sizes = {name: value for name, value in shared.items() if name != "HAS_BIAS"}

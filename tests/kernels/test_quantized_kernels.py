@@ -81,7 +81,7 @@ def test_a_product_is_that_of_the_dequantised_weight(
 @pytest.mark.parametrize("kind", ["fp8", "uint4"])
 def test_wide_weights_are_summed_in_parts_in_one_order(kind: str) -> None:
     weight = weight_of(kind, 40, 2304, 128)
-    assert parts_of(40, 2304, 128) == (2, 1152)
+    assert parts_of(40, 2304, 128, 20) == (2, 1152)
     x = torch.randn(20, 2304, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     expected = x.double() @ weight.dequantize(torch.float32).double().T
     whole = multiplied(x, weight, None)
