@@ -8,32 +8,18 @@ Where tiles are fewer than multiprocessors, parts of the inputs are summed apart
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..launch import Launcher, grid_wait, launch_dependents
-from .quantized_blocks import BLOCK_K
+from .quantized_blocks import BLOCK_K, Tile, divided
 from .quantized_codes import _decoded
 
-PART_WIDTH = 1024
-"""Inputs of a part at least."""
 MANY_ROWS, STEP = 128, 64
 """More rows than that are many, and columns of codes that are multiplied at a time."""
 MULTIPROCESSORS = 132
 """Of an H100. A program takes one."""
-
-
-class Tile(NamedTuple):
-    """Of `few_rows` and `many_rows`: rows and channels of a block, warps, stages."""
-
-    rows: int
-    channels: int
-    warps: int
-    stages: int
-
-
 MANY_TILES = {8: Tile(256, 128, 8, 4), 4: Tile(256, 128, 8, 3)}
 """Bits of a code -> the fastest of 4 for 256 rows of an 8B model on an H100."""
 
@@ -89,6 +75,4 @@ many_rows_launch = cache(lambda stages: Launcher(_many_rows, pdl=True, num_stage
 
 def parts_of_many(tiles: int, width: int) -> tuple[int, int]:
     """(parts, inputs of each) of a product of so many tiles: one wave of programs at most."""
-    parts = max(1, min(MULTIPROCESSORS // tiles, width // PART_WIDTH))
-    part = -(-width // (parts * BLOCK_K)) * BLOCK_K
-    return -(-width // part), part
+    return divided(width, MULTIPROCESSORS // tiles, BLOCK_K)

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from ..launch import Launcher, grid_wait, launch_dependents
-from .many_rows import MANY_ROWS, MANY_TILES, PART_WIDTH, STEP, Tile, many_rows_launch, parts_of_many
-from .quantized_blocks import BLOCK_K, block_of
+from .many_rows import MANY_ROWS, MANY_TILES, STEP, many_rows_launch, parts_of_many
+from .quantized_blocks import BLOCK_K, Tile, block_of, divided
 from .quantized_codes import _decoded
 
 GRIDS = {16: (528, 64), 1 << 30: (200, 128)}
@@ -174,14 +174,12 @@ def tile_of(kind: str, rows: int) -> Tile:
 def parts_of(channels: int, width: int, block: int, rows: int) -> tuple[int, int]:
     """(parts, inputs of each) for a weight: enough programs for the device."""
     programs, of_program = next(grid for size, grid in GRIDS.items() if rows <= size)
-    parts = max(1, min(-(-programs // -(-channels // of_program)), width // PART_WIDTH))
-    part = -(-width // (parts * block)) * block
-    return -(-width // part), part
+    return divided(width, -(-programs // -(-channels // of_program)), block)
 
 
 def product(
     x: torch.Tensor, kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bias: torch.Tensor | None,
-    group_size: int, pair: int = 1, scale_dtype: torch.dtype | None = None, tile: Tile | None = None,
+    group_size: int, pair: int = 1, scale_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``x @ weight.T + bias``.
 
@@ -190,7 +188,6 @@ def product(
         kind, codes, scales, zeros, group_size, pair, scale_dtype: of `QuantizedWeight`. Of 4 bits, with more than one row, `pair`
             is half of `block_of`.
         bias: [out].
-        tile: None: by the number of rows.
 
     Returns:
         [..., out], in x's dtype. Sums in float32.
@@ -204,14 +201,14 @@ def product(
     shape = (channels, width, *groups, kind, 8 // bits, pair, zeros is not None, middle, bias is not None)
     weights = x, codes, scales, codes if zeros is None else zeros, scales if bias is None else bias
     # Tensor cores decode 4 bits faster.
-    if rows == 1 and bits == 8 and tile is None and width <= ROW_BLOCK * MAX_ROW_BLOCKS:
+    if rows == 1 and bits == 8 and width <= ROW_BLOCK * MAX_ROW_BLOCKS:
         grid = -(-channels // ROW_CHANNELS), 1, 1
         _one_row_launch(grid, (*weights, out), (), (*shape, ROW_CHANNELS, ROW_BLOCK), ROW_WARPS)
         return out
     block = block_of(bits, width, group_size)
     assert block is not None and (bits == 8 or pair == block // 2), "the caller asks has_kernel"
-    many = rows > MANY_ROWS and block == BLOCK_K if tile is None else tile.rows > MANY_ROWS
-    tile = tile or (MANY_TILES[bits] if many else tile_of(kind, rows))
+    many = rows > MANY_ROWS and block == BLOCK_K
+    tile = MANY_TILES[bits] if many else tile_of(kind, rows)
     tiles = -(-channels // tile.channels), -(-rows // tile.rows)
     if many:
         parts, part = parts_of_many(tiles[0] * tiles[1], width)

@@ -1,12 +1,38 @@
-"""Which groups of quantised weights the kernels of quantized.py take. Imports no Triton."""
+"""How quantised weights are divided, and which groups the kernels take. Imports no Triton."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 BLOCK_K = 128
+PART_WIDTH = 1024
+"""Inputs of a part at least."""
 EXPERT_GROUP = 32
 """Inputs of a scale of MXFP4, in the kernel for experts."""
 MIN_BLOCK_K = {8: 16, 4: 32}
 """Bits of a code -> inputs of a block at least. Tensor cores take 16; a byte of 4-bit codes has two."""
+
+
+class Tile(NamedTuple):
+    """Of `few_rows` and `many_rows`: rows and channels of a block, warps, stages."""
+
+    rows: int
+    channels: int
+    warps: int
+    stages: int
+
+
+def divided(width: int, parts: int, block: int) -> tuple[int, int]:
+    """(parts, inputs of each) of so many inputs.
+
+    Args:
+        width: inputs.
+        parts: at most; at least one.
+        block: the inputs of a part are a multiple of it.
+    """
+    parts = max(1, min(parts, width // PART_WIDTH))
+    part = -(-width // (parts * block)) * block
+    return -(-width // part), part
 
 
 def has_expert_kernel(kind: str, width: int, group_size: int) -> bool:

@@ -78,9 +78,8 @@ def laid_out(weight: QuantizedWeight) -> QuantizedWeight:
     block = block_of(BITS[weight.kind], weight.shape[1], weight.group_size)
     if not weight.is_cuda or block is None:
         return weight
-    if (
-        weight.scales.shape[1] > 1 and weight.scales.dtype in HALF
-    ):  # a multiprocessor loads 4 bytes ahead of time, and not 2
+    # A multiprocessor loads 4 bytes ahead of time, and not 2.
+    if weight.scales.shape[1] > 1 and weight.scales.dtype in HALF:
         weight = replace(weight, scales=weight.scales.float(), scale_dtype=weight.scales.dtype)
     return weight.paired(block // 2) if BITS[weight.kind] == 4 else weight
 

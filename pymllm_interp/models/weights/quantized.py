@@ -151,8 +151,8 @@ def init_dummy_quantized(model: nn.Module, stored: QuantizationFormat | None, de
             weight = weight.t() if module.transposed else weight
             if module is not head and not only_experts:
                 found = quantized(weight.contiguous(), "uint4" if kind == "fp4" else kind, group)
-                # Checkpoints have the scales of groups in the weight's dtype.
-                parts.append(found if group is None else replace(found, scales=found.scales.to(weight.dtype)))
+                # As in checkpoints, where integers have scales in the weight's dtype, and FP8 in float32.
+                parts.append(found if kind == "fp8" else replace(found, scales=found.scales.to(weight.dtype)))
             else:
                 parts.append(weight)
         product.set_parts(parts, device)
