@@ -50,7 +50,7 @@ TRACE_PASSES := pass-segments pass-lowered pass-remote pass-remote-lowered
 .PHONY: $(TRACE_PASSES)
 
 test: $(STAMP)
-	$(PYTEST) $(TESTS)
+	$(PYTEST) --durations-json build/durations.json $(TESTS)
 ifeq ($(TESTS),tests)
 	$(MAKE) --no-print-directory -j $(WORKERS) $(TRACE_PASSES)
 endif

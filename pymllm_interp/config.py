@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 FP8_KV = ("fp8", "fp8_e4m3")
 DTYPE_NAMES = ("float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16")
-LOWER_TRACES = ("auto", "off", "require")
 """Names of the dtypes of models and KV pools, beside "auto"."""
+LOWER_TRACES = ("auto", "off", "require")
+"""Values of `ServerConfig.lower_traces`."""
 
 
 def _positive(owner: object, *names: str) -> None:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ if "sklearn" not in sys.modules:
 
     import_generation()  # each process of a test run would import scikit-learn with it
 
+import helpers_durations
 from helpers_graphs import use_eager_graphs
 from helpers_server import CHAT_TEMPLATE, Server, serving
 from helpers_triton import quicken_the_interpreter
@@ -79,6 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--lower-traces", default="off", choices=["auto", "off", "require"],
         help="whether blocks that only read run after their requests; see ServerConfig.lower_traces",
     )  # fmt: skip
+    parser.addoption("--durations-json", type=Path, help="a file that gets the seconds of each test")
     parser.addoption("--fuzz-seeds", help="FIRST:END: the seeds of the slow fuzz (tests/fuzz)")
 
 
@@ -169,7 +172,13 @@ def frozen() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many tests of the server's page ran: they need a browser, and a skipped one says why."""
+    """Seconds by folder. And how many tests of the server's page ran: they need a browser, and a skipped one says why."""
+    path = terminalreporter.config.getoption("--durations-json")
+    if path is not None:
+        seconds = helpers_durations.seconds_by_test(chain.from_iterable(terminalreporter.stats.values()))
+        helpers_durations.write(path, seconds)
+        for line in helpers_durations.summary(seconds):
+            terminalreporter.write_line(line)
     found = {
         kind: [one for one in terminalreporter.getreports(kind) if "test_server_page.py" in one.nodeid]
         for kind in ("passed", "failed", "error", "skipped")

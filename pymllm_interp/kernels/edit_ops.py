@@ -1,6 +1,6 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false
-"""Triton kernels for declared ops and captures, on rows held in registers. The tables' layout is in codes.py."""
+"""Triton kernels for declared ops and captures, on rows held in registers. The tables' layout is in edit_codes.py."""
 
 from __future__ import annotations
 
