@@ -35,7 +35,7 @@ from . import site_ends
 from .attention_interface import PAGED, PAGED_INDEXED, PagedCalls
 from .attention_method import serve_methods
 from .cache_probe import updates_of
-from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
+from .cache_route import CACHED, PoolCache, cache_parameter, cache_windows, serve_biases
 from .fused_parts import fuse_parts
 from .indexers import place_keys, serve_indexers
 from .position_rules import serve_lengths, serve_positions
@@ -92,6 +92,7 @@ class TransformersModel(CausalLM):
         served.base_model.register_forward_hook(_keep_hidden_states)
         self._served = [served]  # in a list: its children are this module's
         self._takes = frozenset(inspect.signature(type(served).forward).parameters)
+        self._cache_name = cache_parameter(self._takes)
         self._modules.update(served._modules)
         self._parameters.update(served._parameters)
         self._buffers.update(served._buffers)
@@ -157,7 +158,7 @@ class TransformersModel(CausalLM):
         cache = PoolCache(batch, self._by_cache, None if self._is_cached else cache_windows(self.config))
         mask = cache.padding_mask() if self._is_cached else None
         with cache.serve(), nullcontext() if self._is_cached else self._own_attention():
-            yield {"attention_mask": mask, "past_key_values": cache}
+            yield {"attention_mask": mask, self._cache_name: cache}
 
     def _no_mask(self) -> torch.Tensor | None:
         """None, or [1, 1, 1, 1]: indexers take a part of the mask, which says nothing."""

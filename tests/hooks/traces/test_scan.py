@@ -49,7 +49,7 @@ def described(value: Any, fake: bool = True) -> Any:
         assert isinstance(value, FakeTensor) == fake, type(value)
         return tuple(value.shape), value.dtype, value.device.type
     if isinstance(value, dict):
-        return {key: described(one, fake) for key, one in value.items() if key != "past_key_values"}
+        return {key: described(one, fake) for key, one in value.items() if key not in ("cache", "past_key_values")}
     if isinstance(value, (list, tuple)):
         return [described(one, fake) for one in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
