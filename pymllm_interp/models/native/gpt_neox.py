@@ -19,7 +19,7 @@ from ...layers.linear import Embedding, Linear
 from ...layers.norm import LayerNorm
 from ...layers.rope import RotaryEmbedding
 from ..base import Rotation
-from ..transformers.cache_route import CACHES
+from ..transformers.parts.cache_names import CACHES
 from .attention import Attention
 from .decoder import Decoder, DecoderForCausalLM, DecoderLayer, causal_output, logit_rows
 from .mlp import MLP

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .cache_route import CACHED, CacheRows, RequestsCache, cache_parameter
+from .cache_route import CACHED, CacheRows, RequestsCache
+from .parts.cache_names import cache_parameter
 
 CHECKED: tuple[int, ...] = (3, 2)
 """Tokens of the requests that are run together and one by one."""

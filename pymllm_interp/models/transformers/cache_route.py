@@ -7,7 +7,7 @@ computes tokens x keys scores, over the keys of all its requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import local
@@ -26,14 +26,6 @@ from .attention_interface import pool_rows
 
 CACHED = "pymllm_interp_cached"
 """The attention implementation that makes models ask `request_mask` for their masks. There is no such attention function."""
-CACHES = ("cache", "past_key_values", "cache_params", "layer_past")
-"""Names of the parameter that takes the cache, the newest first. transformers 5.24 renamed `past_key_values` to `cache`."""
-
-
-def cache_parameter(names: Iterable[str]) -> str:
-    """The name by which a forward with these parameters takes its cache."""
-    taken = set(names)
-    return next((name for name in CACHES if name in taken), "past_key_values")
 
 
 class _Current(local):

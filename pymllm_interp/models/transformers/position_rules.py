@@ -18,7 +18,7 @@ from torch import nn
 from ...core.current_pass import current_batch
 from ...core.model_spec import LENGTH_DEPENDENT_ROPE
 from .cache_probe import probed_positions
-from .cache_route import CACHES, cache_parameter
+from .parts.cache_names import CACHES, cache_parameter
 
 CACHE_LENGTHS = {"cache_length", "past_key_values_length"}
 """Names of the parameter with the length of the cache, by which modules count positions where they get no `position_ids`."""

@@ -26,7 +26,7 @@ from ...core.forward_batch import ForwardBatch, LayerStatePool, PartQuery
 from ...core.unsupported import UnsupportedModelError
 from ...mem_cache.state_pool import StateKind, StateLayout
 from .cache_probe import probed_positions
-from .cache_route import cache_parameter
+from .parts.cache_names import cache_parameter
 from .parts.rows import CallRows, flat, joined, padded, parts_of, taken
 
 ASKED_OF_CACHES = {"has_previous_state", "get_linear_cache", "get_recurrent_state", "get_conv_state"}

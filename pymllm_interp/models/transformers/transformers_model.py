@@ -35,9 +35,10 @@ from . import site_ends
 from .attention_interface import PAGED, PAGED_INDEXED, PagedCalls
 from .attention_method import serve_methods
 from .cache_probe import updates_of
-from .cache_route import CACHED, PoolCache, cache_parameter, cache_windows, serve_biases
+from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
 from .fused_parts import fuse_parts
 from .indexers import place_keys, serve_indexers
+from .parts.cache_names import cache_parameter
 from .position_rules import serve_lengths, serve_positions
 from .probe import attention_configs, probe, set_paged_calls, use_attention
 from .probed import Probe

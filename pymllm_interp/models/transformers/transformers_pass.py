@@ -22,7 +22,7 @@ from ...core.model_spec import ModelSpec
 from ...layers.edits.base import apply_inner, capture_inner
 from ...layers.fused_qkv import FusedQKV
 from ...utils.kv_rows import read_rows
-from .cache_route import cache_parameter
+from .parts.cache_names import cache_parameter
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """Children of attentions that have a projection each for q, k and v."""
@@ -47,7 +47,7 @@ class TransformersForward:
     def original(self) -> Callable[..., Any]:
         """``forward(module, ...)``."""
         module = import_module(f"transformers.models.{self.family}.modeling_{self.family}")
-        return getattr(module, self.class_name).forward
+        return inspect.unwrap(getattr(module, self.class_name).forward)  # without translation of old parameter names
 
     @cached_property
     def cache_name(self) -> str:
