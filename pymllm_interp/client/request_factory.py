@@ -218,7 +218,7 @@ class RequestFactory:
                     forward_only=forward_only,
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
-                    stop_checker=StopStrings(self.tokenizer, params) if params.stop_strings else None,
+                    stop_checker=StopStrings(self.tokenizer, params, prompt_token_ids) if params.stop_strings else None,
                 )
             )
             if index == 0 and params.prompt_logprobs is not None and params.n > 1:
