@@ -28,8 +28,8 @@ class Detokenizer:
     """Decodes a completion piece by piece, behind the end of its prompt: decoders strip the first space of a text.
 
     A token may be a part of a character; such a piece is held back until the character is whole. The pieces do not depend on how
-    many tokens come at once, so their concatenation is the completion's text. The decoder's text of all ids may be another:
-    with byte fallback, a cut character makes U+FFFD of all bytes before it. `tokenizers.decoders.DecodeStream` raises an error
+    many tokens come at once, so their concatenation is the completion's text. The decoder's text of all ids may be another.
+    With byte fallback, a cut character makes U+FFFD of all bytes before it. `tokenizers.decoders.DecodeStream` raises an error
     there. It also drops what it holds back at the end, and serves no tokenizer that is Python code.
 
     Args:
