@@ -37,7 +37,8 @@ class RefusalPart(Strict):
         return self.refusal
 
 
-Content = str | Annotated[list[TextPart | RefusalPart], at_most(MAX_MESSAGES)]
+MessagePart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Content = str | Annotated[list[MessagePart], at_most(MAX_MESSAGES)]
 
 
 class MessageItem(Strict):
