@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,11 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from ..utils.arguments import PromptError
+
+MAX_CALLS = 128
+"""Most tool calls of one message."""
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a part of a message's content -> the field with its text."""
 
 
 class RenderedPrompt(NamedTuple):
@@ -57,6 +63,7 @@ def render(
     """The text and the token ids of a conversation. The template writes the special tokens, so none are added to its text.
 
     Args:
+        messages: as OpenAI's; the template gets what `template_messages` makes of them.
         what: names the prompt in messages.
         chat_template: in place of the tokenizer's.
         add_generation_prompt: end where the assistant's answer begins.
@@ -83,15 +90,64 @@ def render(
             raise PromptError(
                 f"{what}: chat_template_kwargs names {name!r}, which the chat template does not mention: leave it out"
             )
-    for i, message in enumerate(messages):
-        if not isinstance(message.get("content"), str | None) and not isinstance(message.get("content"), list):
-            raise PromptError(f"{what}: the content of message {i} is a {type(message['content']).__name__}, not text")
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tools=tools, chat_template=chat_template, tokenize=False,
+            template_messages(messages, what), tools=tools or None, chat_template=chat_template, tokenize=False,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             **(chat_template_kwargs or {}),
         )  # fmt: skip
     except (TemplateError, ValueError, TypeError, RecursionError) as error:
         raise PromptError(f"{what}: the chat template refuses this conversation: {error}") from error
     return RenderedPrompt(text, tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: text as content, and objects as the arguments of tool calls.
+
+    Text parts are joined by newlines and null is no text, as in vLLM.
+
+    Raises:
+        PromptError: content that is no text, or a tool call without a function.
+    """
+    found = []
+    for index, given in enumerate(messages):
+        message, name = dict(given), f"{what}: message {index}"
+        message["content"] = _text(message.get("content"), name)
+        calls = message.pop("tool_calls", None)
+        if calls:
+            if not isinstance(calls, list | tuple) or len(calls) > MAX_CALLS:
+                raise PromptError(f"{name}: tool_calls: expected a list of at most {MAX_CALLS} calls")
+            message["tool_calls"] = [_call(call, name) for call in calls]
+        found.append(message)
+    return found
+
+
+def _text(content: Any, name: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise PromptError(f"{name}: the content is a {type(content).__name__}, not text")
+    texts = []
+    for part in content:
+        field = TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
+        text = part if isinstance(part, str) else part.get(field) if field is not None else None
+        if not isinstance(text, str):
+            raise PromptError(f"{name}: its content has a part that is no text; the model reads text alone")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which templates write as JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise PromptError(f"{name}: tool_calls: a call has a function with its name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise PromptError(
+                f"{name}: tool_calls: the arguments of {function['name'][:80]!r} are no JSON: {error}"
+            ) from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

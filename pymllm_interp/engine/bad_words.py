@@ -44,7 +44,7 @@ def check_allowed(
     """Check that `allowed_token_ids` leaves a token to sample at the first step.
 
     Args:
-        ends: tokens that end the generation, which `min_tokens` forbids.
+        ends: end-of-sequence and stop tokens, which `min_tokens` forbids.
 
     Raises:
         PromptError: it leaves none.
@@ -57,5 +57,5 @@ def check_allowed(
     if banned.issuperset(params.allowed_token_ids):
         raise PromptError(
             f"{what}: allowed_token_ids leaves no token: bad_words, or min_tokens={params.min_tokens} (which forbids the tokens "
-            "that end the generation), forbid all of them"
+            "that end a generation), forbid all of them"
         )

@@ -25,7 +25,20 @@ class TextPart(Strict):
     parsed: Any = Field(None, description="of the openai client's `.parse`, without effect")
 
 
-Content = str | Annotated[list[TextPart], at_most(MAX_MESSAGES)]
+class RefusalPart(Strict):
+    """A part of an assistant's message: its refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal."""
+        return self.refusal
+
+
+MessagePart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Content = str | Annotated[list[MessagePart], at_most(MAX_MESSAGES)]
 
 
 class MessageItem(Strict):
@@ -81,7 +94,7 @@ class ReasoningItem(Strict):
 
 InputItem = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-PARTS = ("input_text", "output_text", "reasoning_text", "summary_text")
+PARTS = ("input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 
 
 def served_items(items: Sequence[Any]) -> list[Any]:
@@ -165,4 +178,5 @@ def messages_of(
 
 
 def _text(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    """The text of a message, its parts joined by newlines, as in chats."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -59,7 +59,8 @@ class Generation:
         self._engine, self._call, self.prompts = engine, call, prompts
         self._places = [(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.params.n)]
         self._completions = [
-            Completion(f"{call.number}-{i}-{j}", j, prompts[i].params, tokenizer) for i, j in self._places
+            Completion(f"{call.number}-{i}-{j}", j, prompts[i].params, tokenizer, prompts[i].token_ids)
+            for i, j in self._places
         ]
         self._left = len(self._places)
 
