@@ -14,7 +14,6 @@ import transformers
 from greenlet import getcurrent
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
-from transformers.masking_utils import eager_mask
 
 from ...hooks.traces.blocks.block_analysis import depend_on_each_other, want_gradients
 from ...hooks.traces.nnsight_compat import Barrier, Batcher, Envoy, Interleaver, Iterations, Mediator, push_result
@@ -84,6 +83,8 @@ class FakeModel(Envoy):
         """Make tensors fake, and run attention as a trace with these options does. `grad` keeps the graph of the pass."""
         attention = "eager" if options.eager_attention else self._attention
         module: Any = self._module
+        from transformers.masking_utils import eager_mask
+
         from ...models.transformers.probe import use_attention  # which imports transformers' models
 
         transformers.AttentionInterface.register(ENGINE, _attend)
