@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from ..http.body import JsonRoute
 from ..http.errors import ApiError
 from ..http.state import ServerState, require
 from ..http.trust import Trust
@@ -16,7 +17,7 @@ from .openai_routes import adapter_of, conversation, texts
 
 def tokenize_routes(state: ServerState) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["Tokens"])
+    router = APIRouter(tags=["Tokens"], route_class=JsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
