@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from ..utils.arguments import PromptError
+from ..utils.arguments import PromptError, shown
 
 MAX_CALLS = 128
 """Most tool calls of one message."""
@@ -59,6 +59,7 @@ def render(
     continue_final_message: bool = False,
     tools: list[Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    check: Callable[[str], None] | None = None,
 ) -> RenderedPrompt:
     """The text and the token ids of a conversation. The template writes the special tokens, so none are added to its text.
 
@@ -70,6 +71,7 @@ def render(
         continue_final_message: leave the last message open, to be continued.
         tools: for templates that describe tools.
         chat_template_kwargs: further variables of the template.
+        check: called with the text before it is tokenized; it may refuse the text.
 
     Raises:
         PromptError: no tokenizer, no chat template, or a conversation or arguments that the template refuses.
@@ -85,10 +87,11 @@ def render(
         raise PromptError(
             f"{what} has tools, which the model's chat template does not mention: describe them in a message"
         )
+    words = set(re.findall(r"\w+", str(template))) if chat_template_kwargs else set[str]()
     for name in chat_template_kwargs or ():
-        if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+        if name not in words:
             raise PromptError(
-                f"{what}: chat_template_kwargs names {name!r}, which the chat template does not mention: leave it out"
+                f"{what}: chat_template_kwargs names {shown(name)}, which the chat template does not mention: leave it out"
             )
     try:
         text = tokenizer.apply_chat_template(
@@ -98,6 +101,8 @@ def render(
         )  # fmt: skip
     except (TemplateError, ValueError, TypeError, RecursionError) as error:
         raise PromptError(f"{what}: the chat template refuses this conversation: {error}") from error
+    if check is not None:
+        check(text)
     return RenderedPrompt(text, tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -5,7 +5,6 @@ A parser builds an object for each value, and pydantic an error for each wrong o
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine
@@ -67,7 +66,9 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """The body's JSON."""
         body = await self.body()
-        return parse(body) if len(body) <= SMALL else await asyncio.to_thread(parse, body)
+        if len(body) <= SMALL:
+            return parse(body)
+        return await self.state.threads.run(self.state.client.name, parse, body)
 
 
 class JsonRoute(APIRoute):

@@ -44,7 +44,9 @@ class RequestGate:
         request_id = uuid.uuid4().hex
         given = given if _REQUEST_ID.fullmatch(given) else ""
         record = _RequestRecord(self._state, _route_path(scope), request_id, given, send)
-        scope.setdefault("state", {}).update(request_id=request_id, record=record, started=record.started)
+        scope.setdefault("state", {}).update(
+            request_id=request_id, record=record, started=record.started, threads=self._state.threads
+        )  # fmt: skip
         try:
             body = self._checked(scope, headers, receive, record)
             await self._app(scope, body, record.send)

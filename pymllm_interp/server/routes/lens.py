@@ -41,9 +41,11 @@ async def logit_lens(state: ServerState, body: LensRequest, client: Client) -> b
         )
     with state.admitted(client, 1):
         try:
-            prompt = await asyncio.to_thread(_prompt, state, body)
+            prompt = await state.threads.run(client.name, _prompt, state, body)
             found = await _captured(state, prompt, client, body.top)
-            return await asyncio.to_thread(_answer, state.tokenizer, prompt.token_ids, found, info["num_layers"])
+            return await state.threads.run(
+                client.name, _answer, state.tokenizer, prompt.token_ids, found, info["num_layers"]
+            )
         except Exception as error:
             raise api_error(error, refused=True) from error
 

@@ -45,6 +45,7 @@ class Format:
         self._messages: dict[int, MessageParser] = {}
         self.created = int(time.time())
         self._texts: dict[int, TextSoFar] = {}
+        self._kept: dict[int, dict[str, Any]] = {}
 
     def envelope(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         """A response, or a chunk of a stream."""
@@ -103,10 +104,14 @@ class Format:
             ]  # fmt: skip
         if end.receipt is not None:
             found["receipt"] = end.receipt
-        if end.captured is not None:
-            found["activations"] = self._activations(index, end.captured)
+        if index in self._kept:
+            found["activations"] = self._kept.pop(index)
         if end.warnings:
             found["warnings"] = end.warnings
+
+    def keep_activations(self, index: int, captured: m.CapturedStates) -> None:
+        """Keep the captured states of a choice, before it is made. Called on the event loop, as the store is."""
+        self._kept[index] = self._activations(index, captured)
 
     def _activations(self, index: int, captured: m.CapturedStates) -> dict[str, Any]:
         self._state.metrics.totals["captured_bytes"] += captured.size
@@ -135,7 +140,7 @@ class Format:
     def _logprobs(
         self, index: int, prompt: Prompt, piece: CompletionPiece, ids: list[int], found: list[Any], echoed: bool
     ) -> dict[str, Any]:
-        entries: list[dict[int, Logprob] | None] = list(found)
+        entries: list[dict[int, Logprob] | None] = [{t: Logprob(*v) for t, v in entry.items()} for entry in found]
         if echoed and piece.end is not None and piece.end.prompt_logprobs is not None:
             before = [None if e is None else {t: Logprob(*v) for t, v in e.items()} for e in piece.end.prompt_logprobs]
             ids, entries = [*prompt.token_ids, *ids], [*before, *entries]
