@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "n": ({"sampling": {"n": 10**9}}, "n=1000000000"),
     "max_tokens": ({"sampling": {"max_tokens": HUGE}}, "max_model_len"),
     "allowed_token_ids": (
-        {"prompts": [[1]] * 1000, "sampling": {"allowed_token_ids": [1] * MANY}}, "lists 100000000 token ids, counting each for each"
+        {"prompts": [[1]] * 1000, "sampling": {"allowed_token_ids": [1] * MANY}}, "lists 100000000 token ids, counting each"
     ),
     "allowed beyond": ({"sampling": {"allowed_token_ids": [1] * MANY + [10**6]}}, "names token id 1000000, the vocabulary ends"),
     "bad_words": ({"sampling": {"bad_words": ["w1"] * MANY}}, "bad_words=.*100000 entries; expected at most 1024"),

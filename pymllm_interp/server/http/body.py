@@ -121,7 +121,7 @@ def _meant(value: Any, kinds: tuple[Any, ...]) -> int | None:
 
 
 @dataclass(frozen=True)
-class at_most:  # noqa: N801  # an annotation, as pydantic's
+class at_most:
     """Annotation of a list or an object: longer ones are refused before their items are looked at. A list is checked up to its
     first wrong item: each further one would be an error.
     """
