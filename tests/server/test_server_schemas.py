@@ -22,8 +22,8 @@ from pymllm_interp.wire.specs import capture_of, intervention_of
 
 CALLS = 12_000
 """Function calls on the event loop that such a body may take; most take about 3,000."""
-ERRORS = 100
-"""Errors that pydantic may make of it: an object of 64 unknown fields has so many."""
+ERRORS = 200
+"""Errors that pydantic may make of it: an object of 160 unknown fields has so many."""
 
 ENGINES = ("Intervention", "CaptureSpec")
 """Components that the engine process reads; the HTTP process passes them on."""

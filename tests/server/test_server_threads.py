@@ -1,17 +1,20 @@
-"""Work on texts: it is off the event loop, its sizes are checked first, and no key holds all of its threads."""
+"""Work on texts: it is off the event loop, its sizes are checked first, and no key holds all of its threads. Then how bodies come,
+and answers go.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers_app import App, app_over
 
+from pymllm_interp.server.http import gate
 from pymllm_interp.server.http.threads import THREADS, THREADS_EACH, FairThreads
 from pymllm_interp.server.routes import openai_format
 
@@ -70,8 +73,8 @@ def test_no_client_holds_all_threads_and_those_that_wait_take_turns() -> None:
         tasks["a4"].cancel()  # it waits, and gives its turn up
         tasks["a2"].cancel()  # it runs on, and holds its thread
         await settled()
-        for gate in gates.values():
-            gate.set()
+        for event in gates.values():
+            event.set()
         ends = await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert [end for end in ends if isinstance(end, str)] == ["a1", "a3", "b1", "b2", "c1"]
         async with asyncio.timeout(600):
@@ -225,3 +228,52 @@ def test_a_captured_file_is_known_before_the_choice_is_written(app: App, monkeyp
     app.runner.run(leaves())
     assert app.state.store.num_files == 1 == len(list(app.state.engine.store.glob("*.safetensors")))
     assert app.state.num_running == 0
+
+
+def test_a_body_that_comes_byte_by_byte_is_given_up(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte is in time, and the whole would take for ever."""
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.3)
+    sent = 0
+
+    async def drip() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            yield b" "
+            sent += 1
+            await asyncio.sleep(0.02)
+
+    answer = app.runner.run(app.post("/v1/completions", drip()))
+    assert answer.status_code == 408 and "less than 8192 bytes a second" in answer.text and sent > 1
+    assert app.runner.run(app.post("/v1/completions", body(prompt="w1", user="x" * 100_000))).status_code == 200
+
+
+def test_an_answer_is_sent_in_parts(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a client that does not read holds a part of it."""
+    whole = app.runner.run(app.post("/tokenize", json.dumps({"prompt": "w1 " * 200}).encode()))
+    monkeypatch.setattr(gate, "PART", 100)
+    parts: list[dict[str, Any]] = []
+
+    async def asked() -> None:
+        given = [{"type": "http.request", "body": json.dumps({"prompt": "w1 " * 200}).encode()}]
+
+        async def receive() -> dict[str, Any]:
+            return given.pop() if given else await asyncio.Event().wait() or {}
+
+        async def send(message: Any) -> None:
+            parts.append(message)
+
+        headers = [
+            (b"host", b"127.0.0.1"),
+            (b"content-type", b"application/json"),
+            (b"authorization", b"Bearer key-of-ada"),
+        ]
+        scope = {
+            "type": "http", "method": "POST", "path": "/tokenize", "raw_path": b"/tokenize", "query_string": b"",
+            "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http", "http_version": "1.1",
+        }  # fmt: skip
+        await app.app(scope, receive, send)
+
+    app.runner.run(asked())
+    bodies = [part["body"] for part in parts[1:]]
+    assert b"".join(bodies) == whole.content and max(map(len, bodies)) == 100
+    assert [part.get("more_body", False) for part in parts[1:]] == [True] * (len(bodies) - 1) + [False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -63,7 +63,7 @@ class App:
         await state.start()
         return state
 
-    async def post(self, path: str, content: bytes, key: str = "ada") -> httpx.Response:
+    async def post(self, path: str, content: bytes | AsyncIterable[bytes], key: str = "ada") -> httpx.Response:
         """Send a body of JSON."""
         headers = {"Authorization": f"Bearer key-of-{key}", "Content-Type": "application/json"}
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

@@ -21,8 +21,10 @@ from .state import ServerState, denied
 from .trust import Client, Trust
 
 access_log = logging.getLogger("pymllm_interp.access")
-BODY_SECONDS = 60.0
-"""How long a client may take for the next part of a body."""
+BODY_SECONDS, BODY_RATE = 60.0, 1 << 13
+"""How long a client may take for the next part of a body, and for the whole beside the time at this rate, in bytes a second."""
+PART = 1 << 18
+"""Bytes of an answer that are sent at a time. A client that does not read them gets no more, and holds no copy of the rest."""
 SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
 """Headers that a request has once at most."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
@@ -120,14 +122,20 @@ class _Body:
     def __init__(self, receive: Receive, limit: int, name: str) -> None:
         self._receive, self._limit, self._name = receive, limit, name
         self._size, self._more = 0, True
+        self._began = time.monotonic()
 
     async def __call__(self) -> Message:
         if not self._more:
             return await self._receive()
+        left = self._began + BODY_SECONDS + self._size / BODY_RATE - time.monotonic()
         try:
-            message = await asyncio.wait_for(self._receive(), BODY_SECONDS)
+            message = await asyncio.wait_for(self._receive(), min(BODY_SECONDS, max(0.0, left)))
         except TimeoutError:
-            raise BodyError(ApiError(408, f"no part of the body came for {BODY_SECONDS:g} s")) from None
+            raise BodyError(
+                ApiError(
+                    408, f"no part of the body came for {BODY_SECONDS:g} s, or less than {BODY_RATE} bytes a second"
+                )
+            ) from None
         if message["type"] == "http.request":
             self._size += len(message.get("body", b""))
             self._more = message.get("more_body", False)
@@ -182,7 +190,11 @@ class _RequestRecord:
                 *message.get("headers", ()),
                 (b"x-request-id", (self._given_id or self._request_id).encode()),
             ]
-        await self._send(message)
+        body = message.get("body", b"")
+        last = max(0, len(body) - 1) // PART * PART
+        for start in range(0, last, PART):
+            await self._send({**message, "body": body[start : start + PART], "more_body": True})
+        await self._send({**message, "body": body[last:]} if last else message)
 
     def log(self, scope: Scope) -> None:
         """Count the request, and log it."""
