@@ -277,3 +277,12 @@ def test_an_answer_is_sent_in_parts(app: App, monkeypatch: pytest.MonkeyPatch) -
     bodies = [part["body"] for part in parts[1:]]
     assert b"".join(bodies) == whole.content and max(map(len, bodies)) == 100
     assert [part.get("more_body", False) for part in parts[1:]] == [True] * (len(bodies) - 1) + [False]
+
+
+def test_a_range_header_has_few_ranges(app: App) -> None:
+    """Starlette before 0.49 compares each with each other, on the event loop."""
+    for count, status in ((16, 200), (17, 400), (10_000, 400)):
+        ranges = ",".join(f"{i}-{i}" for i in range(0, 2 * count, 2))
+        answer = app.runner.run(app.post("/tokenize", json.dumps({"prompt": "w1"}).encode(), Range=f"bytes={ranges}"))
+        assert answer.status_code == status, answer.text
+        assert status == 200 or f"the header Range has {count} ranges; at most 16" in answer.text

@@ -63,9 +63,11 @@ class App:
         await state.start()
         return state
 
-    async def post(self, path: str, content: bytes | AsyncIterable[bytes], key: str = "ada") -> httpx.Response:
+    async def post(
+        self, path: str, content: bytes | AsyncIterable[bytes], key: str = "ada", **headers: str
+    ) -> httpx.Response:
         """Send a body of JSON."""
-        headers = {"Authorization": f"Bearer key-of-{key}", "Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer key-of-{key}", "Content-Type": "application/json"}
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=600) as client:
             return await client.post(path, content=content, headers=headers)

@@ -25,7 +25,9 @@ BODY_SECONDS, BODY_RATE = 60.0, 1 << 13
 """How long a client may take for the next part of a body, and for the whole beside the time at this rate, in bytes a second."""
 PART = 1 << 18
 """Bytes of an answer that are sent at a time. A client that does not read them gets no more, and holds no copy of the rest."""
-SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
+MAX_RANGES = 16
+"""Most ranges of a Range header. Starlette before 0.49 takes the square of their number."""
+SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"range")
 """Headers that a request has once at most."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
@@ -65,6 +67,7 @@ class RequestGate:
     def _checked(self, scope: Scope, headers: dict[str, str], receive: Receive, record: _RequestRecord) -> Receive:
         path, state = _route_path(scope), self._state
         _check_single(scope["headers"])
+        _check_ranges(headers.get("range", ""))
         keys = state.settings.keys
         if keys.anybody:
             check_origin(scope["method"], headers, state.settings.allowed_origins)
@@ -150,6 +153,11 @@ def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
     for name in SINGLE:
         if names[name] > 1:
             raise ApiError(400, f"{names[name]} headers {name.decode()}; at most one is expected")
+
+
+def _check_ranges(header: str) -> None:
+    if (found := header.count(",") + 1) > MAX_RANGES:
+        raise ApiError(400, f"the header Range has {found} ranges; at most {MAX_RANGES} are expected")
 
 
 def _check_json(headers: dict[str, str]) -> None:
