@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -259,7 +260,7 @@ def test_a_connection_that_was_answered_before_its_body_came_goes_on():
 def test_a_client_that_does_not_read_a_stream_makes_room_for_a_new_one():
     with listening(max_connections=1) as address, connect(address, GET.replace(b"hello", b"endless")) as deaf:
         assert begun.acquire(timeout=600)
-        (connection,) = servers[0].server_state.connections
+        connection: Any = next(iter(servers[0].server_state.connections))
         while not connection.flow.write_paused:
             time.sleep(0.001)
         with connect(address) as new:

@@ -257,7 +257,9 @@ def test_an_answer_is_sent_in_parts(app: App, monkeypatch: pytest.MonkeyPatch) -
         given = [{"type": "http.request", "body": json.dumps({"prompt": "w1 " * 200}).encode()}]
 
         async def receive() -> dict[str, Any]:
-            return given.pop() if given else await asyncio.Event().wait() or {}
+            if not given:
+                await asyncio.Event().wait()  # the client stays
+            return given.pop()
 
         async def send(message: Any) -> None:
             parts.append(message)

@@ -16,7 +16,8 @@ def conversation(state: ServerState, body: ChatRequest) -> Any:
     tools = None if body.tool_choice == "none" or not body.tools else body.tools
     tools = tools and [tool.model_dump(exclude_unset=True) for tool in tools]
     room = state.info["limits"]["max_model_len"]
-    for name, part in (("messages", messages), ("tools", tools), ("chat_template_kwargs", body.chat_template_kwargs)):
+    said = [list(message.values()) for message in messages]
+    for name, part in (("messages", said), ("tools", tools), ("chat_template_kwargs", body.chat_template_kwargs)):
         check_length(state.tokenizer, num_characters(part), room, name)
     return render(
         state.tokenizer, messages, "the conversation",
