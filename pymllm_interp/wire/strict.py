@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 
 MAX_FIELDS = 160
-"""Most fields of an object: each unknown one would be an error. Of a request, those of other servers count as well."""
+"""Most fields of an object: each unknown one would be an error. Fields of other servers count as well."""
 
 
 class Strict(BaseModel):

@@ -22,7 +22,7 @@ from .trust import Client, Trust
 
 access_log = logging.getLogger("pymllm_interp.access")
 BODY_SECONDS, BODY_RATE = 60.0, 1 << 13
-"""How long a client may take for the next part of a body, and for the whole beside the time at this rate, in bytes a second."""
+"""Seconds for the next part of a body, and the lowest rate of the whole in bytes a second. The rate has as many seconds more."""
 PART = 1 << 18
 """Bytes of an answer that are sent at a time. A client that does not read them gets no more, and holds no copy of the rest."""
 MAX_RANGES = 16

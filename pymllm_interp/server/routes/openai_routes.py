@@ -34,7 +34,7 @@ T = TypeVar("T")
 COMPLETION_TOKENS = 16
 """OpenAI's default length of a completion; a chat's is what the context holds."""
 FEW_POSITIONS = 16
-"""Positions whose log probabilities are written on the event loop."""
+"""Most positions with log probabilities that are written on the event loop."""
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chunks."""
 

@@ -34,7 +34,7 @@ def check_tokens(count: int, max_model_len: int, what: str) -> None:
 
 
 def num_characters(value: Any) -> int:
-    """Characters of all texts in a value of JSON, names of fields included: a chat template may write any of them."""
+    """Characters of all texts in a value of JSON, with the names of fields. A chat template may write any of them."""
     count, left = 0, [value]
     while left:
         value = left.pop()
