@@ -23,7 +23,7 @@ from ...hooks.traces.syntax.tracer import EngineTracer
 from ..prompt_batch import prompts_of
 
 ENGINE = "pymllm_interp_scan"
-"""Attention of scans where a family has eager attention only: its modules return no weights, as those of the engine."""
+"""Attention of scans where a family has eager attention only: its modules return no weights, like the engine's."""
 WITHOUT_VALUES = ("interventions", "capture", "on_step")
 """Keywords of a trace that a scan refuses."""
 OF_ENGINE = ("timeout", "priority", "cache_salt")
