@@ -42,7 +42,7 @@ from .calls.traced_prompts import traced_prompt
 from .detokenizer import StopStrings
 from .generation_defaults import GenerationDefaults
 from .prompt_batch import pad_together, prompts_of, repeated
-from .request_limits import max_tokens_of, num_objects, truncated
+from .request_limits import check_boundary, max_tokens_of, num_objects, truncated
 from .request_options import adapters_of
 
 PROMPT_LOGITS = Capture("logits", positions="prompt")
@@ -426,11 +426,13 @@ class RequestFactory:
         return request
 
     def _check_pass(self, requests: Sequence[Request], what: str) -> None:
-        """Check that the prompts of traced requests can run in one pass. One above `max_num_tokens` needs the memory now.
+        """Check that the prompts of traced requests can run in one pass, and that no later pass has to run again. A prompt above
+        `max_num_tokens` needs the memory now.
 
         Raises:
             PromptError: they cannot.
         """
+        check_boundary(requests, self.runner.model_spec.rope_boundary, what)
         tokens, most = sum(request.prompt_len for request in requests), self.limits.max_num_tokens
         if tokens <= most:
             return

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.limits import EngineLimits
+from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..utils.arguments import PromptError
 
@@ -58,6 +59,24 @@ def max_tokens_of(
             token = lowest if lowest < 0 else highest
             raise PromptError(f"{what}: {name} names token id {token}, the vocabulary ends at {limits.vocab_size - 1}")
     return max_tokens
+
+
+def check_boundary(requests: Sequence[Request], boundary: int | None, what: str) -> None:
+    """Check that traced requests stay on one side of `ModelSpec.rope_boundary`.
+
+    Behind it, a plain request is computed again from its first token. The blocks of a trace would see its positions twice.
+
+    Raises:
+        PromptError: one does not.
+    """
+    for request in requests:
+        if boundary is not None and request.prompt_len <= boundary < request.max_total_tokens:
+            raise PromptError(
+                f"{what} has {request.prompt_len} tokens and asks for {request.max_tokens} new ones in a trace. longrope rotates "
+                f"texts of more than {boundary} tokens (original_max_position_embeddings) by other factors. The trace would run again "
+                f"over all positions. Pass max_new_tokens of at most {boundary - request.prompt_len + 1}, or declare interventions "
+                "and captures in place of the block"
+            )
 
 
 def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:

@@ -19,6 +19,7 @@ Then come the inner sites (`INNER_SITES` of each layer), and last the logits. In
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -47,6 +48,33 @@ __all__ = [
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """RoPE scalings with frequencies that depend on the length of the sequence."""
+
+
+def rope_scalings(text: Any) -> list[dict[str, Any]]:
+    """The RoPE parameters of a text config: one dict, or one for each type of layers."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
+
+
+def rope_growth(ropes: Sequence[dict[str, Any]]) -> float:
+    """The factor by which dynamic scaling extends the context."""
+    return max([rope.get("factor", 1.0) for rope in ropes if rope.get("rope_type") == "dynamic"], default=1.0)
+
+
+def rope_boundary(ropes: Sequence[dict[str, Any]], context_len: int) -> int | None:
+    """`ModelSpec.rope_boundary` of these RoPE parameters.
+
+    Raises:
+        ValueError: types of layers with different boundaries.
+    """
+    found = {
+        int(rope.get("original_max_position_embeddings") or context_len)
+        for rope in ropes
+        if rope.get("rope_type") == "longrope"
+    }
+    if len(found) > 1:
+        raise ValueError(f"original_max_position_embeddings differs between the layers' longrope scalings: {found}")
+    return found.pop() if found else None
 
 
 # -- site numbers ------------------------------------------------------------------
@@ -169,6 +197,8 @@ class ModelSpec:
     """By layer, in tokens, the query's own included; None: the layer attends to the whole context."""
     rope_depends_on_length: bool
     """Whether a position's rotation depends on the length of its sequence."""
+    rope_boundary: int | None = None
+    """Length above which longrope rotates all positions of a sequence by other factors; None for other scalings."""
     dtype: torch.dtype
     """dtype of weights and hidden states."""
     cuts_edges: bool = True
@@ -201,11 +231,7 @@ class ModelSpec:
             linear, attention = family.mixers
             mixers = [linear if kind == "linear_attention" else attention for kind in text.layer_types]
             family = replace(family, mixers=tuple(mixers))
-        rope = getattr(text, "rope_parameters", None) or {}
-        ropes = (
-            [rope] if "rope_type" in rope else [r for r in rope.values() if r]
-        )  # one, or one for each type of layers
-        growth = max([r.get("factor", 1.0) for r in ropes if r.get("rope_type") == "dynamic"], default=1.0)
+        ropes = rope_scalings(text)
         if family.router and (dense := getattr(text, "first_k_dense_replace", 0)):
             family = replace(family, dense_layers=dense)
         return cls(
@@ -217,9 +243,10 @@ class ModelSpec:
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             intermediate_size=_intermediate_size(text),
             vocab_size=text.vocab_size,
-            context_len=int(text.max_position_embeddings * growth),
+            context_len=int(text.max_position_embeddings * rope_growth(ropes)),
             sliding_windows=_sliding_windows(text, family),
             rope_depends_on_length=any(r.get("rope_type") in LENGTH_DEPENDENT_ROPE for r in ropes),
+            rope_boundary=rope_boundary(ropes, text.max_position_embeddings),
             dtype=dtype,
             num_experts_per_tok=getattr(text, "num_experts_per_tok", None) or 0,
             cuts_edges=not family.mixers,

@@ -109,6 +109,8 @@ class Request:
     """Tokens that a launched step samples and the host has not read yet."""
     kv_len: int = 0
     """Positions that have KV, or get it in a launched step. A preemption resets it."""
+    num_entered: int = 0
+    """Tokens that it had when it was last admitted. Rotations that depend on the length count them as its prompt."""
     prompt_computed: int = 0
     """Positions up to which the prompt was computed, in steps with tokens that the host has read. See `computed_once`."""
     req_pool_idx: int | None = None

@@ -94,7 +94,9 @@ class Drafts:
             return
         places = {entry.request_id: i for i, entry in enumerate(step.scheduled) if entry.decodes}
         for request, drafts in self._propose([requests[request_id] for request_id in places]):
-            drafts = drafts[:num_rows]
+            drafts, boundary = drafts[:num_rows], kv.rope_boundary
+            if boundary is not None and request.num_entered <= boundary:  # behind it, all keys change
+                drafts = drafts[: boundary - request.kv_len - 1]
             if ring is not None and not ring.take_drafts(request, len(drafts)):
                 continue
             if not kv.grow(request, request.kv_len + 1 + len(drafts)):

@@ -32,6 +32,7 @@ class KVManager:
         kv_pool: the K and V themselves.
         sharing: what requests share; None: nothing.
         states: recurrent states, by row; None where no layer has any.
+        rope_boundary: see `ModelSpec`.
 
     Attributes:
         sharing: the rules and counts of the prefix cache.
@@ -44,8 +45,9 @@ class KVManager:
         kv_pool: KVPool,
         sharing: PrefixSharing | None = None,
         states: StatePool | None = None,
+        rope_boundary: int | None = None,
     ) -> None:
-        self.states = states
+        self.states, self.rope_boundary = states, rope_boundary
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
         self.page_size = allocator.page_size
         self.sharing = sharing or PrefixSharing(RadixCache(self.page_size), None)
@@ -62,7 +64,7 @@ class KVManager:
         assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
         why_off = _why_no_prefixes(runner)
         sharing = PrefixSharing(RadixCache(allocator.page_size), None if why_off else runner.model_state, why_off)
-        return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool)
+        return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool, runner.model_spec.rope_boundary)
 
     # -- pages -------------------------------------------------------------------------
 
@@ -114,7 +116,7 @@ class KVManager:
         """Give the request a row, and pages for the tokens that it has: known ones first. `fits` must hold for it."""
         row = self.rows.alloc()
         assert row is not None, "there are as many rows as running requests"
-        request.req_pool_idx = row
+        request.req_pool_idx, request.num_entered = row, request.num_tokens
         match = self._match(request)
         if match is not None:
             request.prefix.node = self._tree.hold(match)
@@ -141,6 +143,13 @@ class KVManager:
             return match
         prefix.reason = prefix.reason or "no states were kept there"
         return self._tree.match(prefix.key, known)
+
+    def outgrown(self, requests: Iterable[Request]) -> list[Request]:
+        """Requests with a next position behind `rope_boundary`, and keys that were rotated for a length within it."""
+        boundary = self.rope_boundary
+        if boundary is None:
+            return []
+        return [r for r in requests if r.num_entered <= boundary <= r.kv_len and r.num_tokens_left]
 
     def withdraw(self, request: Request) -> None:
         """Undo `admit`."""

@@ -64,16 +64,14 @@ class Scheduler:
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.lost: list[Request] = []
-        self.num_preempted = self.num_swapped = 0
+        self.num_preempted = self.num_swapped = self._arrivals = 0
         self._exclusive = ExclusiveTurns()
-        self._arrivals = 0
         self._entering: dict[str, Request] = {}
         self._accepted: list[AcceptedToken] = []
         self._settled: dict[str, int] = {}
         self._finished_ids: set[str] = set()
         self._preempted_ids: set[str] = set()
-        self._decodes_wait = False
-        self._beyond_target = 0
+        self._decodes_wait, self._beyond_target = False, 0
 
     # -- requests in and out -------------------------------------------------------
 
@@ -161,6 +159,8 @@ class Scheduler:
         if self.ring_admission is not None:
             self.ring_admission.begin()
         budget = self.max_num_tokens
+        for request in self.kv.outgrown(self.running):
+            self._preempt(request, step)  # all of its keys are computed again
         decoding = [request for request in self.running if request.is_decoding]
         prompts_run = len(decoding) < len(self.running)
         if self._exclusive.requests:

@@ -178,7 +178,7 @@ class StepInputs:
         if len(batch.logits_indices) != found.num_tokens:
             (found.logits_indices,) = upload(self.device, batch.logits_indices)
         if builder.model_spec.rope_depends_on_length:
-            found.rope_lens = self._rope_lens(batch)
+            found.rope_lens = self._rope_lens(batch, builder.model_spec.rope_boundary)
         if self.adapters is not None and self.adapters.any_loaded:
             found.adapters = self._adapter_rows(batch, self.adapters.version)
         return found
@@ -190,10 +190,15 @@ class StepInputs:
             return rows
         return self.buffers.lay_out_adapters(rows, batch.padded_size if batch.decodes else None)
 
-    def _rope_lens(self, batch: InputBatch) -> torch.Tensor:
-        """[tokens]: a prompt is rotated for its whole length, however it is chunked; a generated token for its own."""
-        prompts = np.repeat(self.states.prompt_len[batch.idx_mapping_np], batch.num_scheduled_tokens)
-        return torch.maximum(batch.positions + 1, upload(self.device, prompts)[0])
+    def _rope_lens(self, batch: InputBatch, boundary: int | None) -> torch.Tensor:
+        """[tokens]: a prompt is rotated for its whole length, however it is chunked; a generated token for its own.
+
+        With a boundary (`ModelSpec.rope_boundary`), generated tokens that a request enters with count as its prompt. It is
+        preempted at the boundary, and all of its keys are computed again.
+        """
+        lens = self.states.prompt_len if boundary is None else self.states.prefill_len
+        least = np.repeat(lens[batch.idx_mapping_np], batch.num_scheduled_tokens)
+        return torch.maximum(batch.positions + 1, upload(self.device, least)[0])
 
     def prompt_logprobs(
         self, logits: torch.Tensor, batch: InputBatch, as_logits: bool = False

@@ -124,21 +124,24 @@ def _numbers(count: int, like: torch.Tensor) -> torch.Tensor:
 def serve_lengths(model: nn.Module) -> None:
     """Make the model's length-dependent rotations see the lengths of the pass's requests (`ForwardBatch.rope_lens`)."""
     for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if kind in LENGTH_DEPENDENT_ROPE and hasattr(module, "inv_freq"):
+        kind: Any = getattr(module, "rope_type", None)
+        kinds = kind.values() if isinstance(kind, dict) else (kind,)  # by type of layer
+        if any(each in LENGTH_DEPENDENT_ROPE for each in kinds):
             module.forward = _ByLength(module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _ByLength:
-    """The forward of a rotation."""
+    """The forward of a rotation. A module keeps frequencies of earlier calls, so each length starts from its first state."""
 
     def __init__(self, module: Any) -> None:
-        self._module = copy.deepcopy(module)  # which may write to its buffers
+        self._module = copy.deepcopy(module)
         self._forward = self._module.forward
+        self._attributes, self._buffers = dict(vars(self._module)), dict(self._module._buffers)
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = current_batch()
         if batch is None or batch.rope_lens is None:
+            self._reset()
             return self._forward(x, position_ids, *args, **kwargs)
         lens, outs = batch.rope_lens[: position_ids.shape[1]], []
         rows_of = [(length, (lens == length).nonzero()[:, 0]) for length in lens.unique().tolist()]
@@ -151,7 +154,6 @@ class _ByLength:
         return cos, sin
 
     def _reset(self) -> None:
-        """Forget the longest call so far, which frequencies depend on, too."""
-        module = self._module
-        if hasattr(module, "original_max_seq_len"):
-            module.__dict__["max_seq_len_cached"] = module.original_max_seq_len
+        state = vars(self._module)
+        state.clear()
+        state.update(self._attributes, _buffers=dict(self._buffers))

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ...core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family
-from ...core.model_spec import LENGTH_DEPENDENT_ROPE, ModelSpec
+from ...core.model_spec import LENGTH_DEPENDENT_ROPE, ModelSpec, rope_boundary, rope_growth, rope_scalings
 from ...core.unsupported import UnsupportedModelError
 from .probed import Probe
 
@@ -31,9 +31,7 @@ def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
             f"{text.model_type!r} models cannot be served: their config has no num_hidden_layers"
         )
     heads = _setting(text, "num_attention_heads") or 1
-    rope = getattr(text, "rope_parameters", None) or {}
-    scaling = rope.get("rope_type")
-    growth = rope.get("factor", 1.0) if scaling == "dynamic" else 1.0
+    ropes = rope_scalings(text)
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "seq_length"))
     context_len = next((limit for limit in limits if limit), UNBOUNDED_CONTEXT)
     return ModelSpec(
@@ -45,9 +43,10 @@ def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
         head_dim=_setting(text, "head_dim") or text.hidden_size // heads,
         intermediate_size=_setting(text, "intermediate_size") or 4 * text.hidden_size,
         vocab_size=text.vocab_size,
-        context_len=int(context_len * growth),
+        context_len=int(context_len * rope_growth(ropes)),
         sliding_windows=(None,) * text.num_hidden_layers,
-        rope_depends_on_length=scaling in LENGTH_DEPENDENT_ROPE,
+        rope_depends_on_length=any(rope.get("rope_type") in LENGTH_DEPENDENT_ROPE for rope in ropes),
+        rope_boundary=rope_boundary(ropes, context_len),
         dtype=dtype,
     )
 

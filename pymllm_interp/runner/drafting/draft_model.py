@@ -180,6 +180,12 @@ class ModelDrafter:
         for request in requests:
             tokens, left = request.all_token_ids, request.max_tokens - request.accepted_len - 1
             count = min(k, left, self.runner.context_len - len(tokens) + 1)
+            if (boundary := self.runner.model_spec.rope_boundary) is not None:
+                known = self.sequences.get(request.request_id)
+                if len(tokens) <= boundary:
+                    count = min(count, boundary - len(tokens) + 1)
+                elif known is not None and len(known.tokens) <= boundary:
+                    self.sequences.drop(request.request_id)  # all keys of the draft change, too
             busy = {task.request.request_id for task in tasks}
             if count < 1 or (sequence := self.sequences.take(request, len(tokens) + count - 1, busy)) is None:
                 continue
