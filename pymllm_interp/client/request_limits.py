@@ -73,9 +73,10 @@ def check_boundary(requests: Sequence[Request], boundary: int | None, what: str)
         if boundary is not None and request.prompt_len <= boundary < request.max_total_tokens:
             raise PromptError(
                 f"{what} has {request.prompt_len} tokens and asks for {request.max_tokens} new ones in a trace. longrope rotates "
-                f"texts of more than {boundary} tokens (original_max_position_embeddings) by other factors. The trace would run again "
-                f"over all positions. Pass max_new_tokens of at most {boundary - request.prompt_len + 1}, or declare interventions "
-                "and captures in place of the block"
+                f"texts of more than {boundary} tokens (original_max_position_embeddings) by other factors. "
+                "The trace would run again over all positions. "
+                f"Pass max_new_tokens of at most {boundary - request.prompt_len + 1}, or declare interventions and captures in "
+                "place of the block"
             )
 
 

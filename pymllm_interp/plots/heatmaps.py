@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from .figure import Plot, axis, check_labels, graph_objects, matrix
 from .picture import COLUMNS
 
@@ -15,31 +17,43 @@ _CELL = 28
 
 
 def attention_patterns(
-    pattern: Any, tokens: Sequence[str], *, heads: Sequence[Any] | None = None, title: str = ""
+    pattern: Any,
+    tokens: Sequence[str],
+    *,
+    site: str | None = None,
+    positions: Sequence[int] | None = None,
+    heads: Sequence[Any] | None = None,
+    title: str = "",
 ) -> Plot:
-    """Attention weights: a square for each head, from the row's token to the column's.
+    """Attention weights: a heatmap for each head, from the row's token to the column's.
 
     Args:
-        pattern: [heads, queries, keys], or [queries, keys] of one head. The queries are the last of the keys.
+        pattern: the activations of a request that captured a pattern. Or weights [heads, queries, keys], or [queries, keys] of one
+            head, in the order of transformers and TransformerLens. A captured tensor is [positions, heads, keys].
         tokens: [keys].
+        site: the captured pattern, where there are several.
+        positions: [queries], of the queries among the tokens. None: each token is a query, and attends to no later one.
+            Activations know theirs.
         heads: names of the heads; None: their numbers.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or weights that may be in the order of a capture.
     """
+    if isinstance(pattern, Mapping):
+        pattern, positions = _captured(pattern, site)
+    elif site is not None:
+        raise ValueError(f"site={site!r} names a pattern of activations; pattern is a {type(pattern).__name__}")
     weights = matrix(pattern, "pattern", 2, 3)
     weights = weights if weights.dim() == 3 else weights[None]
-    count, queries, keys = weights.shape
+    count, _, keys = weights.shape
     labels = check_labels(tokens, keys, "tokens", "the pattern's keys")
-    if queries > keys:
-        raise ValueError(f"pattern has {queries} queries and {keys} keys; expected [heads, queries, keys]")
+    asking = [labels[i] for i in _query_positions(weights, positions)]
     names = check_labels(range(count) if heads is None else heads, count, "heads", "the pattern's heads")
     go, columns = graph_objects(), min(count, COLUMNS)
     rows = math.ceil(count / columns)
     figure = import_module("plotly.subplots").make_subplots(
         rows, columns, subplot_titles=[f"head {name}" for name in names], shared_xaxes="all", shared_yaxes="all"
     )
-    asking = labels[keys - queries :]
     for i, head in enumerate(weights.tolist()):
         text = [[f"{a} → {b}" for b in labels] for a in asking]
         trace = go.Heatmap(z=head, text=text, coloraxis="coloraxis", hovertemplate="%{text}<br>%{z:.4f}<extra></extra>")
@@ -54,6 +68,47 @@ def attention_patterns(
         width=160 + columns * side,
     )
     return Plot(figure)
+
+
+def _captured(activations: Mapping[str, Any], site: str | None) -> tuple[torch.Tensor, list[int]]:
+    """A captured pattern as [heads, queries, keys], and the positions of its queries."""
+    found = [name for name in activations if name.startswith("pattern.")]
+    if site is None and len(found) != 1:
+        raise ValueError(
+            f"site: expected the name of one captured pattern; there is {', '.join(found) or 'no pattern'}"
+        )
+    name = site or found[0]
+    rows, positions = activations[name], getattr(activations, "positions", None)
+    if positions is None or rows.dim() != 3:
+        raise ValueError(
+            f"{name}: expected activations with [positions, heads, keys]; got {type(activations).__name__}"
+        )
+    return rows.transpose(0, 1), positions[name].tolist()
+
+
+def _query_positions(weights: torch.Tensor, positions: Sequence[int] | None) -> list[int]:
+    """The position of each query of weights [heads, queries, keys].
+
+    Raises:
+        ValueError: they do not fit, or the weights may have the queries first, as captures have.
+    """
+    _, queries, keys = weights.shape
+    capture = "A capture has [positions, heads, keys]: pass the activations, or captured.transpose(0, 1) with their positions."
+    if positions is None:
+        if queries != keys:
+            raise ValueError(
+                f"pattern has {queries} queries and {keys} keys; expected [heads, queries, keys] with a query for each key, or "
+                f"positions=[...] of the queries. {capture}"
+            )
+        if weights.triu(1).any():
+            raise ValueError(
+                f"pattern attends to later tokens. {capture} For a model that attends both ways: positions=range({keys})"
+            )
+        return list(range(keys))
+    found = [int(position) for position in positions]
+    if len(found) != queries or any(not -keys <= position < keys for position in found):
+        raise ValueError(f"positions={found}: expected {queries}, one for each query, below the {keys} keys. {capture}")
+    return [position % keys for position in found]
 
 
 def lens_heatmap(

@@ -36,12 +36,16 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE, rope_parameters=LONG),
     "phi3": lambda: Phi3Config(**{**SHAPE, "original_max_position_embeddings": ORIGINAL}, rope_parameters=LONG),
     "phimoe": lambda: PhimoeConfig(
-        **SHAPE, num_local_experts=3, num_experts_per_tok=2,
+        **SHAPE,
+        num_local_experts=3,
+        num_experts_per_tok=2,
         rope_parameters={**LONG, "long_mscale": 1.3, "short_mscale": 1.1},
     ),
     "dynamic": lambda: LlamaConfig(**{**SHAPE, "max_position_embeddings": ORIGINAL}, rope_parameters=DYNAMIC),
     "dynamic, by type of layer": lambda: Gemma3TextConfig(
-        **{**SHAPE, "max_position_embeddings": ORIGINAL}, head_dim=16, sliding_window=4,
+        **{**SHAPE, "max_position_embeddings": ORIGINAL},
+        head_dim=16,
+        sliding_window=4,
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": DYNAMIC},
     ),

@@ -12,7 +12,9 @@ import torch
 
 pytest.importorskip("plotly", reason='plotly is not installed: pip install -e ".[plot]"')
 
-from pymllm_interp import plots
+from transformers import AutoModelForCausalLM
+
+from pymllm_interp import LM, Capture, SamplingParams, plots
 from pymllm_interp.plots.picture import picture_of
 
 TOKENS = ["the", " cat", "\n", " the", " <b>"]
@@ -30,11 +32,42 @@ def labels(plot: plots.Plot, name: str = "xaxis") -> list[str]:
 
 def test_patterns_are_a_square_for_each_head_with_every_token_though_tokens_repeat() -> None:
     pattern = torch.rand(6, 3, 5).softmax(-1)
-    plot = plots.attention_patterns(pattern, TOKENS, heads=[0, 2, 4, 5, 7, 8], title="layer 3")
+    heads = [0, 2, 4, 5, 7, 8]
+    plot = plots.attention_patterns(pattern, TOKENS, positions=[2, -2, 4], heads=heads, title="layer 3")
     assert torch.equal(torch.stack(shown(plot)), pattern)
     assert labels(plot) == SHOWN and labels(plot, "yaxis") == SHOWN[2:]
     assert [note.text for note in plot.figure.layout.annotations] == [f"head {i}" for i in (0, 2, 4, 5, 7, 8)]
-    assert torch.equal(shown(plots.attention_patterns(pattern[0], TOKENS))[0], pattern[0])
+    square = torch.rand(5, 5)
+    assert torch.equal(shown(plots.attention_patterns(square.tril(), TOKENS))[0], square.tril())
+    assert torch.equal(shown(plots.attention_patterns(square, TOKENS, positions=range(5)))[0], square)
+
+
+@pytest.mark.parametrize("asked", ["all", [1, 3], [-1]])
+def test_a_captured_pattern_is_drawn_with_its_axes_and_refused_without_them(model_folder, asked) -> None:
+    """The oracle is the attention of transformers' model."""
+    with LM(model_folder("llama"), dtype="float32", device="cpu") as lm:
+        ids = list(range(9))  # as many as heads
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        (out,) = lm.generate([ids], params, capture=[Capture("pattern.1", positions=asked), Capture("pattern.2")])
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder("llama"), dtype=torch.float32, attn_implementation="eager"
+    )
+    wanted = model(input_ids=torch.tensor([ids]), output_attentions=True).attentions[1][0]
+    rows, tokens = out.activations["pattern.1"], [str(token) for token in ids]
+    at = [position % 9 for position in (range(9) if asked == "all" else asked)]
+    for plot in (
+        plots.attention_patterns(out.activations, tokens, site="pattern.1"),
+        plots.attention_patterns(rows.transpose(0, 1), tokens, positions=at),
+    ):
+        torch.testing.assert_close(torch.stack(shown(plot)), wanted[:, at], rtol=1e-4, atol=1e-5)
+        assert labels(plot, "yaxis") == [tokens[position] for position in at]
+    with pytest.raises(ValueError, match=r"A capture has \[positions, heads, keys\]"):
+        plots.attention_patterns(rows, tokens)
+    with pytest.raises(ValueError, match=r"there is pattern\.1, pattern\.2"):
+        plots.attention_patterns(out.activations, tokens)
+    if len(at) != 9:  # the heads
+        with pytest.raises(ValueError, match=r"A capture has \[positions, heads, keys\]"):
+            plots.attention_patterns(rows, tokens, positions=at)
 
 
 def test_a_lens_writes_each_word_and_colours_it_by_its_probability() -> None:
@@ -90,7 +123,7 @@ def everything() -> dict[str, plots.Plot]:
     """A figure of each kind."""
     values = torch.rand(3, 5)
     return {
-        "patterns": plots.attention_patterns(torch.rand(6, 5, 5), TOKENS, title="layer 3"),
+        "patterns": plots.attention_patterns(torch.rand(6, 5, 5).tril(), TOKENS, title="layer 3"),
         "lens": plots.lens_heatmap([[f"{i}{j}" for j in range(5)] for i in range(3)], values, TOKENS),
         "sweep": plots.sweep_heatmap(values - 0.5, TOKENS, title="a <b> $sweep$"),
         "features": plots.feature_activations(values.T[:, :2], torch.arange(10).reshape(5, 2), TOKENS),
@@ -206,5 +239,11 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         plots.lens_heatmap([TOKENS], torch.rand(2, 5), TOKENS)
     with pytest.raises(ValueError, match="6 queries and 5 keys"):
         plots.attention_patterns(torch.rand(6, 5), TOKENS)
+    with pytest.raises(ValueError, match="4 queries and 9 keys"):
+        plots.attention_patterns(torch.rand(9, 4, 9), [*"abcdefghi"])
+    with pytest.raises(ValueError, match=r"positions=\[1, 5\]: expected 2"):
+        plots.attention_patterns(torch.rand(3, 2, 5), TOKENS, positions=[1, 5])
+    with pytest.raises(ValueError, match=r"site='pattern\.1' names a pattern of activations"):
+        plots.attention_patterns(torch.rand(5, 5), TOKENS, site="pattern.1")
     with pytest.raises(ValueError, match="most=0"):
         plots.attribution_bars([1.0], ["a"], most=0)
