@@ -141,6 +141,8 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_flat: int = 0
+    """Its tokens of `Receipt.flat_logits`; a trace of several requests has one receipt."""
     num_hidden_tokens: int = 0
     """Tokens at the end that the text leaves out."""
     receipt: Any = None

@@ -49,6 +49,11 @@ class RequestHooks:
         """Whether there are interventions or captures."""
         return bool(self.interventions or self.captures)
 
+    @property
+    def edits(self) -> bool:
+        """Whether they may change hidden states: interventions, or a trace."""
+        return bool(self.interventions) or self.trace_key is not None
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"bound": None}
 
@@ -209,6 +214,8 @@ class ModelRunnerOutput:
     """Request id -> log probabilities of the prompt tokens after the step's positions; position 0 has none."""
     masked: dict[str, list[bool]] = field(default_factory=dict)
     """Constrained request -> of each of these tokens, whether its mask forbade the likeliest one."""
+    flat: dict[str, list[bool]] = field(default_factory=dict)
+    """Request with edits -> of each of these tokens, whether its logits had no distribution (`SamplerOutput.flat`)."""
     execution: str = ""
     """How the forward pass ran (value of a `runner.partition.Execution`)."""
     errors: dict[str, BaseException] = field(default_factory=dict)

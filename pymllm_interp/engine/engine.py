@@ -187,7 +187,7 @@ class Engine(RequestEnds):
         a layer that sent part of a step off its graph. `block_seconds` is the time for which steps waited for blocks of traces.
         """
         steps = {"steps": self.num_steps, "overlapped_steps": self.num_overlapped_steps}
-        return steps | runner_counters(self.runner) | self.scheduler.counters()
+        return steps | {"flat_logits": self.num_flat_logits} | runner_counters(self.runner) | self.scheduler.counters()
 
     def progress(self) -> Progress:
         """How far the engine is, for those that look whether it is stuck. Takes no lock, and may be called from any thread."""

@@ -42,6 +42,8 @@ class RequestEnds:
     _constrained: set[str]
     _answers: list[tuple[Request, Future[DeclaredResult]]]
     _answers_lock: threading.Lock
+    num_flat_logits = 0
+    """Sum of the receipts' `flat_logits`."""
 
     def _call_soon(self, command: Callable[[], None]) -> None:
         raise NotImplementedError
@@ -147,6 +149,8 @@ class RequestEnds:
         arrived, receipt = self.runner.finish_declared(request.ending()), request.receipt
         receipt.spec = fingerprint_of(request.hooks.interventions, request.hooks.captures)
         receipt.preemptions = request.num_preemptions
+        if request.trace is None:  # which has them among its own
+            request.warnings += receipt.warnings
         receipt.num_cached_tokens, receipt.not_reused = request.num_cached_tokens, request.not_reused
         if request.drafts is not None:
             receipt.drafted, receipt.accepted = request.drafts.drafted, request.drafts.accepted
@@ -168,6 +172,7 @@ class RequestEnds:
         if request.adapter_hold is not None:
             request.adapter_hold.release()
         note_masked(request)
+        self.num_flat_logits += request.num_flat
         self._emit(request.request_id, finished_event(request))
         self._subscribers.pop(request.request_id, None)
 

@@ -24,9 +24,12 @@ def take(
                 return reason
         return None
     finally:  # a constraint's or a tokenizer's error, too
+        kept = len(request.output_token_ids) - before
         if request.constraint is not None:
-            kept = len(request.output_token_ids) - before
             request.constraint.num_masked += sum(output.masked.get(request.request_id, ())[:kept])
+        if found := output.flat.get(request.request_id):
+            request.receipt.flat_logits += sum(found[:kept])
+            request.num_flat += sum(found[:kept])
         if request.logprobs:
             del request.logprobs[len(request.output_token_ids) :]
 

@@ -89,6 +89,8 @@ class Receipt(_Brief, Shown):
     """Why it ran in the forward passes."""
     nan_edits: int = 0
     """Number of edits that held NaN."""
+    flat_logits: int = 0
+    """Number of generated tokens with logits that were all equal, or that had NaN or an infinity as the largest."""
     preemptions: int = 0
     """Number of times that the request was preempted."""
     num_cached_tokens: int = 0
@@ -107,9 +109,11 @@ class Receipt(_Brief, Shown):
     @property
     def warnings(self) -> list[str]:
         """Warnings for the user."""
-        if self.nan_edits:
-            return [f"{self.nan_edits} edit{'s' if self.nan_edits > 1 else ''} held NaN"]
-        return []
+        found = [f"{self.nan_edits} edit{'s' if self.nan_edits > 1 else ''} held NaN"] if self.nan_edits else []
+        if self.flat_logits:
+            tokens = "1 token has" if self.flat_logits == 1 else f"{self.flat_logits} tokens have"
+            found.append(f"{tokens} logits that are NaN, infinite or all equal: an edit is out of the model's range")
+        return found
 
     def table(self) -> Table:
         """Steps, interventions, captures, and each further field that is set."""
@@ -121,6 +125,7 @@ class Receipt(_Brief, Shown):
             "reads",
             "edits",
             "nan_edits",
+            "flat_logits",
             "preemptions",
             "num_cached_tokens",
             "not_reused",

@@ -44,9 +44,9 @@ class AsyncOutput:
         self._batch: InputBatch | None = batch
         self._logprobs, self._prompt_logprobs = sampled.logprobs, prompt_logprobs
         tensors = [sampled.token_ids] if verified is None else [verified.sampled, verified.num_sampled]
-        self._constrained = sampled.masked is not None
-        if sampled.masked is not None:
-            tensors.append(sampled.masked)
+        flags = {"masked": sampled.masked, "flat": sampled.flat}
+        self._flags = [name for name, found in flags.items() if found is not None]
+        tensors += (found for found in flags.values() if found is not None)
         for logprobs in (sampled.logprobs, *prompt_logprobs.values()):
             tensors += () if logprobs is None else logprobs.tensors
         self._host, self._copied = _copy_to_host(tensors)
@@ -70,7 +70,7 @@ class AsyncOutput:
         tensors, verifier = iter(self._host), batch.verifier
         token_ids = next(tensors).tolist()
         counts = None if verifier is None else next(tensors).tolist()
-        masked = next(tensors).tolist() if self._constrained else None
+        flags = {name: next(tensors).tolist() for name in self._flags}
 
         def lists(logprobs: LogprobTensors) -> list[SampledLogprobs | None]:
             return logprobs._replace(token_ids=next(tensors), values=next(tensors), ranks=next(tensors)).tolists()
@@ -80,11 +80,12 @@ class AsyncOutput:
             output.sampled_token_ids = batch.spread([[token] for token in token_ids])
         else:
             output.sampled_token_ids = [own[:count] for own, count in zip(token_ids, counts, strict=True)]
-        if masked is not None:
-            rows = batch.spread([[one] for one in masked])
-            if verifier is not None and counts is not None:
-                rows = [masked[start : start + n] for start, n in zip(verifier.starts.tolist(), counts, strict=False)]
-            output.masked = {request_id: own for request_id, own in zip(output.req_ids, rows, strict=True) if any(own)}
+        for name, found in flags.items():
+            if verifier is None or counts is None:
+                rows = batch.spread([[one] for one in found])
+            else:
+                rows = [found[start : start + n] for start, n in zip(verifier.starts.tolist(), counts, strict=False)]
+            setattr(output, name, {rid: own for rid, own in zip(output.req_ids, rows, strict=True) if any(own)})
         output.logprobs = [[] for _ in output.req_ids]
         if self._logprobs is not None:
             found = [[] if entry is None else [entry] for entry in lists(self._logprobs)]

@@ -469,6 +469,8 @@ class ModelRunner(AdaptedPasses, SeedNames):
         batch = SamplingBatch.from_requests(rows, self.vocab_size, self.device)  # pyright: ignore
         if state.token_masks is not None:
             batch.constrained = state.token_masks.for_rows([entry.request_id for entry in sampling], self.device)
+        if editing := table.editing:
+            batch.checked = [i for i, entry in enumerate(sampling) if entry.request_id in editing]
         return self.sampler(logits, batch)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:

@@ -97,6 +97,7 @@ class RequestState:
         prefill_len: [rows] int32, tokens that the request entered with: prompt and, after a preemption, generated ones.
         num_computed_tokens_np: [rows] int32, positions that have KV after the last step.
         adapter_slots: [rows] int32, slot of the request's adapter; -1 without one.
+        editing: ids of requests with hooks that may change hidden states.
         edited: [rows] int32 on the device, 1 where the request has ops or captures in the tables.
         last_sampled_tokens: [rows] int64 on the device, what decoding requests feed next.
     """
@@ -106,6 +107,7 @@ class RequestState:
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
         self.req_id_to_index: dict[str, int] = {}
+        self.editing: set[str] = set()
         self.requests: list[RunningRequest | None] = [None] * rows
         self.all_token_ids = np.zeros((rows, max_model_len), dtype=np.int32)
         self.prompt_len = np.zeros(rows, dtype=np.int32)
@@ -133,6 +135,8 @@ class RequestState:
         row = new.row
         self.req_id_to_index[new.request_id] = row
         self.requests[row] = RunningRequest(new, self)
+        if new.hooks is not None and new.hooks.edits:
+            self.editing.add(new.request_id)
         self.prompt_len[row] = new.prompt_len
         self.prefill_len[row] = self.total_len[row] = len(new.token_ids)
         self.num_computed_tokens_np[row] = new.num_computed_tokens
@@ -194,6 +198,7 @@ class RequestState:
     def remove_request(self, req_id: str) -> bool:
         """Forget the request. False: it was not there."""
         row = self.req_id_to_index.pop(req_id, None)
+        self.editing.discard(req_id)
         if row is not None and (found := self.requests[row]) is not None and found.request_id == req_id:
             self.requests[row] = None
         return row is not None

@@ -11,11 +11,14 @@ generated index).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
+from ..utils.upload import upload
 from .filters import filtered_weights, kept_tokens
 from .logprobs import LogprobTensors, gather_logprobs
 from .noise import uniform_noise
@@ -32,6 +35,9 @@ class SamplerOutput:
     """None where no row asks."""
     masked: torch.Tensor | None = None
     """[rows] bool: whether a constraint forbade the largest logit. None where no row has one."""
+    flat: torch.Tensor | None = None
+    """[rows] bool: whether the logits are all equal, or the largest is NaN or infinite. False in rows that are not
+    `SamplingBatch.checked`; None where no row is."""
 
 
 class Sampler:
@@ -69,7 +75,17 @@ class Sampler:
         if batch.any_logprobs:
             values = _processed(scores, batch) if self._processed else logits
             output.logprobs = gather_logprobs(values, output.token_ids, batch.num_logprobs, self.as_logits)
+        if batch.checked:
+            output.flat = _flat(logits, batch.checked)
         return output
+
+
+def _flat(logits: torch.Tensor, checked: Sequence[int]) -> torch.Tensor:
+    """`SamplerOutput.flat` of these rows."""
+    rows = None if len(checked) == len(logits) else upload(logits.device, np.array(checked, dtype=np.int64))[0]
+    least, largest = (logits if rows is None else logits[rows]).aminmax(dim=-1)  # both NaN, if any is
+    flat = ~((largest > least) & largest.isfinite())
+    return flat if rows is None else flat.new_zeros(len(logits)).index_copy_(0, rows, flat)
 
 
 def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor | None]:

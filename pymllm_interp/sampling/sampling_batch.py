@@ -61,6 +61,7 @@ class SamplingBatch:
     constrained:    BitmaskRows | None  = None  # set by the runner, from the step's masks
     penalties:      PenaltyBatch | None = None
     num_logprobs:   list[int | None]    = field(default_factory=list)  # by row; empty: none asks
+    checked:        list[int]           = field(default_factory=list)  # rows of requests with edits; set by the runner
     # fmt: on
 
     @property

@@ -107,7 +107,7 @@ def _series(stats: Mapping[str, Any]) -> Iterator[Series]:
         yield f"requests_{name}", "gauge", "", {}, stats[name]
     yield "kv_tokens", "gauge", "", {}, stats["kv_tokens"]
     yield "kv_tokens_free", "gauge", "", {}, stats["free_kv_tokens"]
-    for name in ("steps", "overlapped_steps", "preempted", "moved_to_host"):
+    for name in ("steps", "overlapped_steps", "preempted", "moved_to_host", "flat_logits"):
         yield f"{name}_total", "counter", "", {}, stats[name]
     yield "block_seconds_total", "counter", "", {}, stats["block_seconds"]
     for name, count in (stats.get("speculation") or {}).items():

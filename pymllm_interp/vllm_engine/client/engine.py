@@ -126,7 +126,7 @@ class VllmRequestEngine:
         return {
             "steps": first["steps"], "op_calls": first["calls"], "running": running, "waiting": len(live) - running, "swapped": 0,
             "free_kv_tokens": max(0, self.core.kv_tokens - taken), "execution": {}, "overlapped_steps": 0, "preempted": 0,
-            "moved_to_host": 0, "block_seconds": 0.0,
+            "moved_to_host": 0, "block_seconds": 0.0, "flat_logits": 0,
         }  # fmt: skip
 
     def progress(self) -> Progress:
