@@ -21,6 +21,7 @@ from pymllm_interp import LM, ConstraintError, SamplingParams, Steer, Structured
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.engine import constraints
 from pymllm_interp.engine.grammars import grammar_constraint, grammars
+from pymllm_interp.sampling.token_constraint import allows, empty_bitmask
 from pymllm_interp.server.response_format import ResponseFormat
 from pymllm_interp.utils.arguments import PromptError
 
@@ -191,6 +192,25 @@ def test_a_strangers_pattern_that_never_compiles_is_stopped(folder, monkeypatch)
         assert found.compiled(StructuredOutputs(regex="ab")).name == "regex"
     finally:
         found._slots.put(process)
+        found.close()
+
+
+def test_a_mask_of_a_grammar_leaves_out_what_may_not_come_at_all(folder):
+    """Also made by itself, in a step with few grammars: special tokens that xgrammar would take as text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = grammars.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    try:
+        compiled = found.compiled(StructuredOutputs(regex="(a|b)+"))
+        a, b = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
+        for forbidden in ([], [a]):
+            allowed = compiled.allowed.clone()
+            for token in forbidden:
+                allowed.view(torch.uint8).numpy()[token // 8] &= 255 ^ (1 << token % 8)
+            constraint = grammar_constraint.GrammarConstraint(compiled.compiled, allowed, compiled.end_ids, "regex")
+            row = empty_bitmask(1, len(tokenizer))[0]
+            constraint.mask(row)
+            assert (allows(row, a), allows(row, b)) == (not forbidden, True)
+    finally:
         found.close()
 
 

@@ -277,6 +277,24 @@ def test_g13_a_capture_that_fails_says_what_to_change(error, unfrozen, monkeypat
     assert not is_capture_mode() and gc.get_freeze_count() == 0
 
 
+def test_g13_graphs_captured_before_one_that_fails_are_released(recorded, monkeypatch):
+    """G13: clean-up. They would hold the model's memory while the caller handles the error."""
+    record, runner = graph_capture.record, make_runner(CONFIGS["llama"](), max_running_requests=6)
+    graphs = object.__new__(CudaGraphRunner)
+
+    def fail_third(*args: Any) -> Any:
+        if len(graphs.graphs) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return record(*args)
+
+    monkeypatch.setattr(graph_capture, "record", fail_third)
+    with pytest.raises(RuntimeError, match="of 2 rows failed"):
+        graphs.__init__(runner)
+    assert not graphs.graphs and not graphs.output_buffers and not graphs._batches and not is_capture_mode()
+    monkeypatch.setattr(graph_capture, "record", record)
+    assert sorted(CudaGraphRunner(runner).graphs) == [1, 2, 4, 6], "the runner can capture again"
+
+
 def test_g14_backends_that_cannot_be_captured_say_so():
     """G14."""
 

@@ -165,6 +165,13 @@ def batch(batch_model) -> Batch:
     return batch_model
 
 
+def token_rows(helper: NNsightRequestHelper) -> dict[str, tuple[int, int]]:
+    """(start, size) of each traced request, through the seed's index of its batch group."""
+    return {
+        rid: (helper.batch_groups[i].start, helper.batch_groups[i].size) for rid, i in helper.ids_to_batch_group.items()
+    }
+
+
 def test_n04_n07_groups_follow_new_finished_and_reordered_requests(batch):
     """N4, N7: plain only, hooked only, interleaved, chunked neighbours; golden."""
     p, q = batch.request("p", 4, False), batch.request("q", 9, False)
@@ -173,16 +180,16 @@ def test_n04_n07_groups_follow_new_finished_and_reordered_requests(batch):
     batch.step((p, 4), (q, 2))
     assert helper.req_id_to_batch_group_idx == {} and helper.traces == []
     batch.step((a, 3), (b, 5))
-    assert dict(helper.ids_to_batch_group) == {"a": (0, 3), "b": (3, 5)}
+    assert token_rows(helper) == {"a": (0, 3), "b": (3, 5)}
     batch.step((p, 1), (a, 1), (q, 7), (b, 1))
-    assert dict(helper.ids_to_batch_group) == {"a": (1, 1), "b": (9, 1)}
+    assert token_rows(helper) == {"a": (1, 1), "b": (9, 1)}
     assert helper.req_id_to_batch_group_idx == {"a": 0, "b": 1}, "plain requests are skipped, their rows are counted"
     batch.step((b, 1), (p, 1), (a, 1))
-    assert dict(helper.ids_to_batch_group) == {"b": (0, 1), "a": (2, 1)} and helper.traces == [b.trace, a.trace]
+    assert token_rows(helper) == {"b": (0, 1), "a": (2, 1)} and helper.traces == [b.trace, a.trace]
     helper.process_finished_reqs([b.ending()])
     assert "b" not in helper.req_id_to_batch_group_idx
     batch.step((p, 1), (a, 1))
-    assert dict(helper.ids_to_batch_group) == {"a": (1, 1)}
+    assert token_rows(helper) == {"a": (1, 1)}
     helper.process_finished_reqs([a.ending()])
     batch.step((p, 1))
     assert helper.req_id_to_batch_group_idx == {} == dict(helper.interleaver_to_ids)
@@ -208,6 +215,7 @@ def test_n06_the_mapping_views_are_read_only(batch):
     b = batch.request("b", 2, True, of=a.trace, prompts=2)
     batch.step((a, 3), (batch.request("p", 4, False), 4), (b, 2))
     helper = batch.helper
+    assert dict(helper.ids_to_batch_group) == {"a": 0, "b": 1}, "an index, as nnsight has it"
     assert dict(helper.flat_batch_groups) == {a.trace.trace_id: [(0, 3), (7, 2)]}
     assert dict(helper.interleaver_to_ids) == {a.trace.trace_id: {"a", "b"}}
     for view in (helper.ids_to_batch_group, helper.interleaver_to_ids, helper.flat_batch_groups):
@@ -224,7 +232,7 @@ def test_n08_groups_are_disjoint_ordered_token_ranges_inside_the_batch(batch_mod
     batch_model.helper = NNsightRequestHelper(batch_model.model.interleaver)
     requests = [batch_model.request(str(i), size, traced) for i, (size, traced) in enumerate(entries)]
     batch_model.step(*((request, size) for request, (size, _) in zip(requests, entries, strict=True)))
-    groups = batch_model.helper.ids_to_batch_group
+    groups = token_rows(batch_model.helper)
     total, end = sum(size for size, _ in entries), 0
     assert list(groups) == [str(i) for i, (_, traced) in enumerate(entries) if traced]
     for i, (size, traced) in enumerate(entries):

@@ -310,6 +310,9 @@ def test_v28_v41_slot_mappings_are_golden_and_padding_points_to_the_dummy(steps)
     rows, slots = runner.prepare_dummy_attn(3, 5)
     assert rows.tolist() == [0] * 3 and slots.tolist() == [PAD_SLOT_ID] * 5
     assert PAD_SLOT_ID not in runner.token_to_kv_pool_allocator.slots_of(list(range(1, 65)), 0, 256)
+    assert (runner.req_to_token_pool.req_to_token[0] == PAD_SLOT_ID).all(), "the dummy row reads what padding writes"
+    runner.input_buffers.clear()
+    assert (runner.input_buffers.out_cache_loc == PAD_SLOT_ID).all(), "rows of padding in a pass write there"
 
 
 def test_v28_v37_a_request_that_grows_appends_its_slots_and_one_that_resumes_overwrites_them(steps):
@@ -446,6 +449,7 @@ def test_v35_an_id_that_is_added_again_replaces_its_old_state_and_an_unknown_one
     states = runner.req_states
     assert states.req_id_to_index == {"same": 3}
     assert states.next_prefill_tokens("same", 9) == [9, 8, 7, 6] and states.prompt_len[3] == 4
+    assert [row for row, request in enumerate(states.requests) if request is not None] == [3], "row 1 is free again"
     assert runner.req_states.remove_request("same") is True
     assert runner.req_states.remove_request("same") is False and runner.req_states.remove_request("nobody") is False
 

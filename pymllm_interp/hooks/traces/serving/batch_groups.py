@@ -43,10 +43,9 @@ class NNsightRequestHelper:
     # -- seed names ------------------------------------------------------------------------
 
     @property
-    def ids_to_batch_group(self) -> Mapping[str, tuple[int, int]]:
-        """Request -> its ``(start, size)`` token rows in this step."""
-        groups = {rid: self.batch_groups[i] for rid, i in self.req_id_to_batch_group_idx.items()}
-        return MappingProxyType({rid: (rows.start, rows.size) for rid, rows in groups.items()})
+    def ids_to_batch_group(self) -> Mapping[str, int]:
+        """Request -> index of its batch group in this step."""
+        return MappingProxyType(self.req_id_to_batch_group_idx)
 
     @property
     def interleaver_to_ids(self) -> Mapping[int, set[str]]:
@@ -60,8 +59,9 @@ class NNsightRequestHelper:
     def flat_batch_groups(self) -> Mapping[int, list[tuple[int, int]]]:
         """Trace -> token rows of its requests in this step, in batch order."""
         groups: dict[int, list[tuple[int, int]]] = {}
-        for rid, rows in self.ids_to_batch_group.items():
-            groups.setdefault(self.attached[rid][1].trace_id, []).append(rows)
+        for rid, i in self.req_id_to_batch_group_idx.items():
+            rows = self.batch_groups[i]
+            groups.setdefault(self.attached[rid][1].trace_id, []).append((rows.start, rows.size))
         return MappingProxyType(groups)
 
     # -- requests in and out -----------------------------------------------------------------
