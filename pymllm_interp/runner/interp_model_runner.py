@@ -164,6 +164,10 @@ class InterpModelRunner(ModelRunner):
         """The same of passes with prompts."""
         return self.executions.prompt_segments
 
+    def get_mtp_target_hidden_states(self) -> torch.Tensor | None:
+        """[rows, width], the states of the last pass that an EAGLE-3 head reads; None without a head. Passes overwrite them."""
+        return self.drafter.stage.aux.states if isinstance(self.drafter, EagleDrafter) else None
+
     @torch.no_grad()
     def run(self, command: RunnerCommand) -> Any:
         """Run a command between steps. Returns its answer."""

@@ -25,6 +25,7 @@ from ..attention.attention_backend import AttentionBackend
 from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
 from ..core.model_spec import ModelSpec
+from ..core.step import LogitsProcessorOutput as LogitsProcessorOutput
 from ..core.step import ModelRunnerOutput, SchedulerOutput
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
@@ -42,6 +43,7 @@ from . import device_memory
 from .adapters.adapted_passes import AdaptedPasses
 from .async_output import AsyncOutput
 from .device_memory import get_available_gpu_memory, memory_left, return_freed_memory
+from .device_memory import get_total_gpu_memory as get_total_gpu_memory
 from .executions import Executions
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.graph_capture import capture_batch_sizes, capture_token_counts

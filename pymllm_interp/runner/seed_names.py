@@ -6,7 +6,8 @@ import torch
 
 from ..core.model_spec import ModelSpec
 from ..mem_cache.memory_pool import ReqToTokenPool
-from .input_batch import InputBatch
+from ..sampling import RejectionSampler as DraftTokensHandler
+from .input_batch import ExecuteModelState, InputBatch
 from .request_state import RequestState
 from .step_inputs import StepInputs
 
@@ -15,10 +16,27 @@ class SeedNames:
     """For code that is written against those runners. Part of `ModelRunner`, which has these attributes."""
 
     context_len: int
+    execute_model_state: ExecuteModelState | None
     model_spec: ModelSpec
     req_states: RequestState
     req_to_token_pool: ReqToTokenPool | None
     step_inputs: StepInputs
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that is served, in tokens."""
+        return self.context_len
+
+    @property
+    def draft_tokens_handler(self) -> DraftTokensHandler | None:
+        """What compares the drafts of the step under way with its tokens; None without drafts."""
+        state = self.execute_model_state
+        return None if state is None else state.input_batch.verifier
+
+    def take_draft_token_ids(self) -> dict[str, list[int]] | None:
+        """Request -> its drafts in the step under way, between `execute_model` and `sample_tokens`; None without drafts."""
+        state = self.execute_model_state
+        return None if state is None or not state.scheduler_output.drafts else dict(state.scheduler_output.drafts)
 
     @property
     def sliding_window_size(self) -> int | None:

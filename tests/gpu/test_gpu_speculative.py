@@ -57,7 +57,7 @@ def test_texts_are_those_without_drafts(
             assert (lm.runner.drafter.runner.graph_runner is not None) is graphs  # pyright: ignore
         if method == "eagle3":
             stage: Any = lm.runner.drafter.stage  # pyright: ignore
-            assert torch.isfinite(stage._aux.states).all() and stage._aux.states[:6].abs().sum() > 0
+            assert torch.isfinite(stage.aux.states).all() and stage.aux.states[:6].abs().sum() > 0
 
 
 @pytest.mark.parametrize("count", [1, 5, 32])

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS
+from helpers_drafts import Told
 from helpers_runner import make_runner, random_ids
 
 from pymllm_interp import LM, InterpModelRunner, ModelRunner, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.request import Request
-from pymllm_interp.core.step import ModelRunnerOutput, RequestHooks, SchedulerOutput
+from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput, RequestHooks, SchedulerOutput
 from pymllm_interp.hooks.traces.blocks.trace import RequestTrace
 from pymllm_interp.hooks.traces.serving.rows import rows_of_step
 from pymllm_interp.hooks.traces.syntax.envoy import TracedModel
-from pymllm_interp.runner import device_memory, seed_names
+from pymllm_interp.runner import device_memory, model_runner, seed_names
 from pymllm_interp.runner.forward_passes import ForwardPasses
 from pymllm_interp.runner.stage import PassDemands
 from pymllm_interp.runner.traced_stage import TracedStage
@@ -303,6 +304,64 @@ def test_short_names_of_the_seeds_are_in_one_place() -> None:
     (cls,) = (node for node in ast.parse(inspect.getsource(seed_names)).body if isinstance(node, ast.ClassDef))
     functions = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
     names = {function.name for function in functions}
-    assert names == {"sliding_window_size", "get_supported_tasks", "update_max_model_len", "prepare_attn"}
+    assert names == {
+        "sliding_window_size", "get_supported_tasks", "update_max_model_len", "prepare_attn", "max_model_len",
+        "draft_tokens_handler", "take_draft_token_ids",
+    }  # fmt: skip
     assert all(len(function.body) <= 5 for function in functions), "a docstring, and what the name stands for"
     assert not names & {*vars(ModelRunner), *vars(ForwardPasses)}
+
+
+def test_r02_r03_names_of_the_seeds_module_are_there_to_import() -> None:
+    assert model_runner.LogitsProcessorOutput is LogitsProcessorOutput
+    assert model_runner.get_total_gpu_memory is device_memory.get_total_gpu_memory
+    assert model_runner.get_available_gpu_memory is device_memory.get_available_gpu_memory
+
+
+def test_max_model_len_is_what_is_served(runner: Any) -> None:
+    before = runner.max_model_len
+    assert before == runner.context_len == runner.req_states.max_model_len
+    runner.update_max_model_len(before - 1)
+    assert runner.max_model_len == before - 1
+    runner.update_max_model_len(before)
+
+
+def test_v12_the_drafts_of_a_step_are_those_that_it_verifies(model_folder: Callable[..., Path]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LM(model_folder("llama"), dtype="float32", device="cpu") as lm:
+        wanted = lm.generate([PROMPT], params)
+        assert lm.runner.take_draft_token_ids() is None is lm.runner.draft_tokens_handler
+    told, seen = Told("right", k=3), []
+    told.tell(wanted)
+    with LM(model_folder("llama"), dtype="float32", device="cpu", speculative=told) as lm:
+        sample = lm.runner.sample_tokens_async
+
+        def sampling() -> Any:
+            drafts, handler = lm.runner.take_draft_token_ids(), lm.runner.draft_tokens_handler
+            output = sample()
+            if drafts is not None:
+                assert isinstance(handler, seed_names.DraftTokensHandler)
+                (own,), (tokens,) = drafts.values(), output.get_output().sampled_token_ids
+                seen.append(own == tokens[: len(own)])
+            return output
+
+        lm.runner.sample_tokens_async = sampling
+        assert lm.generate([PROMPT], params)[0].token_ids == wanted[0].token_ids
+    assert len(seen) >= 2 and all(seen), "all drafts were right"
+
+
+def test_r24_sample_with_penalties_picks_what_the_engine_picks(lm_of: Callable[..., LM]) -> None:
+    """The oracle is the running path: each token of a penalised generation, from its raw logits."""
+    lm = lm_of("llama")
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, frequency_penalty=1.5, presence_penalty=0.5)
+    (plain,) = lm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
+    (out,) = lm.generate([PROMPT], params, capture=["logits"])
+    assert out.token_ids != plain.token_ids, "the penalties change it"
+    histories = [out.token_ids[:i] for i in range(10)]
+    penalties = {
+        "repetition_penalties": None, "frequency_penalties": torch.full((10,), 1.5),
+        "presence_penalties": torch.full((10,), 0.5), "token_histories": histories,
+    }  # fmt: skip
+    logits = LogitsProcessorOutput(out.activations["logits"][-10:])
+    batch = lm.runner.prepare_forward_batch_decode(*(torch.zeros(10, dtype=torch.int32) for _ in range(4)))
+    assert lm.runner.sample(logits, batch, penalty_params=penalties).tolist() == out.token_ids

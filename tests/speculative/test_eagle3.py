@@ -101,12 +101,13 @@ def test_the_states_are_the_inputs_of_the_layers_behind_ops(way, head, model_fol
         lm = load("llama", speculative=eagle(head[0]), max_num_tokens=16)
         stage: Any = lm.runner.drafter.stage  # pyright: ignore[reportOptionalMemberAccess]
         kept: list[tuple[int, torch.Tensor]] = []
+        assert lm.runner.get_mtp_target_hidden_states() is stage.aux.states, "V53"
         ran = stage.ran
 
         def seen(batch: Any, output: Any) -> None:
             rows = stage._rows
             for entry, first in zip(rows.entries, rows.query_start_loc.tolist(), strict=False):
-                kept.append((entry.start, stage._aux.states[first : first + entry.num_tokens].clone()))
+                kept.append((entry.start, stage.aux.states[first : first + entry.num_tokens].clone()))
             ran(batch, output)
 
         stage.ran = seen

@@ -83,11 +83,12 @@ class EagleStage(Stage):
         aux: where the model's passes leave them.
 
     Attributes:
+        aux: see above.
         kept: by request.
     """
 
     def __init__(self, head: Eagle3Head, aux: AuxStates) -> None:
-        self._head, self._aux = head, aux
+        self._head, self.aux = head, aux
         self._rows: InputBatch | None = None
         self.kept: dict[str, KeptStates] = {}
 
@@ -103,11 +104,11 @@ class EagleStage(Stage):
 
     def ran(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> None:
         rows = self._rows
-        if rows is None or rows.num_tokens > len(self._aux.states):
+        if rows is None or rows.num_tokens > len(self.aux.states):
             return
         if not any(entry.request_id in self.kept for entry in rows.entries):
             return
-        states = self._head.project(self._aux.states[: rows.num_tokens])
+        states = self._head.project(self.aux.states[: rows.num_tokens])
         for entry, first in zip(rows.entries, rows.query_start_loc.tolist(), strict=False):
             if (kept := self.kept.get(entry.request_id)) is not None:
                 kept.add(entry.start, states[first : first + entry.num_tokens])
