@@ -426,9 +426,7 @@ class RequestFactory:
         return request
 
     def _check_pass(self, requests: Sequence[Request], what: str) -> None:
-        """Check that the prompts of traced requests can run in one pass, and that no pass has to run again.
-
-        A prompt above `max_num_tokens` needs the memory now.
+        """Check that traced prompts can run in one pass, and none again. One above `max_num_tokens` needs the memory now.
 
         Raises:
             PromptError: they cannot.
