@@ -39,8 +39,9 @@ def random_rows(rng: random.Random, single: bool) -> list[str]:
     if not named and rng.random() < 0.2:
         line = f"{x} = {rng.choice(VALUES).format(h=x)}"
     after = rng.choice([[], [f"a = {target}.clone()"]])
-    body = [*before, line, *after, "g = lm.model.norm.output[0, -1]"]
-    names = ["g", *(["a"] if after else [])]
+    part = rng.choice(["[0, -1]", "", ".view(-1)", ".sum()"])
+    body = [*before, line, *after, f"n = lm.model.layers[-1].output{part}", f"g = lm.model.norm.output{part}"]
+    names = ["g", "n", *(["a"] if after else [])]
     if single:
         return ["V = known['V']", *body, *(f"{name}.save()" for name in names), "out = lm.lm_head.output.save()"]
     steps = rng.choice(["[:]", "[:3]", "[1:4]", "[2]", "[0]", "[3:]", "[[0, 2]]"])

@@ -14,7 +14,7 @@ from ...positions import Generated, Positions
 from ...site import Site
 from ..blocks.loops import AST_LOCK, with_loop_ends
 from ..nnsight_compat import Envoy
-from .plan import LAST, Edit, NotStatic
+from .plan import LAST, Edit, NotStatic, same_state
 from .row_expressions import RowExpression
 from .values import SiteRead
 
@@ -164,10 +164,8 @@ class Edits:
 
     def _stands_apart(self, site: str) -> None:
         """Refuse an edit of a layer's input if the block has the output before it, which is the same state."""
-        kind, _, layer = site.partition(".")
-        before = f"resid_post.{int(layer) - 1}" if kind == "resid_pre" and layer != "0" else "embed"
-        walk = self._walk
-        if kind == "resid_pre" and (before in walk.read or any(edit.site == before for edit in walk.plan.edits)):
+        before, walk = same_state(site), self._walk
+        if before in walk.read or any(edit.site == before for edit in walk.plan.edits):
             raise NotStatic("an edit of a layer's input after a read or an edit of the output before it")
 
     def _operand(self, value: Any, width: int, operator: str, assigned: bool) -> Any:

@@ -13,7 +13,7 @@ import torch
 from ..nnsight_compat import Envoy, InterleavingTracer, Iterations, save
 from ..syntax.envoy import TracedEnvoy, TracedModel
 from . import pure
-from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Row, Scope, SiteLocation
+from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Row, Scope, SiteLocation, same_state
 from .step_loop import TakenLoop
 from .values import (
     CONTAINERS,
@@ -183,8 +183,9 @@ class Expressions:
             self.taken.reads += 1
         if not point.end:  # the step's logits have a shape of their own
             self.taken = None
-        self._need(point.site, LAST, self.steps)
-        return SiteRead(point.site, point.in_tuple, self.steps)
+        site = before if (before := same_state(point.site)) in self.read else point.site
+        self._need(site, LAST, self.steps)
+        return SiteRead(site, point.in_tuple, self.steps)
 
     def reach(self, location: str) -> None:
         order = self.points[location].order
@@ -438,7 +439,7 @@ class Expressions:
         if name == "save" and not arguments:
             return self._saved_value(of)
         if name in pure.COPIES and not arguments and isinstance(of, RowRead):
-            return RowRead(Row(of.row.site, of.row.indexes, (*of.row.methods, name)), of.steps)
+            return RowRead(Row(of.row.site, of.row.indexes, (*of.row.methods, name)), of.steps, of)
         fresh = isinstance(of, Unknown) and of.fresh
         if name in pure.FILLS:
             if not fresh:

@@ -68,6 +68,14 @@ def points_of(root: str, family: Family, num_layers: int, softcap: float | None)
     return found
 
 
+def same_state(site: str) -> str:
+    """The site before a layer's input, with the same tensor of the pass; "" for other sites."""
+    kind, _, layer = site.partition(".")
+    if kind != "resid_pre":
+        return ""
+    return f"resid_post.{int(layer) - 1}" if layer != "0" else "embed"
+
+
 @dataclass
 class Need:
     """The positions that a block reads of one site.
