@@ -55,7 +55,11 @@ class BlockRunner:
             block.pending = turn.switch(block, worker.switch if error is None else worker.throw, error)
 
     def release(self, block: Block) -> None:
-        """Resume a block that waited at a barrier, and file it where it waits next."""
+        """Resume a block that waited at a barrier, and file it where it waits next.
+
+        It may be pinned to an earlier step than the block that released it: neither waits for what the other one found.
+        """
+        block.interleaver.visits.event_count += 1
         self.resume(block)
         if block.trace.in_pass:
             self.points.park(block)
@@ -215,7 +219,7 @@ class BlockScope:
         assert worker is not None
         if block.iteration:
             # As in nnsight: after the first hit of iter[n], the rest of that step follows in sequence.
-            block.iteration = None
+            block.iteration, block.pinned_pass = None, trace.visits.passes
         block.last_location = location
         if pending[0] is not VALUE:
             error = None

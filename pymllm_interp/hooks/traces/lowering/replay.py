@@ -17,10 +17,9 @@ from greenlet import GreenletExit, getcurrent
 
 from ....core.families import LOGITS
 from ...captures.activations import Activations
-from ..blocks.errors import LoopEnd
-from ..blocks.trace import RequestTrace
+from ..blocks.errors import LoopEnd, too_late
+from ..blocks.trace import Block, RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
-from ..serving.lifecycle import TOO_LATE
 from ..serving.visits import VisitCounts
 from .plan import BlockPlan, Points, SiteLocation, StepLoop, same_state
 from .site_rows import SiteRows
@@ -92,6 +91,17 @@ class Replay:
             return 0
         return self._step + (point.order < self._order)
 
+    def pass_of(self, _: RequestTrace) -> int:
+        """`Points.pass_of`."""
+        return self._step
+
+    def has_passed(self, block: Block, location: str) -> bool:
+        """`Points.has_passed`."""
+        point = self._points.get(location)
+        if point is None or location == "result":
+            return False
+        return (self._step, self._order) > (block.pinned_pass, point.order)
+
     def key(self, *_: Any) -> tuple[int, int]:
         """`VisitCounts.key`: none is equal."""
         return _NO_KEY
@@ -135,7 +145,7 @@ class Replay:
             return worker.throw(error)
         self._trace.receipt.reads += 1
         if block.iteration:  # the rest of the step follows in sequence
-            block.iteration = None
+            block.iteration, block.pinned_pass = None, self._step
         block.last_location = pending[1] or ""
         return worker.switch(value)
 
@@ -180,8 +190,7 @@ class Replay:
             trace.over = True
             if block.iteration != 0:
                 raise LoopEnd(f"'{pending}' was never reached: the generation was over")
-            before = f": the block was at `{block.last_location}` before" if block.last_location else ""
-            raise OutOfOrderError(f"request {trace.request_id}: {TOO_LATE.format(location, before)}")
+            raise OutOfOrderError(too_late(trace.request_id, location, block.last_location))
         if (step, point.order) != (self._step, self._order):
             self._step, self._order = step, point.order
             self._served = self._value(point, step)
