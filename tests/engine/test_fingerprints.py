@@ -264,7 +264,7 @@ def test_specs_are_told_apart_by_all_that_they_say_and_by_their_order():
 
 
 def test_receipts_say_what_computed_and_what_was_captured(lm_of: Any) -> None:
-    lm, prompt, steer = lm_of("llama"), [1, 2, 3, 4, 5], Scale("embed", 0.9)
+    lm, prompt, steer = lm_of("llama", lower_traces="off"), [1, 2, 3, 4, 5], Scale("embed", 0.9)
     capture = [Capture("resid_post.1", positions="generated"), Capture("embed", positions=[0, -1], reduce="mean")]
     (out,) = lm.generate([prompt], ONE, interventions=[steer], capture=capture)
     receipt = out.receipt
