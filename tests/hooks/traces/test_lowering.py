@@ -9,6 +9,7 @@ import gc
 import linecache
 import pickle
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -398,7 +399,7 @@ OUT = "o = lm.lm_head.output.save()"
 IN_THE_PASS = {
     "an edit after a read": (["h = lm.model.layers[0].output.clone().save()", "lm.model.layers[0].output[:] = 0"], "after a use"),
     "two edits of one place": (
-        ["lm.model.layers[0].output[:] += 1", "lm.model.layers[0].output[:] += 2", "h = lm.lm_head.output.save()"], "another edit",
+        ["lm.model.layers[0].output[:] += 1", "lm.model.layers[0].output[:] += 2", "h = lm.lm_head.output.save()"], "a second edit",
     ),
     "an edit by a value of the pass": (["lm.model.layers[1].output[:] = lm.model.layers[0].output"], "edit"),
     "an edit of another shape": (["lm.model.layers[1].output[0, :2] += torch.ones(2, 72)", OUT], "edit"),
@@ -409,7 +410,19 @@ IN_THE_PASS = {
     "by name, late": (
         ["h = lm.model.layers[0].output", "g = lm.model.layers[1].output", "h += 1", OUT], "after a use",
     ),
-    "two edits by name": (["h = lm.model.layers[0].output", "h += 1", "h += 2", OUT], "after a use"),
+    "two edits by name": (["h = lm.model.layers[0].output", "h += 1", "h += 2", OUT], r"a second edit of resid_post\.0: inter"),
+    "a directional ablation": (
+        ["h = lm.model.layers[1].output", "h[:] = h - (h @ W[:, 0])[..., None] * W[:, 0]", OUT],
+        r"^line 4: `h @ W\[:, 0\]` is a product: Ablate\('resid_post\.1', directions\)",
+    ),
+    "a vector of the block": (
+        ["v = torch.ones(72)", "lm.model.layers[1].output[:] += v", OUT], "^line 4: `v` is made in the block: above the `with`"
+    ),
+    "a value of another place": (
+        ["g = lm.model.layers[0].output", "h = lm.model.layers[1].output", "h[:] = h * g", OUT],
+        "^line 5: `g` is a value of the pass at another place",
+    ),
+    "some channels": (["lm.model.layers[1].output[:, :, 5] = 0", OUT], "^line 3: an edit of some channels"),
     "an edit of a part by name": (["h = lm.model.layers[0].output[0]", "h += 1", OUT], "edited in place"),
     "an edit of a norm's input by name": (["h = lm.model.layers[1].post_attention_layernorm.input", "h += 1", OUT], "an edit of"),
     "a branch on a value": (["h = lm.model.layers[0].output.save()", "if h.sum() > 0:", "    g = h.clone().save()"], "branch"),
@@ -442,8 +455,6 @@ IN_THE_PASS = {
 
 @pytest.mark.parametrize("what", IN_THE_PASS)
 def test_other_blocks_run_in_the_pass_with_a_reason(what, lms):
-    import re
-
     lines, reason = IN_THE_PASS[what]
     run = script(lines, ONE_PASS)
     (ours, tracer, error), (theirs, _, expected) = ran(run, lms[0]), ran(run, lms[1])
@@ -467,6 +478,35 @@ def test_require_names_what_is_wrong_with_the_request(lm_of):
         with lm.trace(PROMPT):
             h = lm.model.layers[0].output[0, 10**6].save()  # noqa: F841
     assert lm.engine.stats()["running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["    lm.model.layers[1].output[:, -1] += known['V'][0] * 0.9 ** step"], r"line 5: `step` depends .*Steer\("),
+        (["    a = 0.5 * step", "    lm.model.layers[1].output[:] += a * known['V'][0]"], r"line 6: `a` depends on the step"),
+        (["    if step > 0:", "        lm.model.layers[1].output[:] += known['V'][0]"], r"line 6: .*positions=Generated\(0\)\)"),
+    ],
+)  # fmt: skip
+def test_an_edit_that_depends_on_the_step_names_the_declared_one(lms, lines, reason):
+    receipt = same(
+        lms, ["kept = list().save()", "for step in tracer.iter[:]:", *lines, "out = tracer.result.save()"], GENERATION
+    )
+    assert re.match(reason, receipt.not_lowered), receipt.not_lowered
+
+
+def test_a_plan_of_a_matrix_is_not_the_plan_of_a_shorter_one(lms):
+    for rows in (1, 3, 2):
+        found = []
+        for lm in lms:
+            matrix = torch.stack(vectors_of(lm)[:rows])
+            with lm.trace(PROMPT) as tracer:
+                products = list().save()
+                for layer, v in zip(lm.model.layers, matrix, strict=False):
+                    products.append(layer.output[0, -1] * v)
+            found.append(list(products))
+            assert len(products) == rows and tracer.receipt.lowered == (lm is lms[0]), tracer.receipt.not_lowered
+        assert_equal(*found, f"{rows} rows")
 
 
 STEP_EDIT = [

@@ -227,6 +227,9 @@ class Expressions:
                 return of[index]
             except Exception as error:
                 raise NotStatic(f"{error}") from None
+        if type(of) is torch.Tensor and type(index) is int and of.dim() > 1 and -len(of) <= index < len(of):
+            self.plan.computes = True
+            return of.detach()[index]
         if isinstance(of, torch.Tensor) or isinstance(index, Unknown):
             self._is_pure_value(of)
             self.plan.computes |= isinstance(index, Unknown)
@@ -308,6 +311,8 @@ class Expressions:
         """What a loop goes over, which must be known."""
         if isinstance(of, Envoy) and type(of) is TracedEnvoy:
             return (child for _, child in of._named_children())
+        if type(of) is torch.Tensor and of.dim() > 1 and len(of) <= MAX_NODES:
+            return iter(of.detach().unbind())
         if isinstance(of, KnownItems):
             return iter(of.items)
         if (type(of) in CONTAINERS or isinstance(of, tuple)) and len(of) <= MAX_NODES:
@@ -408,6 +413,7 @@ class Expressions:
         if function is len and known and isinstance(arguments[0], Envoy):
             return len(dict(arguments[0]._named_children()))
         if function in LISTED and known:
+            arguments = [argument for argument in arguments if type(argument) is not bool]  # strict=
             return KnownItems(LISTED[function](*(a if type(a) is int else list(self._items(a)) for a in arguments)))
         scalars = all(isinstance(argument, KNOWN) and type(argument) is not range for argument in arguments)
         if any(isinstance(argument, range) for argument in arguments) and function is not len:
