@@ -241,8 +241,11 @@ class BlockScope:
                 shared.count_edit(trace)  # in place
             return following
         parts = leaves(served)
-        version = versions_of(parts)
+        version, dropped = versions_of(parts), self._runner.points.unread.get(location)
+        dropped_version = versions_of(parts[dropped[0] : dropped[0] + 1]) if dropped is not None else 0
         following = self.switch(block, worker.switch, served)
+        if dropped is not None and versions_of(parts[dropped[0] : dropped[0] + 1]) != dropped_version:
+            trace.fail(_unread(block, location, dropped))
         if not same_objects(leaves(served), parts):
             _put_back(block, location, shared, served)
         elif versions_of(parts) != version:
@@ -273,14 +276,35 @@ def _warn_of(block: Block, raised: BaseException) -> None:
 
 
 def _swap(block: Block, location: str, shared: SharedValue, edited: Any) -> EditError | MixedRowsError | None:
-    """Replace the request's rows. Returns the error of an edit that does not fit."""
+    """Replace the request's rows. Returns the error of an edit that does not fit, or that the model would not read."""
+    dropped = block.interleaver.points.unread.get(location)
     try:
+        if dropped is not None and _replaces(dropped[0], shared.served_to(block.trace), edited):
+            return _unread(block, location, dropped)
         shared.replace(block.trace.rows, edited)
         shared.containers = {} if isinstance(edited, Tensor) else {block.trace: edited}
     except (EditError, MixedRowsError) as error:
         return type(error)(f"request {block.trace.request_id}: edit of `{location}`: {error}")
     shared.count_edit(block.trace)
     return None
+
+
+def _replaces(entry: int, served: Any, edited: Any) -> bool:
+    """Whether an assigned tuple has another value in this entry."""
+    if not (isinstance(served, tuple) and isinstance(edited, tuple) and len(served) == len(edited) > entry):
+        return False
+    before, after = served[entry], edited[entry]
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return before is not after and not (before.shape == after.shape and bool((before == after).all()))
+    return before is not after
+
+
+def _unread(block: Block, location: str, dropped: tuple[int, str]) -> EditError:
+    entry, instead = dropped
+    return EditError(
+        f"request {block.trace.request_id}: edit of `{location}`: the model does not read output[{entry}], so nothing would "
+        f"change; {instead}"
+    )
 
 
 def _put_back(block: Block, location: str, shared: SharedValue, served: Any) -> None:

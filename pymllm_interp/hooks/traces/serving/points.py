@@ -68,9 +68,11 @@ class Points:
 
     Attributes:
         opened: the points by location name.
+        unread: location name -> (entry of a tuple of outputs that the model does not read, what to edit in its place).
     """
 
     def __init__(self, visits: PassVisits, locate: Callable[[str], Point]) -> None:
+        self.unread: dict[str, tuple[int, str]] = {}
         self.opened: dict[str, Point] = {}  # a plain dict: every module of a pass looks here
         self._visits = visits
         self._locate = weakref.WeakMethod(locate)  # the method's object holds this one
