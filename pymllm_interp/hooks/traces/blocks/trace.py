@@ -217,6 +217,10 @@ class RequestTrace:
                 raised.add_note(
                     "a trace has gradients if its block names them (backward, grad, ...), or with grad=True"
                 )
+            if "derivative for" in (text := str(raised)) and "attention" in text:
+                raised.add_note(
+                    "torch's fused attention has no second derivative: give the trace attn_implementation='eager'"
+                )
             if isinstance(raised, NameError) and self._binds_elsewhere(raised.name):
                 raised.add_note(
                     f"`{raised.name}` is bound by another invoke of this trace, which has not reached that line yet: with "
