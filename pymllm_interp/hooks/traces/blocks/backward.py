@@ -31,7 +31,10 @@ from ..syntax.session import _Captured
 TORCH_GRAD: Any = torch.Tensor.grad
 
 
-SECOND_ORDER = "open the second one behind the block of the first one, which has `.backward(create_graph=True)`; or use torch.autograd.grad"
+SECOND_ORDER = (
+    "open the second one behind the block of the first one, which has `.backward(create_graph=True)`; "
+    "or use torch.autograd.grad"
+)
 
 
 class GradientBlock(Mediator):

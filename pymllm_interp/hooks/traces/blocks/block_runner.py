@@ -18,6 +18,7 @@ from ..serving.shared_value import SharedValue, leaves, same_objects, versions_o
 from .errors import EditError, MixedRowsError, TraceTimeoutError
 from .torch_modes import NO_AUTOCAST, Modes, autocast_by_device, is_any_autocast_enabled
 from .trace import Block, RequestTrace
+from .unread import replaces, unread_error
 from .watchdog import Watchdog
 
 VALUE = Event.VALUE  # looking up an enum's member is slow
@@ -57,7 +58,7 @@ class BlockRunner:
     def release(self, block: Block) -> None:
         """Resume a block that waited at a barrier, and file it where it waits next.
 
-        It may be pinned to an earlier step than the block that released it: neither waits for what the other one found.
+        It may be pinned to an earlier step than the block that released it.
         """
         block.interleaver.visits.event_count += 1
         self.resume(block)
@@ -245,7 +246,7 @@ class BlockScope:
         dropped_version = versions_of(parts[dropped[0] : dropped[0] + 1]) if dropped is not None else 0
         following = self.switch(block, worker.switch, served)
         if dropped is not None and versions_of(parts[dropped[0] : dropped[0] + 1]) != dropped_version:
-            trace.fail(_unread(block, location, dropped))
+            trace.fail(unread_error(block.trace.request_id, location, dropped))
         if not same_objects(leaves(served), parts):
             _put_back(block, location, shared, served)
         elif versions_of(parts) != version:
@@ -279,32 +280,14 @@ def _swap(block: Block, location: str, shared: SharedValue, edited: Any) -> Edit
     """Replace the request's rows. Returns the error of an edit that does not fit, or that the model would not read."""
     dropped = block.interleaver.points.unread.get(location)
     try:
-        if dropped is not None and _replaces(dropped[0], shared.served_to(block.trace), edited):
-            return _unread(block, location, dropped)
+        if dropped is not None and replaces(dropped[0], shared.served_to(block.trace), edited):
+            return unread_error(block.trace.request_id, location, dropped)
         shared.replace(block.trace.rows, edited)
         shared.containers = {} if isinstance(edited, Tensor) else {block.trace: edited}
     except (EditError, MixedRowsError) as error:
         return type(error)(f"request {block.trace.request_id}: edit of `{location}`: {error}")
     shared.count_edit(block.trace)
     return None
-
-
-def _replaces(entry: int, served: Any, edited: Any) -> bool:
-    """Whether an assigned tuple has another value in this entry."""
-    if not (isinstance(served, tuple) and isinstance(edited, tuple) and len(served) == len(edited) > entry):
-        return False
-    before, after = served[entry], edited[entry]
-    if isinstance(before, Tensor) and isinstance(after, Tensor):
-        return before is not after and not (before.shape == after.shape and bool((before == after).all()))
-    return before is not after
-
-
-def _unread(block: Block, location: str, dropped: tuple[int, str]) -> EditError:
-    entry, instead = dropped
-    return EditError(
-        f"request {block.trace.request_id}: edit of `{location}`: the model does not read output[{entry}], so nothing would "
-        f"change; {instead}"
-    )
 
 
 def _put_back(block: Block, location: str, shared: SharedValue, served: Any) -> None:

@@ -175,7 +175,7 @@ class RowExpression:
                 raise NotStatic(NOT_BY_ROW)
         options = {keyword.arg: self._walk.value(keyword.value) for keyword in node.keywords}
         if name == "clamp":
-            bounds = dict(zip(("min", "max"), map(self._walk.value, arguments), strict=False)) | options
+            bounds: dict[Any, Any] = dict(zip(("min", "max"), map(self._walk.value, arguments), strict=False)) | options
             if not bounds.keys() <= {"min", "max"} or not all(type(bound) in (int, float) for bound in bounds.values()):
                 raise NotStatic(NOT_BY_ROW)
             return self._method(rows, name, **bounds)

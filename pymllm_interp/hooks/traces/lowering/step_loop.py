@@ -65,7 +65,7 @@ class TakenLoop:
         return True
 
     def loop(self) -> StepLoop | None:
-        """The loop, once its body has ended; None if it reads nothing, or if two appends may be of one tensor under two names."""
+        """The loop, once its body has ended. None if it reads nothing, or if two appends may be of one tensor."""
         parts = {id(read): read.origin for _, read in self._appends if isinstance(read, RowRead)}
         if len(set(map(id, parts.values()))) < len(parts):
             return None

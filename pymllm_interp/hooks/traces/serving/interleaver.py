@@ -13,9 +13,8 @@ switching a `Pending` to its parent greenlet, and one of them runs at a time.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from threading import get_ident
@@ -28,6 +27,7 @@ from ....core.model_spec import Family
 from ..blocks.block_runner import BlockRunner
 from ..blocks.errors import EditError, MixedRowsError
 from ..blocks.trace import Block, RequestTrace
+from ..blocks.unread import unread_outputs
 from ..blocks.watchdog import Watchdog
 from ..nnsight_compat import Controller, Envoy, Interleaver, apply, install_controller
 from ..saves.save_transfer import SaveTransfer
@@ -99,7 +99,7 @@ class EngineInterleaver(Interleaver):
             path for path in self._model_paths if any(attention.startswith(f"{path}.") for attention in attentions)
         }
         self._root, self._layers = model.path, f"{model.path}.{family.layers}."
-        self.points.unread = dict(_unread(self._model_paths, model.path, family))
+        self.points.unread = dict(unread_outputs(self._model_paths, model.path, family))
         self.samples, self.streamer = f"{model.path}.samples", f"{model.path}.generator.streamer.output"
         self.result_locations = (f"{model.path}.generator.output", "result")
         self._recorded = frozenset({self.streamer, self.result_locations[0]})
@@ -370,24 +370,6 @@ class EngineInterleaver(Interleaver):
             trace.rows = rows
         trace.visits.calls[location] += 1
         return shared.value
-
-
-def _unread(paths: set[str], root: str, family: Family) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Outputs of modules that a decoder layer drops, as in transformers: see `Points.unread`."""
-    layer = re.compile(rf"{re.escape(root)}\.{re.escape(family.layers)}\.(\d+)\.(.+)")
-    entries = {family.attention: (1, "attention weights are edited in `.source`, with attn_implementation='eager'")}
-    if family.router:
-        entries[f"{family.mlp}.{family.router}"] = (
-            0,
-            "Steer('router.{0}', ...) edits the logits before the choice, and output[1] has its scores",
-        )
-    if family.mlp_in_tuple:
-        entries[family.mlp] = 1, "the scores are output[1] of its router"
-    for path in paths:
-        found = layer.fullmatch(path)
-        if found is not None and found[2] in entries:
-            entry, instead = entries[found[2]]
-            yield f"{path}.output", (entry, instead.format(found[1]))
 
 
 def _replace_skipped(point: Point, shared: SharedValue) -> None:

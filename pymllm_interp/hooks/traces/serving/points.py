@@ -68,7 +68,7 @@ class Points:
 
     Attributes:
         opened: the points by location name.
-        unread: location name -> (entry of a tuple of outputs that the model does not read, what to edit in its place).
+        unread: location name -> (entry of its tuple that the model does not read, what to edit in its place).
     """
 
     def __init__(self, visits: PassVisits, locate: Callable[[str], Point]) -> None:
