@@ -1,4 +1,4 @@
-"""Outputs of modules that a decoder layer does not read: an edit of one is refused, because it would change nothing."""
+"""Outputs that a decoder layer does not read. An edit of one would change nothing, so it is refused."""
 
 from __future__ import annotations
 
