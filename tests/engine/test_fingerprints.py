@@ -294,6 +294,23 @@ def test_a_printed_receipt_shows_what_is_not_empty() -> None:
     ), "a gate that never fired is told from none"
 
 
+def test_a_printed_receipt_folds_layers_with_equal_counts() -> None:
+    receipt = Receipt()
+    receipt.interventions += [
+        Applied("Ablate", f"{kind}.{i}", 3) for i in range(30) for kind in ("attn_out", "mlp_out")
+    ]
+    receipt.captures += [Captured(f"resid_post.{i}", 3) for i in (0, 1, 2, 7, 9, 10)] + [
+        Captured("embed", 3),
+        Captured("z.1", 1),
+    ]
+    rows = [(what, where) for what, where, _ in receipt.table().rows]
+    assert rows == [
+        ("Ablate", "attn_out.0-29, mlp_out.0-29"), ("captured", "resid_post.0-2, resid_post.7, resid_post.9-10, embed"),
+        ("captured", "z.1"),
+    ]  # fmt: skip
+    assert repr(receipt).count("Applied(") == 1 and len(receipt.interventions) == 60
+
+
 def test_a_model_state_covers_the_weights_of_adapters() -> None:
     """By their digests: a name says nothing."""
     config = CONFIGS["llama"]()
