@@ -39,14 +39,14 @@ demo: $(STAMP)
 PASS := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q
 PYTEST := $(PASS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRACE_TESTS := $(addprefix tests/hooks/traces/test_trace_,parity.py features.py errors.py) tests/engine/test_stress.py tests/runner/test_interp_runner.py
-LOWERED_TESTS := $(addprefix tests/hooks/traces/test_,trace_freed.py trace_fuzz.py class_keys.py)
+BOTH_WAYS := $(addprefix tests/hooks/traces/test_,trace_freed.py trace_fuzz.py class_keys.py)
 REPLICATED_TESTS := tests/server/test_server_trust.py tests/server/test_server_faults.py tests/client/test_remote.py
 REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_parity.py)
 
-# The traces five times: as a CPU runs them; as a GPU does, in segments and with steps launched ahead; after their requests, where
-# they can be lowered; and by LM.connect, as code and where they can be lowered. The last four are a process each, side by side:
-# workers of their own would take longer to start than they save.
-TRACE_PASSES := pass-segments pass-lowered pass-remote pass-remote-lowered
+# The traces five times: as users run them, after their requests where they can be lowered; in the passes, as a CPU runs them and as a
+# GPU does, in segments and with steps launched ahead; and by LM.connect, as code and where they can be lowered. The last four are a
+# process each, side by side: workers of their own would take longer to start than they save.
+TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
 .PHONY: $(TRACE_PASSES)
 
 test: $(STAMP)
@@ -56,16 +56,16 @@ ifeq ($(TESTS),tests)
 endif
 
 pass-segments: $(STAMP)
-	$(PASS) --hook-execution segments --ahead $(TRACE_TESTS)
+	$(PASS) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS)
 
-pass-lowered: $(STAMP)
-	$(PASS) --lower-traces auto $(TRACE_TESTS) $(LOWERED_TESTS)
+pass-passes: $(STAMP)
+	$(PASS) --lower-traces off $(TRACE_TESTS) $(BOTH_WAYS)
 
 pass-remote: $(STAMP)
-	$(PASS) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
+	$(PASS) --remote --lower-traces off $(REMOTE_TESTS) -k "not qwen3 and not bit"
 
 pass-remote-lowered: $(STAMP)
-	$(PASS) --remote --lower-traces auto $(REMOTE_TESTS) -k "not qwen3 and not bit"
+	$(PASS) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
 
 # Servers with two replicas in place of one engine. Minutes: not part of `make test`.
 test-replicas: $(STAMP)

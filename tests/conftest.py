@@ -78,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ahead", action="store_true", help="engines launch each step before they read the last one's tokens"
     )
     parser.addoption(
-        "--lower-traces", default="off", choices=["auto", "off", "require"],
+        "--lower-traces", default="auto", choices=["auto", "off", "require"],
         help="whether blocks that only read run after their requests; see ServerConfig.lower_traces",
     )  # fmt: skip
     parser.addoption("--durations-json", type=Path, help="a file that gets the seconds of each test")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from ..utils.tables import Shown, Table
+from .site import layer_ranges
 
 
 class _Brief:
@@ -15,7 +16,7 @@ class _Brief:
     def __repr__(self) -> str:
         shown = []
         for spec in fields(self):  # pyright: ignore[reportArgumentType]
-            value = getattr(self, spec.name)
+            value = _folded(getattr(self, spec.name))
             unset = spec.default if spec.default_factory is MISSING else spec.default_factory()
             if spec.repr and value != unset:
                 shown.append(f"{spec.name}={dict(value) if isinstance(value, Counter) else value!r}")
@@ -119,8 +120,8 @@ class Receipt(_Brief, Shown):
         """Steps, interventions, captures, and each further field that is set."""
         counts: list[tuple[str, str, Any]] = [("steps", mode, count) for mode, count in self.steps.items()]
         counts += [("eager part", part, count) for part, count in self.eager_parts.items()]
-        counts += [(applied.intervention, applied.site, _rows_of(applied)) for applied in self.interventions]
-        counts += [("captured", captured.site, _rows_of(captured)) for captured in self.captures]
+        counts += [(applied.intervention, applied.site, _rows_of(applied)) for applied in _folded(self.interventions)]
+        counts += [("captured", captured.site, _rows_of(captured)) for captured in _folded(self.captures)]
         for name in (
             "reads",
             "edits",
@@ -136,6 +137,16 @@ class Receipt(_Brief, Shown):
             if value := getattr(self, name):
                 counts.append((name, "", value))
         return Table("receipt", ("what", "where", "count"), counts)
+
+
+def _folded(entries: Any) -> Any:
+    """A list of counts, with one entry for layers with equal counts; other values as they are."""
+    if not isinstance(entries, list) or not all(isinstance(entry, Applied | Captured) for entry in entries):
+        return entries
+    alike: dict[Any, list[str]] = {}
+    for entry in entries:
+        alike.setdefault(replace(entry, site=""), []).append(entry.site)
+    return [replace(entry, site=layer_ranges(sites)) for entry, sites in alike.items()]
 
 
 def _rows_of(entry: Applied | Captured) -> str:

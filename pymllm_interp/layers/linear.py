@@ -271,7 +271,8 @@ class MergedLinear:
 
     def _part(self, product: torch.Tensor, index: int) -> torch.Tensor:
         """A copy: hooks get contiguous values, as in transformers, and may write to them."""
-        return product.narrow(-1, sum(self.sizes[:index]), self.sizes[index]).contiguous()
+        part = product.narrow(-1, sum(self.sizes[:index]), self.sizes[index])
+        return part.clone(memory_format=torch.contiguous_format)  # of one row too, which is contiguous as it is
 
 
 class LinearForward:

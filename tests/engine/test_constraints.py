@@ -300,7 +300,7 @@ def test_plain_steps_ask_for_no_mask(lm_of, monkeypatch):
 
 @AHEAD
 def test_a_failed_step_is_sampled_again_by_the_same_masks(lm_of, ahead, monkeypatch):
-    lm: LM = lm_of("llama", async_scheduling=ahead)
+    lm: LM = lm_of("llama", async_scheduling=ahead, lower_traces="off")
     expected, spec, failed = tokens_of(lm, PROMPT, greedy(100, constraint=Alternating())), Alternating(), []
     sampler = lm.runner.sampler
 

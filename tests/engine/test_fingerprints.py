@@ -264,7 +264,7 @@ def test_specs_are_told_apart_by_all_that_they_say_and_by_their_order():
 
 
 def test_receipts_say_what_computed_and_what_was_captured(lm_of: Any) -> None:
-    lm, prompt, steer = lm_of("llama"), [1, 2, 3, 4, 5], Scale("embed", 0.9)
+    lm, prompt, steer = lm_of("llama", lower_traces="off"), [1, 2, 3, 4, 5], Scale("embed", 0.9)
     capture = [Capture("resid_post.1", positions="generated"), Capture("embed", positions=[0, -1], reduce="mean")]
     (out,) = lm.generate([prompt], ONE, interventions=[steer], capture=capture)
     receipt = out.receipt
@@ -292,6 +292,23 @@ def test_a_printed_receipt_shows_what_is_not_empty() -> None:
         "Receipt(steps={'plain': 3}, interventions=[Applied(intervention=\"Steer('resid_post.1')\", site='resid_post.1', "
         "generated_rows=2, gate_fires=0)], captures=[Captured(site='embed', prompt_rows=4)], edits=1)"
     ), "a gate that never fired is told from none"
+
+
+def test_a_printed_receipt_folds_layers_with_equal_counts() -> None:
+    receipt = Receipt()
+    receipt.interventions += [
+        Applied("Ablate", f"{kind}.{i}", 3) for i in range(30) for kind in ("attn_out", "mlp_out")
+    ]
+    receipt.captures += [Captured(f"resid_post.{i}", 3) for i in (0, 1, 2, 7, 9, 10)] + [
+        Captured("embed", 3),
+        Captured("z.1", 1),
+    ]
+    rows = [(what, where) for what, where, _ in receipt.table().rows]
+    assert rows == [
+        ("Ablate", "attn_out.0-29, mlp_out.0-29"), ("captured", "resid_post.0-2, resid_post.7, resid_post.9-10, embed"),
+        ("captured", "z.1"),
+    ]  # fmt: skip
+    assert repr(receipt).count("Applied(") == 1 and len(receipt.interventions) == 60
 
 
 def test_a_model_state_covers_the_weights_of_adapters() -> None:

@@ -56,8 +56,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair(lm_of: LmOf) -> Pair:
-    server = {"page_size": PAGE, "kv_cache_tokens": 2048}
+def pair(lm_of: LmOf, request: pytest.FixtureRequest) -> Pair:
+    server = {"page_size": PAGE, "kv_cache_tokens": 2048, **getattr(request, "param", {})}
     found = Pair(lm_of("llama", **server), lm_of("llama", enable_prefix_caching=False, **server))
     found.lm.reset_prefix_cache()
     return found
@@ -286,6 +286,7 @@ def test_rows_on_which_a_gate_is_counted_are_computed(pair: Pair) -> None:
     assert again.receipt.interventions[0].gate_fires == first.receipt.interventions[0].gate_fires > 0
 
 
+@pytest.mark.parametrize("pair", [{"lower_traces": "off"}], indirect=True)
 def test_a_trace_shares_nothing_and_leaves_nothing(pair: Pair) -> None:
     pair.cached(PROMPT)
     for lm in (pair.lm, pair.reference):
@@ -415,7 +416,7 @@ def test_what_a_failed_step_was_to_write_is_not_kept(model_folder: Any, monkeypa
 def test_plain_requests_start_again_when_a_trace_beside_them_failed_the_step(
     lm_of: LmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = {"page_size": PAGE, "kv_cache_tokens": 512}
+    server = {"page_size": PAGE, "kv_cache_tokens": 512, "lower_traces": "off"}
     pair = Pair(lm_of("llama", **server), lm_of("llama", enable_prefix_caching=False, **server))
     lm = pair.lm
     lm.reset_prefix_cache()

@@ -274,7 +274,7 @@ def _part(value: Any) -> Any:
     if type(value) in (range, slice):
         return type(value), value.start, value.stop, value.step
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return ("tensor",)
+        return "tensor", tuple(value.shape)
     if isinstance(value, InterleavingTracer):
         return ("tracer",)
     if isinstance(value, Envoy | types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):

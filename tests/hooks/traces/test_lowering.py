@@ -9,6 +9,7 @@ import gc
 import linecache
 import pickle
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -82,10 +83,12 @@ def assert_equal(ours: Any, theirs: Any, where: str) -> None:
     assert type(ours) is type(theirs), where
     if isinstance(theirs, torch.Tensor):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, where
-        assert ours.is_contiguous() == theirs.is_contiguous(), where
+        assert ours.stride() == theirs.stride() and ours.is_contiguous() == theirs.is_contiguous(), where
         assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes(), where
         assert ours.grad_fn is None and ours.is_inference() == theirs.is_inference(), where
         assert torch.equal(ours, theirs), f"{where}: {(ours.double() - theirs.double()).abs().max()}"
+        if ours.is_contiguous() and ours.is_floating_point():  # what its reader does next
+            assert torch.equal(ours.view(-1).sum(), theirs.view(-1).sum()) or bool(theirs.sum().isnan()), where
     elif isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), where
         for key in theirs:
@@ -98,6 +101,20 @@ def assert_equal(ours: Any, theirs: Any, where: str) -> None:
         assert ours == theirs, where
 
 
+def aliases(found: Any) -> list[int]:
+    """For each tensor of a value, a number: equal for tensors that share storage."""
+    seen: dict[Any, int] = {}
+
+    def numbers(value: Any) -> Iterator[int]:
+        if isinstance(value, torch.Tensor):
+            yield seen.setdefault(value.untyped_storage().data_ptr() or id(value), len(seen))
+        elif isinstance(value, dict | list | tuple):
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from numbers(item)
+
+    return list(numbers(found))
+
+
 def same(pair: tuple[LM, LM], lines: list[str], opening: str, prompt: list[int] = PROMPT) -> Any:
     """Run the block on both, compare, and return the first one's receipt."""
     run = script(lines, opening)
@@ -105,6 +122,7 @@ def same(pair: tuple[LM, LM], lines: list[str], opening: str, prompt: list[int] 
     assert error == expected, lines
     assert ours.keys() == theirs.keys(), lines
     assert_equal(ours, theirs, "saved")
+    assert aliases(ours) == aliases(theirs), lines
     if tracer is None:
         return None
     assert not other.receipt.lowered and not other.receipt.not_lowered
@@ -145,16 +163,19 @@ VALUES = (
     "{x}", "{x}[0, -1]", "{x}[:, -1]", "{x}[0, 0]", "{x}[0, 2]", "{x}.norm(dim=-1)", "{x}[0].float().mean(0)", "{x} @ W",
     "{x}.argmax(-1)",
     "torch.stack([{x}[0, 0], {x}[0, -1]])", "{x}[0, known['rows']]", "{x}[..., :2]", "{x}.clone() * 2 + 1", "{x}[0, -1].tolist()",
+    "{x}.view(-1)", "{x}.sum()", "{x}.mean()", "{x}.norm()", "{x}.std()", "{x}.view(-1, 2).sum(0)", "{x}", "{x}.transpose(1, 2)",
+    "{x}.reshape(-1)[:5]", "{x}[0].T", "{x}[:, :, ::2]", "{x}.detach()", "{x}.contiguous()", "{x}.float()", "{x}[:, None]",
+    "{x}[..., :5]", "{x}.mean(dim=(0, 1))", "torch.linalg.norm({x})", "{x}.clone()", "{x}[0, -1].contiguous()",
     "{x}.shape", "{x}[0, -1].max().item()", "einops.rearrange({x}, 'a b c -> b (a c)')", "nnsight.save({x}[0, -1])", "{x}[0][1:3]",
 )  # fmt: skip
 
 
 def random_block(rng: random.Random, layers: int, layer: str, single: bool) -> list[str]:
     """A block that reads places of the model in order, with values made of them."""
-    places = sorted(rng.sample(range(layers * 2), rng.randint(1, min(4, layers * 2))))
+    places = sorted(rng.sample(range(layers * 2), rng.randint(2, min(5, layers * 2))))
     reads = [(f"{layer}[{place // 2}].output" if place % 2 else f"{layer}[{place // 2}].input") for place in places]
-    # Where a request is alone, the output of a layer and the input of the next one are one object in the pass.
-    reads = [read for read, place in zip(reads, places, strict=True) if place % 2 or place - 1 not in places]
+    if rng.random() < 0.2:
+        reads.insert(1, reads[0])  # one tensor, as are the output of a layer and the input of the next one
     if rng.random() < 0.3:
         reads[0] = reads[0].replace(f"[{places[0] // 2}]", "[known['layer']]") if places[0] // 2 == 1 else reads[0]
     lines, inside = ["kept = list().save()", "by = {}", "nnsight.save(by)"], []
@@ -162,6 +183,7 @@ def random_block(rng: random.Random, layers: int, layer: str, single: bool) -> l
         value = rng.choice(VALUES).format(x=f"h{i}")
         inside += [f"h{i} = {read}", f"v{i} = {value}"]
         inside.append(rng.choice([f"kept.append(v{i})", f"by[{i}] = v{i}", f"kept.append((v{i}, h{i}[0, -1]))"]))
+        inside += rng.choice([[], [f"h{i}.save()"], [f"kept.append(h{i})"]])
     if single:
         lines += [*inside, f"v{len(reads) - 1}.save()" if rng.random() < 0.5 else "pass"]
         return lines + (["out = tracer.result.save()"] if rng.random() < 0.3 else [])
@@ -377,7 +399,7 @@ OUT = "o = lm.lm_head.output.save()"
 IN_THE_PASS = {
     "an edit after a read": (["h = lm.model.layers[0].output.clone().save()", "lm.model.layers[0].output[:] = 0"], "after a use"),
     "two edits of one place": (
-        ["lm.model.layers[0].output[:] += 1", "lm.model.layers[0].output[:] += 2", "h = lm.lm_head.output.save()"], "another edit",
+        ["lm.model.layers[0].output[:] += 1", "lm.model.layers[0].output[:] += 2", "h = lm.lm_head.output.save()"], "a second edit",
     ),
     "an edit by a value of the pass": (["lm.model.layers[1].output[:] = lm.model.layers[0].output"], "edit"),
     "an edit of another shape": (["lm.model.layers[1].output[0, :2] += torch.ones(2, 72)", OUT], "edit"),
@@ -388,7 +410,19 @@ IN_THE_PASS = {
     "by name, late": (
         ["h = lm.model.layers[0].output", "g = lm.model.layers[1].output", "h += 1", OUT], "after a use",
     ),
-    "two edits by name": (["h = lm.model.layers[0].output", "h += 1", "h += 2", OUT], "after a use"),
+    "two edits by name": (["h = lm.model.layers[0].output", "h += 1", "h += 2", OUT], r"a second edit of resid_post\.0: inter"),
+    "a directional ablation": (
+        ["h = lm.model.layers[1].output", "h[:] = h - (h @ W[:, 0])[..., None] * W[:, 0]", OUT],
+        r"^line 4: `h @ W\[:, 0\]` is a product: Ablate\('resid_post\.1', directions\)",
+    ),
+    "a vector of the block": (
+        ["v = torch.ones(72)", "lm.model.layers[1].output[:] += v", OUT], "^line 4: `v` is made in the block: above the `with`"
+    ),
+    "a value of another place": (
+        ["g = lm.model.layers[0].output", "h = lm.model.layers[1].output", "h[:] = h * g", OUT],
+        "^line 5: `g` is a value of the pass at another place",
+    ),
+    "some channels": (["lm.model.layers[1].output[:, :, 5] = 0", OUT], "^line 3: an edit of some channels"),
     "an edit of a part by name": (["h = lm.model.layers[0].output[0]", "h += 1", OUT], "edited in place"),
     "an edit of a norm's input by name": (["h = lm.model.layers[1].post_attention_layernorm.input", "h += 1", OUT], "an edit of"),
     "a branch on a value": (["h = lm.model.layers[0].output.save()", "if h.sum() > 0:", "    g = h.clone().save()"], "branch"),
@@ -421,8 +455,6 @@ IN_THE_PASS = {
 
 @pytest.mark.parametrize("what", IN_THE_PASS)
 def test_other_blocks_run_in_the_pass_with_a_reason(what, lms):
-    import re
-
     lines, reason = IN_THE_PASS[what]
     run = script(lines, ONE_PASS)
     (ours, tracer, error), (theirs, _, expected) = ran(run, lms[0]), ran(run, lms[1])
@@ -446,6 +478,35 @@ def test_require_names_what_is_wrong_with_the_request(lm_of):
         with lm.trace(PROMPT):
             h = lm.model.layers[0].output[0, 10**6].save()  # noqa: F841
     assert lm.engine.stats()["running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["    lm.model.layers[1].output[:, -1] += known['V'][0] * 0.9 ** step"], r"line 5: `step` depends .*Steer\("),
+        (["    a = 0.5 * step", "    lm.model.layers[1].output[:] += a * known['V'][0]"], r"line 6: `a` depends on the step"),
+        (["    if step > 0:", "        lm.model.layers[1].output[:] += known['V'][0]"], r"line 6: .*positions=Generated\(0\)\)"),
+    ],
+)  # fmt: skip
+def test_an_edit_that_depends_on_the_step_names_the_declared_one(lms, lines, reason):
+    receipt = same(
+        lms, ["kept = list().save()", "for step in tracer.iter[:]:", *lines, "out = tracer.result.save()"], GENERATION
+    )
+    assert re.match(reason, receipt.not_lowered), receipt.not_lowered
+
+
+def test_a_plan_of_a_matrix_is_not_the_plan_of_a_shorter_one(lms):
+    for rows in (1, 3, 2):
+        found = []
+        for lm in lms:
+            matrix = torch.stack(vectors_of(lm)[:rows])
+            with lm.trace(PROMPT) as tracer:
+                products = list().save()
+                for layer, v in zip(lm.model.layers, matrix, strict=False):
+                    products.append(layer.output[0, -1] * v)
+            found.append(list(products))
+            assert len(products) == rows and tracer.receipt.lowered == (lm is lms[0]), tracer.receipt.not_lowered
+        assert_equal(*found, f"{rows} rows")
 
 
 STEP_EDIT = [
@@ -534,11 +595,13 @@ def random_edits(rng: random.Random, layers: int, single: bool, rows: int) -> li
         edit = f"{place} = {place} {rng.choice(['+', '-'])} V[{v}]"
     after = [f"a = {place}.clone()"] if rng.random() < 0.4 else []
     last = kind in ("final_norm", "logits")
+    part = rng.choice(["[0, -1]", "[0, -1]", "", ".view(-1)", ".norm()", ".mean()"])
     reads = [
         *before,
         edit,
         *after,
-        "h = lm.lm_head.output[0, -1]" if last else f"h = lm.model.layers[{i + 1}].output[0, -1]",
+        *([] if last else [f"n = lm.model.layers[{i + 1}].input{part}"]),
+        f"h = lm.lm_head.output{part}" if last else f"h = lm.model.layers[{i + 1}].output{part}",
     ]
     if single:
         return [
@@ -546,7 +609,7 @@ def random_edits(rng: random.Random, layers: int, single: bool, rows: int) -> li
             *reads,
             *(["a.save()"] if after else []),
             "h.save()",
-            *([] if last else ["out = lm.lm_head.output.save()"]),
+            *([] if last else ["n.save()", "out = lm.lm_head.output.save()"]),
         ]
     steps = rng.choice(["[:]", "[:3]", "[1:4]", "[2]", "[0]", "[3:]", "[[0, 2]]", "[[1, 3]]"])
     kept = ["kept.append(h)", *(["kept.append(a)"] if after else [])]

@@ -42,6 +42,10 @@ BLOCKS = {
     "an edit with a wrong shape": [f"{A}[:] *= torch.ones(5)", f"h = {B}.save()"],
     "an edit behind a sum of it": [f"h = {A}", "s = h.sum().save()", "h[:] = h * h"],
     "a row by a column": [f"h = {A}", "h[:, -1] -= h[:, -1] * h[:, -1].mean(-1, keepdim=True)", "h.save()"],
+    "a row of a matrix for each layer": [
+        "V = torch.stack(known['V'])", "kept = [1].save()", "for layer, v in zip(lm.model.layers, V):", "    layer.output[:] += v",
+        f"h = {C}.save()",
+    ],
     "an edit in a branch": ["if known['layer'] == 1:", f"    {A}[:] /= 3", f"h = {B}.save()"],
     "a loop of edits": ["for i in range(2):", "    lm.model.layers[i].output[:] /= i + 2", f"h = {C}.save()"],
     "a comprehension": [f"{A}[:] *= known['V'][3]", "h = [layer.output[0, -1] for layer in lm.model.layers][1].save()"],

@@ -19,7 +19,8 @@ VALUES = (
     "{h} / {h}.norm(dim=-1, keepdim=True)", "{h} - ({h} * V[0]).sum(-1, keepdim=True) * V[1]", "0.5 * {h} * V[2] + {h}",
     "{h}.float() / torch.norm({h}, dim=-1, keepdim=True)", "-{h} * 2", "{h} - {h}.mean(dim=-1, keepdim=True)", "{h}.relu() * 1.5",
     "({h} - {h}.mean(-1, keepdim=True)) / ({h}.square().mean(-1, keepdim=True) + 1e-5).sqrt()", "V[3] * torch.abs({h}) - 1",
-    "{h} * V[4] / (1 + {h}.abs())", "{h} / {h}.clone().detach().float().norm(dim=-1, keepdim=True)",
+    "{h} * V[4] / (1 + {h}.abs())", "{h}.clamp(-0.5, 0.25)", "torch.clamp({h}, min=0) - V[1]",
+    "{h} / {h}.clone().detach().float().norm(dim=-1, keepdim=True)",
 )  # fmt: skip
 STATEMENTS = (
     "{x}[:] = {value}", "{x}[:, -1] = {last}", "{x}[0] = {value}", "{x}[:] *= V[5]", "{x}[:] /= 3", "{x}[0, -1] += {last}",
@@ -39,8 +40,9 @@ def random_rows(rng: random.Random, single: bool) -> list[str]:
     if not named and rng.random() < 0.2:
         line = f"{x} = {rng.choice(VALUES).format(h=x)}"
     after = rng.choice([[], [f"a = {target}.clone()"]])
-    body = [*before, line, *after, "g = lm.model.norm.output[0, -1]"]
-    names = ["g", *(["a"] if after else [])]
+    part = rng.choice(["[0, -1]", "", ".view(-1)", ".sum()"])
+    body = [*before, line, *after, f"n = lm.model.layers[-1].output{part}", f"g = lm.model.norm.output{part}"]
+    names = ["g", "n", *(["a"] if after else [])]
     if single:
         return ["V = known['V']", *body, *(f"{name}.save()" for name in names), "out = lm.lm_head.output.save()"]
     steps = rng.choice(["[:]", "[:3]", "[1:4]", "[2]", "[0]", "[3:]", "[[0, 2]]"])
@@ -168,7 +170,11 @@ def test_a_row_has_the_same_bits_in_every_batch(width, dtype):
         text = value.format(h="h")
         for name, written in names.items():
             text = text.replace(written, name)
-        text = text.replace("torch.norm(h, ", "h.norm(").replace("torch.abs(h)", "h.abs()")
+        text = (
+            text.replace("torch.norm(h, ", "h.norm(")
+            .replace("torch.abs(h)", "h.abs()")
+            .replace("torch.clamp(h, ", "h.clamp(")
+        )
         programs = [
             RowProgram(f"h[:] = {text}", dict(zip(names, vectors[r * 5 :], strict=False))) for r in range(len(rows))
         ]

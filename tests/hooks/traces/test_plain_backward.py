@@ -21,6 +21,48 @@ from pymllm_interp import LM
 PROMPT = [5, 17, 3, 80]
 
 
+def test_a_gradient_of_a_gradient_is_transformers(lm_of, oracle) -> None:
+    lm, model = lm_of("llama"), oracle("llama")
+    with lm.trace(PROMPT, attn_implementation="eager"):
+        h = lm.model.layers[1].output
+        with lm.output.logits[0, -1].square().sum().backward(create_graph=True):
+            first = h.grad
+        with first.square().sum().backward():
+            second = h.grad.save()
+    found: list[torch.Tensor] = []
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, out: found.append(out))
+    loss = model(torch.tensor([PROMPT])).logits[0, -1].square().sum()
+    hook.remove()
+    (gradient,) = torch.autograd.grad(loss, found[0], create_graph=True)
+    (wanted,) = torch.autograd.grad(gradient.square().sum(), found[0])
+    torch.testing.assert_close(second, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_a_gradient_of_a_gradient_says_what_it_needs(lm_of) -> None:
+    lm = lm_of("llama")
+    with pytest.raises(RuntimeError) as fused:
+        with lm.trace(PROMPT):
+            h = lm.model.layers[1].output
+            (first,) = torch.autograd.grad(lm.output.logits[0, -1].square().sum(), h, create_graph=True)
+            torch.autograd.grad(first.square().sum(), h)
+    assert any("attn_implementation='eager'" in note for note in fused.value.__notes__)
+    with pytest.raises(NotImplementedError) as detached:
+        with lm.trace(PROMPT):
+            h = lm.model.layers[1].output
+            with lm.output.logits[0, -1].square().sum().backward():
+                first = h.grad
+            with first.square().sum().backward():
+                h.grad.save()
+    assert any("create_graph=True" in note for note in detached.value.__notes__)
+    with pytest.raises(RuntimeError, match=r"inside the block of another one: open the second one behind"):
+        with lm.trace(PROMPT, attn_implementation="eager"):
+            h = lm.model.layers[1].output
+            with lm.output.logits[0, -1].square().sum().backward(create_graph=True):
+                first = h.grad
+                with first.square().sum().backward():
+                    h.grad.save()
+
+
 def leaf() -> torch.Tensor:
     return torch.arange(3.0).requires_grad_()
 

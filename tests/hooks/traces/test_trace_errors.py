@@ -30,6 +30,53 @@ def lines_of(error: BaseException) -> list[str]:
     return [frame.line or "" for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__]
 
 
+DROPPED = {
+    "the logits of a router": ("glm4_moe", "mlp.gate", 0, r"mlp\.gate\.output`: .* output\[0\], .*Steer\('router\.1'"),
+    "the logits of another router": (
+        "gpt_oss",
+        "mlp.router",
+        0,
+        r"Steer\('router\.1', \.\.\.\) edits the logits",
+    ),
+    "the scores of an MLP": (
+        "gpt_oss",
+        "mlp",
+        1,
+        r"not read output\[1\], so nothing would change; the scores are output\[1\]",
+    ),
+    "attention weights": ("llama", "self_attn", 1, r"output\[1\], .*`\.source`"),
+}
+
+
+@pytest.mark.parametrize("how", ["in place", "by assignment"])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("what", DROPPED)
+def test_an_edit_of_an_output_that_the_model_does_not_read_is_refused(lm_of, what: str, how: str, beside: bool) -> None:
+    family, path, entry, message = DROPPED[what]
+    lm = lm_of(family)
+    module: Any = lm.get(f"model.layers.1.{path}")
+    words = {"attn_implementation": "eager"} if path == "self_attn" else {}
+    with pytest.raises(EditError, match=message):
+        with lm.trace(**words) as tracer:
+            with tracer.invoke(PROMPT):
+                found = module.output
+                if how == "in place":
+                    found[entry][:] = 3
+                else:
+                    module.output = (*found[:entry], found[entry] * 2 + 1, *found[entry + 1 :])
+            if beside:
+                with tracer.invoke(PROMPT[:2]):
+                    lm.model.norm.output.save()
+    with lm.trace(PROMPT, **words):
+        before = lm.lm_head.output.save()
+    with lm.trace(PROMPT, **words):  # what is read is edited, and the rest may be assigned as it is
+        found = module.output
+        other = 1 - entry
+        module.output = tuple(part * 1.5 if i == other else part for i, part in enumerate(found))
+        after = lm.lm_head.output.save()
+    assert not torch.equal(before, after)
+
+
 def test_an_exception_is_raised_in_the_caller_at_its_line(lm: LM) -> None:
     with pytest.raises(ZeroDivisionError) as caught, lm.trace(PROMPT):
         h = lm.model.layers[0].output

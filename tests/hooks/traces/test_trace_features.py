@@ -1057,10 +1057,12 @@ def test_one_that_waits_for_a_later_step_is_no_measure_for_the_next(lm: LM) -> N
                 late.append(lm.model.layers[0].output[0, -1])
                 lm.model.norm.output  # noqa: B018
         with tracer.invoke(A):
-            for _ in tracer.iter[[1]]:
-                lm.model.layers[0].output  # noqa: B018
-                lm.model.norm.output  # noqa: B018
-                early.append(lm.model.layers[0].output[0, -1])  # of the step that follows
+            for step in tracer.iter[[1, 2]]:
+                seen = lm.model.layers[0].output[0, -1]
+                if step == 1:
+                    lm.model.norm.output  # noqa: B018
+                else:
+                    early.append(seen)
         with tracer.invoke(A):
             for _ in tracer.iter[:]:
                 lm.model.embed_tokens.output  # noqa: B018

@@ -31,6 +31,12 @@ from ..syntax.session import _Captured
 TORCH_GRAD: Any = torch.Tensor.grad
 
 
+SECOND_ORDER = (
+    "open the second one behind the block of the first one, which has `.backward(create_graph=True)`; "
+    "or use torch.autograd.grad"
+)
+
+
 class GradientBlock(Mediator):
     """The block of a ``with loss.backward():``.
 
@@ -46,8 +52,14 @@ class GradientTracer(_Captured, BackwardTracer):
 
     def execute(self, code: CodeType) -> None:
         """Run the backward pass, which serves gradients to the block, and bind its names in the caller's frame."""
+        if _served() is not None:
+            raise RuntimeError(f"`with ....backward():` inside the block of another one: {SECOND_ORDER}")
         if not self.tensor.requires_grad:
-            return super().execute(code)  # raises nnsight's error
+            try:
+                return super().execute(code)  # raises nnsight's error
+            except NotImplementedError as error:
+                error.add_note(f"for a gradient of a gradient, {SECOND_ORDER}")
+                raise
         frame: Any = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         interleaver, hooks = Interleaver(), []
         block = GradientBlock(code, frame.f_globals, dict(frame.f_locals))

@@ -18,6 +18,7 @@ from ..serving.shared_value import SharedValue, leaves, same_objects, versions_o
 from .errors import EditError, MixedRowsError, TraceTimeoutError
 from .torch_modes import NO_AUTOCAST, Modes, autocast_by_device, is_any_autocast_enabled
 from .trace import Block, RequestTrace
+from .unread import replaces, unread_error
 from .watchdog import Watchdog
 
 VALUE = Event.VALUE  # looking up an enum's member is slow
@@ -55,7 +56,11 @@ class BlockRunner:
             block.pending = turn.switch(block, worker.switch if error is None else worker.throw, error)
 
     def release(self, block: Block) -> None:
-        """Resume a block that waited at a barrier, and file it where it waits next."""
+        """Resume a block that waited at a barrier, and file it where it waits next.
+
+        It may be pinned to an earlier step than the block that released it.
+        """
+        block.interleaver.visits.event_count += 1
         self.resume(block)
         if block.trace.in_pass:
             self.points.park(block)
@@ -215,7 +220,7 @@ class BlockScope:
         assert worker is not None
         if block.iteration:
             # As in nnsight: after the first hit of iter[n], the rest of that step follows in sequence.
-            block.iteration = None
+            block.iteration, block.pinned_pass = None, trace.visits.passes
         block.last_location = location
         if pending[0] is not VALUE:
             error = None
@@ -237,8 +242,11 @@ class BlockScope:
                 shared.count_edit(trace)  # in place
             return following
         parts = leaves(served)
-        version = versions_of(parts)
+        version, dropped = versions_of(parts), self._runner.points.unread.get(location)
+        dropped_version = versions_of(parts[dropped[0] : dropped[0] + 1]) if dropped is not None else 0
         following = self.switch(block, worker.switch, served)
+        if dropped is not None and versions_of(parts[dropped[0] : dropped[0] + 1]) != dropped_version:
+            trace.fail(unread_error(block.trace.request_id, location, dropped))
         if not same_objects(leaves(served), parts):
             _put_back(block, location, shared, served)
         elif versions_of(parts) != version:
@@ -269,8 +277,11 @@ def _warn_of(block: Block, raised: BaseException) -> None:
 
 
 def _swap(block: Block, location: str, shared: SharedValue, edited: Any) -> EditError | MixedRowsError | None:
-    """Replace the request's rows. Returns the error of an edit that does not fit."""
+    """Replace the request's rows. Returns the error of an edit that does not fit, or that the model would not read."""
+    dropped = block.interleaver.points.unread.get(location)
     try:
+        if dropped is not None and replaces(dropped[0], shared.served_to(block.trace), edited):
+            return unread_error(block.trace.request_id, location, dropped)
         shared.replace(block.trace.rows, edited)
         shared.containers = {} if isinstance(edited, Tensor) else {block.trace: edited}
     except (EditError, MixedRowsError) as error:

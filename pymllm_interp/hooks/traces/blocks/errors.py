@@ -25,5 +25,20 @@ class TraceTimeoutError(TraceError, TimeoutError):
     """A block ran for more than `trace_step_timeout` seconds without reaching the model."""
 
 
+def too_late(request_id: str, location: str, before: str, step: int | None = None) -> str:
+    """The text of an `OutOfOrderError`.
+
+    Args:
+        before: location at which the block was served last; "" for none.
+        step: that the block is pinned to by ``tracer.iter``.
+    """
+    where = "" if step is None else f" in step {step}"
+    at = f": the block was at `{before}` before" if before else ""
+    return (
+        f"request {request_id}: `{location}` was requested but the model already ran past it{where}{at}; a block reads in the "
+        "order in which the model runs: what is inside of a module before the module's own output"
+    )
+
+
 class LoopEnd(TraceError, OutOfOrderError):
     """The generation is over, so the block's loop over its steps ends."""

@@ -19,6 +19,7 @@ import ast
 import copy
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from types import CodeType
 
 from greenlet import getcurrent
@@ -41,12 +42,18 @@ class StepIterations(Iterations):
 
         Raises:
             ValueError: a negative step (their number is not known yet), or a stride other than 1.
+            OutOfOrderError: a list of steps that does not ascend.
         """
         if isinstance(key, slice):
             if key.step not in (None, 1) or (key.start or 0) < 0 or (key.stop or 0) < 0:
                 raise ValueError(f"tracer.iter[{key.start}:{key.stop}:{key.step}]: steps count from 0, one by one")
             return StepIterations(key.start or 0, key.stop)
         chosen = StepIterations(steps=list(key) if isinstance(key, (list, tuple)) else [key])
+        listed = chosen.steps or []
+        if any(step >= later for step, later in pairwise(listed)):
+            raise OutOfOrderError(
+                f"tracer.iter[{listed}]: the model runs each step once, in ascending order: tracer.iter[{sorted(set(listed))}]"
+            )
         chosen.named = True
         return chosen
 
@@ -58,6 +65,12 @@ class StepIterations(Iterations):
             running = StepIterations(block.take_steps(self.start, self.stop), self.stop)
         try:
             for step in running._indices():
+                if 0 < step < (now := block.interleaver.points.pass_of(trace)):
+                    block.late = (
+                        f"request {trace.request_id}: tracer.iter asks for step {step}, but the model is at step {now}: it runs "
+                        "each step once, in ascending order"
+                    )
+                    raise OutOfOrderError(block.late)
                 block.iteration = step
                 yield step
         finally:
@@ -68,6 +81,14 @@ class StepIterations(Iterations):
                     "short (min_tokens= or ignore_eos=True holds a generation to its length)"
                 )
             block.iteration = previous
+
+    def execute(self, code: CodeType) -> None:
+        """nnsight's deprecated ``with tracer.iter[...]:``. It takes each `OutOfOrderError` for the end of the generation."""
+        block = getcurrent().mediator()  # pyright: ignore[reportAttributeAccessIssue]
+        block.late = ""
+        super().execute(code)
+        if block.late:
+            raise OutOfOrderError(block.late)
 
     def _indices(self) -> Iterator[int]:
         """The steps that there can be. Also used by nnsight's deprecated ``with tracer.iter[...]:``."""

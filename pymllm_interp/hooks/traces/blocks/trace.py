@@ -15,7 +15,7 @@ import torch
 
 from ...captures.activations import NOTHING, Activations
 from ...receipt import Receipt
-from ..nnsight_compat import EarlyStopException, Mediator
+from ..nnsight_compat import EarlyStopException, Mediator, OutOfOrderError
 from ..saves.block_saves import BlockSaves
 from ..saves.save_transfer import SaveTransfer
 from ..serving.rows import Padding, Rows
@@ -23,7 +23,7 @@ from ..serving.visits import VisitCounts
 from ..syntax.caller_frames import block_traceback
 from ..syntax.pass_options import NONE, PassOptions
 from .block_analysis import names_of, only_binds, want_gradients
-from .errors import GangError, LoopEnd
+from .errors import GangError, LoopEnd, too_late
 from .loops import LOOP_NAMES, with_loop_ends
 from .torch_modes import BlockModes
 
@@ -41,6 +41,8 @@ class Block(Mediator):
         target_visit: the visit of the current pass that the block waits for, if it waits for a location.
         served: the block has been resumed at least once.
         last_location: where the block was last served; "" before the first time.
+        pinned_pass: the pass of the step that ``tracer.iter`` pins it to, once it was served there.
+        late: the text of the error of a read out of order, which nnsight's ``with tracer.iter[...]:`` catches.
         reads_tokens: it was served a value of the streamer.
         take_steps: takes steps of a loop at once: (first step, stop) -> the step from which the loop runs.
         depth: nnsight's ``with`` blocks around the line where it waits: more than 1 inside ``with tracer.iter[...]:``.
@@ -51,6 +53,8 @@ class Block(Mediator):
     target_visit = 0
     served = False
     last_location = ""
+    pinned_pass = 0
+    late = ""
     reads_tokens = False
     take_steps: Callable[[int, int | None], int] | None = None
     depth = 1
@@ -60,9 +64,21 @@ class Block(Mediator):
         return self.interleaver.points.occurrence(self.trace, location)
 
     def wanted(self, location: str) -> int:
-        """The occurrence of `location` that a read waits for now."""
-        iteration = self.iteration
-        return self.occurrence(location) if iteration is None else iteration
+        """The occurrence of `location` that a read waits for now. Raises OutOfOrderError as `check_order` does."""
+        if self.iteration is not None:
+            return self.iteration
+        self.check_order(location)
+        return self.occurrence(location)
+
+    def check_order(self, location: str) -> None:
+        """Check that the step that ``tracer.iter`` pins the block to still comes to `location`.
+
+        Raises:
+            OutOfOrderError: it has run past it. nnsight waits for the next step's value.
+        """
+        if self.interleaver.points.has_passed(self, location):
+            self.late = too_late(self.trace.request_id, location, self.last_location, self.pinned_pass)
+            raise OutOfOrderError(self.late)
 
 
 class RequestTrace:
@@ -200,6 +216,10 @@ class RequestTrace:
             if isinstance(raised, RuntimeError) and "does not require grad" in str(raised) and not self.grad:
                 raised.add_note(
                     "a trace has gradients if its block names them (backward, grad, ...), or with grad=True"
+                )
+            if "derivative for" in (text := str(raised)) and "attention" in text:
+                raised.add_note(
+                    "torch's fused attention has no second derivative: give the trace attn_implementation='eager'"
                 )
             if isinstance(raised, NameError) and self._binds_elsewhere(raised.name):
                 raised.add_note(

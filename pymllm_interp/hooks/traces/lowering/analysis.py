@@ -100,7 +100,9 @@ class Walk(Expressions):
             return
         self.taken = None
         if not test.step:
-            raise NotStatic("a branch on a value of the pass")
+            raise NotStatic(
+                "a branch on a value of the pass: a declared op acts where a state says so, with when=Gate(...)"
+            )
         self._forget(node.body + node.orelse)
         order, conditional, self.conditional = self._order, self.conditional, True
         self.body(node.body)

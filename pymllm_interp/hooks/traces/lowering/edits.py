@@ -14,7 +14,7 @@ from ...positions import Generated, Positions
 from ...site import Site
 from ..blocks.loops import AST_LOCK, with_loop_ends
 from ..nnsight_compat import Envoy
-from .plan import LAST, Edit, NotStatic
+from .plan import LAST, Edit, NotStatic, same_state
 from .row_expressions import RowExpression
 from .values import SiteRead
 
@@ -113,9 +113,7 @@ class Edits:
         if not point.end or (assigned and point.end == "input"):
             raise NotStatic(f"an edit of `{location}`")
         self._stands_apart(point.site)
-        used = point.site in (walk.read if assigned or not walk.stands_at(point) else walk.used)
-        if used or any(edit.site == point.site for edit in walk.plan.edits) or walk.conditional:
-            raise NotStatic("an edit after a use, another read or another edit, or in a branch")
+        self._comes_first(point.site, point.site in (walk.read if assigned or not walk.stands_at(point) else walk.used))
         operator, operand = self._what(node, point.site, index, operator, value, assigned)
         walk.reach(location)
         walk.plan.edits += [Edit(point.site, operator, operand, where) for where in self._positions(index)]
@@ -132,15 +130,8 @@ class Edits:
         if Site.parse(read.site).kind not in KINDS or not point.end:
             raise NotStatic(f"an edit of `{read.site}`")
         self._stands_apart(read.site)
-        edited = any(edit.site == read.site for edit in walk.plan.edits)
-        if (
-            edited
-            or read.site in walk.used
-            or walk.conditional
-            or not walk.stands_at(point)
-            or read.steps is not walk.steps
-        ):
-            raise NotStatic("an edit after a use, another read or another edit, or in a branch")
+        late = not walk.stands_at(point) or read.steps is not walk.steps
+        self._comes_first(read.site, late or read.site in walk.used)
         operator, operand = self._what(node, read.site, index, operator, value, assigned=False)
         walk.plan.edits += [Edit(read.site, operator, operand, where) for where in self._positions(index)]
         walk.edited.add((node.lineno, node.col_offset))
@@ -152,22 +143,39 @@ class Edits:
         walk = self._walk
         width = walk.model.widths[Site.parse(site).kind]
         rows = RowExpression(walk, site, index, self._row)
-        if not rows.reads(value) and operator:
-            try:
-                return operator, self._operand(walk.value(value), width, operator, assigned)
-            except NotStatic:
-                if not walk.model.runs_rows:
-                    raise
-        if not walk.model.runs_rows:
-            raise NotStatic("an assignment to a module" if assigned and not operator else IN_PLACE)
-        return "", rows.program(node, whole=assigned)
+        try:
+            if not rows.reads(value) and operator:
+                try:
+                    return operator, self._operand(walk.value(value), width, operator, assigned)
+                except NotStatic:
+                    if not walk.model.runs_rows:
+                        raise
+            if not walk.model.runs_rows:
+                raise NotStatic("an assignment to a module" if assigned and not operator else IN_PLACE)
+            return "", rows.program(node, whole=assigned)
+        except NotStatic as refused:
+            raise NotStatic(rows.cause(value) or str(refused)) from None
+
+    def _comes_first(self, site: str, used: bool) -> None:
+        """Refuse an edit that is not the first thing that the block does with a value."""
+        walk = self._walk
+        if walk.conditional:
+            raise NotStatic(
+                "an edit in a branch on the step's number: loop over `tracer.iter[1:]`, or declare the edit with positions=, as in "
+                f"Steer({site!r}, vector, positions=Generated(0)) for `if step > 0`"
+            )
+        if any(edit.site == site for edit in walk.plan.edits):
+            raise NotStatic(f"a second edit of {site}: interventions=[...] takes several at a site")
+        if used:
+            raise NotStatic(
+                f"an edit of {site} after a use or a later read: edit it first, in one statement; Ablate({site!r}, directions) "
+                "removes directions"
+            )
 
     def _stands_apart(self, site: str) -> None:
         """Refuse an edit of a layer's input if the block has the output before it, which is the same state."""
-        kind, _, layer = site.partition(".")
-        before = f"resid_post.{int(layer) - 1}" if kind == "resid_pre" and layer != "0" else "embed"
-        walk = self._walk
-        if kind == "resid_pre" and (before in walk.read or any(edit.site == before for edit in walk.plan.edits)):
+        before, walk = same_state(site), self._walk
+        if before in walk.read or any(edit.site == before for edit in walk.plan.edits):
             raise NotStatic("an edit of a layer's input after a read or an edit of the output before it")
 
     def _operand(self, value: Any, width: int, operator: str, assigned: bool) -> Any:
@@ -229,7 +237,7 @@ class Edits:
         if batch is ... and rest:
             raise NotStatic(IN_PLACE)
         if len(rest) > 1 and rest[1:] != [slice(None)]:
-            raise NotStatic(IN_PLACE)
+            raise NotStatic("an edit of some channels: Patch with the whole state, or heads= of an op at `z`")
         if not rest or rest[0] == slice(None):
             return None
         if type(rest[0]) is not int:

@@ -13,7 +13,7 @@ import torch
 from ..nnsight_compat import Envoy, InterleavingTracer, Iterations, save
 from ..syntax.envoy import TracedEnvoy, TracedModel
 from . import pure
-from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Row, Scope, SiteLocation
+from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Row, Scope, SiteLocation, same_state
 from .step_loop import TakenLoop
 from .values import (
     CONTAINERS,
@@ -183,8 +183,9 @@ class Expressions:
             self.taken.reads += 1
         if not point.end:  # the step's logits have a shape of their own
             self.taken = None
-        self._need(point.site, LAST, self.steps)
-        return SiteRead(point.site, point.in_tuple, self.steps)
+        site = before if (before := same_state(point.site)) in self.read else point.site
+        self._need(site, LAST, self.steps)
+        return SiteRead(site, point.in_tuple, self.steps)
 
     def reach(self, location: str) -> None:
         order = self.points[location].order
@@ -226,6 +227,9 @@ class Expressions:
                 return of[index]
             except Exception as error:
                 raise NotStatic(f"{error}") from None
+        if type(of) is torch.Tensor and type(index) is int and of.dim() > 1 and -len(of) <= index < len(of):
+            self.plan.computes = True
+            return of.detach()[index]
         if isinstance(of, torch.Tensor) or isinstance(index, Unknown):
             self._is_pure_value(of)
             self.plan.computes |= isinstance(index, Unknown)
@@ -307,6 +311,8 @@ class Expressions:
         """What a loop goes over, which must be known."""
         if isinstance(of, Envoy) and type(of) is TracedEnvoy:
             return (child for _, child in of._named_children())
+        if type(of) is torch.Tensor and of.dim() > 1 and len(of) <= MAX_NODES:
+            return iter(of.detach().unbind())
         if isinstance(of, KnownItems):
             return iter(of.items)
         if (type(of) in CONTAINERS or isinstance(of, tuple)) and len(of) <= MAX_NODES:
@@ -407,6 +413,7 @@ class Expressions:
         if function is len and known and isinstance(arguments[0], Envoy):
             return len(dict(arguments[0]._named_children()))
         if function in LISTED and known:
+            arguments = [argument for argument in arguments if type(argument) is not bool]  # strict=
             return KnownItems(LISTED[function](*(a if type(a) is int else list(self._items(a)) for a in arguments)))
         scalars = all(isinstance(argument, KNOWN) and type(argument) is not range for argument in arguments)
         if any(isinstance(argument, range) for argument in arguments) and function is not len:
@@ -438,7 +445,7 @@ class Expressions:
         if name == "save" and not arguments:
             return self._saved_value(of)
         if name in pure.COPIES and not arguments and isinstance(of, RowRead):
-            return RowRead(Row(of.row.site, of.row.indexes, (*of.row.methods, name)), of.steps)
+            return RowRead(Row(of.row.site, of.row.indexes, (*of.row.methods, name)), of.steps, of)
         fresh = isinstance(of, Unknown) and of.fresh
         if name in pure.FILLS:
             if not fresh:

@@ -16,6 +16,7 @@ from ...interventions.op import Op
 from ...interventions.row_edit import RowEdit, RowProgram
 from ...interventions.specs import Patch, Scale, Steer
 from ...positions import Generated, Positions, Window, windows_of
+from ...site import layer_ranges
 
 LAST = -1
 
@@ -66,6 +67,14 @@ def points_of(root: str, family: Family, num_layers: int, softcap: float | None)
     found[f"{root}.samples"] = SiteLocation("", len(found), "")
     found["result"] = SiteLocation("", len(found), "")
     return found
+
+
+def same_state(site: str) -> str:
+    """The site before a layer's input, with the same tensor of the pass; "" for other sites."""
+    kind, _, layer = site.partition(".")
+    if kind != "resid_pre":
+        return ""
+    return f"resid_post.{int(layer) - 1}" if layer != "0" else "embed"
 
 
 @dataclass
@@ -215,8 +224,12 @@ class BlockPlan:
         return [edit.op() for edit in self.edits]
 
     def __str__(self) -> str:
-        lines = [f"{edit.op().name}: {edit.site} at {edit.positions}" for edit in self.edits]
-        lines += [f"capture {site} at {need.positions}" for site, need in self.needs.items()]
+        alike: dict[tuple[str, Any], list[str]] = {}
+        for edit in self.edits:
+            alike.setdefault((f"{edit.op().name}:", edit.positions), []).append(edit.site)
+        for site, need in self.needs.items():
+            alike.setdefault(("capture", need.positions), []).append(site)
+        lines = [f"{what} {layer_ranges(sites)} at {where}" for (what, where), sites in alike.items()]
         if self.loop is not None:
             lists = dict.fromkeys(name for name, _ in self.loop.appends)
             lines.append(f"take the steps of the loop at once: {', '.join(lists) or 'edits only'}")

@@ -17,12 +17,11 @@ from greenlet import GreenletExit, getcurrent
 
 from ....core.families import LOGITS
 from ...captures.activations import Activations
-from ..blocks.errors import LoopEnd
-from ..blocks.trace import RequestTrace
+from ..blocks.errors import LoopEnd, too_late
+from ..blocks.trace import Block, RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
-from ..serving.lifecycle import TOO_LATE
 from ..serving.visits import VisitCounts
-from .plan import BlockPlan, Points, SiteLocation, StepLoop
+from .plan import BlockPlan, Points, SiteLocation, StepLoop, same_state
 from .site_rows import SiteRows
 from .step_loop import columns_of, part_of, taken_rows
 
@@ -71,6 +70,7 @@ class Replay:
         self._served: Any = None
         self._taken: Future[list[list[torch.Tensor]] | None] | None = None
         self._has_taken = False
+        self._last: tuple[str, int, torch.Tensor] | None = None
         self._rows_of: dict[str, SiteRows] = {}
         self.counts: dict[str, int] = {}
         self.calls: dict[str, int] = {}
@@ -90,6 +90,17 @@ class Replay:
         if point is None or location == "result":
             return 0
         return self._step + (point.order < self._order)
+
+    def pass_of(self, _: RequestTrace) -> int:
+        """`Points.pass_of`."""
+        return self._step
+
+    def has_passed(self, block: Block, location: str) -> bool:
+        """`Points.has_passed`."""
+        point = self._points.get(location)
+        if point is None or location == "result":
+            return False
+        return (self._step, self._order) > (block.pinned_pass, point.order)
 
     def key(self, *_: Any) -> tuple[int, int]:
         """`VisitCounts.key`: none is equal."""
@@ -134,7 +145,7 @@ class Replay:
             return worker.throw(error)
         self._trace.receipt.reads += 1
         if block.iteration:  # the rest of the step follows in sequence
-            block.iteration = None
+            block.iteration, block.pinned_pass = None, self._step
         block.last_location = pending[1] or ""
         return worker.switch(value)
 
@@ -179,23 +190,23 @@ class Replay:
             trace.over = True
             if block.iteration != 0:
                 raise LoopEnd(f"'{pending}' was never reached: the generation was over")
-            before = f": the block was at `{block.last_location}` before" if block.last_location else ""
-            raise OutOfOrderError(f"request {trace.request_id}: {TOO_LATE.format(location, before)}")
+            raise OutOfOrderError(too_late(trace.request_id, location, block.last_location))
         if (step, point.order) != (self._step, self._order):
             self._step, self._order = step, point.order
             self._served = self._value(point, step)
         return self._served
 
     def _value(self, point: SiteLocation, step: int) -> Any:
-        if point.site and point.site not in self.plan.needs:
-            if all(edit.site != point.site for edit in self.plan.edits):
-                raise LookupError(
-                    f"{point.site} was not captured: an object from outside changed while the request ran"
-                )
+        needs, site = self.plan.needs, point.site
+        if site and site not in needs and same_state(site) in needs:
+            site = same_state(site)
+        if site and site not in needs:
+            if all(edit.site != site for edit in self.plan.edits):
+                raise LookupError(f"{site} was not captured: an object from outside changed while the request ran")
             return None if point.end == "output" else ((None,), {})  # the pass has made the edit
-        if not point.site:
+        if not site:
             return torch.tensor([[self._token_ids[self._prompt_len + step]]], device=self._device)
-        rows = self._rows(point.site, step)
+        rows = self._rows(site, step)
         if not point.end:  # the step's logits
             return rows[0, -1:]
         if point.end == "input":
@@ -203,12 +214,10 @@ class Replay:
         return (rows, None) if point.in_tuple else rows
 
     def _rows(self, site: str, step: int) -> torch.Tensor:
-        """[1, tokens, width]: what the pass of this step computed."""
-        rows = self._site_rows(site)
-        if step == 0:
-            return rows.prompt
-        steps = rows.generated if self._has_taken else rows.by_step
-        return steps[step - 1 - rows.first]
+        """[1, tokens, width]: what the pass of this step computed. It is one tensor, under whatever name it is read."""
+        if self._last is None or self._last[:2] != (site, step):
+            self._last = site, step, self._site_rows(site).of_step(step, self._has_taken)
+        return self._last[2]
 
     def _site_rows(self, site: str) -> SiteRows:
         rows = self._rows_of.get(site)

@@ -13,7 +13,7 @@ from ...interventions.row_edit import STATES, RowProgram
 from ...site import Site
 from ..nnsight_compat import Envoy
 from .plan import NotStatic
-from .values import SiteRead, Unknown
+from .values import RowRead, SiteRead, Unknown
 
 if TYPE_CHECKING:
     from .expressions import Expressions
@@ -25,8 +25,10 @@ EACH = frozenset({"abs", "clone", "detach", "float", "neg", "relu", "sqrt", "squ
 """Methods of single elements, without arguments. Their results are exact, or rounded once as IEEE 754 says."""
 FUNCTIONS: dict[Any, str] = {
     torch.norm: "norm", torch.linalg.norm: "norm", torch.linalg.vector_norm: "norm", torch.sum: "sum", torch.mean: "mean",
-    torch.abs: "abs", torch.relu: "relu", torch.sqrt: "sqrt", torch.square: "square",
+    torch.abs: "abs", torch.clamp: "clamp", torch.relu: "relu", torch.sqrt: "sqrt", torch.square: "square",
 }  # fmt: skip
+PRODUCTS = frozenset({"bmm", "dot", "einsum", "inner", "matmul", "mm", "mv", "outer"})
+"""Functions with bits that depend on the other rows."""
 NOT_BY_ROW = "an edit that is not computed row by row"
 LONGEST = 1 << 15
 """Width from which on torch may sum a row in several threads, if it is the only one."""
@@ -76,6 +78,26 @@ class RowExpression:
         program = RowProgram(f"{STATES}[:] {operator}= {text}", self._tensors)
         self._try(program, text if whole else None)
         return program
+
+    def cause(self, value: ast.expr) -> str:
+        """What of a value prevents its program, and the declared op that does the same; "" for other causes."""
+        steps = made = ""
+        for part in ast.walk(value):
+            function = part.func if isinstance(part, ast.Call) else None
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            if (isinstance(part, ast.BinOp) and isinstance(part.op, ast.MatMult)) or name in PRODUCTS:
+                return f"`{ast.unparse(part)}` is a product: Ablate({self._site!r}, directions) removes directions"
+            found = self._walk.names.get(part.id) if isinstance(part, ast.Name) else None
+            if isinstance(found, SiteRead | RowRead) and not self._is_states(part):
+                return f"`{ast.unparse(part)}` is a value of the pass at another place"
+            if isinstance(part, ast.Name) and isinstance(found, Unknown) and not self._is_states(part):
+                steps, made = (part.id, made) if found.step else (steps, part.id)
+        if steps:
+            return (
+                f"`{steps}` depends on the step: Steer({self._site!r}, vectors, positions=Generated(0, n)) has a vector for each "
+                "position"
+            )
+        return f"`{made}` is made in the block: above the `with`, if nothing of the pass is in it" if made else ""
 
     def _try(self, program: RowProgram, whole: str | None) -> None:
         """Run it on states of ones."""
@@ -152,6 +174,11 @@ class RowExpression:
             if not name or rows is None or not self.reads(rows):
                 raise NotStatic(NOT_BY_ROW)
         options = {keyword.arg: self._walk.value(keyword.value) for keyword in node.keywords}
+        if name == "clamp":
+            bounds: dict[Any, Any] = dict(zip(("min", "max"), map(self._walk.value, arguments), strict=False)) | options
+            if not bounds.keys() <= {"min", "max"} or not all(type(bound) in (int, float) for bound in bounds.values()):
+                raise NotStatic(NOT_BY_ROW)
+            return self._method(rows, name, **bounds)
         if name in EACH and not arguments and not options:
             return self._method(rows, name)
         over_row = options == {"dim": -1, "keepdim": True} and options["keepdim"] is True and not arguments

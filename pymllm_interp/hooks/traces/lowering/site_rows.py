@@ -51,13 +51,28 @@ class SiteRows:
     @cached_property
     def prompt(self) -> torch.Tensor:
         """[1, tokens, width] of the step that computes the prompt. Rows that were not captured are NaN."""
-        prompt = self._states
-        if self._last_only:
-            prompt = prompt[-1:]
-        elif len(prompt) < self._prompt_len:
-            prompt = prompt.new_full((self._prompt_len, prompt.shape[1]), torch.nan)
-            prompt[self._has] = self._states
-        return prompt.unsqueeze(0)
+        states = self._states[-1:] if self._last_only else self._states
+        if not self._is_filled:
+            return states.unsqueeze(0)
+        prompt = states.new_full((1, self._prompt_len, states.shape[1]), torch.nan)
+        prompt[0, self._has] = states
+        return prompt
+
+    @property
+    def _is_filled(self) -> bool:
+        """Whether `prompt` has rows that were not captured, so that it is no view of the captured ones."""
+        return not self._last_only and len(self._states) < self._prompt_len
+
+    def of_step(self, step: int, taken: bool) -> torch.Tensor:
+        """[1, tokens, width] of one step: contiguous, in storage of its own, as a pass computes it.
+
+        Args:
+            taken: most steps are not asked for.
+        """
+        if step == 0 and self._is_filled:
+            return self.prompt
+        rows = self.prompt if step == 0 else (self.generated if taken else self.by_step)[step - 1 - self.first]
+        return rows.clone(memory_format=torch.contiguous_format)
 
     @cached_property
     def _has(self) -> torch.Tensor:

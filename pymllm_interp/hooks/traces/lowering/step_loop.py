@@ -65,14 +65,22 @@ class TakenLoop:
         return True
 
     def loop(self) -> StepLoop | None:
-        """The loop, once its body has ended; None if it reads nothing."""
-        reads = list({id(read): read for _, read in self._appends}.values())
-        places = {id(read): place for place, read in enumerate(reads)}
+        """The loop, once its body has ended. None if it reads nothing, or if two appends may be of one tensor."""
+        parts = {id(read): read.origin for _, read in self._appends if isinstance(read, RowRead)}
+        if len(set(map(id, parts.values()))) < len(parts):
+            return None
+        reads = list({_tensor(read): read for _, read in self._appends}.values())
+        places = {_tensor(read): place for place, read in enumerate(reads)}
         rows = tuple(read.row if isinstance(read, RowRead) else Row(read.site) for read in reads)
-        appends = tuple((name, places[id(read)]) for name, read in self._appends)
+        appends = tuple((name, places[_tensor(read)]) for name, read in self._appends)
         start, stop = (0, 1) if self._steps is None else (self._steps.start, self._steps.stop)
-        unkept = tuple(read.row for read in self.rows if id(read) not in places)
+        unkept = tuple(read.row for read in self.rows if _tensor(read) not in places)
         return StepLoop(start, stop, rows, appends, self.reads, unkept) if self.reads else None
+
+
+def _tensor(read: RowRead | SiteRead) -> Any:
+    """What identifies the tensor of a step: each read of a site's whole value is the same one."""
+    return id(read) if isinstance(read, RowRead) else read.site
 
 
 class LoopRows(NamedTuple):

@@ -52,13 +52,18 @@ class SiteRead(Unknown):
 
 
 class RowRead(Unknown):
-    """A part of a site's value, by an index that is known."""
+    """A part of a site's value, by an index that is known.
 
-    __slots__ = ("row", "steps")
+    Args:
+        of: the part that a method converts. The result may be the same tensor, as of ``.float()`` in float32.
+    """
 
-    def __init__(self, row: Row, steps: Steps | None) -> None:
+    __slots__ = ("origin", "row", "steps")
+
+    def __init__(self, row: Row, steps: Steps | None, of: RowRead | None = None) -> None:
         super().__init__()
         self.row, self.steps = row, steps
+        self.origin: RowRead = self if of is None else of.origin
 
 
 class TracerValue:

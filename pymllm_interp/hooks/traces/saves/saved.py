@@ -7,7 +7,9 @@ While a request runs, its saves are views of the batch's values. At the end of e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -67,6 +69,11 @@ def give_own_storage(tensors: Collection[torch.Tensor]) -> None:
             _give_own_storage(tensors)
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a new tensor of this shape."""
+    return tuple(accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1))[::-1] if shape else ()
+
+
 def _give_own_storage(tensors: Collection[torch.Tensor]) -> None:
     # torch copies many tensors in one kernel only where dtypes, shapes and strides agree.
     alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
@@ -75,6 +82,11 @@ def _give_own_storage(tensors: Collection[torch.Tensor]) -> None:
     for group in alike.values():
         copies = list(map(torch.empty_like, group))
         torch._foreach_copy_(copies, group)
+        first = group[0]
+        if first.is_contiguous() and first.stride() != (strides := contiguous_strides(first.shape)):
+            # A dimension of size 1 has a stride of the batch, which would tell how many others were in it.
+            for copy in copies:
+                copy.as_strided_(first.shape, strides)
         for tensor, copy in zip(group, copies, strict=True):
             if tensor._base is None and not tensor.is_inference():
                 tensor.data = copy

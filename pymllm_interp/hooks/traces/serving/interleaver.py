@@ -27,6 +27,7 @@ from ....core.model_spec import Family
 from ..blocks.block_runner import BlockRunner
 from ..blocks.errors import EditError, MixedRowsError
 from ..blocks.trace import Block, RequestTrace
+from ..blocks.unread import unread_outputs
 from ..blocks.watchdog import Watchdog
 from ..nnsight_compat import Controller, Envoy, Interleaver, apply, install_controller
 from ..saves.save_transfer import SaveTransfer
@@ -98,6 +99,7 @@ class EngineInterleaver(Interleaver):
             path for path in self._model_paths if any(attention.startswith(f"{path}.") for attention in attentions)
         }
         self._root, self._layers = model.path, f"{model.path}.{family.layers}."
+        self.points.unread = dict(unread_outputs(self._model_paths, model.path, family))
         self.samples, self.streamer = f"{model.path}.samples", f"{model.path}.generator.streamer.output"
         self.result_locations = (f"{model.path}.generator.output", "result")
         self._recorded = frozenset({self.streamer, self.result_locations[0]})

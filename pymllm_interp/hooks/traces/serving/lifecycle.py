@@ -7,16 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ....core.step import NewRequest, RequestEnd
-from ..blocks.errors import LoopEnd
+from ..blocks.errors import LoopEnd, too_late
 from ..blocks.trace import Block, RequestTrace
 from ..nnsight_compat import Event, dangling_unwind
 from .interleaver import EngineInterleaver
 from .rows import Padding
-
-TOO_LATE = (
-    "`{}` was requested but the model already ran past it{}; a block reads in the order in which the model runs: what is inside "
-    "of a module before the module's own output"
-)
 
 
 def start(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[NewRequest]) -> None:
@@ -132,9 +127,10 @@ def _unreached(block: Block, trace: RequestTrace) -> BaseException:
     if pending.event is not Event.BARRIER and block.iteration != 0:
         return LoopEnd(f"'{pending}' was never reached: the generation was over")
     error, _ = dangling_unwind(block)
-    before = f": the block was at `{block.last_location}` before" if block.last_location else ""
-    text = TOO_LATE.format(pending.provider, before) if pending.provider else error
-    return type(error)(f"request {trace.request_id}: {text}")
+    if pending.provider is None:
+        return type(error)(f"request {trace.request_id}: {error}")
+    block.late = too_late(trace.request_id, pending.provider, block.last_location)
+    return type(error)(block.late)
 
 
 def close(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[RequestEnd]) -> None:

@@ -68,9 +68,11 @@ class Points:
 
     Attributes:
         opened: the points by location name.
+        unread: location name -> (entry of its tuple that the model does not read, what to edit in its place).
     """
 
     def __init__(self, visits: PassVisits, locate: Callable[[str], Point]) -> None:
+        self.unread: dict[str, tuple[int, str]] = {}
         self.opened: dict[str, Point] = {}  # a plain dict: every module of a pass looks here
         self._visits = visits
         self._locate = weakref.WeakMethod(locate)  # the method's object holds this one
@@ -125,6 +127,24 @@ class Points:
     def occurrence(self, trace: RequestTrace, name: str) -> int:
         """How many times the request's passes have reached a location."""
         return trace.visits.occurrence(self.at(name), self._visits)
+
+    def pass_of(self, trace: RequestTrace) -> int:
+        """Number of the pass that the request is in, or that comes next."""
+        return trace.visits.passes
+
+    def has_passed(self, block: Block, name: str) -> bool:
+        """Whether the pass of the step that ``tracer.iter`` pins a block to serves a location no more."""
+        point, visits = self.at(name), block.trace.visits
+        if not point.in_model or visits.passes != block.pinned_pass:
+            return point.in_model and visits.passes > block.pinned_pass
+        if visits.skipping and visits.skips(name):
+            return True
+        last = self._known.get(block.last_location)
+        if point.of_module and last is not None and last.in_model and not last.of_module:
+            return True  # the step's logits or token: modules that nobody waited for were not counted
+        if point.module_output is not None and not self._visits.of(self.at(point.module_output)):
+            return False  # an operation may be called several times in its module
+        return self._visits.of(point) >= self._visits.per_pass.get(name, 1)
 
     def key(self, trace: RequestTrace, name: str) -> tuple[int, int]:
         """See `VisitCounts.key`."""

@@ -86,6 +86,7 @@ class Read(eproperty):
         location, iteration, interleaver = f"{obj.path}.{self.key}", block.iteration, block.interleaver
         now = _NO_WAIT[1:]
         if iteration is None:
+            block.check_order(location)
             visits, point, current = block.trace.visits, interleaver.points.at(location), interleaver.visits
             iteration, now = visits.occurrence(point, current), visits.key(point, current)
         pending = Pending(Event.VALUE, location, iteration)
