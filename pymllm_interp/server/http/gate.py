@@ -186,7 +186,7 @@ class _RequestRecord:
         """Count the request, and log it."""
         seconds, metrics = time.perf_counter() - self.started, self._state.metrics
         metrics.answers[getattr(scope.get("route"), "path", "other"), self.status] += 1
-        metrics.latency.add(seconds)
+        metrics.add("http_request_duration_seconds", seconds)
         entry = {
             "request_id": self._request_id, "client": self.client, "method": scope["method"], "path": self._path,
             "status": self.status, "ms": round(1000 * seconds, 2), **self.notes,
