@@ -56,7 +56,7 @@ FAMILIES = {
     "response_bytes": Family("gauge", "Bytes of responses (/v1/responses) that can be continued."),
     "responses": Family("gauge", "Responses (/v1/responses) that can be continued."),
     "calls": Family("gauge", "Calls of the engine that have not ended, such as generations and this question."),
-    "engine_restarts": Family("gauge", "How often an engine process was started again."),
+    "engine_restarts": Family("counter", "How often an engine process was started again."),
     "engine_ready": Family("gauge", "1 while the engine takes calls, else 0."),
     "replica_up": Family("gauge", "1 while a replica of the cluster takes calls, else 0."),
     "replica_draining": Family("gauge", "1 while a replica takes no new calls, because it is to be stopped."),
