@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"pymllm-interp {args.command}: {error}", file=sys.stderr)
+        print(f"pymllm-interp {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -68,7 +68,7 @@ class Director:
     # -- what fronts and commands ask ----------------------------------------------------------
 
     async def roster(self) -> list[dict[str, Any]] | None:
-        """The fields of each replica's `Replica`, those that are down included. None: not known yet, after this actor's own restart."""
+        """The fields of each replica's `Replica`, also of one that is down. None: not known yet, after this actor's own restart."""
         self._begin()
         if self._unheard:
             return None

@@ -17,6 +17,7 @@ import uvicorn
 
 from ..core.closed import EngineClosedError
 from ..wire.failures import EngineError
+from .engines.call import EngineDiedError
 from .engines.local_engine import LocalEngine
 from .http.app import create_app, sweep
 from .http.connections import OutOfFiles, http_config, with_room_for_files
@@ -170,9 +171,7 @@ def _run(settings: ServeSettings, engine: MakeEngine) -> int:
     try:
         settings.check_address(bound.getsockname()[0])  # what a name such as localhost stands for on this machine
         return asyncio.run(_serve(settings, bound, engine))
-    except EngineError as error:
-        if error.failure.is_a("ValueError", "TypeError", "OSError", "ImportError"):
-            raise ValueError(str(error)) from error
-        raise
+    except (EngineError, EngineDiedError) as error:  # while it starts: later ones are answers to requests
+        raise ValueError(str(error)) from error
     finally:
         bound.close()

@@ -338,6 +338,7 @@ def serve(settings: dict[str, Any]) -> None:
                 raise ValueError("--chat-template: this model has no tokenizer")
             served.tokenizer.chat_template = settings["chat_template"]
     except Exception as error:
+        logger.debug("the engine does not start", exc_info=True)  # the server's message is one line
         outbox.put(m.Failed(0, failure_of(error)))
         outbox.close()
         door.close()
@@ -359,6 +360,7 @@ def serve(settings: dict[str, Any]) -> None:
         served.engine.shutdown()
         outbox.close()
         door.close()
+        gc.unfreeze()  # what is frozen is never freed, and nanobind's modules report that as leaks at the end
 
 
 def main() -> None:
