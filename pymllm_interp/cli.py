@@ -11,6 +11,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
+from . import __version__
 from .core.vllm_flags import hint_of
 
 SERVE_LIMITS: dict[str, tuple[type, float]] = {
@@ -31,12 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, or 2 with one line on stderr where it cannot be done."""
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        if args.command in ("serve", "cluster") and (hint := hint_of(unknown)):
-            print(f"pymllm-interp serve: {hint}", file=sys.stderr)
-            return 2
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
+        if getattr(args, "config_file", None) is not None:
+            from .server.config_file import read_config
+
+            read_config(args.config_file, args.parser)
+            args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            if args.command in ("serve", "cluster") and (hint := hint_of(unknown)):
+                raise ValueError(hint)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return args.run(args)
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"pymllm-interp {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -50,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pymllm-interp", description="An LLM serving runtime that a researcher can reach into."
     )
+    parser.add_argument("--version", action="version", version=f"pymllm-interp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser("demo", help="plain prompts, a logit lens and a steered request on one engine")
@@ -127,10 +133,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "model", nargs="?", default="demo", help="demo, a folder, a .gguf file or a hub id (default: demo)"
     )
+    serve.add_argument("--uds", type=Path, metavar="PATH", help="listen on this Unix socket, not on --host and --port")
     _add_serve_options(serve)
 
 
 def _add_serve_options(serve: argparse.ArgumentParser) -> None:
+    serve.set_defaults(parser=serve)
+    serve.add_argument(
+        "--config", type=Path, dest="config_file", metavar="FILE",
+        help="YAML with long options as keys, and `model`; those of the command line win",
+    )  # fmt: skip
     serve.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: %(default)s)")
     serve.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
     serve.add_argument("--served-model-name", default=None, metavar="NAME", help="the model's name for clients")
@@ -164,6 +176,9 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         "--drain-seconds", type=float, default=30.0, help="for running requests after SIGTERM (default: %(default)s)"
     )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    serve.add_argument(
+        "--log-format", choices=["json", "text"], default="json", help="of all processes (default: %(default)s)"
+    )
     serve.add_argument(
         "--option",
         type=_option,

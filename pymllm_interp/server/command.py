@@ -52,10 +52,12 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         _check_paths(args)
     return ServeSettings(
         model=model, server=server, name=args.served_model_name or Path(args.model).name, host=args.host, port=args.port,
+        uds=getattr(args, "uds", None),
         keys=read_keys(args.keys, args.allow_code_from or (), args.operator or (), secrets), limits=ServeLimits(**limits),
         adapters=dict(args.lora_modules or ()), store=args.store, shared_prefix_cache=args.shared_prefix_cache,
-        on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level,
-        vllm=vllm, chat_template=_template_of(args.chat_template), tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
+        on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level, log_format=args.log_format,
+        vllm=vllm, chat_template=_template_of(args.chat_template),
+        tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
         root_path=args.root_path, **{name: getattr(args, name) for name in HTTP_OPTIONS},
     )  # fmt: skip
 
@@ -65,7 +67,7 @@ def _check_paths(args: argparse.Namespace) -> None:
     for name, folder in args.lora_modules or ():
         if not (Path(folder) / "adapter_config.json").is_file():
             raise ValueError(
-                f"--lora-modules {name}={folder}: there is no adapter_config.json; expected a folder that PEFT's save_pretrained wrote"
+                f"--lora-modules {name}={folder}: there is no adapter_config.json; PEFT's save_pretrained writes one"
             )
     for name, path in args.sae or ():
         if not Path(path).exists():

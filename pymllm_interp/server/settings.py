@@ -87,6 +87,8 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
+    uds: Path | None = None
+    """Unix socket that is listened on in place of host and port."""
     keys: Keys = field(default_factory=lambda: Keys([]))
     limits: ServeLimits = field(default_factory=ServeLimits)
     adapters: dict[str, str] = field(default_factory=dict)
@@ -104,6 +106,8 @@ class ServeSettings:
     drain_seconds: float = 30.0
     """After SIGTERM, how long running requests may take to end."""
     log_level: str = "info"
+    log_format: str = "json"
+    """A line a record: "json" or "text"."""
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's."""
     tool_call_parser: str | None = None

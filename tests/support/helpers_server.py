@@ -109,6 +109,7 @@ def serving(
     engine_python: str | None = None,
     files: int | None = None,
     replicas: int | None = None,
+    announces: str = "https?://",
 ) -> Iterator[Server]:
     """A server of a model, until the end of the body.
 
@@ -119,6 +120,7 @@ def serving(
         engine_python: the interpreter of the engine process, where it is another one.
         files: that the server's processes may have open, each.
         replicas: of a front without Ray (replicated_server.py), all ready; None: `pymllm-interp serve`, or as --replicas says.
+        announces: how the address begins that it prints.
     """
     replicas = replicas or REPLICAS
     main = ["-m", "pymllm_interp.cli"]
@@ -153,7 +155,7 @@ def serving(
         while not server.url:
             assert process.poll() is None and time.monotonic() < deadline, "\n".join(server.log)
             try:
-                found = re.search(r"is served at (https?://\S+)", lines.get(timeout=0.2))
+                found = re.search(rf"is served at ({announces}\S+)", lines.get(timeout=0.2))
             except queue.Empty:
                 continue
             server.url = found[1] if found else ""

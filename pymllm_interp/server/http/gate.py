@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...utils.log_lines import request_id as current_request
 from ...wire.gate_words import GUARDED, TRACE_PATH, TRACE_TYPE
 from .errors import ApiError
 from .origins import check_origin, is_local
@@ -43,6 +44,7 @@ class RequestGate:
         given = headers.get("x-request-id", "")
         request_id = uuid.uuid4().hex
         given = given if _REQUEST_ID.fullmatch(given) else ""
+        current_request.set(request_id)
         record = _RequestRecord(self._state, _route_path(scope), request_id, given, send)
         scope.setdefault("state", {}).update(request_id=request_id, record=record, started=record.started)
         try:
