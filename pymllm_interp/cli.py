@@ -1,4 +1,4 @@
-"""The command line: `pymllm-interp demo | generate | serve | bench | doctor`. Each command imports what it needs."""
+"""The command line: `pymllm-interp demo | generate | serve | bench | doctor | cache`. Each command imports what it needs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from . import __version__
 from .core.vllm_flags import hint_of
+from .utils.extras import install_command
 
 SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "max_body_bytes": (int, 64 << 20), "max_trace_bytes": (int, 64 << 20), "max_concurrent": (int, 256), "max_traces": (int, 32),
@@ -98,6 +99,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--engine", choices=["own", "vllm"], default="own", help="(default: %(default)s)")
     doctor.set_defaults(run=_doctor)
+
+    cache = commands.add_parser("cache", help="converted models and compiled kernels of this machine: list, clean")
+    cache.add_argument("action", choices=["list", "clean"])
+    cache.add_argument("names", nargs="*", metavar="NAME", help="entries to remove, as listed")
+    cache.add_argument("--all", action="store_true", help="remove all")
+    cache.set_defaults(run=_cache)
     return parser
 
 
@@ -385,7 +392,7 @@ def _remedy(error: ModuleNotFoundError) -> str:
     frames = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
     importer = next((name for name in reversed(frames) if name and name != "importlib"), "")
     if importer in ("", "pymllm_interp"):
-        return "the server needs more packages: pip install 'pymllm-interp[serve]'"
+        return f"the server needs more packages: {install_command('serve')}"
     return f"the installed {importer} needs it: install what `pip check` reports, or another version of {importer}"
 
 
@@ -407,6 +414,12 @@ def _doctor(args: argparse.Namespace) -> int:
     from .doctor import run_doctor
 
     return run_doctor(args.model, args.engine)
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from .cache_command import run_cache
+
+    return run_cache(args.action, args.names, args.all)
 
 
 if __name__ == "__main__":
