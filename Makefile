@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 
 # make test-vllm    vLLM as the engine, in an environment of its own
-.PHONY: setup demo test test-vllm test-replicas test-gpu lint format api bench doctor clean
+.PHONY: setup demo test test-vllm test-replicas test-versions test-gpu lint format api bench doctor clean
 
 setup: $(STAMP)
 
@@ -76,6 +76,11 @@ test-replicas: $(STAMP)
 test-vllm:
 	@python=$$(PYTHON=$(PYTHON) .ci/vllm-environment) || { echo "the tests of vLLM are NOT run: see above" >&2; exit $(if $(CI_NEEDS_VLLM),1,0); }; \
 	.ci/vllm-tests $$python
+
+# The lowest and the newest torch and transformers. Downloads and a quarter of an hour each: not part of `make test`.
+test-versions:
+	PYTHON=$(PYTHON) .ci/version-tests lowest
+	PYTHON=$(PYTHON) .ci/version-tests newest
 
 # As many workers as fit on the device, each with its share of the memory (tests/support/gpu_workers.py); then, one by one, the
 # tests that measure or fill the memory. Both passes run, whatever the first one's result.

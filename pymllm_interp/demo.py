@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from .client.detokenizer import token_text
 from .client.handle import RequestHandle
 from .core.sampling_params import SamplingParams
 from .lm import LM
@@ -84,10 +85,9 @@ def logit_lens(lm: LM, prompt: str, max_tokens: int) -> LensTable:
         ids = tracer.result.save()
     probs = torch.cat([top.values for top in tops], dim=1)
     top_ids = torch.cat([top.indices for top in tops], dim=1)
-    decode: Any = lm.tokenizer
     return LensTable(
-        tokens=[decode.decode([token]) for token in ids[0, : probs.shape[1]].tolist()],
-        words=[[decode.decode([token]) for token in row] for row in top_ids.tolist()],
+        tokens=[token_text(lm.tokenizer, token) for token in ids[0, : probs.shape[1]].tolist()],
+        words=[[token_text(lm.tokenizer, token) for token in row] for row in top_ids.tolist()],
         probs=probs.cpu(),
         receipt=tracer.receipt,
     )

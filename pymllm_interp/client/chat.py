@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from ..utils.arguments import PromptError
+from ..utils.arguments import PromptError, shown
+
+MAX_CALLS = 128
+"""Most tool calls of one message."""
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a part of a message's content -> the field with its text."""
 
 
 class RenderedPrompt(NamedTuple):
@@ -53,16 +59,19 @@ def render(
     continue_final_message: bool = False,
     tools: list[Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    check: Callable[[str], None] | None = None,
 ) -> RenderedPrompt:
     """The text and the token ids of a conversation. The template writes the special tokens, so none are added to its text.
 
     Args:
+        messages: as OpenAI's; the template gets what `template_messages` makes of them.
         what: names the prompt in messages.
         chat_template: in place of the tokenizer's.
         add_generation_prompt: end where the assistant's answer begins.
         continue_final_message: leave the last message open, to be continued.
         tools: for templates that describe tools.
         chat_template_kwargs: further variables of the template.
+        check: called with the text before it is tokenized; it may refuse the text.
 
     Raises:
         PromptError: no tokenizer, no chat template, or a conversation or arguments that the template refuses.
@@ -78,20 +87,72 @@ def render(
         raise PromptError(
             f"{what} has tools, which the model's chat template does not mention: describe them in a message"
         )
+    words = set(re.findall(r"\w+", str(template))) if chat_template_kwargs else set[str]()
     for name in chat_template_kwargs or ():
-        if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+        if name not in words:
             raise PromptError(
-                f"{what}: chat_template_kwargs names {name!r}, which the chat template does not mention: leave it out"
+                f"{what}: chat_template_kwargs names {shown(name)}, which the chat template does not mention: leave it out"
             )
-    for i, message in enumerate(messages):
-        if not isinstance(message.get("content"), str | None) and not isinstance(message.get("content"), list):
-            raise PromptError(f"{what}: the content of message {i} is a {type(message['content']).__name__}, not text")
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tools=tools, chat_template=chat_template, tokenize=False,
+            template_messages(messages, what), tools=tools or None, chat_template=chat_template, tokenize=False,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             **(chat_template_kwargs or {}),
         )  # fmt: skip
     except (TemplateError, ValueError, TypeError, RecursionError) as error:
         raise PromptError(f"{what}: the chat template refuses this conversation: {error}") from error
+    if check is not None:
+        check(text)
     return RenderedPrompt(text, tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: text as content, and objects as the arguments of tool calls.
+
+    Text parts are joined by newlines and null is no text, as in vLLM.
+
+    Raises:
+        PromptError: content that is no text, or a tool call without a function.
+    """
+    found = []
+    for index, given in enumerate(messages):
+        message, name = dict(given), f"{what}: message {index}"
+        message["content"] = _text(message.get("content"), name)
+        calls = message.pop("tool_calls", None)
+        if calls:
+            if not isinstance(calls, list | tuple) or len(calls) > MAX_CALLS:
+                raise PromptError(f"{name}: tool_calls: expected a list of at most {MAX_CALLS} calls")
+            message["tool_calls"] = [_call(call, name) for call in calls]
+        found.append(message)
+    return found
+
+
+def _text(content: Any, name: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise PromptError(f"{name}: the content is a {type(content).__name__}, not text")
+    texts = []
+    for part in content:
+        field = TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
+        text = part if isinstance(part, str) else part.get(field) if field is not None else None
+        if not isinstance(text, str):
+            raise PromptError(f"{name}: its content has a part that is no text; the model reads text alone")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _call(call: Any, name: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which templates write as JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise PromptError(f"{name}: tool_calls: a call has a function with its name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise PromptError(
+                f"{name}: tool_calls: the arguments of {function['name'][:80]!r} are no JSON: {error}"
+            ) from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

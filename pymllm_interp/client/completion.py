@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..core.events import FinishedEvent
 from ..core.output import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
-from .detokenizer import Detokenizer
+from .detokenizer import Detokenizer, token_text
 
 
 class StreamPiece(str):
@@ -48,16 +49,18 @@ class Completion:
         index: among the prompt's `n` completions.
         params: its sampling parameters.
         tokenizer: a transformers tokenizer, or None, without which there is no text.
+        prompt_token_ids: of the prompt, which the text follows.
         nothing: the activations of a completion without captures.
     """
 
     def __init__(
-        self, request_id: str, index: int, params: SamplingParams, tokenizer: Any, nothing: Any = None
-    ) -> None:
+        self, request_id: str, index: int, params: SamplingParams, tokenizer: Any, prompt_token_ids: Sequence[int],
+        nothing: Any = None,
+    ) -> None:  # fmt: skip
         self.request_id, self.index, self._params, self._tokenizer = request_id, index, params, tokenizer
-        self._nothing = nothing
+        self._prompt_token_ids, self._nothing = prompt_token_ids, nothing
         self._token_ids: list[int] = []
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None else None
+        self._streamed: Detokenizer | None = None
         self._emitted = self._emitted_chars = 0
 
     def token_piece(self, token_id: int, hold: bool = True) -> StreamPiece | None:
@@ -67,10 +70,11 @@ class Completion:
             hold: None where all of the text is held back, so that the next piece has this token too; else a piece without text.
         """
         self._token_ids.append(token_id)
-        if self._detokenizer is None:
+        if self._tokenizer is None:
             return self._piece("", 0, None)
-        self._detokenizer.push(self._token_ids)
-        text = self._detokenizer.text
+        self._streamed = self._streamed or self._detokenizer()
+        self._streamed.push([token_id])
+        text = self._streamed.text
         end = len(text) - self._held_back(text)
         return None if hold and end <= self._emitted_chars else self._piece(text, end, None)
 
@@ -103,8 +107,12 @@ class Completion:
         if self._tokenizer is None:
             return ""
         ids = end.token_ids[: len(end.token_ids) - end.num_hidden_tokens]
-        text = self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
+        detokenizer = self._detokenizer()
+        text = detokenizer.push(ids) + detokenizer.end()
         return text if end.text_length is None else text[: end.text_length]
+
+    def _detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._tokenizer, self._params.skip_special_tokens, self._prompt_token_ids)
 
     def output(self, end: FinishedEvent) -> CompletionOutput:
         """The completion as a value."""
@@ -129,4 +137,4 @@ def decoded(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
     """The same log probabilities, with each token's text."""
     if tokenizer is None:
         return entry
-    return {token: value._replace(decoded_token=tokenizer.decode([token])) for token, value in entry.items()}
+    return {token: value._replace(decoded_token=token_text(tokenizer, token)) for token, value in entry.items()}

@@ -107,7 +107,8 @@ class RequestHandle:
         self._logprobs_mode = logprobs_mode
         self._tokenizer, self._engine, self._streaming = tokenizer, engine, streaming
         self._completions = {
-            r.request_id: Completion(r.request_id, r.sample_index, r.params, tokenizer, NOTHING) for r in requests
+            r.request_id: Completion(r.request_id, r.sample_index, r.params, tokenizer, r.prompt_token_ids, NOTHING)
+            for r in requests
         }
         self._finished: dict[str, FinishedEvent] = {}
         self._ended: Future[None] = Future()

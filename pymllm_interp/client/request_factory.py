@@ -192,10 +192,12 @@ class RequestFactory:
             raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")
         number, ordinal = next(_ids), next(self._ordinals)
         seed = params.seed if params.seed is not None else _mix(self.seed, ordinal)
-        stops = frozenset() if params.ignore_eos else self.defaults.eos_token_ids
+        stops, ignored = self.defaults.eos_token_ids, frozenset[int]()
+        if params.ignore_eos:
+            stops, ignored = ignored, stops
         if params.stop_token_ids:
             stops |= frozenset(params.stop_token_ids)
-        check_allowed(params, bad_words, stops, what)
+        check_allowed(params, bad_words, stops | ignored, what)
         requests = list[Request]()
         for index in range(params.n):
             requests.append(
@@ -208,6 +210,7 @@ class RequestFactory:
                     sample_index=index,
                     deadline=None if timeout is None else time.monotonic() + timeout,
                     eos_token_ids=stops,
+                    ignored_eos_ids=ignored,
                     cache_owner=self.cache_owner,
                     bad_words=bad_words,
                     constraint=constraint_of(params, self.grammars, size, what),
@@ -215,7 +218,7 @@ class RequestFactory:
                     forward_only=forward_only,
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
-                    stop_checker=StopStrings(self.tokenizer, params) if params.stop_strings else None,
+                    stop_checker=StopStrings(self.tokenizer, params, prompt_token_ids) if params.stop_strings else None,
                 )
             )
             if index == 0 and params.prompt_logprobs is not None and params.n > 1:

@@ -53,12 +53,10 @@ def max_tokens_of(
         )
     if params.stop_strings and tokenizer is None:
         raise PromptError(f"{what}: stop strings need a tokenizer, and this model has none: use stop_token_ids")
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        for token in getattr(params, name) or ():
-            if not 0 <= token < limits.vocab_size:
-                raise PromptError(
-                    f"{what}: {name} names token id {token}, the vocabulary ends at {limits.vocab_size - 1}"
-                )
+    for name, (lowest, highest) in params.token_ranges.items():
+        if lowest < 0 or highest >= limits.vocab_size:
+            token = lowest if lowest < 0 else highest
+            raise PromptError(f"{what}: {name} names token id {token}, the vocabulary ends at {limits.vocab_size - 1}")
     return max_tokens
 
 

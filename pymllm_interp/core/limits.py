@@ -17,6 +17,8 @@ MAX_NAMED = 1024
 """Most heads, layers or tokens in one list, and most layers of one object of vectors."""
 MAX_SITE_LENGTH = 1024
 """Most characters of a site's name or pattern."""
+MAX_CALL_TOKEN_IDS = 1 << 22
+"""Most token ids in `allowed_token_ids` of a call. Each counts once for each prompt."""
 MAX_KNOCKOUTS = 128
 """Most knockouts of a request."""
 MAX_KNOCKOUT_RUNS = 1024

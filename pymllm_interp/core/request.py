@@ -58,6 +58,8 @@ class Request:
     """`time.monotonic()` at which the request ends with "timeout"."""
     eos_token_ids: frozenset[int] = frozenset()
     """Token ids that end the generation: the model's, unless `ignore_eos`, and the caller's."""
+    ignored_eos_ids: frozenset[int] = frozenset()
+    """The model's end-of-sequence ids under `ignore_eos`. They end nothing, and are masked before `min_tokens`, as in vLLM."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of `params.bad_words`."""
     adapter: str | None = None
@@ -281,7 +283,7 @@ class Request:
             params=self.params,
             seed=self.seed,
             sample_index=self.sample_index,
-            eos_token_ids=self.eos_token_ids,
+            eos_token_ids=self.eos_token_ids | self.ignored_eos_ids,
             bad_words=self.bad_words,
             hooks=self.hooks,
             adapter=self.adapter,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..utils.arguments import check_names, shown
 from . import unsupported
+from .limits import MAX_LISTED
 from .structured.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class SamplingParams:
         self._check_sizes()
         strings = self.stop is None or isinstance(self.stop, str) or _all(self.stop, lambda text: isinstance(text, str))
         self._check("stop", strings, "a string, or a list of strings")
-        self._check("stop_token_ids", self.stop_token_ids is None or _all(self.stop_token_ids, _is_whole), "token ids")
+        self._check("stop_token_ids", self.stop_token_ids is None or _token_ids(self.stop_token_ids), "token ids")
         biases = self.logit_bias is None or (
             isinstance(self.logit_bias, dict)
             and all(_is_whole(token) and isinstance(bias, Real) for token, bias in self.logit_bias.items())
@@ -173,12 +174,10 @@ class SamplingParams:
         allowed, words, kept = self.allowed_token_ids, self.bad_words, self.truncate_prompt_tokens
         self._check(
             "allowed_token_ids",
-            allowed is None or (_all(allowed, _is_whole) and len(allowed) > 0),
+            allowed is None or (_token_ids(allowed) and len(allowed) > 0),
             "at least one token id",
         )
         self._check("bad_words", words is None or _all(words, lambda word: isinstance(word, str)), "a list of strings")
-        if len(words or ()) > MAX_BAD_WORDS:
-            raise ValueError(f"SamplingParams(bad_words=...): at most {MAX_BAD_WORDS} words, got {len(words or ())}")
         for word in words or ():
             if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
                 raise ValueError(
@@ -193,7 +192,8 @@ class SamplingParams:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         for name, value, most in (
             ("stop_token_ids", self.stop_token_ids, MAX_TOKEN_IDS), ("logit_bias", self.logit_bias, MAX_TOKEN_IDS),
-            ("stop", stops, MAX_STOPS),
+            ("stop", stops, MAX_STOPS), ("bad_words", self.bad_words, MAX_BAD_WORDS),
+            ("allowed_token_ids", self.allowed_token_ids, MAX_LISTED),
         ):  # fmt: skip
             if isinstance(value, list | tuple | dict) and len(value) > most:
                 raise ValueError(f"SamplingParams({name}=...): {len(value)} entries; expected at most {most}")
@@ -229,6 +229,12 @@ class SamplingParams:
         return array("q", dict.fromkeys(self.allowed_token_ids or ()))
 
     @cached_property
+    def token_ranges(self) -> dict[str, tuple[int, int]]:
+        """The lowest and the highest token id of each field that names some."""
+        found = {name: getattr(self, name) for name in ("logit_bias", "stop_token_ids", "allowed_token_ids")}
+        return {name: (min(ids), max(ids)) for name, ids in found.items() if ids}
+
+    @cached_property
     def penalised(self) -> bool:
         """Whether the tokens so far change the next one's logits."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
@@ -236,6 +242,13 @@ class SamplingParams:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token_ids(values: object) -> bool:
+    """Whether a list has whole numbers only. Of a list of plain ints, which may be as long as a vocabulary, none is looked at in
+    Python.
+    """
+    return isinstance(values, list | tuple) and (set(map(type, values)) <= {int} or all(map(_is_whole, values)))
 
 
 def _all(values: object, holds: Callable[[object], bool]) -> bool:

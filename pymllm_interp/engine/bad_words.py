@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from typing import Any
 
 from ..core.sampling_params import SamplingParams
@@ -23,6 +24,15 @@ def bad_word_ids(tokenizer: Any, words: Sequence[str], vocab_size: int, what: st
     """
     if tokenizer is None:
         raise PromptError(f"{what}: bad_words needs a tokenizer, and this model has none: use allowed_token_ids")
+    try:
+        return _word_ids(tokenizer, tuple(words), vocab_size)
+    except PromptError as error:
+        raise PromptError(f"{what}: {error}") from None
+
+
+@lru_cache(64)
+def _word_ids(tokenizer: Any, words: tuple[str, ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The token ids of words. All prompts of a call have the same ones, as a rule."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         plain, spaced = (
@@ -30,7 +40,7 @@ def bad_word_ids(tokenizer: Any, words: Sequence[str], vocab_size: int, what: st
         )
         if not plain or max(plain) >= vocab_size:
             raise PromptError(
-                f"{what}: bad_words has {word!r}, whose tokens are {list(plain)}; the vocabulary ends at {vocab_size - 1}"
+                f"bad_words has {word!r}, whose tokens are {list(plain)}; the vocabulary ends at {vocab_size - 1}"
             )
         found[plain] = None
         if len(spaced) == len(plain) and spaced[0] != plain[0] and max(spaced) < vocab_size:
@@ -44,7 +54,7 @@ def check_allowed(
     """Check that `allowed_token_ids` leaves a token to sample at the first step.
 
     Args:
-        ends: tokens that end the generation, which `min_tokens` forbids.
+        ends: end-of-sequence and stop tokens, which `min_tokens` forbids.
 
     Raises:
         PromptError: it leaves none.
@@ -57,5 +67,5 @@ def check_allowed(
     if banned.issuperset(params.allowed_token_ids):
         raise PromptError(
             f"{what}: allowed_token_ids leaves no token: bad_words, or min_tokens={params.min_tokens} (which forbids the tokens "
-            "that end the generation), forbid all of them"
+            "that end a generation), forbid all of them"
         )

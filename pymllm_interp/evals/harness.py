@@ -12,6 +12,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from ..client.chat import render
+from ..client.detokenizer import decode
 from ..core.sampling_params import SamplingParams
 from ..lm import LM
 from .scoring import interventions_of, score
@@ -82,10 +84,11 @@ class HarnessLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the model's template writes it."""
-        return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+        found = render(
+            self.tokenizer, chat_history, "the conversation", add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
+        return found.text or ""
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids. A text that begins with BOS gets no other."""
@@ -144,7 +147,7 @@ class HarnessLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text after each context, up to a stop string."""
         texts: list[str] = []
-        eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
+        eos = decode(self.tokenizer, [self.eot_token_id])
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
             for batch in _batches(requests):
                 prompts, params = zip(*(self._generation(request.args, eos) for request in batch), strict=True)

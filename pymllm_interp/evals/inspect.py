@@ -13,6 +13,7 @@ from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
     ChatMessageAssistant,
+    ChatMessageTool,
     GenerateConfig,
     Logprob,
     Logprobs,
@@ -24,6 +25,7 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
+from ..client.chat import render, template_messages
 from ..core.output import CompletionOutput
 from ..core.sampling_params import SamplingParams
 from ..lm import LM
@@ -91,10 +93,9 @@ class EngineAPI(ModelAPI):
 
     def _prompt(self, input: list[ChatMessage]) -> list[int]:
         """Token ids of a conversation."""
-        messages = [{"role": message.role, "content": message.text} for message in input]
+        messages = template_messages(list(map(_message, input)), "the conversation")
         if getattr(self.lm.tokenizer, "chat_template", None):
-            text = self.lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return self.lm.tokenizer.encode(text, add_special_tokens=False)
+            return render(self.lm.tokenizer, messages, "the conversation").token_ids
         return self.lm.token_ids("".join(f"{message['role']}: {message['content']}\n" for message in messages))
 
     def _params(self, config: GenerateConfig, prompt: int) -> SamplingParams:
@@ -123,11 +124,10 @@ class EngineAPI(ModelAPI):
             ranked = sorted(entry.items(), key=lambda item: item[1].rank)[:top]
             content.append(
                 Logprob(
-                    token=self.lm.tokenizer.decode(token),
+                    token=entry[token].decoded_token or "",
                     logprob=entry[token].logprob,
                     top_logprobs=[
-                        TopLogprob(token=self.lm.tokenizer.decode(other), logprob=found.logprob)
-                        for other, found in ranked
+                        TopLogprob(token=found.decoded_token or "", logprob=found.logprob) for _, found in ranked
                     ],
                 )
             )
@@ -145,6 +145,22 @@ class EngineAPI(ModelAPI):
         """Shut the engine down, if this model made it."""
         if self._owned:
             self.lm.shutdown()
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """A message as OpenAI's, without its reasoning."""
+    content: Any = message.content
+    if not isinstance(content, str):
+        content = [part.model_dump() for part in content if part.type != "reasoning"]
+    found = {"role": message.role, "content": content}
+    if isinstance(message, ChatMessageAssistant) and message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if isinstance(message, ChatMessageTool):
+        found["tool_call_id"] = message.tool_call_id
+    return found
 
 
 @modelapi(name="pymllm_interp")

@@ -37,7 +37,7 @@ class SamplingRequest(Protocol):
 
     @property
     def eos_token_ids(self) -> AbstractSet[int]:
-        """Token ids that end the generation, which `min_tokens` forbids."""
+        """Token ids that `min_tokens` forbids: end-of-sequence ids, under `ignore_eos` too, and the caller's stop ids."""
         ...
 
     @property

@@ -26,9 +26,7 @@ SAME_NAMES = (
 """Fields with the name that they have in SamplingParams."""
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
 """Most messages of a conversation, or parts of one, and most tools."""
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16)]
 """OpenAI's: up to 16 pairs of strings."""
 COMPONENT = "x-component"
 """Marks a schema that the engine process knows (schema.py), by its name there."""
@@ -114,11 +112,10 @@ class SharedRequest(Strict):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
+    def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Say what serves in the place of fields of other servers."""
-        return without_neutral(given, cls.model_fields, cls.REFUSED) if isinstance(given, Mapping) else given
+        return without_neutral(given, cls.model_fields, cls.REFUSED)
 
     @property
     def hooked(self) -> bool:
@@ -310,18 +307,17 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message] | None, at_most(MAX_MESSAGES)] = Field(None, min_length=1)
     add_special_tokens: StrictBool | None = Field(None, description="of a text; true unless it says false")
     return_token_strs: StrictBool | None = Field(None, description="token_strs, the tokens as the vocabulary has them")
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool] | None, at_most(MAX_TOOLS)] = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
-        return without_neutral(given, cls.model_fields, REFUSED) if isinstance(given, Mapping) else given
+    def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        return without_neutral(given, cls.model_fields, REFUSED)
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
@@ -336,7 +332,7 @@ class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[StrictInt]
+    tokens: Annotated[list[StrictInt], at_most(MAX_LISTED)]
 
 
 class LensRequest(Strict):

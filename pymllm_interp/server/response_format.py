@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, model_validator
 
 from ..core.structured.structured_outputs import StructuredOutputs
 from ..wire.strict import Strict
+from .http.body import at_most
+
+MAX_TAGS = 128
+"""Most tags of a structural tag's older form, and most texts that begin one."""
 
 
 class JsonSchema(Strict):
@@ -26,8 +30,10 @@ class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     format: dict[str, Any] | None = Field(None, description="of a structural tag")
-    structures: list[dict[str, Any]] | None = Field(None, description="of a structural tag's older form")
-    triggers: list[str] | None = None
+    structures: Annotated[list[dict[str, Any]] | None, at_most(MAX_TAGS)] = Field(
+        None, description="of a structural tag's older form"
+    )
+    triggers: Annotated[list[str] | None, at_most(MAX_TAGS)] = None
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:

@@ -204,8 +204,9 @@ def zero_a_head(model: Any, prompt: list[int]) -> Any:
 def edit_keys_in_the_cache(model: Any, prompt: list[int]) -> Any:
     with model.trace(prompt):
         source = model.model.layers[0].self_attn.source
-        k, v = source.past_key_values_update_0.output
-        source.past_key_values_update_0.output = (k.clone(), v * 0.5)
+        name = next(name for name in source.names if name.endswith("update_0"))  # of `cache`, or `past_key_values`
+        k, v = getattr(source, name).output
+        getattr(source, name).output = (k.clone(), v * 0.5)
         logits = model.lm_head.output.save()
     return logits, logits
 

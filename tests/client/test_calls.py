@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import pickle
 import queue
@@ -304,13 +305,44 @@ def test_messages_are_a_prompt_wherever_a_prompt_is(chatty: LM) -> None:
     assert ids[0].tolist() == TOKENS + out.token_ids
 
 
+CALLS = [
+    {"role": "user", "content": [{"type": "text", "text": "w1"}, "w2", {"type": "refusal", "refusal": "w3"}], "tool_calls": None},
+    {
+        "role": "assistant", "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "w4", "arguments": '{"n": "w5"}'}}],
+    },
+]  # fmt: skip
+
+
+def test_parts_null_and_calls_are_written_as_vllm_does(chatty: LM) -> None:
+    """Parts are lines, null is no text, and arguments are an object: what the server writes, too."""
+    given = copy.deepcopy(CALLS)
+    calls = "{% for m in messages %}{{ m.content }}|{{ m.tool_calls | tojson if m.tool_calls else '' }}{% endfor %}"
+    wanted = 'w1\nw2\nw3||[{"type": "function", "function": {"name": "w4", "arguments": {"n": "w5"}}}]'
+    (out,) = chatty.chat(CALLS, GREEDY, chat_template=calls, tools=[])
+    assert out.prompt == wanted and given == CALLS
+    chatty.tokenizer.chat_template = calls
+    assert [one.prompt for one in chatty.generate([CALLS, "w1"], GREEDY)] == [wanted, "w1"]
+    with chatty.trace(CALLS):
+        h = chatty.model.layers[0].output.save()
+    assert h.shape[1] == len(out.prompt_token_ids)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda lm: lm.chat([{"role": "user", "content": [{"type": "image_url"}]}]),
+            "message 0: .* a part that is no text",
+        ),
+        (
+            lambda lm: lm.chat([*MESSAGES, {"role": "assistant", "tool_calls": [{}]}]),
+            "message 2: .* a function with its",
+        ),
         (lambda lm: lm.chat("w1"), "expected a list of"),
         (lambda lm: lm.chat([["w1"]]), "expected a list of"),
         (lambda lm: lm.chat(MESSAGES, tools=[{"name": "search"}]), "tools, which the model's chat template does not"),
-        (lambda lm: lm.chat([{"role": "user", "content": 3}]), "the content of message 0 is a int"),
+        (lambda lm: lm.chat([{"role": "user", "content": 3}]), "message 0: the content is a int"),
         (lambda lm: lm.chat(MESSAGES, continue_final_message=True), "refuses this conversation"),
         (lambda lm: lm.chat([MESSAGES] * 2, chat_template="{{ raise_exception('no') }}"), "conversation 0: .* no"),
     ],

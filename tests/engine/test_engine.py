@@ -416,8 +416,12 @@ def test_the_models_eos_ends_a_generation_unless_ignored(with_eos: tuple[LM, LM,
         assert asked.token_ids == plain[:length]
 
 
+@pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("least", [1, 5, 9, 20])
-def test_no_eos_before_min_tokens(least: int, with_eos: tuple[LM, LM, list[int], list[int]], oracle: Oracle) -> None:
+def test_no_eos_before_min_tokens(
+    least: int, ignored: bool, with_eos: tuple[LM, LM, list[int], list[int]], oracle: Oracle
+) -> None:
+    """Whether or not it would end the generation, as vLLM's processor of `min_tokens`."""
     one, _, prompt, plain = with_eos
     eos = plain[4]
 
@@ -427,9 +431,10 @@ def test_no_eos_before_min_tokens(least: int, with_eos: tuple[LM, LM, list[int],
         return logits
 
     expected = reference(oracle("llama"), prompt, 20, forbid)
-    if eos in expected:
+    if eos in expected and not ignored:
         expected = expected[: expected.index(eos) + 1]
-    assert one.generate([prompt], greedy(max_tokens=20, min_tokens=least))[0].token_ids == expected
+    params = greedy(max_tokens=20, min_tokens=least, ignore_eos=ignored)
+    assert one.generate([prompt], params)[0].token_ids == expected
     assert len(expected) >= least
 
 

@@ -16,6 +16,7 @@ from conftest import tiny_tokenizer
 from helpers_server import serving
 
 from pymllm_interp import LM, Ablate, Generated, SamplingParams, Steer
+from pymllm_interp.utils.arguments import PromptError
 
 pytestmark = pytest.mark.local
 needs_lm_eval = pytest.mark.skipif(
@@ -233,3 +234,48 @@ def test_what_inspect_ai_cannot_have_is_refused_with_the_fix(lm: LM) -> None:
         asyncio.run(api.generate([ChatMessageUser(content="w1")], [tool], "auto", GenerateConfig()))
     with pytest.raises(TypeError, match="dtype belong to a new LM"):
         EngineAPI("tiny", lm=lm, dtype="float32")
+
+
+CONVERSATION_TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }} {% endfor %}"
+)
+
+
+@needs_inspect
+@needs_lm_eval
+def test_evals_write_conversations_as_chat_does(lm: LM) -> None:
+    from inspect_ai.model import (
+        ChatMessageAssistant,
+        ChatMessageTool,
+        ChatMessageUser,
+        ContentImage,
+        ContentReasoning,
+        ContentText,
+    )
+    from inspect_ai.tool import ToolCall
+
+    from pymllm_interp.evals import EngineAPI, HarnessLM
+
+    arguments = {"name": "add", "arguments": {"n": 3}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": arguments}]},
+        {"role": "tool", "tool_call_id": "1", "content": "w4"},
+    ]
+    theirs = [
+        ChatMessageUser(content=[ContentText(text="w1"), ContentText(text="w2")]),
+        ChatMessageAssistant(
+            content=[ContentReasoning(reasoning="w9")], tool_calls=[ToolCall("1", "add", {"n": 3})]
+        ),
+        ChatMessageTool(tool_call_id="1", content="w4"),
+    ]  # fmt: skip
+    api = EngineAPI("tiny", lm=lm)
+    lm.tokenizer.chat_template = CONVERSATION_TEMPLATE
+    try:
+        (own,) = lm.chat(messages, SamplingParams(max_tokens=1))
+        assert HarnessLM(lm).apply_chat_template(messages) == own.prompt
+        assert api._prompt(theirs) == own.prompt_token_ids
+    finally:
+        lm.tokenizer.chat_template = None
+    with pytest.raises(PromptError, match="a part that is no text"):
+        api._prompt([ChatMessageUser(content=[ContentImage(image="data:image/png;base64,")])])

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from helpers_families import points_of, states_of
 from helpers_paths import ROOT
 from helpers_runner import part_of
@@ -26,8 +27,11 @@ DOCUMENT = ROOT / "docs" / "models.md"
 AT_LEAST = 154
 """Names that are right."""
 LENGTHS = 5, 2, 37
-ERROR = 4
-"""Column of a row that may differ from machine to machine."""
+HOW, ERROR = 2, 4
+"""Columns of a row: how a name runs, and the error, which may differ from machine to machine."""
+NOT_SERVED = " refused ", " untried "
+IS_WRITTEN_WITH = f"transformers {transformers.__version__}" in DOCUMENT.read_text()
+"""Whether the installed transformers is the one of the document."""
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 MAX_ERROR = 1e-4
 """Largest difference of a state, over its largest value."""
@@ -84,10 +88,18 @@ def rows() -> dict[str, str]:
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ") and " | " in line}
 
 
+def test_the_document_has_each_name_of_the_version_that_it_names() -> None:
+    """And each name of a version before it: none is dropped without a word."""
+    assert not set(NAMES) - rows().keys()
+
+
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_the_registry_runs_as_its_row_says(name: str) -> None:
     found, written = (line.split("|") for line in (row(name), rows()[name]))
+    if not IS_WRITTEN_WITH and written[HOW] in NOT_SERVED:  # other versions fail elsewhere
+        assert found[HOW] in NOT_SERVED
+        return
     assert found[:ERROR] + found[ERROR + 1 :] == written[:ERROR] + written[ERROR + 1 :]
     if found[ERROR].strip():
         assert float(found[ERROR]) < MAX_ERROR > float(written[ERROR])

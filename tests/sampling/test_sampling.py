@@ -703,7 +703,7 @@ def test_requests_without_token_sets_have_none_in_the_batch():
         ({"bad_words": [""]}, "not only spaces"),
         ({"bad_words": ["  "]}, "not only spaces"),
         ({"bad_words": ["a" * 257]}, "1 to 256 characters"),
-        ({"bad_words": ["a"] * 1025}, "at most 1024 words"),
+        ({"bad_words": ["a"] * 1025}, "1025 entries; expected at most 1024"),
         ({"truncate_prompt_tokens": 0}, "-1, at least 1, or None"),
         ({"truncate_prompt_tokens": -2}, "-1, at least 1, or None"),
         ({"truncate_prompt_tokens": True}, "a whole number, or None"),

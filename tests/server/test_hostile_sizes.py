@@ -145,6 +145,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cache_salt": ({"options": {"cache_salt": "s" * 10**6}}, "cache_salt"),
     "n": ({"sampling": {"n": 10**9}}, "n=1000000000"),
     "max_tokens": ({"sampling": {"max_tokens": HUGE}}, "max_model_len"),
+    "allowed_token_ids": (
+        {"prompts": [[1]] * 1000, "sampling": {"allowed_token_ids": [1] * MANY}}, "lists 100000000 token ids, counting each"
+    ),
+    "allowed beyond": ({"sampling": {"allowed_token_ids": [1] * MANY + [10**6]}}, "names token id 1000000, the vocabulary ends"),
+    "bad_words": ({"sampling": {"bad_words": ["w1"] * MANY}}, "bad_words=.*100000 entries; expected at most 1024"),
+    "choices": ({"sampling": {"structured_outputs": {"choice": [1] * MANY}}}, "100000 entries; at most 4096"),
+    "a schema": (
+        {"sampling": {"structured_outputs": {"json": {"enum": [1] * MANY * 10}}}}, "1000.*characters; at most 131072"
+    ),
     "stop": ({"sampling": {"stop": ["x" * 100] * MANY}}, "stop=...*: 100000 entries; expected at most 64"),
     "long stop": ({"sampling": {"stop": "x" * 10**6}}, "1000000 characters; expected at most 4096"),
     "stop_token_ids": ({"sampling": {"stop_token_ids": [1] * MANY}}, "stop_token_ids=.*100000 entries"),

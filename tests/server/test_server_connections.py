@@ -11,15 +11,18 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from helpers_server import Server, serving
+from starlette.responses import Response, StreamingResponse
 
+from pymllm_interp.server.http import connections
 from pymllm_interp.server.http.connections import OutOfFiles, http_config, with_room_for_files
 from pymllm_interp.server.serve import listen
 from pymllm_interp.server.settings import ServeLimits
@@ -47,12 +50,38 @@ async def slow() -> str:
     return "hello"
 
 
+@app.post("/body")
+async def whole(request: Request) -> int:
+    return len(await request.body())
+
+
+@app.get("/endless")
+async def endless() -> StreamingResponse:
+    async def parts() -> AsyncIterator[bytes]:
+        begun.release()
+        while True:
+            yield bytes(1 << 16)
+            await asyncio.sleep(0)
+
+    return StreamingResponse(parts())
+
+
+@app.get("/large")
+async def large() -> Response:
+    begun.release()
+    return Response(bytes(1 << 25))
+
+
+servers: list[uvicorn.Server] = []
+
+
 @contextlib.contextmanager
 def listening(handler: OutOfFiles | None = None, **limits: float) -> Iterator[tuple[str, int]]:
     """The address of a server with these limits, which runs on a thread."""
     bound = listen("127.0.0.1", 0)
     server, loop = uvicorn.Server(http_config(app, ServeLimits(**limits))), asyncio.new_event_loop()
     loop.set_exception_handler(handler)
+    servers[:] = [server]
     thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(sockets=[bound]),))
     thread.start()
     try:
@@ -202,6 +231,65 @@ def test_a_connection_with_a_running_request_is_not_closed_for_a_new_one():
         gate.set()
         for connection in running:
             assert hears_hello(connection)
+
+
+def posted(path: bytes, length: int) -> bytes:
+    return b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % (path, length)
+
+
+def test_a_connection_whose_body_has_not_come_makes_room_for_a_new_one():
+    """Its client may send a byte a minute, for as long as it likes."""
+    with listening(max_connections=3) as address, contextlib.ExitStack() as stack:
+        late = [stack.enter_context(connect(address, posted(b"/body", 10) + b"1")) for _ in range(3)]
+        while len(servers[0].server_state.tasks) < 3:
+            time.sleep(0.001)
+        new = stack.enter_context(connect(address))
+        assert answered(new) and read(late[0]) == b""
+        late[1].sendall(b"234567890")
+        assert late[1].recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_a_connection_that_was_answered_before_its_body_came_goes_on():
+    with listening(header_seconds=0.3, idle_seconds=600) as address, connect(address, posted(b"/hello", 10)) as early:
+        assert hears_hello(early)
+        early.sendall(b"1234567890")
+        time.sleep(1)
+        assert answered(early)
+
+
+def test_a_client_that_does_not_read_a_stream_makes_room_for_a_new_one():
+    with listening(max_connections=1) as address, connect(address, GET.replace(b"hello", b"endless")) as deaf:
+        assert begun.acquire(timeout=600)
+        connection: Any = next(iter(servers[0].server_state.connections))
+        while not connection.flow.write_paused:
+            time.sleep(0.001)
+        with connect(address) as new:
+            assert answered(new)
+        assert read(deaf).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", [b"endless", b"large"])
+def test_a_client_that_does_not_read_is_disconnected_in_the_end(path, monkeypatch):
+    monkeypatch.setattr(connections, "READ_SECONDS", 0.3)
+    with listening(idle_seconds=0.1) as address:
+        with connect(address, GET.replace(b"hello", path)) as deaf:
+            assert begun.acquire(timeout=600)
+            while servers[0].server_state.connections:
+                time.sleep(0.01)
+            assert len(read(deaf)) < 1 << 25
+        with connect(address) as other:
+            assert answered(other)
+
+
+def test_a_client_that_reads_slowly_has_all_of_it(monkeypatch):
+    monkeypatch.setattr(connections, "READ_SECONDS", 0.5)
+    request = GET.replace(b"hello", b"large").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with listening(idle_seconds=0.1) as address, connect(address, request) as slow_reader:
+        found = 0
+        while part := slow_reader.recv(1 << 21):
+            found += len(part)
+            time.sleep(0.05)
+        assert found > 1 << 25 and begun.acquire(timeout=600)
 
 
 def test_a_full_table_of_files_is_reported_once(caplog):

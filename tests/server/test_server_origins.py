@@ -106,6 +106,31 @@ def test_without_keys_a_foreign_page_changes_nothing_even_without_a_body(keyless
         assert own.status_code == 200
 
 
+def test_a_page_that_binds_its_own_name_to_this_machine_is_a_stranger(keyless: Server):
+    """DNS rebinding: to the browser, the server is of the page's own origin."""
+    with keyless.client(None) as own:
+        kept = own.post("/v1/responses", json={"input": "w1", "max_output_tokens": 1}).json()["id"]
+        assert own.get(f"/v1/responses/{kept}").status_code == 200
+    steer = {"op": "scale", "site": "resid_post.0", "factor": 2.0}
+    for name in ("evil.com", "127.0.0.1.evil.com", "localhost.evil.com", "0.0.0.0", "[::]", "localhost."):
+        headers = {"Host": f"{name}:80", "Origin": f"http://{name}:80"}
+        with keyless.client(None, headers=headers) as page:
+            found = [
+                page.request(method, path, json=body).status_code
+                for method, path, body in (
+                    ("POST", "/v1/completions", {"prompt": "w1", "max_tokens": 1, "interventions": [steer]}),
+                    ("POST", "/v1/completions", {"prompt": "w1", "max_tokens": 1, "capture": ["embed"]}),
+                    ("POST", "/v1/completions", {"prompt": "w1", "max_tokens": 1, "priority": -1}),
+                    ("POST", "/v1/interp/reset_prefix_cache", {}), ("POST", "/v1/interp/trace", {}),
+                    ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/etc"}),
+                    ("PUT", "/v1/interp/vectors/x", {}), ("GET", "/v1/interp/vectors", None),
+                )
+            ]  # fmt: skip
+            assert found == [403] * 8, (name, found)
+            assert page.get(f"/v1/responses/{kept}").status_code == 404
+            assert page.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}).status_code == 200
+
+
 def test_a_key_is_enough_for_a_page_of_any_origin(server: Server):
     with server.client("plain", headers={"Origin": "http://evil.com"}) as client:
         assert client.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}).status_code == 200

@@ -528,3 +528,12 @@ def test_memory_is_where_it_started_after_ten_thousand_requests(tmp_path):
         while running.metric("responses") and time.monotonic() < deadline:
             time.sleep(0.2)
         assert running.metric("response_bytes") == 0
+
+
+def test_parts_of_a_message_are_joined_as_those_of_chats():
+    given = [
+        {"role": "user", "content": [{"type": "input_text", "text": text} for text in ("w4", "w5")]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "w6"}, {"type": "refusal", "refusal": "w7"}]},
+    ]
+    body = ResponsesRequest.model_validate({"input": given})
+    assert body.messages([]) == [{"role": "user", "content": "w4\nw5"}, {"role": "assistant", "content": "w6\nw7"}]

@@ -8,38 +8,19 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from conftest import COMMON, random_model
 from helpers_server import KEYS, Server, serving
+from helpers_tokenizers import SMILE, YOU, byte_level, save_model
 from openai import OpenAI
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from pymllm_interp.server.routes.openai_format import TextSoFar
 from pymllm_interp.server.routes.token_text import token_bytes, token_word
 
-SMILE, YOU = "😀", "你"
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: 256 bytes, and two tokens of two bytes each, which make an emoji."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    (whole,) = (piece for piece, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(SMILE))
-    merges = [(whole[0], whole[1]), (whole[2], whole[3])]
-    vocab = {piece: i for i, piece in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("bytes")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    random_model(LlamaConfig(**{**COMMON, "vocab_size": 258}, **sizes)).save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
+    folder = save_model("byte-level", tmp_path_factory.mktemp("bytes"))
     with serving(folder, folder=tmp_path_factory.mktemp("keys")) as found:
         yield found
 
@@ -51,7 +32,7 @@ def api(server) -> OpenAI:
 
 def bias(*texts: str) -> dict[str, float]:
     """Only the tokens of these texts are sampled, each about as often."""
-    return {str(token): 90.0 for text in texts for token in byte_tokenizer()(text)["input_ids"]}
+    return {str(token): 90.0 for text in texts for token in byte_level()(text)["input_ids"]}
 
 
 def arguments(seed: int = 1, **more) -> dict:
@@ -66,7 +47,7 @@ def name(api) -> str:
 
 
 def test_single_tokens_have_their_own_bytes():
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_level()
     for text in (SMILE, YOU, "a", " ", "é", "\n", "\ufffd"):
         ids = tokenizer(text)["input_ids"]
         assert b"".join(token_bytes(tokenizer, token) for token in ids) == text.encode()
@@ -81,8 +62,8 @@ def test_single_tokens_have_their_own_bytes():
 
 
 def test_offsets_count_whole_characters():
-    tokenizer = byte_tokenizer()
-    text = TextSoFar(tokenizer, skip_special_tokens=True)
+    tokenizer = byte_level()
+    text = TextSoFar(tokenizer, True, [])
     assert [text.add(token) for token in tokenizer(f"a{SMILE}{YOU}b")["input_ids"]] == [0, 1, 1, 2, 2, 2, 3]
 
 

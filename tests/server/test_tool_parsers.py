@@ -19,7 +19,7 @@ from pymllm_interp.server.tools.formats import REASONING, TOOL_FORMATS
 from pymllm_interp.server.tools.messages import MessageParser
 from pymllm_interp.server.tools.parts import Part, TextParser
 from pymllm_interp.server.tools.reasoning import ThinkParts
-from pymllm_interp.server.tools.request import Tool, ToolPlan
+from pymllm_interp.server.tools.request import NamedTool, Tool, ToolPlan
 
 HARMONY = "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant"
 CASES: list[tuple[Callable[[], TextParser], str, list[tuple[str, str]]]] = [
@@ -190,6 +190,24 @@ def test_what_a_grammar_of_calls_gives_its_parser_reads(lm, tool_format, reasoni
                     call["function"]["arguments"]
                 ).keys() == {"n"}
     assert ended or plan.inside
+
+
+@pytest.mark.local
+def test_a_named_function_is_called_once(lm):
+    """As in vLLM, whatever parallel_tool_calls says."""
+    function = {"name": "add", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+    tools = TypeAdapter(list[Tool]).validate_python([{"type": "function", "function": function}])
+    named = NamedTool.model_validate({"type": "function", "function": {"name": "add"}})
+    bias = ending_bias(lm.tokenizer) | {lm.tokenizer.eos_token_id: 0.0}
+    for choice, counts in (("required", {2}), (named, {1})):
+        plan = ToolPlan(tools, choice, True, "llama3_json", None)
+        most = len(lm.tokenizer('{"name": "add", "parameters": {}}; ')["input_ids"]) * 2
+        form, more = plan.form(None), {lm.tokenizer.get_vocab()[";"]: 90.0}
+        params = SamplingParams(max_tokens=most, temperature=0, structured_outputs=form, logit_bias=bias | more)
+        (found,) = lm.generate(["x"], params)
+        assert {found.text.count('"name"')} == counts, found.text
+    twice = "; ".join(['{"name": "add", "parameters": {}}'] * 2)
+    assert len(plan.parser(None).message(twice)["tool_calls"]) == 1
 
 
 def test_formats_of_gpt_oss_go_together():

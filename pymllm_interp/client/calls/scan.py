@@ -22,6 +22,8 @@ from ...hooks.traces.syntax.scanned import ScanInterleaver
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ..prompt_batch import prompts_of
 
+ENGINE = "pymllm_interp_scan"
+"""Attention of scans where a family has eager attention only: its modules return no weights, like the engine's."""
 WITHOUT_VALUES = ("interventions", "capture", "on_step")
 """Keywords of a trace that a scan refuses."""
 OF_ENGINE = ("timeout", "priority", "cache_salt")
@@ -60,7 +62,8 @@ class FakeModel(Envoy):
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
         interleaver = ScanInterleaver(served)
-        self._attention = model.config._attn_implementation
+        own = model.config._attn_implementation
+        self._attention = ENGINE if own == "eager" else own
         super().__init__(model.eval(), interleaver=interleaver)
         interleaver.doubles.update(self.modules(names=True))
 
@@ -80,9 +83,15 @@ class FakeModel(Envoy):
         """Make tensors fake, and run attention as a trace with these options does. `grad` keeps the graph of the pass."""
         attention = "eager" if options.eager_attention else self._attention
         module: Any = self._module
+        from transformers.masking_utils import eager_mask
+
+        from ...models.transformers.probe import use_attention  # which imports transformers' models
+
+        transformers.AttentionInterface.register(ENGINE, _attend)
+        transformers.AttentionMaskInterface.register(ENGINE, eager_mask)
         with self.lock, self.mode:
             if module.config._attn_implementation != attention:
-                module.set_attn_implementation(attention)
+                use_attention(module, attention)
             module.requires_grad_(grad)
             yield
 
@@ -97,6 +106,14 @@ class FakeModel(Envoy):
             mediators += blocks
         self.interleaver.mediators = mediators
         self.interleave("__call__", batcher=batcher)
+
+
+def _attend(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Fake attention of the right shape: [batch, heads, tokens, head_dim] -> [batch, tokens, heads, head_dim]."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    return (query @ key.transpose(2, 3) @ value).transpose(1, 2).contiguous(), None
 
 
 class ScanTracer(EngineTracer):

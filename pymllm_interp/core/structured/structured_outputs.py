@@ -116,6 +116,7 @@ class StructuredOutputs:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"StructuredOutputs({name}=...): it is no JSON: {error}") from None
         self._check(name, isinstance(value, dict | also), "a JSON object")
+        self._check_size(name, _least_characters(value))
         if not _shallow(value, MAX_DEPTH):
             raise ValueError(f"StructuredOutputs({name}=...): it is nested too deeply; at most {MAX_DEPTH} levels")
         try:
@@ -128,10 +129,10 @@ class StructuredOutputs:
 
     def _check_choice(self) -> None:
         choice = self.choice
+        if isinstance(choice, list | tuple) and len(choice) > MAX_CHOICES:
+            raise ValueError(f"StructuredOutputs(choice=...): {len(choice)} entries; at most {MAX_CHOICES}")
         texts = isinstance(choice, list | tuple) and all(isinstance(text, str) for text in choice)
         self._check("choice", texts and bool(choice), "a list of texts")
-        if len(choice or ()) > MAX_CHOICES:
-            raise ValueError(f"StructuredOutputs(choice=...): {len(choice or ())} entries; at most {MAX_CHOICES}")
         self._check_size("choice", sum(map(len, choice or ())))
 
     def _check_size(self, name: str, characters: int) -> None:
@@ -141,6 +142,19 @@ class StructuredOutputs:
     def _check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ValueError(f"StructuredOutputs({name}={shown(getattr(self, name))}): expected {expected}")
+
+
+def _least_characters(value: Any) -> int:
+    """How long a value's JSON is at least. What has more than `MAX_CHARACTERS` is not walked to its end."""
+    count, left = 0, [value]
+    while left and count <= MAX_CHARACTERS:
+        value = left.pop()
+        count += len(value) if isinstance(value, str) else 1
+        if isinstance(value, dict | list):
+            count += len(value)
+            if count <= MAX_CHARACTERS:
+                left += (*value, *value.values()) if isinstance(value, dict) else value
+    return count
 
 
 def _shallow(value: Any, levels: int) -> bool:

@@ -7,7 +7,6 @@ JacobianLens.load("gpt2_jacobian_lens.pt")   # {"J": {layer: [d, d]}, "source_la
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ...core.model_spec import ModelSpec
 from ...utils.cached_properties import version_of, versioned_property
+from ...utils.checked_files import read_json
 from ..saes.formats import read_tensors
 from ..site import Site
 from ..vectors.files import checked_vector
@@ -136,7 +136,7 @@ class TunedLens(_Transport):
                 raise FileNotFoundError(
                     f"{file}: no such file; a tuned lens is a folder with config.json and params.pt"
                 )
-        config, tensors = json.loads(files[0].read_text()), read_tensors(files[1])
+        config, tensors = read_json(files[0]), read_tensors(files[1])
         if config.get("lens_type", "linear_tuned_lens") != "linear_tuned_lens":
             raise ValueError(f"{folder}: lens_type {config['lens_type']!r} is not supported; linear_tuned_lens is")
         parts: dict[str, dict[int, Any]] = {"weight": {}, "bias": {}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...utils.arguments import shown
+from ...utils.checked_files import MAX_INFLATION, check_safetensors, check_zip, read_json
 from ...utils.device import DTYPES
 from ..vectors.files import checked_vector
 from .configurations import SAEFile, gemma_scope, gemma_scope_2, llama_scope, of_config
@@ -86,7 +86,7 @@ def _named(found: SAEFile, who: str, dtype: torch.dtype | None) -> dict[str, Ten
             "W_dec": tensors["W_dec"] / out,
             "b_dec": tensors["b_dec"] / out,
         }
-    return tensors
+    return {name: _finite(tensor, f"{who}, {name}") for name, tensor in tensors.items()}
 
 
 def _names() -> list[str]:
@@ -97,7 +97,14 @@ def _checked(tensor: Any, who: str, dtype: torch.dtype | None) -> Tensor:
     """A finite tensor on the CPU, in a dtype; None: its own floating dtype, or else float32."""
     found = checked_vector(tensor, who, (0, 1, 2))
     own = tensor.dtype if isinstance(tensor, Tensor) and tensor.is_floating_point() else torch.float32
-    return found.to(dtype or own)
+    return _finite(found.to(dtype or own), who)
+
+
+def _finite(tensor: Tensor, who: str) -> Tensor:
+    """The tensor, if a conversion or a scale has left its numbers finite."""
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{who}: numbers beyond {tensor.dtype}, after the scale of the file's configuration")
+    return tensor
 
 
 # -- files -------------------------------------------------------------------------------
@@ -139,7 +146,9 @@ def read_tensors(path: Path) -> Tensors:
     """
     try:
         if path.suffix == ".safetensors":
+            check_safetensors(path)
             return dict(load_file(path))
+        check_zip(path, MAX_INFLATION if path.suffix == ".npz" else 2)  # torch writes archives without compression
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
@@ -158,10 +167,7 @@ def read_tensors(path: Path) -> Tensors:
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file, which says what the weights beside it are")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error})") from error
+    return read_json(path)
 
 
 def _bare(tensors: Tensors) -> SAEFile:

@@ -15,12 +15,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ...utils.checked_files import MAX_VALUES, check_gguf, check_safetensors, check_zip
+
 Source = Annotated[Any, "vector"]
 """Anything that `checked_vector` converts: a tensor, lists of numbers, a list of tensors, or an array."""
 Named = Tensor | dict[int, Tensor]
 """A named vector: one tensor for all layers, or one per layer."""
 ARCHITECTURE = "controlvector"
 """Architecture of GGUF files with control vectors."""
+GGUF_FLOATS = ("F32", "F16", "BF16", "F64")
+"""Types of the tensors of control vectors. Quantised ones would take twenty times the file's size in memory."""
 ORIGIN = ("model_hint", "model_fingerprint")
 """Names of what files record of the model."""
 _LAYER_NAME = re.compile(r"(?:layer|direction)\.(\d+)")
@@ -208,6 +212,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    check_safetensors(path)
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -215,6 +220,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> dict[str, Any]:
+    check_zip(path, 2)  # torch writes archives without compression
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything
@@ -226,19 +232,23 @@ def _read_torch(path: Path) -> dict[str, Any]:
 
 def _read_gguf(path: Path) -> dict[str, Any]:
     gguf = _gguf(path)
+    check_gguf(path, MAX_VALUES)
     try:
         reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
+    except (ValueError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a GGUF file, or it is truncated or corrupt ({error})") from error
     field = reader.fields.get("general.architecture")
     architecture = None if field is None else field.contents()
     if architecture != ARCHITECTURE:
         raise ValueError(f"{path} has the architecture {architecture!r}; a control vector has {ARCHITECTURE!r}")
-    tensors = {
-        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        for tensor in reader.tensors
-        if tensor.name.startswith("direction.")
-    }
+    tensors = {}
+    for tensor in reader.tensors:
+        if tensor.name.startswith("direction."):
+            if tensor.tensor_type.name not in GGUF_FLOATS:
+                raise ValueError(
+                    f"{path}: {tensor.name} is {tensor.tensor_type.name}; expected {', '.join(GGUF_FLOATS)}"
+                )
+            tensors[tensor.name] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     _check_gguf_layers(path, [int(name.split(".")[1]) for name in tensors if name.split(".")[1].isdecimal()])
     return tensors
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ...utils.checked_files import check_safetensors
 from ..base import CausalLM
 from ..registry import architecture_of
 from .peft_config import MERGE, AdapterError, PeftConfig
@@ -88,8 +89,9 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         pickled = " (adapter_model.bin is a pickle: save it with safe_serialization=True)"
         raise AdapterError(f"{path} has no {WEIGHTS_FILE}{pickled if (path / 'adapter_model.bin').is_file() else ''}")
     try:
+        check_safetensors(file)
         found = load_file(file)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise AdapterError(f"{file} cannot be read: {error}: download it again") from error
     if not found:
         raise AdapterError(f"{file} has no tensors")
@@ -128,8 +130,14 @@ def _pair(
             )
         if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
             raise AdapterError(f"{path}: {what} of {module} holds no finite numbers: train or save the adapter again")
-    dtype = target.weight.dtype
-    return a.to(dtype), (b.float() * config.scaling(module)).to(dtype)
+    dtype, scaling = target.weight.dtype, config.scaling(module)
+    pair = a.to(dtype), (b.float() * scaling).to(dtype)
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in pair):
+        raise AdapterError(
+            f"{path}: lora_A or lora_B of {module}, multiplied by alpha / rank = {scaling:g}, has no finite numbers in {dtype}: "
+            f"correct lora_alpha, or train the adapter again"
+        )
+    return pair
 
 
 def _digest(weights: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:

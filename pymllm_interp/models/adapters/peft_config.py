@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import regex
+
 from ...utils.arguments import shown
+from ...utils.checked_files import read_json
 
 CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"
@@ -50,6 +52,21 @@ CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations of PEFT that write to the base weights, too."""
 
 
+_NAMES = ((str, list), "a pattern, or a list of names")
+EXPECTED: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "target_modules": _NAMES, "exclude_modules": _NAMES, "layers_pattern": _NAMES,
+    "layers_to_transform": ((int, list), "a whole number, or a list of them"),
+    "rank_pattern": (dict, "an object"), "alpha_pattern": (dict, "an object"), "auto_mapping": (dict, "an object"),
+    "base_model_name_or_path": (str, "a name"),
+}  # fmt: skip
+"""Fields of a config -> their types in JSON, and what a message says of them."""
+MAX_NAMES = 4096
+"""Most names or patterns of a field."""
+MAX_ALPHA = 1e30
+MATCH_SECONDS = 1.0
+"""For a pattern at one module: `(a+)+b` would otherwise take for ever."""
+
+
 class AdapterError(ValueError):
     """An adapter that cannot be served."""
 
@@ -81,25 +98,29 @@ class PeftConfig:
         """
         path = folder / CONFIG_FILE
         try:
-            given = json.loads(path.read_text())
+            given = read_json(path)
         except FileNotFoundError:
             raise AdapterError(
                 f"{folder} has no {CONFIG_FILE}: expected a folder that PEFT's save_pretrained wrote"
             ) from None
         except (OSError, ValueError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
-        if not isinstance(given, dict):
-            raise AdapterError(f"{path} holds {shown(given)}: expected an object")
         _check_fields(path, given)
         return cls._of(path, given)
 
     @classmethod
     def _of(cls, path: Path, given: dict[str, Any]) -> PeftConfig:
-        targets = given.get("target_modules")
+        for name, (kinds, expected) in EXPECTED.items():
+            value = given.get(name)
+            wrong = value is not None and not isinstance(value, kinds)
+            if isinstance(value, list | dict):
+                items = int if name == "layers_to_transform" else str
+                wrong |= len(value) > MAX_NAMES or not all(isinstance(item, items) for item in value)
+            if wrong:
+                raise AdapterError(f"{path}: {name} is {shown(value)}: expected {expected}, {MAX_NAMES} at most")
+        targets, layers = given.get("target_modules"), given.get("layers_to_transform")
         if not targets:
             raise AdapterError(f"{path}: target_modules is {shown(targets)}: expected names, or a pattern")
-        mapping = given.get("auto_mapping") or {}
-        layers = given.get("layers_to_transform")
         found = cls(
             r=given.get("r", 8),
             lora_alpha=given.get("lora_alpha", 8),
@@ -111,22 +132,19 @@ class PeftConfig:
             layers_to_transform=(layers,) if isinstance(layers, int) else tuple(layers) if layers else None,
             layers_pattern=_tuple(given.get("layers_pattern") or ()),
             base=given.get("base_model_name_or_path") or "",
-            base_class=mapping.get("base_model_class") or "" if isinstance(mapping, dict) else "",
+            base_class=(given.get("auto_mapping") or {}).get("base_model_class") or "",
         )
-        for name in ("rank_pattern", "alpha_pattern"):
-            if not isinstance(getattr(found, name), dict):
-                raise AdapterError(f"{path}: {name} is {shown(getattr(found, name))}: expected an object")
         for name, value in [("r", found.r), *found.rank_pattern.items()]:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise AdapterError(f"{path}: the rank of {name} is {shown(value)}: expected a whole number above 0")
         for name, value in [("lora_alpha", found.lora_alpha), *found.alpha_pattern.items()]:
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_ALPHA:
                 raise AdapterError(f"{path}: the alpha of {name} is {shown(value)}: expected a number")
-        try:
-            for pattern in (*found.rank_pattern, *found.alpha_pattern, *found._patterns()):
-                re.compile(pattern)
-        except re.error as error:
-            raise AdapterError(f"{path}: {error.pattern!r} is no regular expression: {error}") from error
+        for pattern in (*found.rank_pattern, *found.alpha_pattern, *found._patterns(), *found.layers_pattern):
+            try:
+                _compiled(pattern)
+            except regex.error as error:
+                raise AdapterError(f"{path}: {pattern!r} is no regular expression: {error}") from error
         return found
 
     def _patterns(self) -> list[str]:
@@ -158,7 +176,7 @@ class PeftConfig:
         if self.layers_to_transform is None:
             return True
         patterns = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
-        found = next((match for pattern in patterns if (match := re.match(pattern, module))), None)
+        found = next((match for pattern in patterns if (match := _match(pattern, module))), None)
         return found is not None and int(found[1]) in self.layers_to_transform
 
 
@@ -186,14 +204,29 @@ def _check_fields(path: Path, given: dict[str, Any]) -> None:
 
 def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:
     """The first pattern that matches the end of a module's path, as PEFT's `get_pattern_key`; else the path."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+    return next((key for key in patterns if _match(rf"(.*\.)?({key})$", module)), module)
 
 
 def _named(given: str | tuple[str, ...], module: str) -> bool:
     """Whether a regular expression matches the module's whole path, or a name of a list its end."""
     if isinstance(given, str):
-        return re.fullmatch(given, module) is not None
+        return _match(rf"(?:{given})\Z", module) is not None
     return module in given or any(module.endswith(f".{name}") for name in given)
+
+
+@lru_cache(maxsize=4 * MAX_NAMES)
+def _compiled(pattern: str) -> Any:
+    return regex.compile(pattern)
+
+
+def _match(pattern: str, module: str) -> Any:
+    """A match at the start of a module's path. A pattern that backtracks for ever is refused."""
+    try:
+        return _compiled(pattern).match(module, timeout=MATCH_SECONDS)
+    except TimeoutError:
+        raise AdapterError(
+            f"the pattern {shown(pattern)} takes more than {MATCH_SECONDS} s at {module}: simplify it"
+        ) from None
 
 
 def _names(given: Any) -> str | tuple[str, ...]:

@@ -19,6 +19,7 @@ from ...layers.linear import Embedding, Linear
 from ...layers.norm import LayerNorm
 from ...layers.rope import RotaryEmbedding
 from ..base import Rotation
+from ..transformers.parts.cache_names import CACHES
 from .attention import Attention
 from .decoder import Decoder, DecoderForCausalLM, DecoderLayer, causal_output, logit_rows
 from .mlp import MLP
@@ -87,8 +88,9 @@ class GPTNeoXLayer(DecoderLayer):
         if fused is not None:
             return fused
         kwargs |= {"position_embeddings": position_embeddings, "forward_batch": forward_batch}
-        if "past_key_values" in kwargs:  # its name in transformers' forward of this family
-            kwargs["layer_past"] = kwargs.pop("past_key_values")
+        for name in CACHES:  # this family's attention has its own name for it in transformers
+            if name in kwargs:
+                kwargs["layer_past"] = kwargs.pop(name)
         site_ops, transformers_pass = forward_batch.site_ops, forward_batch.transformers_pass
         attn_output, weights = self.attention(self.input_layernorm(hidden_states), **kwargs)
         if transformers_pass is not None:

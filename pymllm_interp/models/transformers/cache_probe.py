@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .cache_route import CACHED, CacheRows, RequestsCache
+from .parts.cache_names import cache_parameter
 
 CHECKED: tuple[int, ...] = (3, 2)
 """Tokens of the requests that are run together and one by one."""
@@ -131,12 +132,12 @@ def run_flat(
         with_mask: give it a mask of the padding, where it has no cache.
     """
     arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions[None]}
+    takes = inspect.signature(type(model).forward).parameters
     if cache is None:
         arguments["attention_mask"] = torch.ones_like(ids) if with_mask else None
     else:
         arguments["attention_mask"] = cache.padding_mask()
-        arguments["past_key_values"] = cache
-    takes = inspect.signature(type(model).forward).parameters
+        arguments[cache_parameter(takes)] = cache
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     _flat.positions = positions
     try:

@@ -127,6 +127,12 @@ class PoolCache(RequestsCache):
     def is_sliding(self) -> list[bool]:
         return [index in self._windows for index in range(max(self._layers) + 1)]
 
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False] * (max(self._layers) + 1)
+
+    is_dummy = is_linear
+
     def _first(self, layer_idx: int) -> int:
         """The first key of a layer."""
         return max(0, self.get_seq_length() - self._windows[layer_idx] + 1) if layer_idx in self._windows else 0

@@ -7,6 +7,7 @@ with that name bound to `layers.rope.apply_rope`. The last two round as transfor
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
@@ -26,7 +27,7 @@ ROTATE = "apply_rotary_pos_emb"
 def fuse_parts(model: nn.Module) -> None:
     """Run the kernels in the model's modules. Calls of a block on states of its own run transformers' code."""
     for module in model.modules():
-        forward: Any = type(module).forward
+        forward: Any = inspect.unwrap(type(module).forward)  # transformers wraps it where it renames parameters
         if not isinstance(forward, FunctionType) or "forward" in vars(module):
             continue
         if type(module) is nn.Linear:

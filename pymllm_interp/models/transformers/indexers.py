@@ -21,8 +21,9 @@ from torch import nn
 from ...core.forward_batch import ForwardBatch
 from ...core.unsupported import UnsupportedModelError
 from ...utils.kv_rows import read_rows, write_rows
+from .parts.cache_names import cache_parameter
 from .parts.rows import CallRows, taken
-from .recurrent import CACHES, PartModule
+from .recurrent import PartModule
 
 NO_KEY = -1
 """In place of a position, where a query selects fewer keys."""
@@ -95,7 +96,7 @@ class IndexerModule(PartModule):
         Args:
             visible: [batch, tokens, keys] bool: which keys a query may select.
         """
-        cache = next(name for name in CACHES if name in self._names)
+        cache = cache_parameter(self._names)
         found = self._forward(**given | {"attention_mask": visible, cache: _IndexCache(update)})
         # A query with few keys before it gets others, too: any, which the mask of attention would hide.
         found = found.masked_fill(~visible.gather(-1, found.long()), NO_KEY)

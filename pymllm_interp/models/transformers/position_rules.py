@@ -18,9 +18,10 @@ from torch import nn
 from ...core.current_pass import current_batch
 from ...core.model_spec import LENGTH_DEPENDENT_ROPE
 from .cache_probe import probed_positions
+from .parts.cache_names import CACHES, cache_parameter
 
-COUNTS_FROM_CACHE = {"past_key_values_length", "position_ids"}
-"""Parameters of modules that count positions from the length of the cache."""
+CACHE_LENGTHS = {"cache_length", "past_key_values_length"}
+"""Names of the parameter with the length of the cache, by which modules count positions where they get no `position_ids`."""
 BIAS_BY_DISTANCE = {"relative_states", "query_positions", "key_positions"}
 """Parameters of modules that make a bias of attention."""
 
@@ -36,9 +37,9 @@ def serve_positions(model: nn.Module) -> int:
         parameters = inspect.signature(type(module).forward).parameters
         if parameters.keys() >= BIAS_BY_DISTANCE and hasattr(module, "rel_extent"):
             module.forward = RelativeBias(module)  # pyright: ignore[reportAttributeAccessIssue]
-        elif any(getattr(child, "rel_extent", None) for child in module.children()) and "past_key_values" in parameters:
+        elif any(getattr(child, "rel_extent", None) for child in module.children()) and parameters.keys() & set(CACHES):
             module.register_forward_pre_hook(_with_offsets, with_kwargs=True)
-        if parameters.keys() >= COUNTS_FROM_CACHE:
+        if "position_ids" in parameters and parameters.keys() & CACHE_LENGTHS:
             padding = getattr(module, "padding_idx", None)
             if padding is not None and hasattr(module, "create_position_ids_from_input_ids"):
                 module.register_forward_pre_hook(_behind_padding, with_kwargs=True)
@@ -77,7 +78,7 @@ class _Offsets:
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> Any:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, **kwargs: Any) -> Any:
         """The keys and values of the pass: the attention function writes them."""
         return key_states, value_states
 
@@ -85,7 +86,10 @@ class _Offsets:
 def _with_offsets(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     batch = current_batch()
     positions = probed_positions() if batch is None else batch.positions
-    return None if positions is None else (args, {**kwargs, "past_key_values": _Offsets(positions)})
+    if positions is None:
+        return None
+    name = cache_parameter(inspect.signature(type(module).forward).parameters)
+    return args, {**kwargs, name: _Offsets(positions)}
 
 
 class RelativeBias:

@@ -196,7 +196,7 @@ def _probe_attention(
     if takes == "position_bias" and not any(hasattr(child, "rel_extent") for child in module.children()):
         raise UnsupportedModelError("its attention takes position_bias")
     if key.shape[2] != query.shape[2]:
-        raise UnsupportedModelError("its attention reads keys that are not those of its tokens")
+        raise UnsupportedModelError("its attention reads keys of other tokens than its own")
     rule, chunk = getattr(attention_mask, "mask_rule", None), None
     if rule is not None:
         window, chunk = found.pattern_of(rule, query.device)

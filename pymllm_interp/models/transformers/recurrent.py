@@ -26,11 +26,10 @@ from ...core.forward_batch import ForwardBatch, LayerStatePool, PartQuery
 from ...core.unsupported import UnsupportedModelError
 from ...mem_cache.state_pool import StateKind, StateLayout
 from .cache_probe import probed_positions
+from .parts.cache_names import cache_parameter
 from .parts.rows import CallRows, flat, joined, padded, parts_of, taken
 
-CACHES = ("cache_params", "past_key_values")
-"""Names of the parameter that takes the cache."""
-ASKED_OF_CACHES = {"has_previous_state", "get_linear_cache"}
+ASKED_OF_CACHES = {"has_previous_state", "get_linear_cache", "get_recurrent_state", "get_conv_state"}
 """Methods of a cache by which a module finds its state. Attention layers do not call them."""
 
 LEAST = -1e38
@@ -74,6 +73,18 @@ class LayerStates:
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether the requests have computed positions."""
         return self._is_continued
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The last inputs of a convolution; None where the requests are at their start."""
+        return self.states["conv", state_idx] if self._is_continued else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A recurrent state; None where the requests are at their start."""
+        return self.states["recurrent", state_idx] if self._is_continued else None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether the states of all positions are kept, to take some back."""
+        return self.record_past
 
     def update_conv_state(
         self,
@@ -225,8 +236,7 @@ class RecurrentModule(PartModule):
 
     def call(self, given: dict[str, Any], states: LayerStates | None) -> Any:
         """The module's own forward. Without states it keeps none."""
-        cache = next(name for name in CACHES if name in self._names)
-        return self._forward(**given | {cache: states})
+        return self._forward(**given | {cache_parameter(self._names): states})
 
     def run(self, given: dict[str, Any], states: LayerStates) -> Any:
         """The module's output for [batch, tokens, ...]; updates `states`."""

@@ -38,6 +38,7 @@ from .cache_probe import updates_of
 from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
 from .fused_parts import fuse_parts
 from .indexers import place_keys, serve_indexers
+from .parts.cache_names import cache_parameter
 from .position_rules import serve_lengths, serve_positions
 from .probe import attention_configs, probe, set_paged_calls, use_attention
 from .probed import Probe
@@ -92,6 +93,7 @@ class TransformersModel(CausalLM):
         served.base_model.register_forward_hook(_keep_hidden_states)
         self._served = [served]  # in a list: its children are this module's
         self._takes = frozenset(inspect.signature(type(served).forward).parameters)
+        self._cache_name = cache_parameter(self._takes)
         self._modules.update(served._modules)
         self._parameters.update(served._parameters)
         self._buffers.update(served._buffers)
@@ -157,7 +159,7 @@ class TransformersModel(CausalLM):
         cache = PoolCache(batch, self._by_cache, None if self._is_cached else cache_windows(self.config))
         mask = cache.padding_mask() if self._is_cached else None
         with cache.serve(), nullcontext() if self._is_cached else self._own_attention():
-            yield {"attention_mask": mask, "past_key_values": cache}
+            yield {"attention_mask": mask, self._cache_name: cache}
 
     def _no_mask(self) -> torch.Tensor | None:
         """None, or [1, 1, 1, 1]: indexers take a part of the mask, which says nothing."""

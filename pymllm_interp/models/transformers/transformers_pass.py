@@ -7,8 +7,9 @@ the request's KV through `PagedCache`; such a pass holds one request.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...core.model_spec import ModelSpec
 from ...layers.edits.base import apply_inner, capture_inner
 from ...layers.fused_qkv import FusedQKV
 from ...utils.kv_rows import read_rows
+from .parts.cache_names import cache_parameter
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """Children of attentions that have a projection each for q, k and v."""
@@ -45,10 +47,23 @@ class TransformersForward:
     def original(self) -> Callable[..., Any]:
         """``forward(module, ...)``."""
         module = import_module(f"transformers.models.{self.family}.modeling_{self.family}")
-        return getattr(module, self.class_name).forward
+        return inspect.unwrap(getattr(module, self.class_name).forward)  # without translation of old parameter names
+
+    @cached_property
+    def cache_name(self) -> str:
+        """The name by which it takes the cache."""
+        return cache_parameter(inspect.signature(self.original).parameters)
 
     def __call__(self, module: Any, **kwargs: Any) -> Any:
         return (self.instrumented or self.original)(module, **kwargs)
+
+
+@cache
+def layer_cache_name() -> str:
+    """The name by which the decoder layers of the installed transformers take the cache."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    return cache_parameter(inspect.signature(LlamaDecoderLayer.forward).parameters)
 
 
 def set_transformers_forward(attention: Any, config: PretrainedConfig, spec: ModelSpec) -> None:
@@ -101,7 +116,7 @@ class TransformersPass:
             cut = cuts.hidden(layer, self._spec.num_attention_heads, window, mask.device)
             if cut is not None:
                 mask = mask.masked_fill(cut[..., -mask.shape[-1] :], torch.finfo(mask.dtype).min)
-        return {"attention_mask": mask, "past_key_values": self._cache}
+        return {"attention_mask": mask, layer_cache_name(): self._cache}
 
     def collect_input(self, hidden: torch.Tensor) -> None:
         """Collect the input of a layer."""
@@ -112,6 +127,8 @@ class TransformersPass:
         """transformers' forward of an attention: ([1, tokens, hidden], weights [1, heads, queries, keys])."""
         site_ops = self._batch.site_ops
         module = attention if site_ops is None else _WithSites(attention, site_ops)
+        if (own := attention.transformers_forward.cache_name) != (name := layer_cache_name()) and name in kwargs:  # pyright: ignore
+            kwargs[own] = kwargs.pop(name)
         return attention.transformers_forward(module, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def end_attention(self, weights: torch.Tensor | None) -> None:

@@ -33,6 +33,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from ...utils.cache_folder import CACHE_VARIABLE, default_cache_dir
+from ...utils.checked_files import check_gguf
 from .gguf_tokenizer import read_tokenizer
 from .loading import SINGLE_FILE, WeightsError, load_weights
 
@@ -98,8 +99,9 @@ def _open_reader(path: Path) -> GGUFReader:
     except ImportError as error:
         raise ImportError(f"reading {path.name} needs the package gguf; run: pip install gguf") from error
     try:
+        check_gguf(path)
         return GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
+    except (ValueError, IndexError, KeyError, TypeError) as error:
         raise WeightsError(
             f"{path} is not a GGUF file, or it is truncated or corrupt ({error}); download it again"
         ) from error

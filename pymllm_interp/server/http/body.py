@@ -5,15 +5,16 @@ A parser builds an object for each value, and pydantic an error for each wrong o
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from fastapi.routing import APIRoute
-from pydantic import BeforeValidator, PlainValidator, TypeAdapter, WithJsonSchema
+from pydantic import GetCoreSchemaHandler, PlainValidator, TypeAdapter, WithJsonSchema
+from pydantic_core import CoreSchema, core_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -65,7 +66,9 @@ class JsonRequest(Request):
     async def json(self) -> Any:
         """The body's JSON."""
         body = await self.body()
-        return parse(body) if len(body) <= SMALL else await asyncio.to_thread(parse, body)
+        if len(body) <= SMALL:
+            return parse(body)
+        return await self.state.threads.run(self.state.client.name, parse, body)
 
 
 class JsonRoute(APIRoute):
@@ -117,12 +120,23 @@ def _meant(value: Any, kinds: tuple[Any, ...]) -> int | None:
     return None
 
 
-def at_most(count: int) -> Any:
-    """Refuses longer lists and objects before their items are looked at."""
+@dataclass(frozen=True)
+class at_most:
+    """Annotation of a list or an object: longer ones are refused before their items are looked at. A list is checked up to its
+    first wrong item: each further one would be an error.
+    """
 
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > count:
-            raise ValueError(f"{len(value)} entries; at most {count}")
+    count: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """pydantic's own way to make the checks of a field."""
+        schema = handler(source)
+        inner: Any = schema["schema"] if schema["type"] == "nullable" else schema
+        if inner["type"] == "list":
+            inner["fail_fast"] = True
+        return core_schema.no_info_before_validator_function(self._check, schema)
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > self.count:
+            raise ValueError(f"{len(value)} entries; at most {self.count}")
         return value
-
-    return BeforeValidator(check)

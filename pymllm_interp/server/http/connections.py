@@ -32,8 +32,14 @@ LINGER_SECONDS = 1.0
 """How long a refused connection stays open, for the client to read why."""
 
 
+READ_SECONDS, READ_BYTES = 300.0, 1 << 16
+"""A client that is sent something reads so many bytes of it in so many seconds, or is disconnected."""
+
+
 class Resting:
-    """The connections without a running request, the one that has rested longest first.
+    """The connections that wait for their clients, the one that has rested longest first.
+
+    A client has to send a request, the rest of one, or to read its answer.
 
     Args:
         limits: of the server.
@@ -49,7 +55,7 @@ class Resting:
         self._since[connection] = None
 
     def remove(self, connection: BoundedProtocol) -> None:
-        """A connection has a running request, or is closed."""
+        """A connection has a whole request, which runs, or is closed."""
         self._since.pop(connection, None)
 
     def make_room(self) -> bool:
@@ -72,6 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._resting, self._limits = resting, resting.limits
         self._head_timer: TimerHandle | None = None
+        self._read_timer: TimerHandle | None = None
         self._unparsed = self._head_bytes = 0
         self._refused = False
 
@@ -88,6 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._resting.remove(self)
         self._stop_head_timer()
+        self._stop_read_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -130,7 +138,6 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_bytes > self._limits.max_header_bytes or len(self.pipeline) >= PIPELINED:
             self._refuse_head()
         if not self._over:
-            self._resting.remove(self)
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -140,8 +147,32 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
-        if not self._over:
-            super().on_message_complete()
+        if self._over:
+            return
+        if self._idle:  # it was answered before its body came
+            self._stop_head_timer()
+            self._rest()
+        else:
+            self._resting.remove(self)
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is answered."""
+        super().pause_writing()
+        self._resting.add(self)
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._stop_read_timer()
+        if not self._idle:
+            self._resting.remove(self)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, once the client has read what it was sent."""
+        super().timeout_keep_alive_handler()
+        self._watch_reader()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -160,6 +191,24 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _watch_reader(self) -> None:
+        """Close the connection unless its client reads in the next time what it was sent."""
+        self._stop_read_timer()
+        size = self.transport.get_write_buffer_size()
+        if size:
+            self._read_timer = self.loop.call_later(READ_SECONDS, self._check_reader, size)
+
+    def _check_reader(self, before: int) -> None:
+        if before - self.transport.get_write_buffer_size() < min(before, READ_BYTES):
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
     def _head_is_late(self) -> None:
         seconds = self._limits.header_seconds

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from ...utils.arguments import shown
 from ...wire.failures import failure_of
 
 TYPES = {
@@ -87,6 +88,5 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
         "value_error",
         "json_invalid",
     ):
-        shown = repr(given)
-        text += f" (got {shown[:100]})"
+        text += f" (got {shown(given)[:100]})"
     return ApiError(400, f"{place}: {text}" if place else text, param=place or None, code="invalid_request")

@@ -22,9 +22,13 @@ from .state import ServerState, denied
 from .trust import Client, Trust
 
 access_log = logging.getLogger("pymllm_interp.access")
-BODY_SECONDS = 60.0
-"""How long a client may take for the next part of a body."""
-SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
+BODY_SECONDS, BODY_RATE = 60.0, 1 << 13
+"""Seconds for the next part of a body, and the lowest rate of the whole in bytes a second. The rate has as many seconds more."""
+PART = 1 << 18
+"""Bytes of an answer that are sent at a time. A client that does not read them gets no more, and holds no copy of the rest."""
+MAX_RANGES = 16
+"""Most ranges of a Range header. Starlette before 0.49 takes the square of their number."""
+SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"range")
 """Headers that a request has once at most."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
@@ -46,7 +50,9 @@ class RequestGate:
         given = given if _REQUEST_ID.fullmatch(given) else ""
         current_request.set(request_id)
         record = _RequestRecord(self._state, _route_path(scope), request_id, given, send)
-        scope.setdefault("state", {}).update(request_id=request_id, record=record, started=record.started)
+        scope.setdefault("state", {}).update(
+            request_id=request_id, record=record, started=record.started, threads=self._state.threads
+        )  # fmt: skip
         try:
             body = self._checked(scope, headers, receive, record)
             await self._app(scope, body, record.send)
@@ -63,6 +69,7 @@ class RequestGate:
     def _checked(self, scope: Scope, headers: dict[str, str], receive: Receive, record: _RequestRecord) -> Receive:
         path, state = _route_path(scope), self._state
         _check_single(scope["headers"])
+        _check_ranges(headers.get("range", ""))
         keys = state.settings.keys
         if keys.anybody:
             check_origin(scope["method"], headers, state.settings.allowed_origins)
@@ -120,14 +127,20 @@ class _Body:
     def __init__(self, receive: Receive, limit: int, name: str) -> None:
         self._receive, self._limit, self._name = receive, limit, name
         self._size, self._more = 0, True
+        self._began = time.monotonic()
 
     async def __call__(self) -> Message:
         if not self._more:
             return await self._receive()
+        left = self._began + BODY_SECONDS + self._size / BODY_RATE - time.monotonic()
         try:
-            message = await asyncio.wait_for(self._receive(), BODY_SECONDS)
+            message = await asyncio.wait_for(self._receive(), min(BODY_SECONDS, max(0.0, left)))
         except TimeoutError:
-            raise BodyError(ApiError(408, f"no part of the body came for {BODY_SECONDS:g} s")) from None
+            raise BodyError(
+                ApiError(
+                    408, f"no part of the body came for {BODY_SECONDS:g} s, or less than {BODY_RATE} bytes a second"
+                )
+            ) from None
         if message["type"] == "http.request":
             self._size += len(message.get("body", b""))
             self._more = message.get("more_body", False)
@@ -142,6 +155,11 @@ def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
     for name in SINGLE:
         if names[name] > 1:
             raise ApiError(400, f"{names[name]} headers {name.decode()}; at most one is expected")
+
+
+def _check_ranges(header: str) -> None:
+    if (found := header.count(",") + 1) > MAX_RANGES:
+        raise ApiError(400, f"the header Range has {found} ranges; at most {MAX_RANGES} are expected")
 
 
 def _check_json(headers: dict[str, str]) -> None:
@@ -182,7 +200,11 @@ class _RequestRecord:
                 *message.get("headers", ()),
                 (b"x-request-id", (self._given_id or self._request_id).encode()),
             ]
-        await self._send(message)
+        body = message.get("body", b"")
+        last = max(0, len(body) - 1) // PART * PART
+        for start in range(0, last, PART):
+            await self._send({**message, "body": body[start : start + PART], "more_body": True})
+        await self._send({**message, "body": body[last:]} if last else message)
 
     def log(self, scope: Scope) -> None:
         """Count the request, and log it."""

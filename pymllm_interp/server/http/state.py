@@ -21,6 +21,7 @@ from ..settings import ServeSettings
 from ..store import ActivationStore
 from .errors import ApiError
 from .metrics import CallMetrics, Metrics
+from .threads import FairThreads
 from .trust import STRANGERS, Client, Trust
 from .uploads import Uploads
 
@@ -38,6 +39,7 @@ class ServerState:
 
     Attributes:
         callers: number of a call that clients may abort -> name of its client.
+        threads: for work on texts, by the clients' names.
         draining: the server is ending, and takes no more requests.
     """
 
@@ -50,6 +52,7 @@ class ServerState:
         self.responses = ResponseStore(settings.limits, folder=self.engine.store if shared else None)
         self.uploads = Uploads(settings.limits, self.engine.vectors)
         self.tokenizer: Any = None
+        self.threads = FairThreads()
         self.draining = False
         self.exiting = asyncio.Event()
         self.started = time.time()

@@ -30,7 +30,7 @@ from ... import __version__
 from ...client.backend import Submission
 from ...client.prompts import names_of
 from ...config import ModelConfig, ServerConfig
-from ...core.limits import MAX_NAMED
+from ...core.limits import MAX_CALL_TOKEN_IDS, MAX_NAMED
 from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
 from ...core.structured.structured_outputs import StructuredOutputs
 from ...utils.arguments import PromptError
@@ -187,6 +187,14 @@ class EngineServer:
                     f"{what} has {len(ids)} tokens, but the context holds {max_model_len} (max_model_len)"
                 )
         count = len(message.prompts)
+        for given in message.params:
+            ids = (given or {}).get("allowed_token_ids")
+            times = count if len(message.params) == 1 else 1
+            if isinstance(ids, list) and len(ids) * times > MAX_CALL_TOKEN_IDS:
+                raise PromptError(
+                    f"allowed_token_ids: the call lists {len(ids) * times} token ids, counting each for each prompt; at most "
+                    f"{MAX_CALL_TOKEN_IDS}: send fewer prompts at a time"
+                )
         for field, given in (("interventions", message.interventions), ("capture", message.captures)):
             CallSizes(count if len(given) == 1 else 1, max_model_len).check(given, field)
 

@@ -25,7 +25,20 @@ class TextPart(Strict):
     parsed: Any = Field(None, description="of the openai client's `.parse`, without effect")
 
 
-Content = str | Annotated[list[TextPart], at_most(MAX_MESSAGES)]
+class RefusalPart(Strict):
+    """A part of an assistant's message: its refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal."""
+        return self.refusal
+
+
+MessagePart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Content = str | Annotated[list[MessagePart], at_most(MAX_MESSAGES)]
 
 
 class MessageItem(Strict):
@@ -81,7 +94,7 @@ class ReasoningItem(Strict):
 
 InputItem = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-PARTS = ("input_text", "output_text", "reasoning_text", "summary_text")
+PARTS = ("input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 
 
 def served_items(items: Sequence[Any]) -> list[Any]:
@@ -92,22 +105,25 @@ def served_items(items: Sequence[Any]) -> list[Any]:
     """
     found: list[Any] = []
     for i, item in enumerate(items):
-        if isinstance(item, Mapping):
-            kind = item.get("type", "message")
-            if kind == "item_reference":
-                raise ValueError(f"input.{i}: items are not kept by id: send the item, or use previous_response_id")
-            if kind not in ITEMS:
-                raise ValueError(f"input.{i}: items of type {str(kind)[:80]!r} are not served: {', '.join(ITEMS)} are")
-            for name in ("content", "output"):
-                _check_parts(f"input.{i}.{name}", item.get(name))
-            item = {"type": kind, **item}
-        found.append(item)
+        if not isinstance(item, Mapping):  # the first wrong item is the one that is told
+            return [*found, item]
+        kind = item.get("type", "message")
+        if kind == "item_reference":
+            raise ValueError(f"input.{i}: items are not kept by id: send the item, or use previous_response_id")
+        if kind not in ITEMS:
+            raise ValueError(f"input.{i}: items of type {str(kind)[:80]!r} are not served: {', '.join(ITEMS)} are")
+        for name in ("content", "output"):
+            _check_parts(f"input.{i}.{name}", item.get(name))
+        found.append({"type": kind, **item})
     return found
 
 
 def _check_parts(where: str, parts: Any) -> None:
+    """Refuse parts by their types, up to the first one that is no object."""
     for part in parts if isinstance(parts, list) and len(parts) <= MAX_MESSAGES else ():
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping):
+            return
+        kind = part.get("type")
         if kind is not None and kind not in PARTS:
             raise ValueError(
                 f"{where}: parts of type {str(kind)[:80]!r} are not served: the model reads text, input_text"
@@ -165,4 +181,5 @@ def messages_of(
 
 
 def _text(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    """The text of a message, its parts joined by newlines, as in chats."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -86,12 +86,9 @@ class ResponsesRequest(SharedRequest):
     top_logprobs: StrictInt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _served(cls, given: Any) -> Any:
+    def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Refuse by name what is not served."""
-        if not isinstance(given, Mapping):
-            return given
         items, tools, include = given.get("input"), given.get("tools"), given.get("include")
         if isinstance(tools, list):
             _check_types("tools", tools[:MAX_TOOLS])
@@ -101,7 +98,7 @@ class ResponsesRequest(SharedRequest):
                 raise ValueError(f"include: {str(name)[:80]!r} is not served: {LOGPROBS!r} is")
         if isinstance(items, list) and len(items) <= MAX_MESSAGES:
             given = {**given, "input": served_items(items)}
-        return given
+        return super().read(given)
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesRequest:

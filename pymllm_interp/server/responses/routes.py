@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -37,7 +36,7 @@ def responses_routes(state: ServerState) -> APIRouter:
         client, before = allowed(body, request), []
         if body.previous_response_id is not None:
             kept = state.responses.find(client.name, body.previous_response_id, "previous_response_id")
-            before = await asyncio.to_thread(json.loads, kept.messages)
+            before = await state.threads.run(client.name, json.loads, kept.messages)
         messages = body.messages(before)
         chat = body.chat(messages)
         plan = chat.planned(state.settings.tool_call_parser, state.settings.reasoning_parser)
@@ -128,7 +127,8 @@ class ResponseJson(Format):
         found, thoughts = self.usage(prompts, ends), self.output.texts("reasoning")
         count = 0
         if thoughts and self._state.tokenizer is not None:
-            ids = await asyncio.to_thread(self._state.tokenizer, thoughts, add_special_tokens=False)
+            tokenizer = self._state.tokenizer
+            ids = await self._state.threads.run(self._client.name, tokenizer, thoughts, add_special_tokens=False)
             count = min(len(ids["input_ids"]), found["completion_tokens"])
         self.response["usage"] = {
             "input_tokens": found["prompt_tokens"],
@@ -166,7 +166,7 @@ class ResponseWork(Work):
         response = self._format.response
         await self._format.take_usage(self._prompts, self._ends)
         if response["store"]:
-            shown, messages = await asyncio.to_thread(self._to_keep, response)
+            shown, messages = await self._state.threads.run(self._client.name, self._to_keep, response)
             if not self._state.responses.keep(self._client.name, response["id"], shown, messages):
                 response["store"] = False
                 warning = (
@@ -186,12 +186,12 @@ class ResponseWork(Work):
         shown = {name: value for name, value in response.items() if name != "activations"}
         return _json(shown), _json(messages)
 
-    def _opening(self) -> Iterable[bytes]:
+    async def _opening(self) -> Iterable[bytes]:
         names = ("response.created", "response.in_progress")
         return [self._sent({"type": name, "response": self._format.response}) for name in names]
 
-    def _events(self, piece: CompletionPiece) -> Iterable[bytes]:
-        return [self._sent(event) for event in self._choice(piece, first=False, chunk=True)["events"]]
+    async def _events(self, piece: CompletionPiece) -> Iterable[bytes]:
+        return [self._sent(event) for event in (await self._choice(piece, chunk=True))["events"]]
 
     async def _closing(self) -> Iterable[bytes]:
         response = await self._completed()

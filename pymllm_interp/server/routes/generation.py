@@ -9,7 +9,6 @@ from typing import Any
 
 from ...client.completion import Completion, StreamPiece
 from ...core.events import FinishedEvent
-from ...core.output import Logprob
 from ...core.sampling_params import SamplingParams
 from ...wire import messages as m
 from ..engines.call import Call
@@ -41,7 +40,7 @@ class CompletionPiece:
     sample: int
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]
+    logprobs: list[m.Logprobs]
     end: m.Finished | None = None
 
 
@@ -59,7 +58,8 @@ class Generation:
         self._engine, self._call, self.prompts = engine, call, prompts
         self._places = [(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.params.n)]
         self._completions = [
-            Completion(f"{call.number}-{i}-{j}", j, prompts[i].params, tokenizer) for i, j in self._places
+            Completion(f"{call.number}-{i}-{j}", j, prompts[i].params, tokenizer, prompts[i].token_ids)
+            for i, j in self._places
         ]
         self._left = len(self._places)
 
@@ -102,13 +102,13 @@ class Generation:
             if isinstance(message, m.Token):
                 piece = self._completions[message.request].token_piece(message.token_id, hold=False)
                 assert piece is not None
-                logprobs = [] if message.logprobs is None else [_logprobs(message.logprobs)]
+                logprobs = [] if message.logprobs is None else [message.logprobs]
                 yield self._piece(message.request, piece, logprobs)
             elif isinstance(message, m.Finished):
                 self._left -= 1
                 known = self._completions[message.request]._emitted
                 piece = self._completions[message.request].last_piece(event_of(message))
-                logprobs = [_logprobs(entry) for entry in (message.logprobs or [])[known:]]
+                logprobs = (message.logprobs or [])[known:]
                 yield self._piece(message.request, piece, logprobs, message)
 
     def _piece(
@@ -137,7 +137,3 @@ def event_of(message: m.Finished) -> FinishedEvent:
         message.text_length,
         message.num_hidden_tokens,
     )
-
-
-def _logprobs(found: m.Logprobs) -> dict[int, Logprob]:
-    return {token: Logprob(*value) for token, value in found.items()}

@@ -11,7 +11,7 @@ import re
 import tarfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,9 @@ def interp_routes(state: ServerState) -> APIRouter:
     return router
 
 
+@lru_cache(1)
 def _archive(folder: Path) -> bytes:
+    """The files of a folder as a tar archive, which clients share."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         for path in sorted(folder.iterdir()):
@@ -192,7 +194,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         if count > state.limits.max_prompts:
             raise ApiError(400, f"{count} completions were asked for; at most {state.limits.max_prompts} (max_prompts)")
         try:
-            edits = base64.b64decode(body.edits, validate=True)
+            edits = await asyncio.to_thread(base64.b64decode, body.edits, validate=True) if body.edits else b""
         except binascii.Error as error:
             raise ApiError(400, f"edits: not base64 ({error})", "edits") from None
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.numpy import load
 
 from ...client.chat import tokenized
+from ...client.detokenizer import token_text
 from ...core.sampling_params import SamplingParams
 from ...wire.failures import EngineError
 from ...wire.messages import CapturedStates
@@ -40,9 +41,11 @@ async def logit_lens(state: ServerState, body: LensRequest, client: Client) -> b
         )
     with state.admitted(client, 1):
         try:
-            prompt = await asyncio.to_thread(_prompt, state, body)
+            prompt = await state.threads.run(client.name, _prompt, state, body)
             found = await _captured(state, prompt, client, body.top)
-            return await asyncio.to_thread(_answer, state.tokenizer, prompt.token_ids, found, info["num_layers"])
+            return await state.threads.run(
+                client.name, _answer, state.tokenizer, prompt.token_ids, found, info["num_layers"]
+            )
         except Exception as error:
             raise api_error(error, refused=True) from error
 
@@ -89,7 +92,7 @@ def _answer(tokenizer: Any, token_ids: list[int], found: dict[str, np.ndarray], 
     indexes = np.stack([found[f"indexes.{SITE}.{layer}"] for layer in range(num_layers)])
     probs = np.exp(np.stack([found[f"{SITE}.{layer}"] for layer in range(num_layers)]).astype(np.float64))
     words = {
-        token: str(token) if tokenizer is None else tokenizer.decode([token])
+        token: str(token) if tokenizer is None else token_text(tokenizer, token)
         for token in {*np.unique(indexes).tolist(), *token_ids}
     }
     layers = [

@@ -8,7 +8,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...client.detokenizer import Detokenizer
+from ...client.detokenizer import Detokenizer, decode
 from ...core.output import Logprob
 from ...wire import messages as m
 from ..http.state import ServerState
@@ -45,6 +45,7 @@ class Format:
         self._messages: dict[int, MessageParser] = {}
         self.created = int(time.time())
         self._texts: dict[int, TextSoFar] = {}
+        self._kept: dict[int, dict[str, Any]] = {}
 
     def envelope(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         """A response, or a chunk of a stream."""
@@ -103,10 +104,14 @@ class Format:
             ]  # fmt: skip
         if end.receipt is not None:
             found["receipt"] = end.receipt
-        if end.captured is not None:
-            found["activations"] = self._activations(index, end.captured)
+        if index in self._kept:
+            found["activations"] = self._kept.pop(index)
         if end.warnings:
             found["warnings"] = end.warnings
+
+    def keep_activations(self, index: int, captured: m.CapturedStates) -> None:
+        """Keep the captured states of a choice, before it is made. Called on the event loop, as the store is."""
+        self._kept[index] = self._activations(index, captured)
 
     def _activations(self, index: int, captured: m.CapturedStates) -> dict[str, Any]:
         self._state.metrics.totals["captured_bytes"] += captured.size
@@ -135,22 +140,34 @@ class Format:
     def _logprobs(
         self, index: int, prompt: Prompt, piece: CompletionPiece, ids: list[int], found: list[Any], echoed: bool
     ) -> dict[str, Any]:
-        entries: list[dict[int, Logprob] | None] = list(found)
+        entries: list[dict[int, Logprob] | None] = [{t: Logprob(*v) for t, v in entry.items()} for entry in found]
         if echoed and piece.end is not None and piece.end.prompt_logprobs is not None:
             before = [None if e is None else {t: Logprob(*v) for t, v in e.items()} for e in piece.end.prompt_logprobs]
             ids, entries = [*prompt.token_ids, *ids], [*before, *entries]
         if self.chat:
             return {"content": [self._chat_entry(t, e) for t, e in zip(ids, entries, strict=True) if e]}
         words = [self._word(token) for token in ids]
-        text = self._texts.setdefault(index, TextSoFar(self._state.tokenizer, prompt.params.skip_special_tokens))
+        text = self._texts.get(index)
+        if text is None:
+            before = [] if echoed else prompt.token_ids
+            text = self._texts[index] = TextSoFar(self._state.tokenizer, prompt.params.skip_special_tokens, before)
         return {
             "tokens": words,
             "token_logprobs": [None if e is None else finite(e[t].logprob) for t, e in zip(ids, entries, strict=True)],
-            "top_logprobs": [
-                None if e is None else {self._word(t): finite(v.logprob) for t, v in e.items()} for e in entries
-            ],
+            "top_logprobs": [None if e is None else self._top_words(t, e) for t, e in zip(ids, entries, strict=True)],
             "text_offset": [text.add(token) for token in ids],
         }
+
+    def _top_words(self, token: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
+        """Text -> log probability. Of two tokens with one text, the token itself has it, else the likelier one.
+
+        The other's key is `token_id:ID`, as vLLM writes a token that has no text of its own.
+        """
+        found: dict[str, float] = {}
+        for other in sorted(entry, key=lambda t: (t != token, entry[t].rank)):
+            word = self._word(other)
+            found[f"token_id:{other}" if word in found else word] = finite(entry[other].logprob)
+        return found
 
     def _chat_entry(self, token: int, entry: Mapping[int, Logprob]) -> dict[str, Any]:
         top = sorted(entry.items(), key=lambda item: item[1].rank)[: self._top]
@@ -166,16 +183,19 @@ class Format:
     def _text_of(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        return "" if self._state.tokenizer is None else self._state.tokenizer.decode(prompt.token_ids)
+        return "" if self._state.tokenizer is None else decode(self._state.tokenizer, prompt.token_ids)
 
 
 class TextSoFar:
-    """The text of a choice's tokens so far, which says where each token begins in it."""
+    """The text of a choice's tokens so far, which says where each token begins in it.
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+    Args:
+        tokenizer, skip_special_tokens, prompt_token_ids: as of `Detokenizer`.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens)
-        self._token_ids: list[int] = []
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens, prompt_token_ids)
         self._parts, self._held = getincrementaldecoder("utf-8")("replace"), 0
 
     def add(self, token: int) -> int:
@@ -183,9 +203,8 @@ class TextSoFar:
         if self._detokenizer is None:
             return 0
         start = len(self._detokenizer.text) + self._held
-        self._token_ids.append(token)
         own = token_bytes(self._tokenizer, token)
-        if self._detokenizer.push(self._token_ids):
+        if self._detokenizer.push([token]):
             self._parts.reset()
             self._held = 0
         elif not is_text(own):  # the detokenizer holds parts of characters back, and what turned out to be none

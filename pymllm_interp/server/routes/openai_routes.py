@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
@@ -27,11 +28,13 @@ from ..tools.messages import MessageParser
 from .conversations import conversation
 from .generation import CompletionPiece, Generation, Prompt
 from .openai_format import Format, usage_of
-from .prompt_text import check_length, last_part
+from .prompt_text import check_length, check_tokens, last_part
 
 T = TypeVar("T")
 COMPLETION_TOKENS = 16
 """OpenAI's default length of a completion; a chat's is what the context holds."""
+FEW_POSITIONS = 16
+"""Most positions with log probabilities that are written on the event loop."""
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chunks."""
 
@@ -166,8 +169,14 @@ def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) ->
     return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params)
 
 
-def texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list[RenderedPrompt]:
-    """The prompts of a completion, with their token ids."""
+def texts(
+    state: ServerState, body: CompletionRequest, given: list[Any], limited: bool = True
+) -> list[RenderedPrompt]:  # fmt: skip
+    """The prompts of a completion, with their token ids.
+
+    Args:
+        limited: refuse the first prompt that the context cannot hold.
+    """
     found, room = [], state.info["limits"]["max_model_len"]
     for i, prompt in enumerate(given):
         name = f"prompt {i}" if len(given) > 1 else "the prompt"
@@ -178,6 +187,8 @@ def texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list
                 prompt = last_part(state.tokenizer, prompt, room)
             special = body.add_special_tokens is not False
             found.append(tokenized(state.tokenizer, prompt, name, add_special_tokens=special))
+            if limited and body.truncate_prompt_tokens is None:
+                check_tokens(len(found[-1].token_ids), room, name)
         else:
             found.append(RenderedPrompt(None, prompt))
     return found
@@ -217,7 +228,7 @@ async def answer(state: ServerState, request: Request, work: Work) -> Response:
         )
     try:
         found = await while_connected(request, work.whole())
-        return Response(json.dumps(found, separators=(",", ":"), allow_nan=False), media_type="application/json")
+        return Response(msgspec.json.encode(found), media_type="application/json")
     except DisconnectedError:
         state.metrics.totals["disconnects"] += 1
         return Response(status_code=499)
@@ -263,7 +274,7 @@ class Work:
         if body.priority is not None:
             options["priority"] = [body.priority] * self._asked.prompts
         try:
-            read = await asyncio.to_thread(self._asked.read)
+            read = await self._state.threads.run(self._client.name, self._asked.read)
             prompts = self._prompts = [_prompt(self._state, one, self._asked.params) for one in read]
             lengths = [len(prompt.token_ids) for prompt in prompts]
             self._notes |= {"prompt_tokens": sum(lengths), "hooked": body.hooked, "stream": stream}
@@ -278,8 +289,19 @@ class Work:
     def _index(self, piece: CompletionPiece) -> int:
         return piece.prompt * self._n + piece.sample
 
-    def _choice(self, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
-        return self._format.choice(self._index(piece), self._prompts[piece.prompt], piece, first, chunk)
+    async def _choice(self, piece: CompletionPiece, chunk: bool) -> dict[str, Any]:
+        """A choice, or what a chunk has of it. Many log probabilities are written on a thread."""
+        index, end = self._index(piece), piece.end
+        if end is not None and end.captured is not None:
+            self._format.keep_activations(index, end.captured)
+        given = index, self._prompts[piece.prompt], piece, index not in self._made, chunk
+        positions = len(piece.logprobs) + len((end and end.prompt_logprobs) or ())
+        if positions <= FEW_POSITIONS:
+            found = self._format.choice(*given)
+        else:
+            found = await self._state.threads.run(self._client.name, self._format.choice, *given)
+        self._made[index] += len(piece.token_ids)
+        return found
 
     def _take(self, piece: CompletionPiece) -> None:
         """Count a piece's tokens, and keep its end."""
@@ -300,7 +322,7 @@ class Work:
             try:
                 async for piece in generation.pieces():
                     self._take(piece)
-                    choices[self._index(piece)] = self._choice(piece, first=True, chunk=False)
+                    choices[self._index(piece)] = await self._choice(piece, chunk=False)
             except Exception as error:
                 raise api_error(error, refused=False) from error
             finally:
@@ -316,14 +338,14 @@ class Work:
             stack.enter_context(self._admitted())
             generation = await self._start(stream=True)
             stack.callback(self._closed, generation)
-            for event in self._opening():
+            for event in await self._opening():
                 yield event
             try:
                 async for piece in generation.pieces():
                     if not self._notes.get("first_token_ms") and piece.token_ids:
                         self._notes["first_token_ms"] = round(1000 * (time.perf_counter() - self._started), 2)
                     self._take(piece)
-                    for event in self._events(piece):
+                    for event in await self._events(piece):
                         yield event
                 for event in await self._closing():
                     yield event
@@ -331,18 +353,16 @@ class Work:
                 for event in self._failing(api_error(error, refused=False)):
                     yield event
 
-    def _opening(self) -> Iterable[bytes]:
+    async def _opening(self) -> Iterable[bytes]:
         """The first events of a stream, one at least."""
         if not self._format.chat:
             return [b": accepted\n\n"]
-        return [event for i in range(self._n) for event in self._events(CompletionPiece(0, i, "", [], []))]
+        return [event for i in range(self._n) for event in await self._events(CompletionPiece(0, i, "", [], []))]
 
-    def _events(self, piece: CompletionPiece) -> Iterable[bytes]:
+    async def _events(self, piece: CompletionPiece) -> Iterable[bytes]:
         """A piece's event. With include_usage its usage is null, or with continuous_usage_stats that of its choice so far."""
         index, options = self._index(piece), self.body.stream_options
-        choice = self._choice(piece, first=index not in self._made, chunk=True)
-        chunk = self._format.envelope([choice], chunk=True)
-        self._made[index] += len(piece.token_ids)
+        chunk = self._format.envelope([await self._choice(piece, chunk=True)], chunk=True)
         if options is not None and options.usage:
             read = len(self._prompts[piece.prompt].token_ids)
             chunk["usage"] = usage_of(read, self._made[index]) if options.continuous_usage_stats else None

@@ -23,6 +23,30 @@ def check_length(tokenizer: Any, characters: int, max_model_len: int, what: str)
         )
 
 
+def check_tokens(count: int, max_model_len: int, what: str) -> None:
+    """Refuse a prompt as soon as its tokens are known to be too many: those behind it are not tokenized.
+
+    Raises:
+        PromptError: it has more tokens than the context.
+    """
+    if count > max_model_len:
+        raise PromptError(f"{what} has {count} tokens, but the context holds {max_model_len} (max_model_len)")
+
+
+def num_characters(value: Any) -> int:
+    """Characters of all texts in a value of JSON, with the names of fields. A chat template may write any of them."""
+    count, left = 0, [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, dict):
+            left += (*value, *value.values())
+        elif isinstance(value, list):
+            left += value
+    return count
+
+
 def last_part(tokenizer: Any, text: str, max_model_len: int) -> str:
     """The end of a text, if only its last tokens are kept: twice the characters that the context can hold."""
     return text if tokenizer is None else text[-2 * max_model_len * (longest_token(tokenizer) + 1) :]

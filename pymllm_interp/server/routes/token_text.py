@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ...client.detokenizer import token_text
+
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
@@ -21,7 +23,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     """
     if tokenizer is None:
         return str(token).encode()
-    text = tokenizer.decode([token])
+    text = token_text(tokenizer, token)
     if "\ufffd" not in text:
         return text.encode()
     piece = tokenizer.convert_ids_to_tokens(token)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 
+from ..http.body import JsonRoute
 from ..http.errors import ApiError
 from ..http.state import ServerState, require
 from ..http.trust import Trust
@@ -16,17 +16,18 @@ from .openai_routes import adapter_of, conversation, texts
 
 def tokenize_routes(state: ServerState) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["Tokens"])
+    router = APIRouter(tags=["Tokens"], route_class=JsonRoute)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The token ids of a text, or of a conversation as the chat template writes it."""
         adapter_of(state, body.model)
-        with state.admitted(require(request, Trust.PLAIN), 1):
-            ids = await asyncio.to_thread(_token_ids, state, body)
+        client = require(request, Trust.PLAIN)
+        with state.admitted(client, 1):
+            ids = await state.threads.run(client.name, _token_ids, state, body)
             names = None
             if body.return_token_strs:
-                names = await asyncio.to_thread(state.tokenizer.convert_ids_to_tokens, ids)
+                names = await state.threads.run(client.name, state.tokenizer.convert_ids_to_tokens, ids)
         limit = state.info["limits"]["max_model_len"]
         return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names}
 
@@ -37,11 +38,13 @@ def tokenize_routes(state: ServerState) -> APIRouter:
         if state.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer", "tokens")
         most = max(state.info["limits"]["vocab_size"], len(state.tokenizer))
-        wrong = next((token for token in body.tokens if not 0 <= token < most), None)
-        if wrong is not None:
+        lowest, highest = min(body.tokens, default=0), max(body.tokens, default=0)
+        if lowest < 0 or highest >= most:
+            wrong = lowest if lowest < 0 else highest
             raise ApiError(400, f"tokens holds {wrong}, but the vocabulary goes from 0 to {most - 1}", "tokens")
-        with state.admitted(require(request, Trust.PLAIN), 1):
-            return {"prompt": await asyncio.to_thread(state.tokenizer.decode, body.tokens)}
+        client = require(request, Trust.PLAIN)
+        with state.admitted(client, 1):
+            return {"prompt": await state.threads.run(client.name, state.tokenizer.decode, body.tokens)}
 
     return router
 
@@ -51,7 +54,7 @@ def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
         raise ApiError(400, "this model has no tokenizer: prompts are token ids", "prompt")
     if body.messages is None:
         fields = body.model_dump(include={"prompt", "add_special_tokens"})
-        (found,) = texts(state, CompletionRequest.model_validate(fields), [body.prompt])
+        (found,) = texts(state, CompletionRequest.model_validate(fields), [body.prompt], limited=False)
         return found.token_ids
     fields = body.model_dump(
         exclude={"model", "prompt", "add_special_tokens", "return_token_strs"}, exclude_unset=True

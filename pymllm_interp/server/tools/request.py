@@ -76,7 +76,8 @@ class ToolPlan:
             raise PromptError(
                 f"{what} needs a format of tool calls: the operator names it, serve --tool-call-parser NAME"
             )
-        self.reasoning, self.several, self.functions = reasoning, several, functions
+        self.reasoning, self.functions = reasoning, functions
+        self.several = several and not isinstance(choice, NamedTool)  # which is one call, as in vLLM
         self.tool_format = tool_format if functions and choice != "none" else None
         self._forced, self._formed, self.inside = forced, forced, reasoning == "deepseek_r1"
 
