@@ -1,4 +1,4 @@
-"""The command line: `pymllm-interp demo | generate | serve | bench | doctor`. Each command imports what it needs."""
+"""The command line: `pymllm-interp demo | generate | serve | bench | doctor | cache`. Each command imports what it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
+from . import __version__
 from .core.vllm_flags import hint_of
+from .utils.extras import install_command
 
 SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "max_body_bytes": (int, 64 << 20), "max_trace_bytes": (int, 64 << 20), "max_concurrent": (int, 256), "max_traces": (int, 32),
@@ -31,15 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, or 2 with one line on stderr where it cannot be done."""
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        if args.command in ("serve", "cluster") and (hint := hint_of(unknown)):
-            print(f"pymllm-interp serve: {hint}", file=sys.stderr)
-            return 2
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
+        if getattr(args, "config_file", None) is not None:
+            from .server.config_file import read_config
+
+            read_config(args.config_file, args.parser)
+            args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            if args.command in ("serve", "cluster") and (hint := hint_of(unknown)):
+                raise ValueError(hint)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return args.run(args)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"pymllm-interp {args.command}: {error}", file=sys.stderr)
+        print(f"pymllm-interp {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -50,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pymllm-interp", description="An LLM serving runtime that a researcher can reach into."
     )
+    parser.add_argument("--version", action="version", version=f"pymllm-interp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser("demo", help="plain prompts, a logit lens and a steered request on one engine")
@@ -92,6 +99,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--engine", choices=["own", "vllm"], default="own", help="(default: %(default)s)")
     doctor.set_defaults(run=_doctor)
+
+    cache = commands.add_parser("cache", help="converted models and compiled kernels of this machine: list, clean")
+    cache.add_argument("action", choices=["list", "clean"])
+    cache.add_argument("names", nargs="*", metavar="NAME", help="entries to remove, as listed")
+    cache.add_argument("--all", action="store_true", help="remove all")
+    cache.set_defaults(run=_cache)
     return parser
 
 
@@ -127,10 +140,16 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "model", nargs="?", default="demo", help="demo, a folder, a .gguf file or a hub id (default: demo)"
     )
+    serve.add_argument("--uds", type=Path, metavar="PATH", help="listen on this Unix socket, not on --host and --port")
     _add_serve_options(serve)
 
 
 def _add_serve_options(serve: argparse.ArgumentParser) -> None:
+    serve.set_defaults(parser=serve)
+    serve.add_argument(
+        "--config", type=Path, dest="config_file", metavar="FILE",
+        help="YAML with long options as keys, and `model`; those of the command line win",
+    )  # fmt: skip
     serve.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: %(default)s)")
     serve.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
     serve.add_argument("--served-model-name", default=None, metavar="NAME", help="the model's name for clients")
@@ -164,6 +183,9 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         "--drain-seconds", type=float, default=30.0, help="for running requests after SIGTERM (default: %(default)s)"
     )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    serve.add_argument(
+        "--log-format", choices=["json", "text"], default="json", help="of all processes (default: %(default)s)"
+    )
     serve.add_argument(
         "--option",
         type=_option,
@@ -370,7 +392,7 @@ def _remedy(error: ModuleNotFoundError) -> str:
     frames = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
     importer = next((name for name in reversed(frames) if name and name != "importlib"), "")
     if importer in ("", "pymllm_interp"):
-        return "the server needs more packages: pip install 'pymllm-interp[serve]'"
+        return f"the server needs more packages: {install_command('serve')}"
     return f"the installed {importer} needs it: install what `pip check` reports, or another version of {importer}"
 
 
@@ -392,6 +414,12 @@ def _doctor(args: argparse.Namespace) -> int:
     from .doctor import run_doctor
 
     return run_doctor(args.model, args.engine)
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from .cache_command import run_cache
+
+    return run_cache(args.action, args.names, args.all)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,9 +19,11 @@ from .config import ModelConfig
 from .models.registry import architecture_of, check_supported, described
 from .models.weights.source import find_demo_gguf, resolve_model
 from .utils.cache_folder import default_cache_dir
+from .utils.extras import install_command
 
-REQUIRED = ("torch", "transformers", "nnsight", "greenlet", "einops", "safetensors", "numpy", "rich")
-OPTIONAL = {"gguf": "reads .gguf files and the demo model", "matplotlib": "draws the demo's heatmap"}
+COMPILERS = {"g++": "compiles the CPU kernels; without it torch's are used", "gcc": "lets Triton compile on a GPU"}
+TOOLS = ("dev", "test")
+"""Extras for the work on this package."""
 
 
 def run_doctor(model: str | None = None, engine: str = "own") -> int:
@@ -63,18 +66,54 @@ def _machine_rows() -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("processor", f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} used by torch"),
         ("CUDA", ", ".join(gpus) if gpus else "none (models run on the CPU)"),
+        *((name, shutil.which(name) or f"[yellow]missing[/] ({what})") for name, what in COMPILERS.items()),
     ]
 
 
 def _package_rows() -> tuple[list[tuple[str, str]], bool]:
+    """The packages that pyproject.toml declares: all that are required, and what each extra lacks."""
+    needed, extras = declared()
     rows, ok = [("pymllm-interp", __version__)], True
-    for name in REQUIRED:
-        found = installed_version(name)
-        ok = ok and found is not None
-        rows.append((name, found or "[red]missing[/]; run: pip install pymllm-interp"))
-    for name, what in OPTIONAL.items():
-        rows.append((name, installed_version(name) or f"[yellow]missing[/] ({what}); run: pip install {name}"))
+    for requirement in needed:
+        found, right = _found(requirement)
+        ok = ok and right
+        rows.append((requirement.name, found if right else f"[red]{found}[/]; run: pip install '{requirement}'"))
+    for extra, requirements in extras.items():
+        states = [(one.name, *_found(one)) for one in requirements]
+        lacking = [f"{name} {found}" for name, found, right in states if not right]
+        shown = ", ".join(f"{name} {found}" for name, found, _ in states)
+        if lacking:
+            shown = f"[yellow]{', '.join(lacking)}[/]; run: {escape(install_command(extra))}"
+        rows.append((escape(f"[{extra}]"), shown))
     return rows, ok
+
+
+def declared() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
+    """What the installed package requires, and what its extras do, without those of `TOOLS`."""
+    try:
+        own = distribution("pymllm-interp")
+    except PackageNotFoundError:  # imported from a folder: nothing is declared
+        return [], {}
+    found = [Requirement(text) for text in own.requires or ()]
+    extras = {
+        extra: [one for one in found if one.marker and one.marker.evaluate({"extra": extra}) and _extra_in(one)]
+        for extra in own.metadata.get_all("Provides-Extra") or ()
+        if extra not in TOOLS
+    }
+    return [one for one in found if not _extra_in(one)], extras
+
+
+def _extra_in(requirement: Requirement) -> bool:
+    return "extra ==" in str(requirement.marker or "")
+
+
+def _found(requirement: Requirement) -> tuple[str, bool]:
+    """A package's version, and whether it is the wanted one."""
+    version = installed_version(requirement.name)
+    if version is None:
+        return "missing", False
+    right = requirement.specifier.contains(version, prereleases=True)
+    return version if right else f"{version} (expected {requirement.specifier})", right
 
 
 def _demo_row() -> tuple[tuple[str, str], bool]:

@@ -6,19 +6,26 @@ import json
 import math
 import shutil
 import sys
+import tomllib
 from collections.abc import Callable
+from email.message import Message
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_tokenizer
+from helpers_paths import ROOT
 from transformers import AutoConfig, PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.cli import main
 from pymllm_interp.demo import LENS_PROMPT, LensTable, draw_heatmap, logit_lens, steering_vector
+from pymllm_interp.kernels.cpu.cpu_dispatch import cpu_kernels
+from pymllm_interp.models.weights.gguf import CONVERTER_VERSION
+from pymllm_interp.utils.cache_folder import cache_entries, default_cache_dir
 
 TINY = ["--dtype", "float32", "--max-tokens", "5"]
 
@@ -128,7 +135,29 @@ def test_a_quick_bench_writes_every_number(
 def test_doctor_finds_everything_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert torch.__version__.partition("+")[0] in out and "missing" not in out
+    assert torch.__version__.partition("+")[0] in out and shutil.which("g++") in out
+    assert "missing" not in out.partition("[gguf]")[0]  # what every use needs
+
+
+def test_doctor_knows_every_extra_and_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The extras are those of the package's metadata, so that a new one is shown by itself."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    metadata = [f"{line}; extra == '{extra}'" for extra, lines in extras.items() for line in lines if ";" not in line]
+    own = SimpleNamespace(
+        requires=["torch>=2", "numpy>99", *metadata, 'no-such-package>=3; extra == "added"'],
+        metadata=Message(),
+    )  # fmt: skip
+    for extra in (*extras, "added"):
+        own.metadata["Provides-Extra"] = extra
+    monkeypatch.setattr("pymllm_interp.doctor.distribution", lambda name: own)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main(["doctor"]) == 1  # of numpy
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "(expected >99); run: pip install 'numpy>99'" in out
+    assert all(f"[{extra}] " in out for extra in (*extras.keys() - {"dev", "test"}, "added"))
+    assert 'no-such-package missing; run: pip install -e ".[added]"' in out and "g++ missing" in out
 
 
 def test_doctor_names_the_command_for_missing_weights(
@@ -150,6 +179,44 @@ def test_doctor_says_how_a_model_would_run(tmp_path: Path, capsys: pytest.Captur
         AutoConfig.for_model(model_type).save_pretrained(folder)
         assert main(["doctor", str(folder)]) == status
         assert said in " ".join(capsys.readouterr().out.split())
+
+
+# -- cache --------------------------------------------------------------------------------------
+
+
+def test_the_cache_is_listed_and_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Entries are removed by name or all; files of others are left."""
+    monkeypatch.setenv("PYMLLM_INTERP_CACHE", str(tmp_path))
+    model = f"demo.Q4_1-0123456789abcdef-v{CONVERTER_VERSION}"
+    (tmp_path / model).mkdir()
+    (tmp_path / model / "model.safetensors").write_bytes(b"0" * 3_000_000)
+    kernels, half = "cpu_kernels-0123456789abcdef.so", f".{model}.x1y2z3"
+    (tmp_path / kernels).write_bytes(b"0" * 2_000_000)
+    (tmp_path / half).mkdir()
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main(["cache", "list"]) == 0
+    out = capsys.readouterr().out
+    assert f"2.0 MB  compiled kernels  {kernels}" in out and f"3.0 MB  converted model   {model}" in out
+    assert f"unfinished        {half}" in out and "mine" not in out and out.endswith(f"in {tmp_path}\n")
+    for wrong, message in (
+        (["clean"], "give --all"), (["clean", "mine.txt"], "no entry"), (["clean", "../x"], "no entry"),
+        (["clean", kernels, "--all"], "give --all"), (["list", "--all"], "takes no"),
+    ):  # fmt: skip
+        assert main(["cache", *wrong]) == 2 and message in capsys.readouterr().err
+    assert main(["cache", "clean", model]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([half, kernels, "mine.txt"])
+    assert main(["cache", "clean", "--all"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_compiled_kernels_are_listed() -> None:
+    """This machine's cache has what other tests converted and compiled."""
+    folder = default_cache_dir()
+    cpu_kernels()
+    written = {path.name for path in folder.glob("*.so")} if folder.is_dir() else set()
+    assert written <= {entry.path.name for entry in cache_entries(folder)}
 
 
 # -- demo -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from ..utils.extras import install_command
 from .attention_backend import AttentionBackend, RadixAttention
 from .flashinfer_backend import (
     DTYPES,
@@ -78,7 +79,7 @@ def attention_workspace_bytes(
 
 def _why_no_flashinfer(head_dim: int | None) -> str | None:
     if find_spec("flashinfer") is None:
-        return "FlashInfer is not installed (pip install 'pymllm-interp[cuda]')"
+        return f"FlashInfer is not installed ({install_command('cuda')})"
     if head_dim is not None and head_dim not in HEAD_DIMS:
         return f"FlashInfer has kernels for head sizes {HEAD_DIMS}, not {head_dim}"
     return None

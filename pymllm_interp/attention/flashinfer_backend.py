@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..core.forward_batch import ForwardBatch, PagedKV
+from ..utils.extras import install_command
 from ..utils.kv_rows import FP8
 from .attention_backend import AttentionBackend, RadixAttention
 from .decode_kernel import DecodeAttention
@@ -200,7 +201,7 @@ def import_flashinfer() -> Any:
     except ImportError as error:
         raise ImportError(
             f"attention_backend='flashinfer' needs the package flashinfer-python ({error}): "
-            "pip install 'pymllm-interp[cuda]', or use attention_backend='torch'"
+            f"{install_command('cuda')}, or use attention_backend='torch'"
         ) from error
 
 

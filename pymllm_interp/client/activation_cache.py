@@ -96,7 +96,7 @@ class ActivationCache(BySite):
     form: ``cache["resid_post", 3]``.
 
     It has the methods of TransformerLens' cache, such as `accumulated_resid`, `stack_head_results` and `logit_attrs`. These need
-    its library (``pip install "pymllm-interp[lens]"``) and a local `LM`.
+    its library (``pip install -e ".[lens]"``) and a local `LM`.
 
     Args:
         num_layers: of the model.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..server.engines.replica_process import ReplicaSettings
+from ..server.engines.roster import Replica
 from ..server.settings import ServeSettings
 from .front_keeper import POLL_SECONDS, FrontKeeper
 from .keeper import Keeper
@@ -67,12 +68,15 @@ class Director:
     # -- what fronts and commands ask ----------------------------------------------------------
 
     async def roster(self) -> list[dict[str, Any]] | None:
-        """The replicas that serve: the fields of each one's `Replica`. None: not known yet, after this actor's own restart."""
+        """The fields of each replica's `Replica`, also of one that is down. None: not known yet, after this actor's own restart."""
         self._begin()
         if self._unheard:
             return None
         found = {name: self._states.get(name, {}).get("replica") for name in sorted(self._keepers)}
-        return [{**replica, "draining": name in self._draining} for name, replica in found.items() if replica]
+        return [
+            {**(replica or vars(Replica.down(name, False))), "draining": name in self._draining}
+            for name, replica in found.items()
+        ]
 
     async def urls(self) -> list[str]:
         """Of the fronts that serve."""

@@ -7,6 +7,8 @@ import socket
 from importlib import import_module
 from typing import Any
 
+from ..utils.extras import install_command
+
 TESTED = (2, 60), (2, 61)
 """The first tested version, and the first one that is not."""
 CONNECT_SECONDS = 10.0
@@ -21,7 +23,7 @@ def load_ray() -> Any:
     Raises:
         ImportError: it is missing, or its version is not tested.
     """
-    wanted = f"ray>={_text(TESTED[0])},<{_text(TESTED[1])}: pip install 'pymllm-interp[ray]'"
+    wanted = f"ray>={_text(TESTED[0])},<{_text(TESTED[1])}: {install_command('ray')}"
     try:
         ray: Any = import_module("ray")
     except ModuleNotFoundError as error:

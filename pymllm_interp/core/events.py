@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .output import Logprob
 
@@ -19,6 +19,17 @@ class TokenEvent:
     token_id: int
     logprobs: dict[int, Logprob] | None = None
     """Of this token, where the request asks for them."""
+
+
+class RequestTimes(NamedTuple):
+    """Seconds from the submission of a request to its admission to a step, to its first token, and to its end.
+
+    `queued` or `first_token` is None where the request ended before.
+    """
+
+    queued: float | None
+    first_token: float | None
+    total: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,8 @@ class FinishedEvent:
     warnings: list[str] = field(default_factory=list)
     drafts: DraftCounts | None = None
     """What came of its drafts, or None."""
+    times: RequestTimes | None = None
+    """None in a client's process, which does not know."""
 
 
 Event = TokenEvent | FinishedEvent

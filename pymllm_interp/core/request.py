@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -139,6 +140,10 @@ class Request:
     # Results, written by the engine.
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    submitted_at: float = field(default_factory=time.monotonic)
+    admitted_at: float | None = None
+    """When it was first admitted to a step."""
+    first_token_at: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_flat: int = 0

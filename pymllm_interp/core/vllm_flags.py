@@ -25,7 +25,6 @@ OTHERS: dict[str, str] = {
     "api_server_count": "one process serves HTTP",
     "chat_template_content_format": "templates get the text of a message",
     "compilation_config": "use --option enable_torch_compile=True",
-    "config": "options are those of the command line",
     "cpu_offload_gb": "weights stay on the device: bfloat16 takes half of float32",
     "disable_log_requests": _LOG,
     "disable_log_stats": "/metrics has the counters, and nothing of them is logged",
@@ -46,7 +45,6 @@ OTHERS: dict[str, str] = {
     "tensor_parallel_size": f"our own engine has no tensor parallelism: {_ONE_DEVICE}; with --engine vllm the option is known",
     "tokenizer": "the tokenizer is the model's: put its files into the model's folder",
     "trust_remote_code": "code of a model's folder is not run: its architecture must be one of transformers'",
-    "uds": "listen on 127.0.0.1 (--host), behind a proxy",
     "uvicorn_log_level": _LOG,
 }
 """vLLM's name -> what serves here."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.events import FinishedEvent
+from ..core.events import FinishedEvent, RequestTimes
 from ..core.output import Logprob
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SampledLogprobs, SchedulerOutput
@@ -95,7 +96,14 @@ def finished_event(request: Request) -> FinishedEvent:
         error=request.error,
         warnings=request.warnings,
         drafts=None if request.drafts is None else request.drafts.counts,
+        times=_times_of(request),
     )
+
+
+def _times_of(request: Request) -> RequestTimes:
+    began = request.submitted_at
+    queued, first = (None if at is None else at - began for at in (request.admitted_at, request.first_token_at))
+    return RequestTimes(queued, first, time.monotonic() - began)
 
 
 def runner_counters(runner: InterpModelRunner) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from ..core.request import Request
 from ..core.step import AcceptedToken, ModelRunnerOutput
 
@@ -17,6 +19,8 @@ def take(
     if not request.generates:
         return "length" if token_ids else None
     before = len(request.output_token_ids)
+    if not before and token_ids:
+        request.first_token_at = time.monotonic()
     try:
         for token in token_ids:
             reason = _append(request, token, output, accepted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Callable, Iterator
 
@@ -48,6 +49,8 @@ class WaitingQueue:
                     break
                 earlier.num_overtaken += 1
         self._requests.remove(request)
+        if request.admitted_at is None:  # else it was preempted since
+            request.admitted_at = time.monotonic()
 
     def in_order(self) -> list[Request]:
         """The requests in the order in which they are tried."""

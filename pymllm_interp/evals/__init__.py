@@ -5,7 +5,7 @@ from pymllm_interp import evals
 model = evals.HarnessLM(lm, interventions=[Steer("resid_post.12", vector, scale=4.0)])
 results = lm_eval.simple_evaluate(model=model, tasks=["arc_easy"])
 
-Each needs its library: ``pip install "pymllm-interp[evals]"``.
+Each needs its library: ``pip install -e ".[evals]"``.
 """
 
 from __future__ import annotations

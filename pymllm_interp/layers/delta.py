@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..core.forward_batch import ForwardBatch
+from ..utils.extras import install_command
 from ..utils.upload import upload
 from .dispatch import triton_kernels_for
 from .gemm import HALF
@@ -328,8 +329,7 @@ def fla_rule() -> Any:
     except (ImportError, ValueError) as error:  # also of a package that is not installed
         why = str(error)
     logger.warning(
-        'prompts are computed one by one: fla-core cannot be used (%s); pip install "pymllm-interp[fla]" installs it',
-        why,
+        "prompts are computed one by one: fla-core cannot be used (%s); %s installs it", why, install_command("fla")
     )
     return None
 

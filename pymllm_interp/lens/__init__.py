@@ -5,7 +5,7 @@ from pymllm_interp import lens
 bridge = lens.Bridge(lm)
 logits, cache = bridge.run_with_cache("The Eiffel Tower is in", names_filter="blocks.3.hook_resid_post")
 
-`lens.patching` has the functions of `transformer_lens.patching`. Each needs its library: ``pip install "pymllm-interp[lens]"``.
+`lens.patching` has the functions of `transformer_lens.patching`. Each needs its library: ``pip install -e ".[lens]"``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from pymllm_interp import plots
 plots.attention_patterns(pattern, tokens)  # shows itself in a notebook
 plots.sweep_heatmap(scores, tokens).save("sweep.html")
 
-Functions take plain tensors, arrays or lists, and the tokens as strings. They need plotly: ``pip install "pymllm-interp[plot]"``.
+Functions take plain tensors, arrays or lists, and the tokens as strings. They need plotly: ``pip install -e ".[plot]"``.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..utils.extras import install_command
 from . import javascript
 from .picture import PICTURES, draw
 
@@ -72,7 +73,7 @@ def graph_objects() -> Any:
     try:
         return import_module("plotly.graph_objects")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('plots need plotly: pip install "pymllm-interp[plot]"', name=error.name) from error
+        raise ModuleNotFoundError(f"plots need plotly: {install_command('plot')}", name=error.name) from error
 
 
 def matrix(values: Any, what: str, *dims: int) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ..utils.extras import install_command
+
 PICTURES = (".png", ".svg", ".pdf")
 """Suffixes of pictures."""
 COLUMNS = 4
@@ -41,7 +43,7 @@ def picture_of(figure: Any) -> Any:
         matplotlib_figure = import_module("matplotlib.figure").Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            'pictures need matplotlib: pip install "pymllm-interp[plot]"; a page needs nothing: plot.save("figure.html")',
+            f"pictures need matplotlib: {install_command('plot')}; a page needs nothing: plot.save('figure.html')",
             name=error.name,
         ) from error
     traces, layout = list(figure.data), figure.layout

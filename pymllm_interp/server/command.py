@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
 
 from ..config import ModelConfig, ServerConfig
 from ..utils.arguments import check_names
@@ -20,6 +23,8 @@ HTTP_OPTIONS = (
     "allow_credentials",
 )  # fmt: skip
 """Fields of ServeSettings with the name of their option."""
+
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 VLLM_OPTIONS = ("tensor_parallel_size", "distributed_executor_backend")
 """Arguments of vLLM's with an option of their own."""
@@ -43,17 +48,44 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     limits = {field.name: getattr(args, field.name) for field in fields(ServeLimits)}
     given = os.environ.pop(KEY_VARIABLE, "")  # not for the engine process, which may run clients' code
     secrets = args.api_key or ([given] if given else [])
-    template = args.chat_template.read_text() if args.chat_template else None
-    if template is not None and not template.strip():
-        raise ValueError(f"--chat-template {args.chat_template}: the file is empty")
+    if args.command == "serve":  # a cluster's are on its nodes
+        _check_paths(args)
     return ServeSettings(
         model=model, server=server, name=args.served_model_name or Path(args.model).name, host=args.host, port=args.port,
+        uds=getattr(args, "uds", None),
         keys=read_keys(args.keys, args.allow_code_from or (), args.operator or (), secrets), limits=ServeLimits(**limits),
         adapters=dict(args.lora_modules or ()), store=args.store, shared_prefix_cache=args.shared_prefix_cache,
-        on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level,
-        vllm=vllm, chat_template=template, tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
+        on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level, log_format=args.log_format,
+        vllm=vllm, chat_template=_template_of(args.chat_template),
+        tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
         root_path=args.root_path, **{name: getattr(args, name) for name in HTTP_OPTIONS},
     )  # fmt: skip
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    """Refuse adapters and autoencoders that are not there, before the model is loaded."""
+    for name, folder in args.lora_modules or ():
+        if not (Path(folder) / "adapter_config.json").is_file():
+            raise ValueError(
+                f"--lora-modules {name}={folder}: there is no adapter_config.json; PEFT's save_pretrained writes one"
+            )
+    for name, path in args.sae or ():
+        if not Path(path).exists():
+            raise ValueError(f"--sae {name}={path}: no such file or folder")
+
+
+def _template_of(file: Path | None) -> str | None:
+    """A chat template's text."""
+    if file is None:
+        return None
+    template = file.read_text()
+    if not template.strip():
+        raise ValueError(f"--chat-template {file}: the file is empty")
+    try:  # transformers adds the tag `generation`
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"--chat-template {file}: line {error.lineno}: {error.message}") from error
+    return template
 
 
 def _vllm_arguments(args: argparse.Namespace) -> dict[str, Any] | None:

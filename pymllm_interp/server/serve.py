@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import uvicorn
 
+from .. import __version__
 from ..core.closed import EngineClosedError
+from ..utils.log_lines import log_handler
 from ..wire.failures import EngineError
+from .engines.call import EngineDiedError
 from .engines.local_engine import LocalEngine
 from .http.app import create_app, sweep
 from .http.connections import OutOfFiles, http_config, with_room_for_files
@@ -26,16 +30,23 @@ from .settings import ServeSettings
 logger = logging.getLogger("pymllm_interp.server")
 
 
-class JsonLines(logging.Formatter):
-    """Log records as one JSON object a line."""
+def listen_at(path: Path) -> socket.socket:
+    """A bound Unix socket. A socket file that nobody listens on any more is replaced.
 
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        entry = {"time": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name}
-        entry |= getattr(record, "fields", None) or {"message": record.getMessage()}
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
+    Raises:
+        OSError: the path cannot be used.
+    """
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                if other.connect_ex(str(path)) == errno.ECONNREFUSED:
+                    path.unlink()
+        found.bind(str(path))
+    except OSError as error:
+        found.close()
+        raise OSError(f"cannot listen on --uds {path}: {error.strerror or error}") from error
+    return found
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -109,8 +120,7 @@ async def _serve(settings: ServeSettings, bound: socket.socket, engine: MakeEngi
             ssl_cert_reqs=settings.ssl_cert_reqs,
         )  # fmt: skip
         asyncio.get_running_loop().set_exception_handler(OutOfFiles())
-        host, port = bound.getsockname()[:2]
-        server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))
+        server = DrainingServer(config, state, lambda: _announce(state, bound))
         tasks.append(asyncio.create_task(sweep(state)))
         tasks.append(asyncio.create_task(_exit_with_engine(state, server)))
         await server.serve(sockets=[bound])
@@ -122,6 +132,18 @@ async def _serve(settings: ServeSettings, bound: socket.socket, engine: MakeEngi
         state.store.close()
 
 
+def _announce(state: ServerState, bound: socket.socket) -> None:
+    info, limits, uds = state.info, state.info["limits"], state.settings.uds
+    host, port = (str(uds), 0) if uds is not None else bound.getsockname()[:2]
+    entry = {
+        "event": "serving", "version": __version__, "model": state.settings.name, "architecture": info["architecture"],
+        "engine": info["engine"], "device": info["device"], "dtype": info["dtype"], "kv_tokens": limits["kv_tokens"],
+        "max_model_len": limits["max_model_len"], "host": host, "port": port,
+    }  # fmt: skip
+    logger.info(json.dumps(entry), extra={"fields": entry})
+    print(banner(state.settings, host, port), flush=True)
+
+
 async def _exit_with_engine(state: ServerState, server: uvicorn.Server) -> None:
     await state.exiting.wait()
     logger.error("the engine process ended, and on_engine_exit is 'exit'")
@@ -130,6 +152,8 @@ async def _exit_with_engine(state: ServerState, server: uvicorn.Server) -> None:
 
 def banner(settings: ServeSettings, host: str, port: int) -> str:
     """What the operator reads first: the address, and how to use it."""
+    if settings.uds is not None:
+        return f"{settings.name} is served at unix:{settings.uds}    (curl --unix-socket {settings.uds} http://localhost/health)"
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     url = f"http{'s' if settings.ssl_certfile else ''}://{shown}:{port}"
     key = "" if settings.keys.anybody else " -H 'Authorization: Bearer KEY'"
@@ -151,10 +175,9 @@ def run(settings: ServeSettings, engine: MakeEngine = LocalEngine) -> int:
     Raises:
         ValueError, OSError: the model or the address cannot be served.
     """
-    handler, root = logging.StreamHandler(sys.stderr), logging.getLogger()
-    handler.setFormatter(JsonLines())
+    root = logging.getLogger()
     before, level = root.handlers, root.level
-    root.handlers = [handler]
+    root.handlers = [log_handler(settings.log_format, "http")]
     root.setLevel(settings.log_level.upper())
     try:
         return _run(settings, engine)
@@ -166,13 +189,14 @@ def run(settings: ServeSettings, engine: MakeEngine = LocalEngine) -> int:
 def _run(settings: ServeSettings, engine: MakeEngine) -> int:
     most = with_room_for_files(settings.limits.max_connections)
     settings = replace(settings, limits=replace(settings.limits, max_connections=most))
-    bound = listen(settings.host, settings.port)
+    bound = listen(settings.host, settings.port) if settings.uds is None else listen_at(settings.uds)
     try:
-        settings.check_address(bound.getsockname()[0])  # what a name such as localhost stands for on this machine
+        if settings.uds is None:
+            settings.check_address(bound.getsockname()[0])  # what a name such as localhost stands for on this machine
         return asyncio.run(_serve(settings, bound, engine))
-    except EngineError as error:
-        if error.failure.is_a("ValueError", "TypeError", "OSError", "ImportError"):
-            raise ValueError(str(error)) from error
-        raise
+    except (EngineError, EngineDiedError) as error:  # while it starts: later ones are answers to requests
+        raise ValueError(str(error)) from error
     finally:
         bound.close()
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)

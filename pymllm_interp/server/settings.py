@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,8 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
+    uds: Path | None = None
+    """Unix socket that is listened on in place of host and port."""
     keys: Keys = field(default_factory=lambda: Keys([]))
     limits: ServeLimits = field(default_factory=ServeLimits)
     adapters: dict[str, str] = field(default_factory=dict)
@@ -102,6 +106,8 @@ class ServeSettings:
     drain_seconds: float = 30.0
     """After SIGTERM, how long running requests may take to end."""
     log_level: str = "info"
+    log_format: str = "json"
+    """A line a record: "json" or "text"."""
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's."""
     tool_call_parser: str | None = None
@@ -136,6 +142,8 @@ class ServeSettings:
                 raise ValueError(
                     "tool_call_parser='openai' and reasoning_parser='openai_gptoss' go together: both are gpt-oss'"
                 )
+        if not 0 <= self.drain_seconds < math.inf:
+            raise ValueError(f"drain_seconds={self.drain_seconds}: expected a number of seconds from 0 on")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: expected 0 (any free one) to 65535")
         self._check_tls()
@@ -179,3 +187,13 @@ class ServeSettings:
             file: Path | None = getattr(self, name)
             if file is not None and not file.is_file():
                 raise ValueError(f"{name}={str(file)!r}: there is no such file")
+        if self.ssl_certfile is not None:
+            try:  # uvicorn would read them when the model is loaded, and ask a terminal for a password
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                    self.ssl_certfile, self.ssl_keyfile, password=lambda: ""
+                )
+            except OSError as error:
+                raise ValueError(
+                    f"ssl_certfile={str(self.ssl_certfile)!r} and ssl_keyfile={str(self.ssl_keyfile)!r} are no certificate and its "
+                    f"private key without a password, as PEM ({error})"
+                ) from error

@@ -36,8 +36,7 @@ def resolve_device(device: str) -> str:
     """ "cpu" or "cuda[:n]"; "auto" is CUDA where there is one.
 
     Raises:
-        RuntimeError: CUDA is asked for and not available, or has no such device.
-        ValueError: another kind of device.
+        ValueError: CUDA is asked for and not available, or has no such device; or another kind of device.
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,9 +49,9 @@ def resolve_device(device: str) -> str:
             if torch.version.cuda
             else "install a CUDA build of torch"
         )
-        raise RuntimeError(
+        raise ValueError(
             f"device={device!r}, but torch sees no CUDA device (torch {torch.__version__}); use device='cpu', or {cause}"
         )
     if index and int(index) >= torch.cuda.device_count():
-        raise RuntimeError(f"device={device!r}, but the last CUDA device is 'cuda:{torch.cuda.device_count() - 1}'")
+        raise ValueError(f"device={device!r}, but the last CUDA device is 'cuda:{torch.cuda.device_count() - 1}'")
     return device

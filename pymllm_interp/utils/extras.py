@@ -8,6 +8,11 @@ from importlib import import_module
 from typing import Any
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra. pymllm-interp is not on PyPI, where its name could be anybody's."""
+    return f'pip install -e ".[{extra}]" in a checkout of pymllm-interp'
+
+
 @contextmanager
 def library_of_extra(what: str, library: str, extra: str) -> Iterator[None]:
     """Say how to install `library`, if an import in the block does not find it.
@@ -22,9 +27,7 @@ def library_of_extra(what: str, library: str, extra: str) -> Iterator[None]:
         if (error.name or "").partition(".")[0] != library:
             raise
         needed = library.replace("_", "-")
-        raise ModuleNotFoundError(
-            f'{what} needs {needed}: pip install "pymllm-interp[{extra}]"', name=error.name
-        ) from error
+        raise ModuleNotFoundError(f"{what} needs {needed}: {install_command(extra)}", name=error.name) from error
 
 
 def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:

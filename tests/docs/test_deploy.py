@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from configparser import ConfigParser
 from pathlib import Path
+from typing import Any
 
+import yaml
 from helpers_paths import ROOT
 
 from pymllm_interp.cli import SERVE_LIMITS, make_parser
+from pymllm_interp.server.http.families import FAMILIES, REASONS
 
 FOLDER = ROOT / "examples" / "deploy"
 
@@ -63,3 +67,36 @@ def test_the_proxy_fits_the_servers_limits():
     head = (FOLDER / "nginx.conf").read_text()
     (command,) = re.findall(r"`pymllm-interp (.+?)`", head)
     assert make_parser().parse_args(shlex.split(command)).root_path == location
+
+
+def check_metrics(expression: str) -> None:
+    """A query names metrics that the server exports, in the way that their kind is asked for."""
+    names = re.findall(r"pymllm_interp_(\w+)", expression)
+    assert names, expression
+    for name in names:
+        part = re.fullmatch(r"(\w+)_(bucket|sum|count)", name)
+        kind = FAMILIES[part[1] if part and part[1] in FAMILIES else name].kind
+        rated = re.search(rf"(rate|increase)\(pymllm_interp_{name}[\[{{]", expression) is not None
+        assert rated == (kind != "gauge"), expression
+        assert (kind == "histogram") == bool(part and part[1] in FAMILIES), expression
+    assert set(re.findall(r'finished_reason=~?"(\w+)"', expression)) <= set(REASONS)
+    assert all(expression.count(first) == expression.count(last) for first, last in ("()", "{}", "[]"))
+
+
+def test_the_board_draws_metrics_that_the_server_exports():
+    board: dict[str, Any] = json.loads((FOLDER / "grafana.json").read_text())
+    targets = [target for panel in board["panels"] for target in panel["targets"]]
+    assert len(targets) > 20 and len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    for target in targets:
+        check_metrics(target["expr"])
+    check_metrics(next(one["query"] for one in board["templating"]["list"] if one["name"] == "model"))
+
+
+def test_alerts_are_of_metrics_that_the_server_exports():
+    (group,) = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 5
+    for rule in group["rules"]:
+        check_metrics(rule["expr"])
+        assert rule["annotations"]["summary"] and rule["labels"]["severity"] in ("warning", "critical")
+    (store,) = [rule["expr"] for rule in group["rules"] if rule["alert"] == "StoreFull"]
+    assert str(SERVE_LIMITS["max_store_bytes"][1]) in store

@@ -16,7 +16,7 @@ from helpers_report import report
 import pymllm_interp
 from pymllm_interp.cli import make_parser
 
-COMMANDS = ("demo", "generate", "serve", "cluster", "bench", "doctor")
+COMMANDS = ("demo", "generate", "serve", "cluster", "bench", "doctor", "cache")
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "api.md")]
 WITH_CHANGES = [*PAGES, ROOT / "CHANGELOG.md"]
 

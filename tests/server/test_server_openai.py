@@ -317,7 +317,7 @@ def test_a_client_that_goes_away_frees_everything(server, tmp_path):
                 next(response.iter_raw())
                 accepted.set()
         assert accepted.is_set() == stream  # the other one has sent nothing yet
-        while server.metric("requests_running") + server.metric("requests_waiting") > 1:  # the trace
+        while server.metric("num_requests_running") + server.metric("num_requests_waiting") > 1:  # the trace
             time.sleep(0.05)
         assert server.metric("steps_total") - steps < 100
     slow.unlink()
@@ -337,7 +337,7 @@ def test_health_metrics_capabilities_and_documents(server):
         assert {"Steer", "Ablate", "Clamp", "Scale", "Patch", "Knockout", "Gate"} <= document["components"][
             "schemas"
         ].keys()
-    assert server.metric("steps_total") > 0 and server.metric("generated_tokens_total") > 0
+    assert server.metric("steps_total") > 0 and server.metric("generation_tokens_total") > 0
     assert server.metric("block_seconds_total") >= 0
 
 

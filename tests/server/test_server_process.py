@@ -62,7 +62,7 @@ def test_a_server_that_served_everything_has_not_loaded_torch(server: Server):
 
 @pytest.mark.parametrize(
     ("missing", "remedy"),
-    [("pydantic_core", "the installed pydantic needs it"), ("uvicorn", "pip install 'pymllm-interp[serve]'")],
+    [("pydantic_core", "the installed pydantic needs it"), ("uvicorn", 'pip install -e ".[serve]"')],
 )
 def test_a_missing_package_is_told_with_the_package_that_needs_it(missing: str, remedy: str):
     code = f"import sys; sys.modules[{missing!r}] = None; from pymllm_interp.cli import main; print(main(['serve', 'demo']))"

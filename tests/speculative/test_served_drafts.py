@@ -40,8 +40,10 @@ def test_a_request_over_http_is_drafted_for_unless_it_says_no(model_folder: Call
         details = on["usage"]["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] > 5 and "completion_tokens_details" not in off["usage"]
         text = httpx.get(f"{server.url}/metrics", timeout=600).text
-        counts = {name: int(n) for name, n in re.findall(r"^pymllm_interp_speculation_(\w+)_total (\d+)$", text, re.M)}
-        assert counts["accepted"] == 2 * details["accepted_prediction_tokens"] and counts.keys() >= {"drafted", "steps"}
+        series = r"^pymllm_interp_spec_decode_num_(\w+)_total{.*} (\d+)$"
+        counts = {name: int(n) for name, n in re.findall(series, text, re.M)}
+        assert counts["accepted_tokens"] == 2 * details["accepted_prediction_tokens"]
+        assert counts.keys() >= {"drafts", "draft_tokens"}
         refused = post(speculate="perhaps")
         assert refused.status_code in (400, 422) and "speculate" in refused.text
         with LM.connect(server.url) as remote:

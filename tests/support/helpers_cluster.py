@@ -109,7 +109,12 @@ def ask(actor: Any, method: str) -> Any:
 def serving(cluster: Any, count: int = 2) -> dict[str, Any]:
     """Status of the replicas, once so many serve, for the fronts too."""
     front = front_of(cluster)
-    wait_for(lambda: len(ask(cluster, "roster") or ()) == count and front.metric("replica_up") == count)
+    wait_for(
+        lambda: (
+            sum(bool(one["address"]) for one in ask(cluster, "roster") or ()) == count
+            and front.metric("replica_up") == count
+        )
+    )
     return ask(cluster, "status")["replicas"]
 
 

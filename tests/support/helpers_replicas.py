@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,8 @@ class Replicas:
 
     def tell(self) -> None:
         """Tell all fronts which replicas there are."""
-        line = roster_line(
-            [Replica(**{**vars(one), "draining": name in self.draining}) for name, one in self.live.items()]
-        )
+        found = {name: Replica.down(name, False) for name in self._tasks} | self.live
+        line = roster_line([replace(one, draining=name in self.draining) for name, one in found.items()])
         for front in self.fronts:
             if front.process.poll() is None:
                 front.process.stdin.write(line)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import pymllm_interp
+from pymllm_interp.server.http.families import FAMILIES
 
 SECONDS = 600
 """How long what a server does may take, on a machine that is busy with other work."""
@@ -59,6 +60,8 @@ class Server:
         return int(found[0])
 
     def metric(self, name: str) -> float:
+        """The sum of a metric's series; 0 where it has none now."""
+        assert name in FAMILIES, f"{name} is no metric"
         text = httpx.get(f"{self.url}/metrics", timeout=SECONDS).text
         return sum(float(value) for value in re.findall(rf"^pymllm_interp_{name}(?:{{.*}})? ([\d.e+-]+)$", text, re.M))
 
@@ -66,7 +69,7 @@ class Server:
         """No request runs, and all of the KV is free."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            names = ("requests_running", "requests_waiting", "requests_traces", "calls")
+            names = ("num_requests_running", "num_requests_waiting", "requests_traces", "calls")
             if all(self.metric(name) <= (name == "calls") for name in names):  # the question itself is a call
                 return
             time.sleep(0.05)
@@ -106,6 +109,7 @@ def serving(
     engine_python: str | None = None,
     files: int | None = None,
     replicas: int | None = None,
+    announces: str = "https?://",
 ) -> Iterator[Server]:
     """A server of a model, until the end of the body.
 
@@ -116,6 +120,7 @@ def serving(
         engine_python: the interpreter of the engine process, where it is another one.
         files: that the server's processes may have open, each.
         replicas: of a front without Ray (replicated_server.py), all ready; None: `pymllm-interp serve`, or as --replicas says.
+        announces: how the address begins that it prints.
     """
     replicas = replicas or REPLICAS
     main = ["-m", "pymllm_interp.cli"]
@@ -150,7 +155,7 @@ def serving(
         while not server.url:
             assert process.poll() is None and time.monotonic() < deadline, "\n".join(server.log)
             try:
-                found = re.search(r"is served at (https?://\S+)", lines.get(timeout=0.2))
+                found = re.search(rf"is served at ({announces}\S+)", lines.get(timeout=0.2))
             except queue.Empty:
                 continue
             server.url = found[1] if found else ""

@@ -127,9 +127,10 @@ class TransformersPass:
         """transformers' forward of an attention: ([1, tokens, hidden], weights [1, heads, queries, keys])."""
         site_ops = self._batch.site_ops
         module = attention if site_ops is None else _WithSites(attention, site_ops)
-        if (own := attention.transformers_forward.cache_name) != (name := layer_cache_name()) and name in kwargs:  # pyright: ignore
-            kwargs[own] = kwargs.pop(name)
-        return attention.transformers_forward(module, **kwargs)  # pyright: ignore[reportCallIssue]
+        forward: Any = attention.transformers_forward
+        if layer_cache_name() in kwargs:
+            kwargs[forward.cache_name] = kwargs.pop(layer_cache_name())
+        return forward(module, **kwargs)
 
     def end_attention(self, weights: torch.Tensor | None) -> None:
         """Collect a layer's attention weights, after the edits of hooks."""

@@ -112,6 +112,20 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     )
 
 
+def _read_config(folder: Path) -> PretrainedConfig:
+    """The config of a folder.
+
+    Raises:
+        OSError, ValueError: transformers refuses it.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # of a field's type, for instance: no common class
+        raise ValueError(f"{folder / 'config.json'}: transformers refuses the config: {error}") from error
+
+
 def find_demo_gguf() -> Path:
     """The weight file of the demo model, SmolLM2-135M-Instruct, in its installed wheel. Does not import the wheel.
 
@@ -146,7 +160,7 @@ def _from_folder(folder: Path, name: str, dummy: bool, quantised: bool) -> Model
         ggufs = sorted(path.name for path in folder.glob("*.gguf"))
         advice = f"name the file instead: {folder / ggufs[0]}" if ggufs else "put the model's config.json there"
         raise FileNotFoundError(f"{folder} has no config.json; {advice}")
-    hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    hf_config = _read_config(folder)
     if not dummy:
         if not quantised:
             QuantizationFormat.of(hf_config, name)  # raises if it is not read

@@ -74,7 +74,8 @@ class LocalEngine(EngineClient):
         settings = {
             **ends, "model": self.settings.model, "server": self.settings.server, "store": str(self.store),
             "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
-            "queued_bytes": self.settings.limits.max_queued_bytes, "log_level": self.settings.log_level, "parent": os.getpid(),
+            "queued_bytes": self.settings.limits.max_queued_bytes, "log_level": self.settings.log_level,
+            "log_format": self.settings.log_format, "parent": os.getpid(),
             "shared_prefix_cache": self.settings.shared_prefix_cache,
             "chat_template": self.settings.chat_template, "vllm": self.settings.vllm, "adapters": self.adapters,
             "restarts": self.restarts,

@@ -42,6 +42,7 @@ class ReplicaSettings:
     shared_prefix_cache: bool = False
     chat_template: str | None = None
     log_level: str = "info"
+    log_format: str = "json"
     vllm: dict[str, Any] | None = None
     """As of `ServeSettings`: the engine is vLLM."""
     adapters: dict[str, str] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class ReplicaSettings:
         """The part of a server's settings that its replicas need."""
         return cls(
             serve.model, serve.server, keys, serve.limits, serve.shared_prefix_cache, serve.chat_template, serve.log_level,
-            serve.vllm, dict(serve.adapters),
+            serve.log_format, serve.vllm, dict(serve.adapters),
         )  # fmt: skip
 
 
@@ -86,6 +87,7 @@ class ReplicaProcess:
         settings = {
             "model": own.model, "server": own.server, "store": self._folder, "tokenizer": f"{self._folder}/tokenizer",
             "inline_bytes": INLINE_BYTES, "queued_bytes": own.limits.max_queued_bytes, "log_level": own.log_level,
+            "log_format": own.log_format,
             "parent": os.getpid(), "shared_prefix_cache": own.shared_prefix_cache, "chat_template": own.chat_template,
             "vllm": own.vllm, "adapters": own.adapters, "restarts": 0,
             "replica": {

@@ -89,6 +89,7 @@ class ReplicatedEngine(EngineClient):
         super().__init__(settings)
         self._keys, self._follow, self._fingerprint = keys, follow, fingerprint
         self._links: dict[str, Link] = {}
+        self._down: dict[str, Replica] = {}
         self._waiting: list[ReplicatedCall] = []
         self._came_up = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -121,15 +122,17 @@ class ReplicatedEngine(EngineClient):
         await super().shutdown()
 
     def update(self, replicas: Iterable[Replica]) -> None:
-        """The replicas that there are now. Calls of those that are gone end, or run again on others."""
-        wanted = {replica.name: replica for replica in replicas}
+        """The replicas that there are now. Calls of those that are gone or down end, or run again on others."""
+        found = list(replicas)
+        wanted = {replica.name: replica for replica in found if replica.address}
+        self._down = {replica.name: replica for replica in found if not replica.address}
         for name, link in list(self._links.items()):
             new = wanted.get(name)
             if new is None or new.key != link.replica.key:
                 del self._links[name]
                 self.restarts += new is not None
                 self._refused.pop(name, None)
-                self._spawn(link.close("its process ended" if new else "it was stopped"))
+                self._spawn(link.close("its process ended" if new or name in self._down else "it was stopped"))
             else:
                 link.replica = new
         for name in wanted.keys() - self._links.keys():
@@ -158,13 +161,16 @@ class ReplicatedEngine(EngineClient):
 
     def states(self) -> dict[str, dict[str, Any]]:
         """By replica: whether it is up, and draining, its requests, and why it is down."""
-        return {
-            name: {
+        found: dict[str, dict[str, Any]] = {
+            one.name: {"up": False, "draining": one.draining, "requests": 0, "why_down": "its process does not run"}
+            for one in self._down.values()
+        }
+        for name, link in self._links.items():
+            found[name] = {
                 "up": link.up, "draining": link.replica.draining, "requests": link.load,
                 "why_down": self._refused.get(name) or link.why_down,
-            }
-            for name, link in sorted(self._links.items())
-        }  # fmt: skip
+            }  # fmt: skip
+        return dict(sorted(found.items()))
 
     # -- what links tell ---------------------------------------------------------------------
 

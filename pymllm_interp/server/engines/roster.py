@@ -31,7 +31,7 @@ class Replica:
 
     name: str
     address: str
-    """Such as tcp://10.0.0.1:41234."""
+    """Such as tcp://10.0.0.1:41234; empty while its process does not run."""
     key: str
     """Its public key, which is new with each process."""
     version: str
@@ -46,6 +46,11 @@ class Replica:
         """The replica that an engine process announced."""
         names = ("name", "address", "key", "version", "fingerprint")
         return cls(**{name: found[name] for name in names}, draining=draining)
+
+    @classmethod
+    def down(cls, name: str, draining: bool) -> Replica:
+        """A replica of the cluster whose process does not run."""
+        return cls(name, "", "", "", "", draining)
 
     def differs_from(self, fingerprint: str) -> str:
         """Why it cannot serve beside replicas with weights of this fingerprint; empty: it can."""

@@ -89,10 +89,12 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
         word = "ending" if state.draining else "stuck" if state.engine.stuck else word
         return JSONResponse({"status": word, "engine_restarts": state.engine.restarts}, 200 if word == "ok" else 503)
 
-    @app.api_route("/ping", methods=["GET", "POST"], tags=["Operation"])
+    @app.get("/ping", tags=["Operation"])
     async def ping() -> Response:
         """`/health` as SageMaker asks for it."""
         return await health()
+
+    app.post("/ping", tags=["Operation"], operation_id="ping_post")(ping)
 
     @app.get("/version", tags=["Operation"])
     async def version() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...utils.log_lines import request_id as current_request
 from ...wire.gate_words import GUARDED, TRACE_PATH, TRACE_TYPE
 from .errors import ApiError
 from .origins import check_origin, is_local
@@ -47,6 +48,7 @@ class RequestGate:
         given = headers.get("x-request-id", "")
         request_id = uuid.uuid4().hex
         given = given if _REQUEST_ID.fullmatch(given) else ""
+        current_request.set(request_id)
         record = _RequestRecord(self._state, _route_path(scope), request_id, given, send)
         scope.setdefault("state", {}).update(
             request_id=request_id, record=record, started=record.started, threads=self._state.threads
@@ -208,7 +210,7 @@ class _RequestRecord:
         """Count the request, and log it."""
         seconds, metrics = time.perf_counter() - self.started, self._state.metrics
         metrics.answers[getattr(scope.get("route"), "path", "other"), self.status] += 1
-        metrics.latency.add(seconds)
+        metrics.add("http_request_duration_seconds", seconds)
         entry = {
             "request_id": self._request_id, "client": self.client, "method": scope["method"], "path": self._path,
             "status": self.status, "ms": round(1000 * seconds, 2), **self.notes,

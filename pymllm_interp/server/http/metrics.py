@@ -1,144 +1,208 @@
-"""Counters of the HTTP process and the engine's, in Prometheus' text format."""
+"""Metrics of the HTTP process and the engine, in Prometheus' text format."""
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
+from ...wire.messages import Finished
+from .families import FAMILIES, REASONS
+
 PREFIX = "pymllm_interp_"
-BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the histograms' buckets, in seconds."""
+TOTALS = (
+    "prompt_tokens", "generation_tokens", "captured_bytes", "hooked_requests", "traces", "disconnects",
+)  # fmt: skip
+HISTOGRAMS = tuple(name for name, family in FAMILIES.items() if family.kind == "histogram")
+SPECULATION = {"steps": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens", "pauses": "pauses"}
+"""Counter of the engine's drafts -> its part of the metric's name."""
+Sample = tuple[str, Mapping[str, object], float]
+"""Name, labels, value."""
 
 
 class Histogram:
-    """Counts of times, by bucket."""
+    """Counts of values by bucket.
 
-    def __init__(self) -> None:
-        self.counts, self.total, self.sum = [0] * len(BUCKETS), 0, 0.0
+    Args:
+        bounds: upper bounds of the buckets, ascending.
+    """
 
-    def add(self, seconds: float) -> None:
-        """Count a time."""
-        self.total, self.sum = self.total + 1, self.sum + seconds
-        for i, bound in enumerate(BUCKETS):
-            self.counts[i] += seconds <= bound
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
-    def lines(self, name: str) -> Iterator[str]:
-        """The histogram's lines."""
-        for bound, count in zip(BUCKETS, self.counts, strict=True):
-            yield f'{PREFIX}{name}_bucket{{le="{bound:g}"}} {count}'
-        yield f'{PREFIX}{name}_bucket{{le="+Inf"}} {self.total}'
-        yield f"{PREFIX}{name}_sum {self.sum:.6f}"
-        yield f"{PREFIX}{name}_count {self.total}"
+    def add(self, value: float, count: int = 1) -> None:
+        """Count a value, `count` times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def samples(self, name: str) -> Iterator[Sample]:
+        """The samples of the histogram; buckets are cumulative."""
+        *totals, total = accumulate(self.counts)
+        for bound, count in zip(self.bounds, totals, strict=True):
+            yield f"{name}_bucket", {"le": f"{bound:g}"}, count
+        yield f"{name}_bucket", {"le": "+Inf"}, total
+        yield f"{name}_sum", {}, round(self.sum, 6)
+        yield f"{name}_count", {}, total
 
 
 class Metrics:
     """What the HTTP process counts.
 
+    Args:
+        model: name of the model for clients: the label model_name of all series.
+
     Attributes:
         answers: (template of the route, status) -> requests. Paths of clients are not counted: they may be as many as they like.
         totals: other counts, by name.
-        latency: of requests, in seconds.
-        first_token: of streams, in seconds.
+        ends: requests that ended, by their finish reason.
+        histograms: times and lengths, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self._model = model
         self.answers: Counter[tuple[str, int]] = Counter()
-        self.totals: Counter[str] = Counter(
-            dict.fromkeys(
-                ("prompt_tokens", "generated_tokens", "captured_bytes", "hooked_requests", "traces", "disconnects"), 0
-            )
-        )
-        self.latency, self.first_token = Histogram(), Histogram()
+        self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
+        self.ends: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        self.histograms = {name: Histogram(FAMILIES[name].buckets) for name in HISTOGRAMS}
+
+    def add(self, name: str, value: float, count: int = 1) -> None:
+        """Count a value in a histogram."""
+        self.histograms[name].add(value, count)
 
     def text(
         self, engines: Mapping[str, Mapping[str, Any]], gauges: Mapping[str, float], states: Mapping[str, Mapping[str, Any]]
     ) -> str:  # fmt: skip
-        """All of it.
+        """All metrics.
 
         Args:
             engines: counters (`Engine.stats`) by replica, which are labelled with its name; "" is a single engine.
             gauges: further values, by name.
             states: of replicas (`EngineClient.states`).
         """
-        lines = [*self._own(gauges), *_of_replicas(states), *_of_engines(engines)]
-        return "\n".join(lines) + "\n"
-
-    def _own(self, gauges: Mapping[str, float]) -> Iterator[str]:
-        yield from _head("http_requests_total", "counter", "Requests by path and status.")
-        for (path, status), count in sorted(self.answers.items()):
-            yield _line("http_requests_total", count, path=path, status=status)
-        for name, count in sorted(self.totals.items()):
-            yield from _one(f"{name}_total", "counter", count)
-        for name, value in gauges.items():
-            yield from _one(name, "gauge", value)
-        for name, found in (("request_seconds", self.latency), ("first_token_seconds", self.first_token)):
-            yield from _head(name, "histogram", "Seconds.")
-            yield from found.lines(name)
-
-
-def _of_replicas(states: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for name in ("up", "draining", "requests") if states else ():
-        yield f"# TYPE {PREFIX}replica_{name} gauge"
+        lines: dict[str, list[str]] = {}
+        for name, labels, value in self._own(gauges):
+            family = name if name in FAMILIES else name.rpartition("_")[0]  # a histogram's
+            lines.setdefault(family, []).append(self._line(name, labels, value))
         for replica, state in states.items():
-            yield _line(f"replica_{name}", int(state[name]), replica=replica)
+            for name in ("up", "draining", "requests"):
+                sample = self._line(f"replica_{name}", {"replica": replica}, int(state[name]))
+                lines.setdefault(f"replica_{name}", []).append(sample)
+        for replica, stats in engines.items():
+            for name, labels, value in _of_engine(stats):
+                labels = {**labels, "replica": replica} if replica else labels
+                lines.setdefault(name, []).append(self._line(name, labels, value))
+        return "".join(f"{_head(name)}\n" + "\n".join(lines[name]) + "\n" for name in FAMILIES if name in lines)
+
+    def _own(self, gauges: Mapping[str, float]) -> Iterator[Sample]:
+        for (path, status), count in sorted(self.answers.items()):
+            yield "http_requests_total", {"path": path, "status": status}, count
+        for reason, count in self.ends.items():
+            yield "request_success_total", {"finished_reason": reason}, count
+        for name, count in self.totals.items():
+            yield f"{name}_total", {}, count
+        for name, value in gauges.items():
+            yield name, {}, value
+        for name, histogram in self.histograms.items():
+            yield from histogram.samples(name)
+
+    def _line(self, name: str, labels: Mapping[str, object], value: float) -> str:
+        """A sample, its labels escaped as Prometheus' text format says."""
+        shown = ",".join(
+            f'{label}="{_escaped(str(text))}"' for label, text in {**labels, "model_name": self._model}.items()
+        )
+        return f"{PREFIX}{name}{{{shown}}} {value}"
 
 
-Series = tuple[str, str, str, dict[str, object], float]
-"""Name, kind, help, labels, value."""
+class CallMetrics:
+    """Times and lengths of the requests of one call: of its prompts, and their `n`.
+
+    Args:
+        metrics: where they are counted.
+        started: `time.perf_counter()` at which the call's HTTP request arrived.
+        prompt_tokens: length of each request's prompt.
+        generated: is told of new tokens.
+    """
+
+    def __init__(
+        self, metrics: Metrics, started: float, prompt_tokens: Sequence[int], generated: Callable[[int], None]
+    ) -> None:
+        self._metrics, self._started = metrics, started
+        self._prompt_tokens, self._generated = prompt_tokens, generated
+        self._last: dict[int, float] = {}  # request -> when its newest token came
+        self._seen: Counter[int] = Counter()
+        self._left = set(range(len(prompt_tokens)))
+
+    def tokens(self, request: int, count: int) -> None:
+        """Count new tokens of a request that goes on."""
+        now = time.perf_counter()
+        self._generated(count)
+        self._seen[request] += count
+        if (last := self._last.get(request)) is None:
+            self._metrics.add("time_to_first_token_seconds", now - self._started)
+        else:
+            self._metrics.add("inter_token_latency_seconds", (now - last) / count, count)
+        self._last[request] = now
+
+    def ended(self, request: int, end: Finished) -> None:
+        """Count the end of a request, with the tokens that come with it."""
+        now, add, times, total = time.perf_counter(), self._metrics.add, end.times, len(end.token_ids)
+        count = total - self._seen[request]
+        self._left.discard(request)
+        self._metrics.ends[end.finish_reason if end.finish_reason in REASONS else "error"] += 1
+        if request in self._last and count:
+            self.tokens(request, count)
+        else:
+            self._generated(count)
+            if times is not None and times.first_token is not None:
+                add("time_to_first_token_seconds", now - self._started - (times.total - times.first_token))
+        add("e2e_request_latency_seconds", now - self._started)
+        add("request_prompt_tokens", self._prompt_tokens[request])
+        add("request_generation_tokens", total)
+        if times is None or times.queued is None:
+            return
+        add("request_queue_time_seconds", times.queued)
+        if times.first_token is None:
+            return
+        add("request_prefill_time_seconds", times.first_token - times.queued)
+        decode = times.total - times.first_token
+        add("request_decode_time_seconds", decode)
+        if total > 1:
+            add("request_time_per_output_token_seconds", decode / (total - 1))
+
+    def close(self) -> None:
+        """The call is over. What has not ended was aborted."""
+        self._metrics.ends["abort"] += len(self._left)
+        self._left.clear()
 
 
-def _of_engines(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """The series of all engines, grouped by name, as the format wants them."""
-    by_name: dict[tuple[str, str, str], list[str]] = {}
-    for replica, stats in engines.items():
-        for name, kind, text, labels, value in _series(stats):
-            own = {**labels, "replica": replica} if replica else labels
-            by_name.setdefault((name, kind, text), []).append(
-                _line(name, value, **own) if own else f"{PREFIX}{name} {value}"
-            )
-    for (name, kind, text), lines in by_name.items():
-        yield from _head(name, kind, text) if text else (f"# TYPE {PREFIX}{name} {kind}",)
-        yield from lines
-
-
-def _series(stats: Mapping[str, Any]) -> Iterator[Series]:
-    for name in ("running", "waiting", "swapped", "traces"):
-        yield f"requests_{name}", "gauge", "", {}, stats[name]
-    yield "kv_tokens", "gauge", "", {}, stats["kv_tokens"]
-    yield "kv_tokens_free", "gauge", "", {}, stats["free_kv_tokens"]
-    for name in ("steps", "overlapped_steps", "preempted", "moved_to_host", "flat_logits"):
-        yield f"{name}_total", "counter", "", {}, stats[name]
-    yield "block_seconds_total", "counter", "", {}, stats["block_seconds"]
+def _of_engine(stats: Mapping[str, Any]) -> Iterator[Sample]:
+    for name in ("running", "waiting", "swapped"):
+        yield f"num_requests_{name}", {}, stats[name]
+    room, free = stats["kv_tokens"], stats["free_kv_tokens"]
+    yield from (("requests_traces", {}, stats["traces"]), ("kv_tokens", {}, room), ("kv_tokens_free", {}, free))
+    yield "kv_cache_usage_perc", {}, round(1 - free / room, 6) if room else 0.0
+    yield "num_preemptions_total", {}, stats["preempted"]
+    for name in ("steps", "overlapped_steps", "moved_to_host", "flat_logits"):
+        yield f"{name}_total", {}, stats[name]
+    yield "block_seconds_total", {}, stats["block_seconds"]
     for name, count in (stats.get("speculation") or {}).items():
-        if name != "undrafted":
-            yield f"speculation_{name}_total", "counter", "", {}, count
+        if name in SPECULATION:
+            yield f"spec_decode_num_{SPECULATION[name]}_total", {}, count
     for how, count in sorted(stats["execution"].items()):
         mode, _, why = how.partition(": ")
-        text = "Steps by how they ran, and why."
-        yield "steps_by_execution_total", "counter", text, {"execution": mode, "reason": why}, count
+        yield "steps_by_execution_total", {"execution": mode, "reason": why}, count
     cache = stats.get("prefix_cache") or {}
-    for name in ("asked_tokens", "cached_tokens"):
-        for kind, count in sorted((cache.get(name) or {}).items()):
-            text = "Prompt tokens, by what the request edits."
-            yield f"prefix_cache_{name}_total", "counter", text, {"kind": kind}, count
+    for found, name in (("asked_tokens", "queries"), ("cached_tokens", "hits")):
+        for kind, count in sorted((cache.get(found) or {}).items()):
+            yield f"prefix_cache_{name}_total", {"kind": kind}, count
 
 
-def _head(name: str, kind: str, text: str) -> Iterator[str]:
-    yield f"# HELP {PREFIX}{name} {text}"
-    yield f"# TYPE {PREFIX}{name} {kind}"
-
-
-def _line(name: str, value: float, **labels: object) -> str:
-    """A value with labels, escaped as Prometheus' text format says."""
-    shown = ",".join(f'{label}="{_escaped(str(text))}"' for label, text in labels.items())
-    return f"{PREFIX}{name}{{{shown}}} {value}"
+def _head(name: str) -> str:
+    return f"# HELP {PREFIX}{name} {FAMILIES[name].help}\n# TYPE {PREFIX}{name} {FAMILIES[name].kind}"
 
 
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _one(name: str, kind: str, value: float) -> Iterator[str]:
-    yield f"# TYPE {PREFIX}{name} {kind}"
-    yield f"{PREFIX}{name} {value}"

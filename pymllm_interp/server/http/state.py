@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..routes.tokenizer import import_library, load_tokenizer
 from ..settings import ServeSettings
 from ..store import ActivationStore
 from .errors import ApiError
-from .metrics import Metrics
+from .metrics import CallMetrics, Metrics
 from .threads import FairThreads
 from .trust import STRANGERS, Client, Trust
 from .uploads import Uploads
@@ -45,7 +45,7 @@ class ServerState:
 
     def __init__(self, settings: ServeSettings, engine: MakeEngine) -> None:
         self.settings, self.limits = settings, settings.limits
-        self.metrics = Metrics()
+        self.metrics = Metrics(settings.name)
         self.engine = engine(settings, self._engine_exited)
         shared = settings.shared_store
         self.store = ActivationStore(self.engine.store, settings.limits, shared=shared)
@@ -132,11 +132,23 @@ class ServerState:
 
     def generated(self, tokens: int) -> None:
         """Count new tokens."""
-        self.metrics.totals["generated_tokens"] += tokens
+        self.metrics.totals["generation_tokens"] += tokens
         now = time.monotonic()
         self._tokens.append((now, tokens))
         while self._tokens and self._tokens[0][0] < now - RATE_SECONDS:
             self._tokens.popleft()
+
+    def call_metrics(self, started: float, prompt_tokens: Sequence[int], n: Sequence[int]) -> CallMetrics:
+        """Count an accepted call, and what becomes of its requests.
+
+        Args:
+            started: `time.perf_counter()` at which its HTTP request arrived.
+            prompt_tokens: length of each prompt.
+            n: completions of each prompt.
+        """
+        self.metrics.totals["prompt_tokens"] += sum(prompt_tokens)
+        lengths = [length for length, count in zip(prompt_tokens, n, strict=True) for _ in range(count)]
+        return CallMetrics(self.metrics, started, lengths, self.generated)
 
     @property
     def tokens_per_second(self) -> float:

@@ -34,6 +34,7 @@ from ...core.limits import MAX_CALL_TOKEN_IDS, MAX_NAMED
 from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
 from ...core.structured.structured_outputs import StructuredOutputs
 from ...utils.arguments import PromptError
+from ...utils.log_lines import log_to_stderr
 from ...wire import messages as m
 from ...wire.failures import failure_of
 from ...wire.request_sizes import CallSizes
@@ -346,6 +347,7 @@ def serve(settings: dict[str, Any]) -> None:
                 raise ValueError("--chat-template: this model has no tokenizer")
             served.tokenizer.chat_template = settings["chat_template"]
     except Exception as error:
+        logger.debug("the engine does not start", exc_info=True)  # the server's message is one line
         outbox.put(m.Failed(0, failure_of(error)))
         outbox.close()
         door.close()
@@ -367,6 +369,7 @@ def serve(settings: dict[str, Any]) -> None:
         served.engine.shutdown()
         outbox.close()
         door.close()
+        gc.unfreeze()  # what is frozen is never freed, and nanobind's modules report that as leaks at the end
 
 
 def main() -> None:
@@ -374,7 +377,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())
-    logging.basicConfig(level=settings["log_level"].upper(), format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(settings["log_format"], settings["log_level"], settings.get("replica", {}).get("name", "engine"))
     serve(settings)
 
 

@@ -147,6 +147,7 @@ class CallEvents:
             failure=None if event.error is None else failure_of(event.error),
             warnings=event.warnings,
             drafts=event.drafts,
+            times=event.times,
         )
         return self._outbox.finish(message, event.activations)
 

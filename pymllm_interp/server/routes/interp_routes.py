@@ -9,9 +9,9 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ...wire.gate_words import TRACE_PATH
 from ..engines.call import Call
 from ..http.body import JsonRoute
 from ..http.errors import ApiError, api_error
+from ..http.metrics import CallMetrics
 from ..http.state import ServerState, check_priority, client_of, require, require_operator
 from ..http.trust import Client, Trust
 from ..protocol import AbortRequest, EmptyRequest, LensRequest, TokenRequest
@@ -188,7 +189,8 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
                 400, f"{len(body.prompts)} prompts; at most {state.limits.max_prompts} (max_prompts)", "prompts"
             )
         given = body.params * len(body.prompts) if len(body.params) == 1 else body.params
-        count = sum(map(_completions, given))
+        counts = list(map(_completions, given))
+        count = sum(counts)
         if count > state.limits.max_prompts:
             raise ApiError(400, f"{count} completions were asked for; at most {state.limits.max_prompts} (max_prompts)")
         try:
@@ -209,7 +211,8 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
             )  # fmt: skip
 
         state.metrics.totals["hooked_requests"] += _trust_of(body) > Trust.PLAIN
-        return _streamed(_generated(state, client, make, count))
+        measure = partial(state.call_metrics, request.state.started, list(map(len, body.prompts)), counts)
+        return _streamed(_generated(state, client, make, measure, count))
 
     @router.post("/v1/interp/abort")
     async def abort(body: AbortRequest, request: Request) -> dict[str, Any]:
@@ -243,17 +246,23 @@ def _streamed(parts: AsyncIterator[bytes]) -> Response:
     return StreamingResponse(parts, media_type=FRAMES, headers={"Cache-Control": "no-cache"})
 
 
-async def _generated(state: ServerState, client: Client, make: Any, count: int) -> AsyncIterator[bytes]:
-    call, left = None, count
+async def _generated(
+    state: ServerState, client: Client, make: Any, measure: Callable[[], CallMetrics], count: int
+) -> AsyncIterator[bytes]:
+    call, left, metrics = None, count, None
     try:
         with state.admitted(client, count):
             call = state.engine.open(make)
             yield _opened(state, client, call)
             while left:
                 message = await call.next()
-                if isinstance(message, m.Finished):
+                if isinstance(message, m.Accepted):
+                    metrics = measure()
+                elif isinstance(message, m.Token) and metrics is not None:
+                    metrics.tokens(message.request, 1)
+                if isinstance(message, m.Finished) and metrics is not None:
                     left -= 1
-                    state.generated(len(message.token_ids))
+                    metrics.ended(message.request, message)
                     async for part in _finished(state, message):
                         yield part
                 else:
@@ -261,6 +270,8 @@ async def _generated(state: ServerState, client: Client, make: Any, count: int) 
     except Exception as error:
         yield _failed(error, refused=left == count)
     finally:
+        if metrics is not None:
+            metrics.close()
         _close(state, call, left > 0)
 
 

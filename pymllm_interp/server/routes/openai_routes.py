@@ -276,12 +276,13 @@ class Work:
         try:
             read = await self._state.threads.run(self._client.name, self._asked.read)
             prompts = self._prompts = [_prompt(self._state, one, self._asked.params) for one in read]
-            tokens = sum(len(prompt.token_ids) for prompt in prompts)
-            self._state.metrics.totals["prompt_tokens"] += tokens
-            self._notes |= {"prompt_tokens": tokens, "hooked": body.hooked, "stream": stream}
-            return await Generation.start(
+            lengths = [len(prompt.token_ids) for prompt in prompts]
+            self._notes |= {"prompt_tokens": sum(lengths), "hooked": body.hooked, "stream": stream}
+            found = await Generation.start(
                 self._state.engine, self._state.tokenizer, prompts, self._client.name, stream, options=options, **hooks
             )
+            self._metrics = self._state.call_metrics(self._started, lengths, [self._n] * len(prompts))
+            return found
         except Exception as error:
             raise api_error(error, refused=True) from error
 
@@ -302,8 +303,12 @@ class Work:
         self._made[index] += len(piece.token_ids)
         return found
 
-    def _take_end(self, piece: CompletionPiece) -> None:
-        if piece.end is not None:
+    def _take(self, piece: CompletionPiece) -> None:
+        """Count a piece's tokens, and keep its end."""
+        if piece.end is None:
+            self._metrics.tokens(self._index(piece), len(piece.token_ids))
+        else:
+            self._metrics.ended(self._index(piece), piece.end)
             self._ends[piece.prompt, piece.sample] = piece.end
             if piece.end.failure is not None:
                 self._state.store.forget(piece.end.captured)
@@ -316,13 +321,12 @@ class Work:
             choices: dict[int, dict[str, Any]] = {}
             try:
                 async for piece in generation.pieces():
-                    self._state.generated(len(piece.token_ids))
-                    self._take_end(piece)
+                    self._take(piece)
                     choices[self._index(piece)] = await self._choice(piece, chunk=False)
             except Exception as error:
                 raise api_error(error, refused=False) from error
             finally:
-                generation.close()
+                self._close(generation)
         found = self._format.envelope([choices[i] for i in sorted(choices)], chunk=False)
         found["usage"] = self._format.usage(self._prompts, self._ends)
         self._note_tokens()
@@ -338,12 +342,9 @@ class Work:
                 yield event
             try:
                 async for piece in generation.pieces():
-                    self._state.generated(len(piece.token_ids))
                     if not self._notes.get("first_token_ms") and piece.token_ids:
-                        seconds = time.perf_counter() - self._started
-                        self._state.metrics.first_token.add(seconds)
-                        self._notes["first_token_ms"] = round(1000 * seconds, 2)
-                    self._take_end(piece)
+                        self._notes["first_token_ms"] = round(1000 * (time.perf_counter() - self._started), 2)
+                    self._take(piece)
                     for event in await self._events(piece):
                         yield event
                 for event in await self._closing():
@@ -385,6 +386,10 @@ class Work:
         self._note_tokens()
         if generation.unfinished:
             self._state.metrics.totals["disconnects"] += 1
+        self._close(generation)
+
+    def _close(self, generation: Generation) -> None:
+        self._metrics.close()
         generation.close()
 
 
