@@ -18,7 +18,7 @@ from . import __version__
 from .config import ModelConfig
 from .models.registry import architecture_of, check_supported, described
 from .models.weights.source import find_demo_gguf, resolve_model
-from .utils.cache_folder import default_cache_dir
+from .utils.files.cache_folder import default_cache_dir
 from .utils.extras import install_command
 
 COMPILERS = {"g++": "compiles the CPU kernels; without it torch's are used", "gcc": "lets Triton compile on a GPU"}

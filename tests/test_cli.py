@@ -25,7 +25,7 @@ from pymllm_interp.cli import main
 from pymllm_interp.demo import LENS_PROMPT, LensTable, draw_heatmap, logit_lens, steering_vector
 from pymllm_interp.kernels.cpu.cpu_dispatch import cpu_kernels
 from pymllm_interp.models.weights.gguf import CONVERTER_VERSION
-from pymllm_interp.utils.cache_folder import cache_entries, default_cache_dir
+from pymllm_interp.utils.files.cache_folder import cache_entries, default_cache_dir
 
 TINY = ["--dtype", "float32", "--max-tokens", "5"]
 

@@ -82,9 +82,6 @@ class StandardizedLM(Accessors, LM):
     Args:
         model, kwargs: of `LM`.
         rename: further aliases.
-
-    Attributes:
-        num_heads, vocab_size: of the model.
     """
 
     def __init__(self, model: Any = "demo", *, rename: dict[Any, Any] | None = None, **kwargs: Any) -> None:
@@ -92,5 +89,3 @@ class StandardizedLM(Accessors, LM):
         self.add_accessors()
         if self.tokenizer is not None:
             self.tokenizer.padding_side = "left"  # as batches here are padded; nnterp's functions look
-        spec = self.model_spec
-        self.num_heads, self.vocab_size = spec.num_attention_heads, spec.vocab_size

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from pymllm_interp import LM, SAE, JacobianLens, SamplingParams, TunedLens
 from pymllm_interp.hooks.vectors.files import load_layer_vectors, origin_of, save_layer_vectors
 from pymllm_interp.models.adapters.peft_config import AdapterError
-from pymllm_interp.utils.checked_files import check_gguf
+from pymllm_interp.utils.files.checked_files import check_gguf
 
 REFUSALS = (ValueError, TypeError, KeyError)
 """What `api_error` answers as 400."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core.model_spec import ModelSpec
 from ...utils.cached_properties import version_of, versioned_property
-from ...utils.checked_files import read_json
+from ...utils.files.checked_files import read_json
 from ..saes.formats import read_tensors
 from ..site import Site
 from ..vectors.files import checked_vector

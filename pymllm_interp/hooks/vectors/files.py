@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ...utils.checked_files import MAX_VALUES, check_gguf, check_safetensors, check_zip
+from ...utils.files.checked_files import MAX_VALUES, check_gguf, check_safetensors, check_zip
 
 Source = Annotated[Any, "vector"]
 """Anything that `checked_vector` converts: a tensor, lists of numbers, a list of tensors, or an array."""

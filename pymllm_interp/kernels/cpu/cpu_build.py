@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ...utils.cache_folder import default_cache_dir
+from ...utils.files.cache_folder import default_cache_dir
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
 ISAS = ("avx2", "avx512", "avx512_bf16", "amx")

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ...utils.checked_files import check_safetensors
+from ...utils.files.checked_files import check_safetensors
 from ..base import CausalLM
 from ..registry import architecture_of
 from .peft_config import MERGE, AdapterError, PeftConfig

@@ -12,7 +12,7 @@ from typing import Any
 import regex
 
 from ...utils.arguments import shown
-from ...utils.checked_files import read_json
+from ...utils.files.checked_files import read_json
 
 CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"

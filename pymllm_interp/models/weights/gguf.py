@@ -32,8 +32,8 @@ from transformers import modeling_gguf_pytorch_utils as gguf_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from ...utils.cache_folder import CACHE_VARIABLE, default_cache_dir
-from ...utils.checked_files import check_gguf
+from ...utils.files.cache_folder import CACHE_VARIABLE, default_cache_dir
+from ...utils.files.checked_files import check_gguf
 from .gguf_tokenizer import read_tokenizer
 from .loading import SINGLE_FILE, WeightsError, load_weights
 

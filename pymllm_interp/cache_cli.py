@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .utils.cache_folder import cache_entries, default_cache_dir, remove_entry
+from .utils.files.cache_folder import cache_entries, default_cache_dir, remove_entry
 
 
 def run_cache(action: str, names: Sequence[str] = (), everything: bool = False) -> int:
