@@ -27,7 +27,6 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 64, 4096
 """Most stop strings, and most characters of all of them. Each new token is compared with them."""
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids"}
 """transformers' names, which the `with` form of generate takes as they are -> ours."""
-_NO_BEAMS = "there is no beam search; n draws as many completions"
 _BANS = "here it is bad_words, for words; logit_bias={token_id: -1e4} keeps a token out"
 ELSEWHERE = {
     **{alias: f"here it is {name}" for alias, name in ALIASES.items()},
@@ -37,7 +36,7 @@ ELSEWHERE = {
     "num_return_sequences": "here it is n",
     "stop_strings": "here it is stop",
     "top_logprobs": "here it is logprobs",
-    **dict.fromkeys(("num_beams", "use_beam_search", "best_of", "length_penalty", "early_stopping"), _NO_BEAMS),
+    **dict.fromkeys(("num_beams", "use_beam_search", "best_of", "length_penalty", "early_stopping"), unsupported.BEAMS),
     **dict.fromkeys(("bad_words_ids", "suppress_tokens"), _BANS),
     **unsupported.OF_REQUESTS,
 }

@@ -12,21 +12,32 @@ SPECULATION = (
     "'model': folder, 'num_speculative_tokens': 4}) sets a draft model for all, and 'ngram' drafts from the prompt and the output"
 )
 LORA = (
-    "it is not supported: LoRA adapters are loaded by lm.load_adapter(name, folder), and a request names one, lora=name; over "
-    "HTTP it is the model"
+    "it is not needed: every engine serves LoRA adapters, max_loras of them at a time. lm.load_adapter(name, folder) loads one, and "
+    "over HTTP serve --lora-modules NAME=FOLDER"
 )
-PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' halves what float32 weights take"
-DATA_PARALLEL = "data parallelism is not supported: make an LM for each device, device='cuda:0', device='cuda:1', ..."
+LORA_OF_REQUESTS = "here it is lora=name, an adapter that lm.load_adapter(name, folder) has loaded; over HTTP the adapter's name is the model"
+PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' or quantize='fp8' makes its weights smaller"
+DATA_PARALLEL = (
+    "data parallelism is not supported within an engine: replicas serve it, `pymllm-interp cluster MODEL --replicas N` "
+    "(docs/cluster.md); in a program, an LM for each device, device='cuda:0', device='cuda:1', ..."
+)
 CONTEXT_PARALLEL = "context parallelism is not supported: one device holds the KV cache, within max_model_len"
-EXPERT_PARALLEL = "expert parallelism is not supported: the models here are dense, and one device holds them"
-KV_TRANSFER = "KV transfer between engines is not supported: each LM computes the KV of its own requests"
-SLEEP = (
-    "sleep mode is not supported: lm.shutdown() releases the device's memory, and a new LM(...) loads the model again"
+EXPERT_PARALLEL = (
+    "expert parallelism is not supported: one device holds all experts of a model; quantize='fp8' makes them smaller"
 )
+ROUTED_EXPERTS = "it is not supported: the chosen experts of a token are captured, capture=['experts.*'], in native families with experts"
+KV_TRANSFER = "KV transfer between engines is not supported: each LM computes the KV of its own requests"
+SLEEP = "sleep mode is not supported: lm.shutdown() and `del lm` release the device's memory, and a new LM(...) loads the model again"
 POOLING = (
     "pooling and embedding tasks are not supported: capture hidden states with lm.generate(prompts, "
-    "SamplingParams(max_tokens=0), capture=['final_norm']) and pool them"
+    "SamplingParams(max_tokens=0), capture=['final_norm']), or their mean or last row with Capture('final_norm', reduce='mean')"
 )
+SCORES = (
+    "scores of text pairs are not supported: they need a cross-encoder or a reward model. SamplingParams(max_tokens=0, "
+    "prompt_logprobs=0) has the log probabilities of a text, and captures of 'final_norm' are states to compare"
+)
+BEAMS = "there is no beam search; n draws as many completions"
+PROFILE = "`pymllm-interp bench --suite decode --profile` says where the time of steps goes, and torch.profiler works around calls"
 STRUCTURED = (
     "it is not supported: a request sets its structured outputs, and xgrammar compiles them: "
     "SamplingParams(structured_outputs=StructuredOutputs(json=...)), or regex, choice, grammar, json_object, structural_tag"
@@ -45,8 +56,8 @@ KV_QUANTISATION = (
     "computing scales of K and V is not supported: kv_cache_dtype='fp8' takes those of the checkpoint, else 1"
 )
 QUANTISATION = (
-    "quantised weights are not supported as an option: config.json says how a checkpoint is quantised, quantize='fp8' rounds "
-    "weights at load, and a .gguf file is dequantised"
+    "quantised weights are not supported as an option: config.json says how a checkpoint is quantised, quantize='fp8' or "
+    "'fp8-w8a8' rounds weights at load, and a .gguf file is dequantised"
 )
 
 OPTIONS: dict[str, str] = {
@@ -58,8 +69,10 @@ OPTIONS: dict[str, str] = {
         SPECULATION,
     ),
     **dict.fromkeys(
-        ("enable_lora", "lora_modules", "max_cpu_loras", "fully_sharded_loras"), LORA
+        ("enable_lora", "lora_modules"), LORA
     ),
+    "max_cpu_loras": "all loaded adapters are in host memory; max_loras is how many of them are on the device",
+    "fully_sharded_loras": "one device holds an adapter: LoRA is not sharded",
     **dict.fromkeys(("pipeline_parallel_size", "distributed_executor_backend"), PIPELINE),
     **dict.fromkeys(("data_parallel_size", "data_parallel_rank", "data_parallel_size_local"), DATA_PARALLEL),
     **dict.fromkeys(
@@ -67,6 +80,7 @@ OPTIONS: dict[str, str] = {
         CONTEXT_PARALLEL,
     ),
     **dict.fromkeys(("enable_expert_parallel", "enable_eplb", "eplb_config", "num_redundant_experts"), EXPERT_PARALLEL),
+    "enable_return_routed_experts": ROUTED_EXPERTS,
     **dict.fromkeys(("kv_transfer_config", "kv_events_config", "kv_connector"), KV_TRANSFER),
     "enable_sleep_mode": SLEEP,
     **dict.fromkeys(("task", "runner", "convert", "pooler_config", "override_pooler_config"), POOLING),
@@ -83,7 +97,7 @@ OF_REQUESTS: dict[str, str] = {
     **{name: f"it is not supported: use structured_outputs, with {field}" for name, field in _FORMS.items()},
     **dict.fromkeys(("guided_decoding", "response_format"), STRUCTURED),
     **dict.fromkeys(("logits_processors", "logits_processor", "prefix_allowed_tokens_fn"), PROCESSORS),
-    **dict.fromkeys(("adapter", "lora_request", "lora_name"), LORA),
+    **dict.fromkeys(("adapter", "lora_request", "lora_name"), LORA_OF_REQUESTS),
     **dict.fromkeys(("assistant_model", "num_assistant_tokens"), SPECULATION),
     "prompt_lookup_num_tokens": "it is set for all requests: LM(..., speculative={'method': 'ngram', 'num_speculative_tokens': k})",
     "pooling_params": POOLING,
@@ -96,3 +110,46 @@ OF_REQUESTS: dict[str, str] = {
     ),
 }  # fmt: skip
 """Keywords of a request or of its sampling parameters -> why not, and what serves instead."""
+
+_IN_PROCESS = (
+    "a trace runs code on the model, `with lm.trace(prompt):`; lm.runner.model is the module of a local engine"
+)
+_WEIGHTS = "weights are edited in place in a local LM, by the modules of lm.model; the prefix cache follows"
+METHODS: dict[str, str] = {
+    **dict.fromkeys(("encode", "embed"), POOLING),
+    **dict.fromkeys(("classify", "score", "reward"), SCORES),
+    **dict.fromkeys(("sleep", "wake_up"), SLEEP),
+    "beam_search": BEAMS,
+    **dict.fromkeys(("collective_rpc", "apply_model"), _IN_PROCESS),
+    **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), _WEIGHTS),
+    **dict.fromkeys(("start_profile", "stop_profile"), PROFILE),
+    "reset_mm_cache": MULTIMODAL,
+    # here by another name
+    "get_tokenizer": "here it is lm.tokenizer",
+    "set_tokenizer": "the tokenizer is the model's: put its files into the model's folder",
+    "get_default_sampling_params": "here it is lm.default_sampling_params",
+    "get_metrics": "here it is lm.engine.stats()",
+    "get_world_size": PIPELINE,
+    "llm_engine": "here it is lm.engine",
+    "model_config": "here it is lm.cfg, transformers' config",
+    "preprocess_chat": "lm.chat(messages) renders and generates; lm.tokenizer.apply_chat_template renders alone",
+    "enqueue": "here it is lm.submit(prompt, ...), which returns a handle",
+    "wait_for_completion": "here it is handle.result(), of lm.submit(prompt, ...)",
+    # TransformerLens'
+    **dict.fromkeys(("hooks", "add_hook", "add_perma_hook"), "use lm.run_with_hooks(prompt, fwd_hooks=...), or lm.edit(), which lasts"),
+    "reset_hooks": "hooks last for one call; lm.clear_edits() removes edits",
+    "blocks": "the decoder layers are modules of the tree, such as lm.model.layers; print(lm) shows their names",
+    **dict.fromkeys(
+        ("W_E", "W_U", "W_pos", "W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "unembed", "hook_dict"),
+        "pymllm_interp.lens.Bridge(lm) has TransformerLens' names; the modules have their weights, lm.lm_head.weight",
+    ),
+}  # fmt: skip
+"""Methods and attributes of vLLM's `LLM` and TransformerLens' models that an `LM` does not have -> what serves instead."""
+
+ATTRIBUTES: dict[str, str] = {
+    "n_layers": "num_layers", "n_layer": "num_layers", "num_hidden_layers": "num_layers", "n_heads": "num_heads",
+    "n_head": "num_heads", "num_attention_heads": "num_heads", "d_model": "hidden_size", "d_hidden": "hidden_size",
+    "n_embd": "hidden_size", "d_head": "head_dim", "d_vocab": "vocab_size", "n_ctx": "max_model_len",
+    "context_length": "max_model_len", "d_mlp": "model_spec.intermediate_size",
+}  # fmt: skip
+"""Names of sizes in TransformerLens' and transformers' configs -> the attribute of an `LM`."""

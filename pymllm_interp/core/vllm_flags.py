@@ -12,7 +12,7 @@ _LOG = "--log-level sets what is logged; prompts and texts never are"
 SAME: dict[str, str] = {
     "max_model_len": "", "seed": "", "kv_cache_dtype": "", "enable_prefix_caching": "True",
     "gpu_memory_utilization": "", "async_scheduling": "True", "scheduling_policy": "", "generation_config": "", "load_format": "",
-    "logprobs_mode": "", "attention_backend": "",
+    "logprobs_mode": "", "attention_backend": "", "max_loras": "", "max_lora_rank": "",
 }  # fmt: skip
 """Arguments of LM with vLLM's name, which `--option` sets -> the value of a flag without one."""
 RENAMED: dict[str, str] = {
@@ -22,16 +22,17 @@ RENAMED: dict[str, str] = {
 """vLLM's name -> the argument of LM."""
 OTHERS: dict[str, str] = {
     "all2all_backend": unsupported.EXPERT_PARALLEL,
-    "api_server_count": "one process serves HTTP",
+    "api_server_count": "one process serves HTTP; `pymllm-interp cluster MODEL --fronts N` starts several",
     "chat_template_content_format": "templates get the text of a message",
     "compilation_config": "use --option enable_torch_compile=True",
-    "cpu_offload_gb": "weights stay on the device: bfloat16 takes half of float32",
+    "cpu_offload_gb": "weights stay on the device: --dtype bfloat16 or --option quantize=fp8 makes them smaller",
     "disable_log_requests": _LOG,
     "disable_log_stats": "/metrics has the counters, and nothing of them is logged",
     "disable_uvicorn_access_log": _LOG,
     "download_dir": "the environment variable HF_HOME says where models are",
     "enable_auto_tool_choice": "--tool-call-parser NAME says how the model writes tool calls, and that they are parsed",
-    "enable_chunked_prefill": "use --option schedule_policy=NAME",
+    "enable_chunked_prefill": "long prompts always run in chunks; --option schedule_policy=NAME says beside what",
+    "enable_lora": "it is not needed: --lora-modules NAME=FOLDER loads adapters, and --option max_loras=N says how many at a time",
     "enable_log_requests": _LOG,
     "enable_server_load_tracking": "/load is always there",
     "enforce_eager": "use --option disable_cuda_graph=True",

@@ -72,11 +72,59 @@ def test_a_model_prints_what_it_is_before_its_tree(lm_of: Callable[..., LM]) -> 
 
 
 def test_a_model_has_its_facts(lm: LM) -> None:
-    assert lm.cfg is lm.hf_config and (lm.num_layers, lm.hidden_size) == (3, 72)
+    assert (lm.num_layers, lm.hidden_size) == (3, 72)
+    config = lm.hf_config
+    assert (lm.num_heads, lm.vocab_size) == (config.num_attention_heads, config.vocab_size)
+    assert lm.head_dim == config.head_dim and lm.max_model_len == lm.limits.max_model_len
     assert {"embed", "resid_post.*", "final_norm", "logits", "pattern.*"} <= set(lm.sites)
     (out,) = lm.generate([prompt_of(4, 1)], GREEDY, capture=lm.sites)
     wanted = {str(site) for one in lm.sites for site in expand(one, lm.num_layers, lm.model_spec.family)}
     assert set(out.activations) == wanted
+
+
+def test_a_config_is_read_by_the_names_of_transformers_and_transformer_lens(lm: LM) -> None:
+    config = lm.hf_config
+    assert (lm.cfg.num_hidden_layers, lm.cfg.n_layers, lm.cfg.d_model) == (3, 3, 72)
+    assert (lm.cfg.n_heads, lm.cfg.d_head, lm.cfg.d_vocab) == (lm.num_heads, lm.head_dim, lm.vocab_size)
+    assert (lm.cfg.d_mlp, lm.cfg.n_ctx) == (config.intermediate_size, lm.max_model_len)
+    assert repr(lm.cfg) == repr(config) and lm.cfg.to_dict() == config.to_dict()
+    for copied in (copy.deepcopy(lm.cfg), pickle.loads(pickle.dumps(lm.cfg))):
+        assert type(copied) is type(config) and copied.to_dict() == config.to_dict()
+    with pytest.raises(AttributeError, match=r"LlamaConfig has no attribute 'n_lyers': print\(lm.cfg\)"):
+        lm.cfg.n_lyers  # noqa: B018
+    with pytest.raises(AttributeError, match=r"lm\.cfg\.hidden_size = .* is not served: the model is built"):
+        lm.cfg.hidden_size = 3
+
+
+def test_dir_shows_public_names(lm: LM) -> None:
+    shown = dir(lm)
+    assert {
+        "generate",
+        "trace",
+        "sweep",
+        "cfg",
+        "num_layers",
+        "vocab_size",
+        "model",
+        "lm_head",
+        "tokenizer",
+        "edit",
+    } <= set(shown)
+    hidden = {
+        "interleave",
+        "interleaver",
+        "run_traces",
+        "tree_maker",
+        "edits_of",
+        "pass_options",
+        "OVERLOAD_PREFIX",
+        "submission",
+    }
+    assert not hidden & set(shown) and not [name for name in shown if name.startswith("_")]
+    assert all(hasattr(lm, name) for name in set(shown) - {"input", "inputs", "output", "logits", "samples", "source"})
+    layer = dir(lm.model.layers[0])
+    assert {"self_attn", "mlp", "output", "input", "skip", "source"} <= set(layer)
+    assert not hidden & set(layer) and not [name for name in layer if name.startswith("_")]
 
 
 # -- shift-tab -------------------------------------------------------------------------------

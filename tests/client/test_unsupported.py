@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from conftest import CONFIGS
 from helpers_runner import make_runner
 from transformers import BertConfig, LlavaConfig, PretrainedConfig, Qwen4ExpTextConfig, T5Config
 
-from pymllm_interp import LM, SamplingParams
+from pymllm_interp import LM, Capture, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core import unsupported
 from pymllm_interp.core.step import SchedulerOutput
@@ -21,7 +23,7 @@ OPTIONS = [
     ("V2", "calculate_kv_scales", True, "computing scales of K and V.*kv_cache_dtype='fp8'"),
     ("V2", "quantization", "awq", r"quantised weights.*\.gguf"),
     ("V6", "pipeline_parallel_size", 2, "pipeline parallelism.*one device holds the model"),
-    ("V7", "data_parallel_size", 2, "data parallelism.*an LM for each device"),
+    ("V7", "data_parallel_size", 2, r"data parallelism.*cluster MODEL --replicas N.*an LM for each device"),
     ("V8", "decode_context_parallel_size", 2, "context parallelism.*max_model_len"),
     ("V8", "cp_kv_cache_interleave_size", 2, "context parallelism"),
     ("V9", "limit_mm_per_prompt", {"image": 1}, "multimodal inputs.*take text"),
@@ -30,11 +32,10 @@ OPTIONS = [
     ("V14", "task", "embed", r"pooling and embedding.*capture=\['final_norm'\]"),
     ("V14", "runner", "pooling", "pooling and embedding"),
     ("V21", "guided_decoding_backend", "xgrammar", "structured outputs, and xgrammar compiles them"),
-    ("V22", "enable_lora", True, r"LoRA adapters.*lm\.load_adapter"),
-    ("V22", "lora_modules", [], r"LoRA adapters.*lora=name"),
     ("V23", "kv_transfer_config", {}, "KV transfer"),
-    ("V24", "enable_eplb", True, "expert parallelism"),
-    ("V34", "enable_sleep_mode", True, r"sleep mode.*lm\.shutdown\(\)"),
+    ("V24", "enable_eplb", True, "expert parallelism.*one device holds all experts"),
+    ("V24", "enable_return_routed_experts", True, r"chosen experts.*capture=\['experts\.\*'\]"),
+    ("V34", "enable_sleep_mode", True, r"sleep mode.*lm\.shutdown\(\) and `del lm`"),
     ("V53", "speculative_model", "mtp", "speculative decoding"),
 ]
 OF_REQUESTS = [
@@ -45,7 +46,6 @@ OF_REQUESTS = [
     ("V14", "pooling_params", {}, "pooling and embedding"),
     ("V21", "guided_decoding", {"json": {}}, "structured outputs, and xgrammar.*StructuredOutputs"),
     ("V21", "guided_json", {}, "use structured_outputs, with json"),
-    ("V22", "lora_request", "name", "LoRA adapters"),
 ]
 MODELS = [
     (
@@ -87,6 +87,66 @@ def test_a_request_for_what_is_not_supported_is_refused_by_its_name(
     refused.match(message)
 
 
+@pytest.mark.parametrize("name", ["enable_lora", "lora_modules", "max_cpu_loras", "fully_sharded_loras"])
+def test_v22_options_of_lora_are_not_called_unsupported(name: str) -> None:
+    """Adapters are served without an option (V22)."""
+    with pytest.raises(TypeError, match=rf"LM\(\) has no argument '{name}': .*adapter") as refused:
+        LM("demo", **{name: True})
+    assert "not supported" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["lora_request", "lora_name", "adapter"])
+def test_v22_a_request_for_an_adapter_names_the_keyword(name: str, lm_of: Any) -> None:
+    """V22."""
+    with pytest.raises(TypeError, match=rf"has no argument '{name}': here it is lora=name.*lm\.load_adapter"):
+        lm_of("llama").generate([1, 2], **{name: "style"})
+
+
+METHODS = [
+    ("encode", r"capture=\['final_norm'\]"),
+    ("embed", r"capture=\['final_norm'\]"),
+    ("classify", "cross-encoder"),
+    ("score", "prompt_logprobs=0"),
+    ("reward", "reward model"),
+    ("sleep", r"lm\.shutdown\(\)"),
+    ("wake_up", r"lm\.shutdown\(\)"),
+    ("beam_search", "n draws as many completions"),
+    ("collective_rpc", "with lm.trace"),
+    ("get_tokenizer", r"lm\.tokenizer"),
+    ("llm_engine", r"lm\.engine"),
+    ("get_metrics", r"lm\.engine\.stats\(\)"),
+    ("n_layers", r"did you mean lm\.num_layers\?"),
+    ("d_model", r"did you mean lm\.hidden_size\?"),
+    ("n_ctx", r"did you mean lm\.max_model_len\?"),
+    ("add_hook", r"lm\.run_with_hooks"),
+    ("W_U", r"pymllm_interp\.lens\.Bridge"),
+    ("generat", r"did you mean .*lm\.generate\b"),
+    ("run_with_hook", r"did you mean lm\.run_with_hooks\b"),
+    ("to_token", r"did you mean lm\.to_tokens\b"),
+]
+
+
+@pytest.mark.parametrize(("name", "instead"), METHODS, ids=[name for name, _ in METHODS])
+def test_a_method_of_other_projects_says_what_serves_instead(name: str, instead: str, lm_of: Any) -> None:
+    """V14, V34: an AttributeError, so that `hasattr` holds."""
+    lm = lm_of("llama")
+    assert not hasattr(lm, name)
+    with pytest.raises(AttributeError, match=rf"LM has no attribute '{name}': .*{instead}"):
+        getattr(lm, name)
+
+
+def test_a_module_that_does_not_exist_names_those_that_do(lm_of: Any) -> None:
+    lm = lm_of("llama")
+    with pytest.raises(AttributeError, match=r"LM has no attribute 'modle': did you mean .*lm\.model\?"):
+        lm.modle  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'transformer': .*modules: model, lm_head, generator"):
+        lm.transformer  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=r"`model.model` has no module or attribute `layer`; did you mean `layers`"
+    ):
+        lm.model.layer  # noqa: B018
+
+
 @pytest.mark.parametrize(("row", "config", "message"), MODELS, ids=[f"{m[0]}-{m[1].model_type}" for m in MODELS])
 def test_a_kind_of_model_that_is_not_supported_is_refused_by_its_name(
     row: str, config: PretrainedConfig, message: str
@@ -113,3 +173,27 @@ def test_v06_tensors_of_another_pipeline_stage_are_refused() -> None:
 def test_no_keyword_of_ours_is_called_unsupported() -> None:
     ours = {*ServerConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__, *SamplingParams.__dataclass_fields__}
     assert not ours & {*unsupported.OPTIONS, *unsupported.OF_REQUESTS}
+
+
+def test_no_attribute_of_ours_is_called_unsupported_and_hints_name_ours(lm_of: Any) -> None:
+    lm, tables = lm_of("llama"), {**unsupported.METHODS, **unsupported.ATTRIBUTES}
+    assert not {name for name in tables if hasattr(lm, name)}
+    for name in unsupported.ATTRIBUTES.values():
+        assert isinstance(operator.attrgetter(name)(lm), int), name
+    reasons = " ".join(
+        [*unsupported.METHODS.values(), *unsupported.OPTIONS.values(), *unsupported.OF_REQUESTS.values()]
+    )
+    for name in set(re.findall(r"\blm\.(\w+)", reasons)):
+        assert hasattr(LM, name) or hasattr(lm, name), name
+
+
+def test_what_serves_instead_of_pooling_serves(lm_of: Any) -> None:
+    """The calls that the messages name."""
+    lm = lm_of("llama")
+    params = SamplingParams(max_tokens=0)
+    (rows,) = lm.generate([[1, 2, 3]], params, capture=["final_norm"])
+    (pooled,) = lm.generate([[1, 2, 3]], params, capture=[Capture("final_norm", reduce="mean")])
+    mean = rows.activations["final_norm"].float().mean(0)
+    torch.testing.assert_close(pooled.activations["final_norm"].float().view(-1), mean, rtol=1e-5, atol=1e-6)
+    (scored,) = lm.generate([[1, 2, 3]], SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == 3

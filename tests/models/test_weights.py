@@ -297,6 +297,11 @@ def test_a_hub_id_is_read_from_the_local_copy_and_named_when_it_cannot_be_had(sh
     monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(FileNotFoundError, match=r"'someone/tiny' is not a folder here.*or give a folder"):
         resolve_model(ModelConfig(model="someone/tiny"))
+    with pytest.raises(FileNotFoundError, match=r"'demoo' is not a folder here; did you mean 'demo'\?, and could not"):
+        resolve_model(ModelConfig(model="demoo"))
+    with pytest.raises(FileNotFoundError, match=r"no such folder or file; did you mean '.*shards'\? \(model= takes"):
+        shutil.copytree(folder, tmp_path / "shards")
+        resolve_model(ModelConfig(model=str(tmp_path / "shard")))
     repo = tmp_path / "hub" / "models--someone--tiny"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("0" * 40)

@@ -22,6 +22,7 @@ from openai import OpenAI
 
 from pymllm_interp import LM, __version__
 from pymllm_interp.cli import main, make_parser
+from pymllm_interp.core.sampling_params import MAX_LOGPROBS
 from pymllm_interp.server.command import KEY_VARIABLE, settings_of
 from pymllm_interp.server.http.trust import Trust
 
@@ -236,7 +237,15 @@ def test_origins_are_a_json_list(capsys):
         (["--no-enable-prefix-caching"], "use --option enable_prefix_caching=False"),
         (["--tensor-parallel-size", "2"], "an argument of vLLM's: give --engine vllm"),
         (["-tp", "2"], "-tp: our own engine has no tensor parallelism"),
-        (["--enable-lora"], "LoRA adapters are loaded by lm.load_adapter"),
+        (["--enable-lora"], "--enable-lora: it is not needed: --lora-modules NAME=FOLDER loads adapters"),
+        (["--max-loras", "8"], "--max-loras: here it is --option max_loras=8"),
+        (["--max-lora-rank=16"], "here it is --option max_lora_rank=16"),
+        (["--max-logprobs", "20"], f"at most {MAX_LOGPROBS} log probabilities"),
+        (["--data-parallel-size", "2"], "cluster MODEL --replicas N"),
+        (["-dp", "2"], "cluster MODEL --replicas N"),
+        (["--api-server-count", "2"], "cluster MODEL --fronts N"),
+        (["--enable-expert-parallel"], "one device holds all experts"),
+        (["--quantization", "fp8"], "quantize='fp8' or 'fp8-w8a8'"),
         (["--enforce-eager"], "use --option disable_cuda_graph=True"),
         (["--model", "demo"], "the model is the first argument"),
         (["--nonsense", "--block-size", "32"], "--block-size: here it is --option page_size=32"),

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
+from ...core import unsupported
 from ...core.limits import EngineLimits
 from ...core.model_spec import ModelSpec
 from ...core.sampling_params import SamplingParams
 from ...hooks.declared import captures_for_each_prompt, for_each_prompt
 from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
+from ...utils.arguments import SHOWN
 from ..activation_cache import select_sites
 from ..backend import Backend, Submission
 from ..chat import RenderedPrompt
 from ..prompts import checked, names_of, params_for, warn_of_flat_list
 from ..request_options import RequestOptions, adapters_of, checked_salt, priorities_of
+from .config_view import ConfigView
+
+PLUMBING = frozenset({"model_maker", "resolve_specs", "submission", "submit_prefill"})
+"""Names that `dir` leaves out: harvests and the server use them."""
 
 
 class BackedModel(TracedModel):
@@ -66,9 +73,9 @@ class BackedModel(TracedModel):
         return self.backend.facts.dtype
 
     @property
-    def cfg(self) -> PretrainedConfig:
-        """The model's transformers config: `hf_config`, by TransformerLens' name for a config."""
-        return self.hf_config
+    def cfg(self) -> ConfigView:
+        """The model's transformers config, which is read by TransformerLens' names of sizes, too: ``lm.cfg.n_layers``."""
+        return ConfigView(self)
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -84,6 +91,26 @@ class BackedModel(TracedModel):
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         return self.model_spec.hidden_size
+
+    @property
+    def num_heads(self) -> int:
+        """Number of attention heads of the queries. `lm.model_spec.num_key_value_heads` is that of keys and values."""
+        return self.model_spec.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.model_spec.head_dim
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, which is the width of the logits."""
+        return self.limits.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum tokens of one request, prompt and new ones."""
+        return self.limits.max_model_len
 
     @property
     def sites(self) -> list[str]:
@@ -102,6 +129,21 @@ class BackedModel(TracedModel):
     def default_sampling_params(self) -> SamplingParams:
         """Sampling parameters of calls without any: those of the model's generation_config.json, as in vLLM."""
         return self.backend.defaults.sampling_params
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in PLUMBING]
+
+    def _unknown(self, name: str) -> str:
+        if name in unsupported.ATTRIBUTES:
+            hint = f"did you mean lm.{unsupported.ATTRIBUTES[name]}?"
+        elif name in unsupported.METHODS:
+            hint = unsupported.METHODS[name]
+        else:
+            modules = [child for child, _ in self._named_children()]
+            near = get_close_matches(name[:SHOWN], dict.fromkeys([*modules, *dir(self)]), n=2)
+            hint = f"did you mean {' or '.join(f'lm.{one}' for one in near)}? " if near else ""
+            hint += f"modules: {', '.join(modules)}"
+        return f"LM has no attribute {name!r}: {hint}"
 
     def token_ids(self, prompt: Any, what: str = "the prompt") -> list[int]:
         """Token ids of a prompt: a text, token ids (list or tensor), or a tokenizer's dict.

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import transformers
@@ -37,6 +39,8 @@ HUB_FILES = (
     "spiece.model",
     "tekken.json",
 )
+MAX_BESIDE = 1000
+"""Most entries of a folder that are compared with a misspelt name."""
 HUB_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 
 
@@ -90,8 +94,8 @@ def resolve_model(config: ModelConfig, quantised: bool = False) -> ModelSource:
         return read(path, path.resolve().name)
     if _looks_like_path(config.model):
         raise FileNotFoundError(
-            f"{config.model}: no such folder or file (model= takes a folder with config.json and safetensors, a .gguf "
-            "file, a hub id such as 'HuggingFaceTB/SmolLM2-135M', or 'demo')"
+            f"{config.model}: no such folder or file{_meant(path)} (model= takes a folder with config.json and safetensors, "
+            "a .gguf file, a hub id such as 'HuggingFaceTB/SmolLM2-135M', or 'demo')"
         )
     return read(_download(config.model, dummy), config.model)
 
@@ -185,12 +189,22 @@ def _looks_like_path(model: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model) is None or model.endswith((".gguf", ".safetensors"))
 
 
+def _meant(path: Path) -> str:
+    """What a misspelt model may stand for, for a message: the demo, or a folder or .gguf file beside it. "": nothing is near."""
+    beside = islice(path.parent.iterdir(), MAX_BESIDE) if path.parent.is_dir() else ()
+    models = [one for one in beside if one.suffix == ".gguf" or (one / "config.json").is_file()]
+    spelt = {str(one).lower(): str(one) for one in models} | ({"demo": "demo"} if len(path.parts) == 1 else {})
+    near = get_close_matches(str(path).lower(), spelt, n=1, cutoff=0.75)
+    return f"; did you mean {spelt[near[0]]!r}?" if near else ""
+
+
 def _download(repo_id: str, dummy: bool) -> Path:
     """The hub's files for `repo_id`, from the local cache if that is complete."""
     try:
         return Path(snapshot_download(repo_id, allow_patterns=[*HUB_FILES, *(() if dummy else HUB_WEIGHTS)]))
     except OSError as error:
         raise FileNotFoundError(
-            f"{repo_id!r} is not a folder here, and could not be had from the Hugging Face hub ({error}). Check the name "
+            f"{repo_id!r} is not a folder here{_meant(Path(repo_id))}, and could not be had from the Hugging Face hub ({error}). "
+            "Check the name "
             "and the connection (a gated model needs `hf auth login`), or give a folder with config.json and safetensors"
         ) from error

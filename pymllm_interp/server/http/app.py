@@ -21,6 +21,7 @@ from ..responses.routes import responses_routes
 from ..routes.adapter_routes import adapter_routes
 from ..routes.interp_routes import interp_routes
 from ..routes.openai_routes import openai_routes
+from ..routes.refused_routes import refused_routes, unknown_route
 from ..routes.tokenize_routes import tokenize_routes
 from .errors import ApiError, api_error, validation_error
 from .gate import RequestGate
@@ -45,14 +46,15 @@ def create_app(state: ServerState) -> FastAPI:
         docs_url=None, redoc_url=None,  # they load scripts of other hosts
         redirect_slashes=False,  # a redirect names the host that the client named
     )  # fmt: skip
-    app.include_router(openai_routes(state))
-    app.include_router(responses_routes(state))
-    app.include_router(tokenize_routes(state))
-    app.include_router(adapter_routes(state))
-    app.include_router(interp_routes(state))
+    routers = [
+        make(state) for make in (openai_routes, responses_routes, tokenize_routes, adapter_routes, interp_routes)
+    ]
+    for router in routers:
+        app.include_router(router)
     app.openapi = lambda: _document(app, state)
     _add_pages(app, state)
-    _add_errors(app)
+    app.include_router(refused_routes())  # last: the first route that fits a path serves it
+    _add_errors(app, [path for router in routers for route in router.routes if (path := getattr(route, "path", ""))])
     app.add_middleware(RequestGate, state=state)
     if settings.allowed_origins:  # around the gate: a browser asks without a key, and reads errors too
         app.add_middleware(
@@ -155,7 +157,13 @@ def _file(name: str) -> str:
     return resources.files("pymllm_interp.server").joinpath("static", name).read_text()
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, served: list[str]) -> None:
+    """Answers to what routes raise.
+
+    Args:
+        served: paths of the routes, for those who misspell one.
+    """
+
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
         return error.response()
@@ -166,7 +174,10 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        message = str(error.detail)
+        if "route" not in request.scope and error.status_code == 404:
+            message = unknown_route(request.url.path, served)
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def refused(request: Request, error: Exception) -> Response:
         return api_error(error, refused=True).response()

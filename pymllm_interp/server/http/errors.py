@@ -13,7 +13,7 @@ from ...wire.failures import failure_of
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     408: "timeout_error", 413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error",
-    503: "service_unavailable_error", 507: "insufficient_storage_error",
+    501: "not_implemented_error", 503: "service_unavailable_error", 507: "insufficient_storage_error",
 }  # fmt: skip
 """Status -> OpenAI's type."""
 

@@ -20,10 +20,12 @@ class Refused(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
-_BEAMS = "there is no beam search; n draws as many completions"
 _TRANSFER = "KV is not transferred between engines"
 _REPETITION = "repetition is not detected: use stop, or repetition_penalty"
-_REASONING = "reasoning is not parsed: the text has all of it; chat_template_kwargs sets what the template reads"
+_REASONING = (
+    "how much the model reasons is up to its template: chat_template_kwargs sets what that reads. serve --reasoning-parser splits "
+    "reasoning off, for all requests"
+)
 _TEMPLATE = "a request brings no template: the operator gives one, with serve --chat-template"
 _FUNCTIONS = "functions is OpenAI's old name: use tools"
 
@@ -46,14 +48,14 @@ REFUSED: dict[str, Refused] = {
     "chat_template": Refused(_TEMPLATE),
     "constraint": Refused("a constraint is Python code, which HTTP does not carry: use allowed_token_ids, or a local LM"),
     "documents": Refused("documents are not supported: put them in a message", ([],)),
-    "early_stopping": Refused(_BEAMS, (False,)),
+    "early_stopping": Refused(unsupported.BEAMS, (False,)),
     "ec_transfer_params": Refused(_TRANSFER),
     "guided_decoding_backend": Refused(unsupported.STRUCTURED),
     "guided_json_object": Refused("use structured_outputs, with json_object", (False,)),
     "guided_whitespace_pattern": Refused("use structured_outputs, with disable_any_whitespace"),
     "include_reasoning": Refused(_REASONING, (True,)),
     "kv_transfer_params": Refused(_TRANSFER),
-    "length_penalty": Refused(_BEAMS, (1,)),
+    "length_penalty": Refused(unsupported.BEAMS, (1,)),
     "logits_processors": Refused(unsupported.PROCESSORS, ([],)),
     "logprob_token_ids": Refused("log probabilities are of the likeliest tokens: use logprobs"),
     "max_repetition_pattern_size": Refused(_REPETITION, (0,)),
@@ -62,17 +64,17 @@ REFUSED: dict[str, Refused] = {
     "mm_processor_kwargs": Refused(unsupported.MULTIMODAL, ({},)),
     "repetition_detection": Refused(_REPETITION),
     "repetition_min_count": Refused(_REPETITION, (0,)),
-    "request_id": Refused("a request is named by its header X-Request-Id"),
+    "request_id": Refused("use the header X-Request-Id, which is sent back and logged"),
     "return_mm_kwargs": Refused(unsupported.MULTIMODAL, (True,)),
     "return_token_offsets": Refused("offsets in a prompt's text are not reported", (False,)),
     "return_tokens_as_token_ids": Refused("use return_token_ids: token_ids of each choice", (False,)),
-    "routed_experts_prompt_start": Refused(unsupported.EXPERT_PARALLEL, (0,)),
+    "routed_experts_prompt_start": Refused(unsupported.ROUTED_EXPERTS, (0,)),
     "session_id": Refused("requests have no sessions; the prefix cache shares equal beginnings"),
     "spaces_between_special_tokens": Refused("special tokens are decoded as the tokenizer does", (True,)),
     "stream_interval": Refused("a stream has an event for each token", (1,)),
     "thinking_token_budget": Refused(_REASONING, (-1,)),
     "truncation_side": Refused("truncate_prompt_tokens keeps the last tokens", ("left",)),
-    "use_beam_search": Refused(_BEAMS, (False,)),
+    "use_beam_search": Refused(unsupported.BEAMS, (False,)),
     "vllm_xargs": Refused("there are no extensions of vLLM's", ({},)),
     "watermarking": Refused("texts are not watermarked", (False,)),
 }  # fmt: skip
@@ -95,7 +97,7 @@ OF_RESPONSES: dict[str, Refused] = REFUSED | {
     "prompt": Refused("there are no stored prompts: use instructions and input"),
     "prompt_logprobs": Refused(_HERE),
     "reasoning": Refused(
-        "how much the model reasons is up to its template: chat_template_kwargs sets what that reads",
+        _REASONING,
         ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
     ),
     "response_format": Refused("use text, with format"),

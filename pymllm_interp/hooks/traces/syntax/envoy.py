@@ -36,6 +36,11 @@ from .scanned import NOT_WRITTEN, current_scan, scanned
 from .source import AttentionWords, attention_words, reads_attention_source, source_of
 
 _NO_WAIT = None, -1, -2
+PLUMBING = frozenset({
+    "OVERLOAD_PREFIX", "all", "default_options", "edits_of", "interleave", "interleaver", "iter", "pass_options", "run_traces",
+    "tree_maker",
+})  # fmt: skip
+"""Names of envoys that `dir` leaves out: only this package and nnsight use them, or nnsight deprecates them (`all`, `iter`)."""
 GENERATOR_OUTPUT = (
     "lm.generator.output is deprecated in nnsight: use tracer.result. "
     "lm.generator.streamer.output has the tokens of each step"
@@ -140,6 +145,10 @@ class TracedEnvoy(Envoy):
             if name.startswith("_"):
                 raise
             raise AttributeError(self._unknown(name)) from None
+
+    def __dir__(self) -> list[str]:
+        """Modules and public names, for completion: without what serves nnsight's machinery."""
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in PLUMBING]
 
     def __delattr__(self, name: str) -> None:
         if is_own_name(self.__dict__.get("_module"), name):
