@@ -86,7 +86,8 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         generation_config: "auto": the model's generation_config.json sets `default_sampling_params`; "none": it does not; or a
             folder with another one.
         saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes only these top-k SAEs.
-        quantize: "fp8" rounds the weights of linear layers to FP8 at load (docs/models.md); None: as they are stored.
+        quantize: "fp8" rounds the weights of linear layers to FP8 at load, "fp8-w8a8" also the inputs of their products on CUDA
+            (docs/quantized.md). None: weights as they are stored.
         backend: an engine that has its model already, in place of all arguments above but `rename`, `envoys` and
             `attn_implementation` (client/backend.py). `connect` makes one of a server.
         engine: "own"; or "vllm", for vLLM with declared hooks (docs/vllm.md). Further keywords are then vLLM's, too.
@@ -326,7 +327,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
             layers: some layers; None: all.
             how: "wavefront", "requests", or "auto": the wavefront where it serves.
             stream: return after the two unpatched runs. Iterating over the result runs the cells.
-            progress: show a bar on standard error; None: on a terminal.
+            progress: show a bar of the cells; None: in notebooks and on terminals, above two seconds.
             lora: the adapter of all runs, which are requests then.
 
         Returns:
@@ -354,6 +355,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         sites: NamesFilter,
         steps: int = 1,
         neurons: bool = False,
+        progress: bool | None = None,
         lora: str | None = None,
     ) -> Attribution:
         """Attribution patching: an estimate of what patching each site from the clean run adds to the corrupted run's metric.
@@ -368,6 +370,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
             sites: a site's name or pattern, or several, of all kinds but `logits`.
             steps: gradients to average, at the middle of equal parts of the way.
             neurons: keep the width of each state, in place of sums over positions and heads.
+            progress: show a bar of the sites; None: in notebooks and on terminals, above two seconds.
             lora: the adapter of both runs.
 
         Returns:
@@ -382,7 +385,17 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
 
         self.backend.require_process("lm.attribute", "lm.patch_sweep runs here, as requests")
         self._check_outside()
-        return attribute(self, clean, corrupted, metric=metric, sites=sites, steps=steps, neurons=neurons, lora=lora)
+        return attribute(
+            self,
+            clean,
+            corrupted,
+            metric=metric,
+            sites=sites,
+            steps=steps,
+            neurons=neurons,
+            progress=progress,
+            lora=lora,
+        )
 
     def _check_outside(self) -> None:
         self.engine.check_open()

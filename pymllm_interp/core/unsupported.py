@@ -12,22 +12,24 @@ SPECULATION = (
     "'model': folder, 'num_speculative_tokens': 4}) sets a draft model for all, and 'ngram' drafts from the prompt and the output"
 )
 LORA = (
-    "it is not needed: every engine serves LoRA adapters, max_loras of them at a time. lm.load_adapter(name, folder) loads one, and "
+    "it is not needed: every engine serves LoRA adapters, max_loras at a time. lm.load_adapter(name, folder) loads one, and "
     "over HTTP serve --lora-modules NAME=FOLDER"
 )
-LORA_OF_REQUESTS = "here it is lora=name, an adapter that lm.load_adapter(name, folder) has loaded; over HTTP the adapter's name is the model"
-PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' or quantize='fp8' makes its weights smaller"
+LORA_OF_REQUESTS = (
+    "here it is lora=name, of an adapter that lm.load_adapter(name, folder) loaded; over HTTP its name is the model"
+)
+PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' and quantize='fp8' take less of it"
 DATA_PARALLEL = (
     "data parallelism is not supported within an engine: replicas serve it, `pymllm-interp cluster MODEL --replicas N` "
     "(docs/cluster.md); in a program, an LM for each device, device='cuda:0', device='cuda:1', ..."
 )
 CONTEXT_PARALLEL = "context parallelism is not supported: one device holds the KV cache, within max_model_len"
-EXPERT_PARALLEL = (
-    "expert parallelism is not supported: one device holds all experts of a model; quantize='fp8' makes them smaller"
+EXPERT_PARALLEL = "expert parallelism is not supported: one device holds all experts of a model"
+ROUTED_EXPERTS = (
+    "it is not supported: captures have the chosen experts, capture=['experts.*'], in native families with experts"
 )
-ROUTED_EXPERTS = "it is not supported: the chosen experts of a token are captured, capture=['experts.*'], in native families with experts"
 KV_TRANSFER = "KV transfer between engines is not supported: each LM computes the KV of its own requests"
-SLEEP = "sleep mode is not supported: lm.shutdown() and `del lm` release the device's memory, and a new LM(...) loads the model again"
+SLEEP = "sleep mode is not supported: lm.shutdown() and `del lm` release the device's memory, and a new LM(...) loads it again"
 POOLING = (
     "pooling and embedding tasks are not supported: capture hidden states with lm.generate(prompts, "
     "SamplingParams(max_tokens=0), capture=['final_norm']), or their mean or last row with Capture('final_norm', reduce='mean')"
@@ -136,7 +138,7 @@ METHODS: dict[str, str] = {
     "enqueue": "here it is lm.submit(prompt, ...), which returns a handle",
     "wait_for_completion": "here it is handle.result(), of lm.submit(prompt, ...)",
     # TransformerLens'
-    **dict.fromkeys(("hooks", "add_hook", "add_perma_hook"), "use lm.run_with_hooks(prompt, fwd_hooks=...), or lm.edit(), which lasts"),
+    **dict.fromkeys(("hooks", "add_hook", "add_perma_hook"), "use lm.run_with_hooks(prompt, fwd_hooks), or lm.edit(), which lasts"),
     "reset_hooks": "hooks last for one call; lm.clear_edits() removes edits",
     "blocks": "the decoder layers are modules of the tree, such as lm.model.layers; print(lm) shows their names",
     **dict.fromkeys(

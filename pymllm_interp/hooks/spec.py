@@ -161,13 +161,17 @@ class Spec:
         if not holds:
             raise ValueError(f"{self.name}: {name}={shown(getattr(self, name))}; expected {expected}")
 
+    def _schedule_hint(self, name: str) -> str:
+        """What to write in place of a list of numbers, for a message."""
+        return "; for one a run, make a spec for each"
+
     def _set_number(self, name: str, optional: bool = False) -> None:
         value: Any = getattr(self, name)
         if optional and value is None:
             return
         if isinstance(value, Tensor) and value.ndim == 0 and value.dtype is not torch.bool:
             value = value.item()
-        self._check(name, is_number(value), "a number")
+        self._check(name, is_number(value), "a number" + (self._schedule_hint(name) if _is_listed(value) else ""))
         value = float(value)
         self._check(name, abs(value) <= torch.finfo(torch.float32).max, "a finite number that float32 can hold")
         self._set(name, value)
@@ -436,3 +440,7 @@ _ELSEWHERE = {
 def is_number(value: object) -> bool:
     """Whether a value is a real number, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) > 0

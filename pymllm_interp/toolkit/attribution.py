@@ -21,13 +21,14 @@ from ..core.model_spec import HEAD_SITES, LOGITS
 from ..hooks.positions import is_whole
 from ..hooks.site import Site
 from ..utils.arguments import PromptError
+from ..utils.progress import CallProgress
 from .attribution_result import Attribution, Completeness
 from .metrics import Metric, RowMetric, metric_of
 
 
 def attribute(
     lm: Any, clean: Any, corrupted: Any, *, metric: Metric, sites: NamesFilter, steps: int = 1, neurons: bool = False,
-    lora: str | None = None,
+    progress: bool | None = None, lora: str | None = None,
 ) -> Attribution:  # fmt: skip
     """See `LM.attribute`."""
     spec, measure = lm.model_spec, metric_of(metric, lm)
@@ -50,15 +51,17 @@ def attribute(
     wanted, measured_clean = _states(lm, clean_ids, places, measure, lora)
     gradients, found, measured = _gradients(lm, corrupted_ids, places, measure, lora)
     values, completeness = dict[str, torch.Tensor](), dict[str, Completeness]()
-    for place, target, start, gradient in zip(places, wanted, found, gradients, strict=True):
-        name, change = str(place.point.site), target.float() - start.float()
-        reached = measured
-        if steps > 1:
-            gradient, reached = _along(lm, corrupted_ids, place, start, target, steps, measure, lora)
-        products = change * gradient.float()
-        if steps > 1:
-            completeness[name] = Completeness(products.sum().item(), reached - measured)
-        values[name] = products if neurons else _summed(products, place.point.site.kind)
+    with CallProgress(progress, len(places), "sites") as shown:
+        for place, target, start, gradient in zip(places, wanted, found, gradients, strict=True):
+            name, change = str(place.point.site), target.float() - start.float()
+            reached = measured
+            if steps > 1:
+                gradient, reached = _along(lm, corrupted_ids, place, start, target, steps, measure, lora)
+            products = change * gradient.float()
+            if steps > 1:
+                completeness[name] = Completeness(products.sum().item(), reached - measured)
+            values[name] = products if neurons else _summed(products, place.point.site.kind)
+            shown.advance()
     texts = [str(token) for token in corrupted_ids] if lm.tokenizer is None else lm.to_str_tokens(corrupted_ids)
     return Attribution(values, measured_clean, measured, steps, completeness, texts, neurons)
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from rich.console import Console
-from rich.progress import track
 
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
@@ -19,6 +17,7 @@ from ..hooks.interventions.specs import Patch
 from ..hooks.positions import Positions, windows_of
 from ..hooks.site import Site, expand
 from ..utils.arguments import PromptError, shown
+from ..utils.progress import CallProgress
 from .metrics import Metric, RowMetric, metric_of
 from .sweep_result import PatchSweep
 from .wavefront import WaveCell, Wavefront
@@ -232,7 +231,7 @@ def _by_requests(plan: Plan) -> Iterator[tuple[Place, float]]:
     for first in range(0, len(entries), most):
         part = entries[first : first + most]
         runs = [_patch(plan, *entry) for entry in part]
-        outs = plan.lm.sweep(plan.token_ids, runs, ONE, capture=[LAST_LOGITS], lora=plan.lora)
+        outs = plan.lm.sweep(plan.token_ids, runs, ONE, progress=False, capture=[LAST_LOGITS], lora=plan.lora)
         values = plan.measured(torch.cat([out.activations["logits"] for out in outs]))
         yield from zip([place for place, *_ in part], values, strict=True)
 
@@ -247,8 +246,8 @@ def _patch(plan: Plan, place: Place, i: int, j: int, k: int) -> Patch:
 
 
 def _shown(cells: Iterator[tuple[Place, float]], total: int, progress: bool | None) -> Iterator[tuple[Place, float]]:
-    """`cells` with a progress bar on standard error, on a terminal or where asked for."""
-    console = Console(stderr=True)
-    if not (console.is_terminal if progress is None else progress):
-        return cells
-    return iter(track(cells, "patching", total=total, console=console))
+    """`cells` with a progress bar."""
+    with CallProgress(progress, total, "patching") as shown:
+        for cell in cells:
+            yield cell
+            shown.advance()

@@ -101,7 +101,7 @@ def test_layers_are_stacked_in_their_order(lm_of: Any) -> None:
     assert torch.equal(found.stack("resid_post"), torch.stack([found["resid_post.0"], found["resid_post.2"]]))
     with pytest.raises(ValueError, match=r"mlp_out.2 and mlp_out.1 were captured at different positions"):
         found.stack("mlp_out")
-    with pytest.raises(KeyError, match=r"'attn_out.\*' was not captured; there is resid_post.0"):
+    with pytest.raises(KeyError, match=r"'attn_out.\*' was not captured; there is resid_post.\{0,2\}, mlp_out"):
         found.stack("attn_out")
 
 

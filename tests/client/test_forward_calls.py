@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import held
+from helpers_declared import prompt_of
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
@@ -112,6 +113,23 @@ def test_forward_in_chunks_and_with_interventions_is_a_traces_pass(lm_of) -> Non
 
 
 # -- run_with_cache -------------------------------------------------------------------------------------
+
+
+def test_a_name_that_the_cache_lacks_says_how_it_is_captured(lm: LM) -> None:
+    _, cache = lm.run_with_cache(prompt_of(4, 1))
+    for key in ("blocks.1.attn.hook_pattern", "pattern.1", ("pattern", 1)):
+        with pytest.raises(
+            KeyError, match=r"attention patterns are captured by lm\.generate\(prompt, capture=\['pattern\.1'\]"
+        ):
+            cache[key]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        KeyError, match=r"hook_attn_scores' was not captured: .*Capture\('pattern\.3'\) reads attention patterns"
+    ):
+        cache["blocks.1.attn.hook_attn_scores"]
+    with pytest.raises(KeyError, match=r"hook_nope' was not captured: .*there is embed, resid_pre\.\{0\.\.2\}, "):
+        cache["blocks.1.hook_nope"]
+    (out,) = lm.generate([prompt_of(4, 1)], SamplingParams(max_tokens=0), capture=["pattern.1"])
+    assert "pattern.1" in out.activations
 
 
 def test_run_with_cache_gives_transformer_lens_shapes_and_names(lm: LM, hf: Any) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import runpy
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from helpers_docs import ROOT, script_of
 from helpers_report import report
 
 import pymllm_interp
+from pymllm_interp import LM, SAE
 from pymllm_interp.cli import make_parser
+from pymllm_interp.core.families import FAMILIES
+from pymllm_interp.models.registry import NATIVE
 
 COMMANDS = ("demo", "generate", "serve", "cluster", "bench", "doctor", "cache")
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "api.md")]
@@ -41,6 +45,27 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
     script = tmp_path / f"{page.stem}.py"
     script.write_text(script_of(page))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def test_the_readme_counts_the_native_families() -> None:
+    (count,) = re.findall(r"\*\*(\d+) model families have kernels of their own", (ROOT / "README.md").read_text())
+    assert int(count) == len(NATIVE) == len(FAMILIES)
+    rows = (ROOT / "docs" / "models.md").read_text()
+    for family in FAMILIES:
+        assert f"| {family} | native |" in rows
+
+
+def test_each_argument_of_an_lm_and_field_of_an_sae_is_in_the_docs() -> None:
+    pages = "\n".join(page.read_text() for page in PAGES)
+    for field in fields(SAE):
+        if field.type == "bool":
+            assert re.search(rf"\b{field.name}\b", pages), field.name
+    for value in ("fp8", "fp8-w8a8"):
+        assert f'"{value}"' in (LM.__doc__ or "")
+    named = re.findall(r"docs/[\w-]+\.md", LM.__doc__ or "")
+    assert named and all((ROOT / page).exists() for page in named)
+    missing = [name for name in inspect.signature(LM).parameters if f"\n        {name}: " not in (LM.__doc__ or "")]
+    assert not missing
 
 
 def test_the_api_page_is_built_and_has_every_public_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

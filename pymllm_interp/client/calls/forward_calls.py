@@ -67,11 +67,13 @@ class ForwardCalls(RequestCalls):
     """Forward passes: logits and states of whole prompts."""
 
     @names_options()
-    def forward(self, prompts: Any, **options: Unpack[RequestOptions]) -> list[ForwardOutput]:
+    def forward(
+        self, prompts: Any, *, progress: bool | None = None, **options: Unpack[RequestOptions]
+    ) -> list[ForwardOutput]:
         """One forward pass over each prompt: the logits of all positions, and what is captured.
 
         Args:
-            prompts: as `generate`.
+            prompts, progress: as `generate`.
             options: `capture`, `interventions`, `timeout` and `edits`, as `generate`.
 
         Raises:
@@ -80,14 +82,16 @@ class ForwardCalls(RequestCalls):
             TimeoutError: a request ran into its timeout.
         """
         check_options("lm.forward", options)
-        return self._forward(as_prompts(prompts), options)
+        return self._forward(as_prompts(prompts), options, progress)
 
-    def _forward(self, prompts: list[Any], options: RequestOptions) -> list[ForwardOutput]:
+    def _forward(
+        self, prompts: list[Any], options: RequestOptions, progress: bool | None = None
+    ) -> list[ForwardOutput]:
         captures = captures_for_each_prompt(options.get("capture"), len(prompts))
         if any(spec.site == LOGITS for specs in captures for spec in specs):
             raise PromptError("capture: the logits of all positions are captured in any case; leave them out")
         handles = self._submit_all(prompts, PREFILL, options, prompt_logits=True)
-        outs = wait_for(handles)
+        outs = wait_for(handles, progress=progress)
         for i, out in enumerate(outs):
             if out.finish_reason == "timeout":
                 raise TimeoutError(f"prompt {i} ran into its timeout")
@@ -137,7 +141,7 @@ class ForwardCalls(RequestCalls):
 
         Args:
             prompts: one prompt, or several of equal length. A function is called once for each prompt.
-            fwd_hooks: pairs (site, function). A site is one that `run_with_cache` takes, or has no captures (`attn_in`). A
+            fwd_hooks: pairs (site, function). A site is one that `run_with_cache` takes. A
                 function is called as ``function(value, hook=hook)``. `value` is [1, tokens, width], and [1, tokens, heads,
                 head_dim] at `q`, `k`, `v` and `z`. It may be edited in place, or the function returns another of its shape.
                 `hook.name` is TransformerLens' name, `hook.layer()` the layer.

@@ -13,6 +13,7 @@ from ...core.sampling_params import SamplingParams
 from ...hooks.interventions.knockout import Intervention
 from ...hooks.traces.syntax.caller_frames import opens_with
 from ...utils.arguments import PromptError
+from ...utils.progress import CallProgress
 from ..chat import is_conversation, render
 from ..completion import StreamPiece
 from ..handle import RequestHandle, results_of
@@ -30,9 +31,13 @@ class RequestCalls(BackedModel):
         self,
         prompts: Any = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
-        return wait_for(self._start("lm.generate", prompts, sampling_params, options))
+        shown = use_tqdm if progress is None else progress
+        return wait_for(self._start("lm.generate", prompts, sampling_params, options), progress=shown)
 
     @signature_of(_generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +46,8 @@ class RequestCalls(BackedModel):
         ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt is
         text, token ids, or a list of messages. One set of parameters serves all prompts, or a list gives each its own; so with
         `interventions`, a list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`, and with `capture`, a list of sites and
-        `Capture`s (the states are in the output's `activations`). `timeout` is in seconds.
+        `Capture`s (the states are in the output's `activations`). `timeout` is in seconds. `progress` (vLLM's `use_tqdm`) shows a
+        bar of the prompts; by default in notebooks and on terminals, where the call takes above two seconds.
 
         ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy unless asked otherwise, takes transformers' and
         vLLM's names for its parameters, and serves every step to the block. What that saves is on the CPU afterwards, or on
@@ -84,6 +90,8 @@ class RequestCalls(BackedModel):
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation, or of each of a list; the arguments are vLLM's.
@@ -96,6 +104,7 @@ class RequestCalls(BackedModel):
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: for templates that describe tools.
             chat_template_kwargs: further variables of the template.
+            progress, use_tqdm: as `generate`.
             options: as `generate`.
 
         Raises:
@@ -112,7 +121,8 @@ class RequestCalls(BackedModel):
             )
             for i, conversation in enumerate(conversations)
         ]  # fmt: skip
-        return wait_for(self._start("lm.chat", prompts, sampling_params, options))
+        shown = use_tqdm if progress is None else progress
+        return wait_for(self._start("lm.chat", prompts, sampling_params, options), progress=shown)
 
     @names_options("interventions")
     def sweep(
@@ -120,6 +130,8 @@ class RequestCalls(BackedModel):
         prompt: Any,
         runs: Iterable[Intervention | Sequence[Intervention] | None],
         sampling_params: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """One prompt under many interventions: a request for each run, all in one batch.
@@ -127,6 +139,7 @@ class RequestCalls(BackedModel):
         Args:
             prompt: one prompt.
             runs: the interventions of each run: an op, a list of ops, or None for a run without.
+            progress: show a bar of the runs; as `generate`.
             options: as `generate`, but for `interventions`.
 
         Returns:
@@ -139,7 +152,7 @@ class RequestCalls(BackedModel):
         rendered = self._read(prompt, "the prompt")
         options["interventions"], names = lists, [f"run {i}" for i in range(len(lists))]
         handles = self._submit_all([rendered] * len(lists), sampling_params, options, names=names)
-        return wait_for(handles, names)
+        return wait_for(handles, names, progress)
 
     @names_options()
     def imap(
@@ -252,11 +265,20 @@ class RequestCalls(BackedModel):
         return self.backend.submit(self.submission(prompts, *asked, **how))
 
 
-def wait_for(handles: list[RequestHandle], names: Sequence[str] | None = None) -> list[RequestOutput]:
-    """The outputs, when all have ended. Whatever interrupts the wait ends the requests."""
+def wait_for(
+    handles: list[RequestHandle], names: Sequence[str] | None = None, progress: bool | None = None
+) -> list[RequestOutput]:
+    """The outputs, when all have ended. Whatever interrupts the wait ends the requests.
+
+    Args:
+        names: as `results_of`.
+        progress: as `CallProgress`.
+    """
     try:
-        for handle in handles:
-            handle.wait()
+        with CallProgress(progress, len(handles), "requests") as shown:
+            for handle in handles:
+                handle.wait()
+                shown.advance()
     except BaseException:
         _cancel(handles)
         raise

@@ -8,6 +8,7 @@ from itertools import groupby
 
 import torch
 
+from ...core.model_spec import PATTERN, STATE
 from ...utils.tables import Shown, Table
 from ..site import Site
 from .pieces import SiteTensors
@@ -47,8 +48,18 @@ class BySite(Mapping[str, torch.Tensor], Shown):
     def __getitem__(self, site: str | Site) -> torch.Tensor:
         name = self._name(site)
         if name not in self._tensors:
-            raise KeyError(f"{str(site)!r} was not captured; there is {', '.join(self._tensors) or 'nothing'}")
+            raise KeyError(
+                f"{str(site)!r} was not captured{_reason(str(site), name)}; there is {self._kinds() or 'nothing'}"
+            )
         return self._tensors[name]
+
+    def _kinds(self) -> str:
+        """Kinds of sites with their layers: "embed, resid_post.{0..29}"."""
+        layers: dict[str, list[int]] = {}
+        for name in self._tensors:
+            kind, _, layer = name.partition(".")
+            layers.setdefault(kind, []).extend([int(layer)] if layer else [])
+        return ", ".join(f"{kind}{_selector(found)}" for kind, found in layers.items())
 
     def layers(self, kind: str) -> list[int]:
         """The layers of a kind of site that are here, ascending."""
@@ -101,6 +112,24 @@ class BySite(Mapping[str, torch.Tensor], Shown):
         error = getattr(self, "error", None)
         title = f"{type(self).__name__}: {len(self)} site{'' if len(self) == 1 else 's'}"
         return Table(title if error is None else f"{title}; {error}", ("site", "shape", "dtype", "mean", "std"), rows)
+
+
+def _reason(given: str, name: str) -> str:
+    """What to ask for in place of a key that is not here, for its message; "" where that is only another site.
+
+    Args:
+        name: canonical, where it is a site's.
+    """
+    kind = name.partition(".")[0]
+    if kind in (PATTERN, STATE):
+        what = "attention patterns" if kind == PATTERN else "recurrent states"
+        return f": {what} are captured by lm.generate(prompt, capture=[{name!r}])"
+    if not {"*", "{"} & set(given):  # patterns of sites are no keys
+        try:
+            Site.parse(given)
+        except ValueError as error:
+            return f": {error}"
+    return ""
 
 
 def _selector(layers: Sequence[int]) -> str:

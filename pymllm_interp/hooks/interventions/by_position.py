@@ -33,7 +33,7 @@ def in_order_of_windows(op: OpT, name: str, windows: tuple[Window, ...], prompt_
         count = len(named)
     if count != len(rows):
         wanted = "positions without end, which take one [width]" if count is None else f"{count} positions"
-        raise ValueError(f"{op.name}: {name} has {len(rows)} rows for {wanted}")
+        raise ValueError(f"{op.name}: {name} has {len(rows)} rows for {wanted}{_hint(name, len(rows), count)}")
     if not isinstance(named, tuple | range) or not windows:
         return op
     kept = [row for row, index in enumerate(named) if -prompt_len <= index < prompt_len]
@@ -42,6 +42,14 @@ def in_order_of_windows(op: OpT, name: str, windows: tuple[Window, ...], prompt_
     rows = as_argument(rows[kept][order], str(op.site))
     changes = {name: rows, "positions": tuple(indexes[row] for row in order)}
     return replace(op, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def _hint(name: str, rows: int, count: int | None) -> str:
+    """What to write in place of rows that do not fit the positions, for the message."""
+    if rows == 1:
+        return f": give {name}[0], one vector for all positions"
+    each = f"positions=Generated(0, {rows}) takes one row for each of the first {rows} generated tokens"
+    return f": {each}" if count is None else ""
 
 
 def of_positions(vectors: Tensor, ordinals: Tensor) -> Tensor:

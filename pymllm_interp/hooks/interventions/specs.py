@@ -94,6 +94,12 @@ class Steer(Op):
         if self.norm == "none":
             yield "scale * vector", self.scale * self.vector.abs().max().item()
 
+    def _schedule_hint(self, name: str) -> str:
+        return (
+            "; for a strength a position, multiply it into the rows of the vector: Steer(site, strengths[:, None] * vector, "
+            "positions=Generated(0, len(strengths)))"
+        )
+
     def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
         """With a vector for each position, the op with these in the order of the windows' positions.
 

@@ -13,7 +13,7 @@ from conftest import CONFIGS, held
 from helpers_declared import WAYS, lms, vector
 from helpers_runner import random_ids
 
-from pymllm_interp import Capture, Gate, SamplingParams, Steer
+from pymllm_interp import Capture, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.binding import bind, resolved
 from pymllm_interp.hooks.positions import ordinals_of
@@ -96,6 +96,12 @@ def test_layers_come_before_positions_at_a_pattern() -> None:
     ("make", "error"),
     [
         (lambda w: Steer("resid_post.1", torch.ones(2, w)), r"vector has 2 rows for positions without end, which take one"),
+        (
+            lambda w: Steer("resid_post.1", torch.ones(5, w), positions="generated"),
+            r"vector has 5 rows .*: positions=Generated\(0, 5\) takes one row for each of the first 5 generated tokens",
+        ),
+        (lambda w: Steer("resid_post.1", torch.ones(1, w)), r"vector has 1 rows .*: give vector\[0\], one vector for all"),
+        (lambda w: Patch("resid_post.1", torch.ones(1, w), positions=[0, 1]), r"1 rows for 2 positions: give values\[0\]"),
         (lambda w: Steer("resid_post.1", torch.ones(2, w), positions=[0, 1, 2]), r"vector has 2 rows for 3 positions"),
         (lambda w: Steer("resid_post.1", torch.ones(2, w + 1), positions=[0, 1]), r"vector has \d+ values; at resid_post"),
         (lambda w: Steer("resid_post.1", torch.eye(w)[:2] * torch.tensor([[1], [0]]), positions=[0, 1], norm="match"),
@@ -106,6 +112,18 @@ def test_layers_come_before_positions_at_a_pattern() -> None:
 def test_what_does_not_fit_is_refused(make: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         bind(make(MODEL.hidden_size), MODEL, 6)
+
+
+@pytest.mark.parametrize("scale", [[1, 2], (1.0,), range(3), torch.ones(2)])
+def test_a_list_of_strengths_says_how_a_schedule_is_written(scale: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"scale=.*expected a number; .*strengths\[:, None\] \* vector.*Generated\(0, len"
+    ):
+        Steer("resid_post.1", torch.ones(MODEL.hidden_size), scale=scale)
+    with pytest.raises(ValueError, match=r"factor=.*expected a number; for one a run, make a spec for each"):
+        Scale("resid_post.1", scale)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"scale='1'; expected a number$"):
+        Steer("resid_post.1", torch.ones(MODEL.hidden_size), scale="1")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("site", ["resid_post.1", "v.1"])
