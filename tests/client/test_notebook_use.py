@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import pydoc
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +17,21 @@ import torch
 from helpers_declared import prompt_of
 from helpers_saes import random_sae
 
-from pymllm_interp import LM, Capture, Features, Gate, Knockout, Lens, SamplingParams, Scale, SetFeature, Steer
+from pymllm_interp import (
+    LM,
+    Ablate,
+    Capture,
+    Clamp,
+    Features,
+    Gate,
+    Knockout,
+    Lens,
+    Patch,
+    SamplingParams,
+    Scale,
+    SetFeature,
+    Steer,
+)
 from pymllm_interp.client.calls.known_names import fits_name
 from pymllm_interp.client.notebook.tab_completion import set_up_completion
 from pymllm_interp.client.request_options import OPTIONS, TRACE_OPTIONS
@@ -154,6 +170,16 @@ def test_signatures_name_the_options(call: str, lm: LM) -> None:
     assert ("sampling_params" in shown) == (call not in ("forward", "run_with_cache", "run_with_hooks"))
     for name in set(OPTIONS) & set(shown):
         assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY and shown[name].default in (None, 0)
+
+
+@pytest.mark.parametrize("spec", [Steer, Ablate, Clamp, Scale, Patch, Gate, Capture, Knockout, SetFeature])
+def test_help_of_a_spec_has_its_arguments(spec: type) -> None:
+    text = pydoc.render_doc(spec, renderer=pydoc.plaintext)
+    described = text.partition("Args:")[2].partition("Raises:")[0]
+    for name in inspect.signature(spec).parameters:
+        assert re.search(rf"^ \|  *(\w+, )*{name}(, \w+)*: ", described, flags=re.MULTILINE), name
+    if spec not in (Scale, Capture, Knockout, SetFeature):
+        assert "[width]" in described
 
 
 @pytest.mark.parametrize("call", ["trace", "scan", "pipe"])

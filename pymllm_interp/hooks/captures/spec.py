@@ -67,6 +67,15 @@ class Capture(PlacedSpec):
     """Read the state, after all interventions at its site. At `logits` it is what the next token is drawn from, before penalties
     and filters.
 
+    Args:
+        site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
+        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        dtype: Floating dtype of the rows after the reduction, or its name. None: the model's, or float32 for a `Reduction`.
+        reduce: "mean" over the captured positions, "last" for the last position, or a `Project`, `Features` or `Lens` of each
+            position. None keeps the rows, [positions, width].
+        heads: Attention heads to read, at `q`, `k`, `v` and `z`: [positions, len(heads), head_dim]. None: all.
+        missing: "error", or "skip" to leave out positions that a prompt does not have; the receipt counts them.
+
     Raises:
         ValueError: an unknown site, positions, dtype or reduction.
     """
@@ -74,14 +83,9 @@ class Capture(PlacedSpec):
     site: Site | str
     positions: Positions = "all"
     dtype: torch.dtype | str | None = None
-    """Dtype of the rows, after the reduction: a floating dtype or its name. None: the model's, or float32 for a `Reduction`."""
     reduce: Literal["mean", "last"] | Reduction | None = None
-    """The mean over the captured positions, or only the last position; or a `Project`, `Features` or `Lens` of each. None: no
-    reduction."""
     heads: Heads = None
-    """At `q`, `k`, `v` and `z`: read only these attention heads, [positions, len(heads), head_dim]. None: all."""
     missing: Literal["error", "skip"] = "error"
-    """Positions that a prompt does not have: an error, or they are left out, and counted in the receipt."""
     reduction: Reduction = field(init=False, repr=False)
     """`reduce` as an object."""
 

@@ -34,16 +34,20 @@ MAX_QUERY_GROUPS = 1024
 class Knockout(PlacedSpec):
     """Cut edges of attention: queries at the positions `from_` do not attend to keys at the positions `to`.
 
+    Args:
+        layer: A layer, a list of layers, or "*". Negative numbers count from the last layer.
+        from_: Positions of the queries.
+        to: Positions of the keys.
+        heads: Query heads; None: all.
+
     Raises:
         ValueError: layers, positions or heads that are not what they should be.
     """
 
     layer: int | Sequence[int] | Literal["*"]
-    """A layer, a list of layers, or "*". Negative numbers count from the last layer."""
     from_: Positions
     to: Positions
     heads: int | Sequence[int] | None = None
-    """Query heads; None: all."""
 
     def __post_init__(self) -> None:
         if self.layer != "*":

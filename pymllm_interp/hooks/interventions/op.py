@@ -31,23 +31,25 @@ class Gate(Spec):
     interventions there. Conditional activation steering (Lee et al. 2024, arXiv 2409.05907) compares cosines in place of dot
     products.
 
+    Args:
+        probe: Tensor [width], or [heads, head_dim] at sites with heads, not normalized; or a name in `lm.vectors`.
+        threshold: Dot product above which the intervention acts.
+        site: One site, earlier in the pass than the sites of the intervention. None: the intervention's own.
+        scope: "token": the state at a position decides for it. "prompt": the states at the prompt's positions up to this one
+            decide, and one above the threshold suffices. So all of them decide for generated tokens, and a position of the
+            prompt does not depend on later ones.
+
     Raises:
         ValueError: a probe or a threshold that is not finite, another shape than a vector, or a pattern of sites. So is
             scope="prompt" without a site.
     """
 
     probe: Source = field(repr=False, metadata={"dims": (1, 2)})
-    """[width], or [heads, head_dim] at sites with heads; kept as float32 on the CPU; not normalized. Or a name in
-    `lm.vectors`."""
     threshold: float = 0.0
     site: Site | str | None = field(
         default=None, metadata={"description": "one site, earlier in the pass than those of the intervention"}
     )
-    """One site. In the pass it must be earlier than the sites of the intervention. None: the intervention's own."""
     scope: Literal["token", "prompt"] = "token"
-    """What of the earlier site decides for a position. "token": the state at this position. "prompt": the states at the
-    prompt's positions up to this one; one above the threshold suffices. So all of them decide for generated tokens, and a
-    position of the prompt does not depend on later ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,6 +32,14 @@ class Ablate(Op):
 
     Directional ablation (Arditi et al. 2024, arXiv 2406.11717), for one or more directions.
 
+    Args:
+        site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
+        directions: Tensor [rank, width], or [width] for one direction, of any length; or a name in `lm.vectors`.
+        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        when: A `Gate` that decides row by row; None acts on every row.
+        heads: Attention heads, at `q`, `k`, `v` and `z`. Vectors then have len(heads) * head_dim values. None: whole states.
+        missing: "error" or "skip", for positions that a prompt does not have.
+
     Raises:
         ValueError: an unknown site, unknown positions, more than `MAX_RANK` directions, or directions that are zero,
             linearly dependent, or not finite.
@@ -39,7 +47,6 @@ class Ablate(Op):
 
     site: Site | str
     directions: Source = field(repr=False, metadata={"rows": True})
-    """[rank, width], or [width] for one; of any length. Kept as [rank, width] float32 on the CPU. Or a name in `lm.vectors`."""
     positions: Positions = "all"
     when: Gate | None = None
     heads: Heads = None
@@ -95,6 +102,16 @@ class Ablate(Op):
 class Clamp(Op):
     """Clamp the state's projection onto the unit direction to [`low`, `high`]; ``low == high`` sets it.
 
+    Args:
+        site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
+        direction: Tensor [width] of any length, or a name in `lm.vectors`.
+        low: Lower bound of the projection, or None.
+        high: Upper bound of the projection, or None.
+        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        when: A `Gate` that decides row by row; None acts on every row.
+        heads: Attention heads, at `q`, `k`, `v` and `z`. Vectors then have len(heads) * head_dim values. None: whole states.
+        missing: "error" or "skip", for positions that a prompt does not have.
+
     Raises:
         ValueError: an unknown site, unknown positions, or a direction that is zero or not finite. So is no bound, a bound that is
             not finite, or ``low > high``.
@@ -102,7 +119,6 @@ class Clamp(Op):
 
     site: Site | str
     direction: Source = field(repr=False)
-    """[width], of any length; copied as float32 to the CPU. Or a name in `lm.vectors`."""
     low: float | None = None
     high: float | None = None
     positions: Positions = "all"

@@ -42,21 +42,26 @@ class SetFeature(Op):
     A feature of a top-k SAE is active if it is among the largest, so that all must be encoded. On CUDA, passes encode the SAEs of
     ``LM(..., saes={"name": sae})``. A `SetFeature` of such an SAE is the first op at its site.
 
+    Args:
+        sae: An `SAE`, or a name in `lm.saes`.
+        features: {feature: value}; with mode="clamp" {feature: (low, high)}, either of which may be None.
+        mode: Target of a feature a: "set": the value; "add": a + value; "scale": a * value; "clamp": a within the bounds.
+        site: A site's name, or None: the site that the SAE reads.
+        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        when: A `Gate` that decides row by row; None acts on every row.
+        missing: "error" or "skip", for positions that a prompt does not have.
+
     Raises:
         ValueError: an SAE without a site, a transcoder, or an SAE that normalizes its input. So are an unknown feature, more than
             `MAX_FEATURES`, and values that do not suit the mode.
     """
 
     sae: SAE | str
-    """An `SAE`, or a name in `lm.saes`."""
     features: FeatureTargets
-    """{feature: value}; with mode="clamp" {feature: (low, high)}, either of which may be None."""
     mode: Literal["set", "add", "scale", "clamp"] = "set"
-    """The target of a feature a: "set": the value; "add": a + value; "scale": a * value; "clamp": a within the bounds."""
     site: Site | str | None = field(
         default=None, metadata={"description": "the site; null: the one that the SAE reads"}
     )
-    """None: the site that the SAE reads."""
     positions: Positions = "all"
     when: Gate | None = None
     missing: Missing = "error"

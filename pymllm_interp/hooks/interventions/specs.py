@@ -40,6 +40,20 @@ class Steer(Op):
 
     Activation addition (Turner et al. 2023, arXiv 2308.10248; Rimsky et al. 2023, arXiv 2312.06681).
 
+    Args:
+        site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
+        vector: Tensor [width] of any floating dtype, or a name in `lm.vectors`. [positions, width]: row i is added at the i-th of
+            `positions`, as written (Karvonen et al. 2025, arXiv 2512.15674). At `q`, `k`, `v` and `z` two dimensions are
+            [heads, head_dim], and three are [positions, heads, head_dim]. At a pattern of sites the first of two dimensions is
+            the layers, and three are [layers, positions, width].
+        scale: Factor of the vector, one number. A strength a position is multiplied into the rows of `vector`.
+        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        norm: "preserve" rescales the sum to the norm of the old state. "match" first rescales the vector to the state's norm,
+            ``state + scale * |state| * vector / |vector|``; the sum is not rescaled.
+        when: A `Gate` that decides row by row; None acts on every row.
+        heads: Attention heads, at `q`, `k`, `v` and `z`. Vectors then have len(heads) * head_dim values. None: whole states.
+        missing: "error" or "skip", for positions that a prompt does not have.
+
     Raises:
         ValueError: an unknown site, unknown positions, a vector that is not [width], or a number that is not finite. So is a zero
             vector with norm="match", or a ``scale * vector`` too long for norm="preserve".
@@ -47,15 +61,9 @@ class Steer(Op):
 
     site: Site | str
     vector: Source = field(repr=False, metadata={"by_position": True})
-    """[width], copied as float32 to the CPU. Or a name in `lm.vectors`. [positions, width]: row i is added at the i-th of
-    `positions`, as written (Karvonen et al. 2025, arXiv 2512.15674). At `q`, `k`, `v` and `z` two dimensions are
-    [heads, head_dim], and three are [positions, heads, head_dim]. At a pattern of sites the first of two dimensions is the
-    layers, and three are [layers, positions, width]."""
     scale: float = 1.0
     positions: Positions = "all"
     norm: Literal["none", "preserve", "match"] = "none"
-    """ "preserve": the sum is rescaled to the norm of the old state. "match": the vector is first rescaled to the state's norm,
-    ``state + scale * |state| * vector / |vector|``; the sum is not rescaled."""
     when: Gate | None = None
     heads: Heads = None
     missing: Missing = "error"
@@ -130,6 +138,14 @@ class Steer(Op):
 class Scale(Op):
     """Multiply the state: ``factor * state``. A factor of 0 sets it to zero.
 
+    Args:
+        site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
+        factor: Number that multiplies the state.
+        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        when: A `Gate` that decides row by row; None acts on every row.
+        heads: Attention heads, at `q`, `k`, `v` and `z`. Vectors then have len(heads) * head_dim values. None: whole states.
+        missing: "error" or "skip", for positions that a prompt does not have.
+
     Raises:
         ValueError: an unknown site, unknown positions, or a factor that is not finite.
     """
@@ -162,15 +178,22 @@ class Patch(Op):
 
     Activation patching (Meng et al. 2022, arXiv 2202.05262, as causal tracing).
 
+    Args:
+        site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
+        values: Tensor [positions, width], or a name in `lm.vectors`: row i replaces the state at the i-th of `positions`, as
+            written. [width]: the same at each position. At `q`, `k`, `v` and `z` also [positions, heads, head_dim], as captured.
+            At `state.i`: the recurrent state as one row, with ``positions=-1``; it is replaced behind the prompt.
+        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        when: A `Gate` that decides row by row; None acts on every row.
+        heads: Attention heads, at `q`, `k`, `v` and `z`. Vectors then have len(heads) * head_dim values. None: whole states.
+        missing: "error" or "skip", for positions that a prompt does not have.
+
     Raises:
         ValueError: an unknown site, unknown positions, or values that are not [positions, width] or [width], or not finite.
     """
 
     site: Site | str
     values: Source = field(repr=False, metadata={"dims": (1, 2)})
-    """[positions, width]: row i replaces the state at the i-th of `positions`, as written. [width]: the same at each position.
-    At `q`, `k`, `v` and `z` also [positions, heads, head_dim], as captured. Copied as float32 to the CPU. Or a name in
-    `lm.vectors`. At `state.i`: the recurrent state as one row, with ``positions=-1``; it is replaced behind the prompt."""
     positions: Positions = "all"
     when: Gate | None = None
     heads: Heads = None
