@@ -86,7 +86,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         generation_config: "auto": the model's generation_config.json sets `default_sampling_params`; "none": it does not; or a
             folder with another one.
         saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes only these top-k SAEs.
-        quantize: "fp8" rounds the weights of linear layers to FP8 at load, "fp8-w8a8" also the inputs of their products on CUDA
+        quantize: "fp8" rounds the weights of linear layers to FP8 at load. "fp8-w8a8" also rounds the inputs of their products
             (docs/quantized.md). None: weights as they are stored.
         backend: an engine that has its model already, in place of all arguments above but `rename`, `envoys` and
             `attn_implementation` (client/backend.py). `connect` makes one of a server.

@@ -12,8 +12,8 @@ from ...core.unsupported import ATTRIBUTES
 class ConfigView:
     """A read-only view of a transformers config.
 
-    Attributes are the config's. Where it has none of a name, TransformerLens' name of a size is answered: `n_layers`, `n_heads`,
-    `d_model`, `d_head`, `d_mlp`, `d_vocab`, `n_ctx`. `lm.hf_config` is the config itself.
+    Attributes are the config's. Sizes also have TransformerLens' names: `n_layers`, `n_heads`, `d_model`, `d_head`, `d_mlp`,
+    `d_vocab`, `n_ctx`. `lm.hf_config` is the config itself.
 
     Args:
         lm: has `hf_config`, and the sizes.

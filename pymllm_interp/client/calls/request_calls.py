@@ -47,7 +47,7 @@ class RequestCalls(BackedModel):
         text, token ids, or a list of messages. One set of parameters serves all prompts, or a list gives each its own; so with
         `interventions`, a list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`, and with `capture`, a list of sites and
         `Capture`s (the states are in the output's `activations`). `timeout` is in seconds. `progress` (vLLM's `use_tqdm`) shows a
-        bar of the prompts; by default in notebooks and on terminals, where the call takes above two seconds.
+        bar of the prompts. By default calls of above two seconds show one, in notebooks and on terminals.
 
         ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy unless asked otherwise, takes transformers' and
         vLLM's names for its parameters, and serves every step to the block. What that saves is on the CPU afterwards, or on

@@ -115,7 +115,7 @@ class BySite(Mapping[str, torch.Tensor], Shown):
 
 
 def _reason(given: str, name: str) -> str:
-    """What to ask for in place of a key that is not here, for its message; "" where that is only another site.
+    """Why a key is missing and what to capture, for its error message. "": it is a site that was not asked for.
 
     Args:
         name: canonical, where it is a site's.

@@ -42,8 +42,8 @@ class Steer(Op):
 
     Args:
         site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
-        vector: Tensor [width] of any floating dtype, or a name in `lm.vectors`. [positions, width]: row i is added at the i-th of
-            `positions`, as written (Karvonen et al. 2025, arXiv 2512.15674). At `q`, `k`, `v` and `z` two dimensions are
+        vector: Tensor [width] of any floating dtype, or a name in `lm.vectors`. Row i of [positions, width] is added at the i-th
+            of `positions`, as written (Karvonen et al. 2025, arXiv 2512.15674). At `q`, `k`, `v` and `z` two dimensions are
             [heads, head_dim], and three are [positions, heads, head_dim]. At a pattern of sites the first of two dimensions is
             the layers, and three are [layers, positions, width].
         scale: Factor of the vector, one number. A strength a position is multiplied into the rows of `vector`.
@@ -180,8 +180,8 @@ class Patch(Op):
 
     Args:
         site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
-        values: Tensor [positions, width], or a name in `lm.vectors`: row i replaces the state at the i-th of `positions`, as
-            written. [width]: the same at each position. At `q`, `k`, `v` and `z` also [positions, heads, head_dim], as captured.
+        values: Tensor [positions, width], or a name in `lm.vectors`. Row i replaces the state at the i-th of `positions`, as
+            written. A tensor [width] replaces the state at each position. At `q`, `k`, `v` and `z` also [positions, heads, head_dim], as captured.
             At `state.i`: the recurrent state as one row, with ``positions=-1``; it is replaced behind the prompt.
         positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
         when: A `Gate` that decides row by row; None acts on every row.
