@@ -181,7 +181,8 @@ class Patch(Op):
     Args:
         site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
         values: Tensor [positions, width], or a name in `lm.vectors`. Row i replaces the state at the i-th of `positions`, as
-            written. A tensor [width] replaces the state at each position. At `q`, `k`, `v` and `z` also [positions, heads, head_dim], as captured.
+            written. A tensor [width] replaces the state at each position. At `q`, `k`, `v` and `z` also
+            [positions, heads, head_dim], as captured.
             At `state.i`: the recurrent state as one row, with ``positions=-1``; it is replaced behind the prompt.
         positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
         when: A `Gate` that decides row by row; None acts on every row.
