@@ -32,7 +32,7 @@ class ConfigView:
             return getattr(config, name)
         except AttributeError:
             raise AttributeError(
-                f"{type(config).__name__} has no attribute {name!r}: print(lm.cfg) shows those that it has"
+                f"{type(config).__name__} has no attribute {name!r}: print(lm.cfg) shows its names"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
