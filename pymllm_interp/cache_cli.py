@@ -16,7 +16,7 @@ def run_cache(action: str, names: Sequence[str] = (), everything: bool = False) 
         everything: remove all.
 
     Raises:
-        ValueError: a name that is none, or nothing to clean was named.
+        ValueError: an unknown name, or nothing to clean was named.
         OSError: an entry cannot be removed.
     """
     folder = default_cache_dir()

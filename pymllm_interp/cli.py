@@ -148,7 +148,7 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
     serve.set_defaults(parser=serve)
     serve.add_argument(
         "--config", type=Path, dest="config_file", metavar="FILE",
-        help="YAML with long options as keys, and `model`; those of the command line win",
+        help="YAML with long options as keys, and `model`; the command line wins",
     )  # fmt: skip
     serve.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: %(default)s)")
     serve.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
@@ -417,7 +417,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _cache(args: argparse.Namespace) -> int:
-    from .cache_command import run_cache
+    from .cache_cli import run_cache
 
     return run_cache(args.action, args.names, args.all)
 

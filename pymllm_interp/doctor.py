@@ -18,8 +18,8 @@ from . import __version__
 from .config import ModelConfig
 from .models.registry import architecture_of, check_supported, described
 from .models.weights.source import find_demo_gguf, resolve_model
-from .utils.files.cache_folder import default_cache_dir
 from .utils.extras import install_command
+from .utils.files.cache_folder import default_cache_dir
 
 COMPILERS = {"g++": "compiles the CPU kernels; without it torch's are used", "gcc": "lets Triton compile on a GPU"}
 TOOLS = ("dev", "test")
@@ -89,7 +89,7 @@ def _package_rows() -> tuple[list[tuple[str, str]], bool]:
 
 
 def declared() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """What the installed package requires, and what its extras do, without those of `TOOLS`."""
+    """Requirements of the installed package, and of its extras; extras in `TOOLS` are left out."""
     try:
         own = distribution("pymllm-interp")
     except PackageNotFoundError:  # imported from a folder: nothing is declared

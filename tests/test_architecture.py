@@ -23,7 +23,7 @@ ORDER = (
     ("kernels",), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",),
     ("models",), ("runner",), ("harvest",), ("engine",), ("wire",), ("client",), ("vllm_engine",), ("plots",), ("toolkit",),
     ("lens",), ("ray",), ("lm",), ("server",), ("cluster",),
-    ("cli", "bench", "demo", "doctor", "evals", "nnterp"),
+    ("cli", "bench", "cache_cli", "demo", "doctor", "evals", "nnterp"),
 )  # fmt: skip
 """An import goes to an earlier place, or stays in its own."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -203,10 +203,10 @@ def test_no_two_classes_have_one_name():
 
 
 LINES = {
-    "attention": 1600, "bench": 3200, "client": 5500, "cluster": 1300, "core": 2850, "engine": 3550, "evals": 450,
-    "harvest": 2200, "hooks": 18550, "kernels": 3900, "layers": 3400, "lens": 1750, "mem_cache": 1000, "models": 8350,
-    "plots": 550, "runner": 5400, "sampling": 1100, "server": 8750, "speculative": 350, "toolkit": 1600, "top": 1600,
-    "utils": 700, "vllm_engine": 3800, "wire": 1450,
+    "attention": 1600, "bench": 3200, "client": 5900, "cluster": 1300, "core": 3000, "engine": 3600, "evals": 500,
+    "harvest": 2200, "hooks": 19000, "kernels": 3900, "layers": 3400, "lens": 1750, "mem_cache": 1000, "models": 8450,
+    "plots": 600, "runner": 5450, "sampling": 1100, "server": 9450, "speculative": 350, "toolkit": 1600, "top": 1700,
+    "utils": 1000, "vllm_engine": 3800, "wire": 1500,
 }  # fmt: skip
 """Most lines of each folder, to the next 50: what grows is seen here. See docs/decisions, 137."""
 

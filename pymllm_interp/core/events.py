@@ -22,7 +22,7 @@ class TokenEvent:
 
 
 class RequestTimes(NamedTuple):
-    """Seconds from the submission of a request to its admission to a step, to its first token, and to its end.
+    """Seconds from a request's submission to its admission to a step, its first token and its end.
 
     `queued` or `first_token` is None where the request ended before.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 JSON_OPTIONS = ("allowed-origins", "allowed-methods", "allowed-headers")
-"""Options whose value is a JSON list."""
+"""Options with a JSON list as value."""
 
 
 def arguments_of(file: Path, parser: argparse.ArgumentParser) -> list[str]:
@@ -64,7 +64,7 @@ def _written(name: str, value: Any, parser: argparse.ArgumentParser) -> Iterator
 
 
 def read_config(file: Path, parser: argparse.ArgumentParser) -> None:
-    """Make the options of a file the defaults of a command: those of the command line win. Repeatable ones are added to.
+    """Make the options of a file the defaults of a command: the command line wins. Repeatable ones are added to.
 
     Args:
         parser: of the command.

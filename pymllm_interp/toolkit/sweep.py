@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
+from ..client.notebook.progress import CallProgress
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.heads import Heads, channels_of, checked_heads, heads_in
@@ -17,7 +18,6 @@ from ..hooks.interventions.specs import Patch
 from ..hooks.positions import Positions, windows_of
 from ..hooks.site import Site, expand
 from ..utils.arguments import PromptError, shown
-from ..utils.progress import CallProgress
 from .metrics import Metric, RowMetric, metric_of
 from .sweep_result import PatchSweep
 from .wavefront import WaveCell, Wavefront

@@ -12,8 +12,8 @@ import torch
 from helpers_declared import prompt_of
 
 from pymllm_interp import LM, SamplingParams, Scale
-from pymllm_interp.utils import progress
-from pymllm_interp.utils.progress import CallProgress
+from pymllm_interp.client.notebook import progress
+from pymllm_interp.client.notebook.progress import CallProgress
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
 CALLS: dict[str, Callable[..., Any]] = {

@@ -13,10 +13,10 @@ from ...core.sampling_params import SamplingParams
 from ...hooks.interventions.knockout import Intervention
 from ...hooks.traces.syntax.caller_frames import opens_with
 from ...utils.arguments import PromptError
-from ...utils.progress import CallProgress
 from ..chat import is_conversation, render
 from ..completion import StreamPiece
 from ..handle import RequestHandle, results_of
+from ..notebook.progress import CallProgress
 from ..notebook.signatures import names_options, signature_of
 from ..prompts import as_prompts
 from ..request_options import RequestOptions, check_options

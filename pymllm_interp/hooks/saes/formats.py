@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...utils.arguments import shown
-from ...utils.files.checked_files import MAX_INFLATION, check_safetensors, check_zip, read_json
 from ...utils.device import DTYPES
+from ...utils.files.checked_files import MAX_INFLATION, check_safetensors, check_zip, read_json
 from ..vectors.files import checked_vector
 from .configurations import SAEFile, gemma_scope, gemma_scope_2, llama_scope, of_config
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from ...config import ModelConfig
@@ -124,9 +125,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
     """
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # of a field's type, for instance: no common class
+    except (AttributeError, ImportError, LookupError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{folder / 'config.json'}: transformers refuses the config: {error}") from error
 
 

@@ -49,7 +49,7 @@ class Replica:
 
     @classmethod
     def down(cls, name: str, draining: bool) -> Replica:
-        """A replica of the cluster whose process does not run."""
+        """A replica of the cluster without a running process."""
         return cls(name, "", "", "", "", draining)
 
     def differs_from(self, fingerprint: str) -> str:

@@ -136,7 +136,7 @@ class CallMetrics:
         self._left = set(range(len(prompt_tokens)))
 
     def tokens(self, request: int, count: int) -> None:
-        """Count new tokens of a request that goes on."""
+        """Count new tokens of a running request."""
         now = time.perf_counter()
         self._generated(count)
         self._seen[request] += count
