@@ -7,13 +7,11 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from ..server.engines.owned_folders import OwnedFolder
 from ..server.engines.roster import LinkKeys, Replica
 from ..server.front import greeting, roster_line
 from ..server.settings import ServeSettings
@@ -40,8 +38,10 @@ class FrontKeeper:
     """
 
     def __init__(self, cluster: str, settings: ServeSettings, keys: LinkKeys, store: str) -> None:
-        self._own_store = Path(tempfile.gettempdir()) / store if settings.store is None else None
-        self._settings = replace(settings, store=settings.store or self._own_store, shared_store=True)
+        self._owned = OwnedFolder(store) if settings.store is None else None
+        self._settings = replace(
+            settings, store=settings.store or (self._owned and self._owned.path), shared_store=True
+        )
         self._cluster, self._keys = cluster, keys
         self._url, self._failure, self._starts = "", "", 0
         self._process: asyncio.subprocess.Process | None = None
@@ -69,8 +69,8 @@ class FrontKeeper:
 
     async def remove_store(self) -> None:
         """Remove what the fronts of this machine kept; all of them have ended."""
-        if self._own_store is not None:
-            shutil.rmtree(self._own_store, ignore_errors=True)
+        if self._owned is not None:
+            self._owned.remove()
 
     async def _keep(self) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(NOT_INHERITED)}

@@ -93,8 +93,8 @@ class DrainingServer(uvicorn.Server):
         try:
             yield
         finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+            for number in numbers:  # the end is in order from here, too; a second signal does not cut it
+                loop.add_signal_handler(number, lambda: None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state, deadline = self._state, time.monotonic() + self._state.settings.drain_seconds
@@ -110,6 +110,10 @@ class DrainingServer(uvicorn.Server):
 
 
 async def _serve(settings: ServeSettings, bound: socket.socket, engine: MakeEngine) -> int:
+    loading = asyncio.current_task()
+    assert loading is not None
+    for number in (signal.SIGTERM, signal.SIGINT):  # until `DrainingServer` has its own
+        asyncio.get_running_loop().add_signal_handler(number, loading.cancel)
     state = ServerState(settings, engine)
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -125,6 +129,9 @@ async def _serve(settings: ServeSettings, bound: socket.socket, engine: MakeEngi
         tasks.append(asyncio.create_task(_exit_with_engine(state, server)))
         await server.serve(sockets=[bound])
         return 3 if state.exiting.is_set() else 0
+    except asyncio.CancelledError:
+        logger.info("ended by a signal before the model was loaded")
+        return 0
     finally:
         for task in tasks:
             task.cancel()

@@ -53,6 +53,8 @@ class ServeLimits:
     """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
     engine_message_seconds: float = 60.0
     """How long the engine process may take to answer a question of the server's; then it is ended (liveness.py)."""
+    engine_start_seconds: float = 300.0
+    """How long the engine process may give no sign of life while it starts and loads its model; then it is ended."""
     engine_step_seconds: float = 300.0
     """How long a step of the engine may take; then its process is ended."""
     replica_silence_seconds: float = 10.0

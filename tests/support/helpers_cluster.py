@@ -192,7 +192,9 @@ def children(pid: int) -> list[int]:
 
 
 def engine_of(keeper: int) -> int:
-    (found,) = [pid for pid in children(keeper) if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (found,) = [
+        pid for pid in children(keeper) if b"pymllm_interp.server.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     return found
 
 

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import zmq.asyncio
@@ -20,6 +17,7 @@ from ...core.closed import EngineClosedError
 from ...wire import messages as m
 from ..settings import ServeSettings
 from .call import Call, EngineDiedError
+from .owned_folders import OwnedFolder
 from .vector_orders import VectorOrder, VectorOrders
 
 
@@ -57,7 +55,8 @@ class EngineClient(ABC):
         self.settings = settings
         self.info: dict[str, Any] | None = None
         self.schemas: dict[str, Any] = {}
-        self.folder = Path(tempfile.mkdtemp(prefix="pymllm-interp-"))
+        self._owned = OwnedFolder()
+        self.folder = self._owned.path
         self.store = settings.store or self.folder / "store"
         self.tokenizer_folder = self.folder / "tokenizer"
         self.restarts = 0
@@ -80,7 +79,7 @@ class EngineClient(ABC):
     async def shutdown(self) -> None:
         """End, and remove the files."""
         self._context.destroy(linger=0)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._owned.remove()
 
     @property
     def ready(self) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from ..settings import ServeSettings
 from .call import Call, EngineDiedError
 from .engine_client import EngineClient, encoded
 from .liveness import Liveness
+from .start import StartingProcess
 from .vector_orders import VectorOrder, numbered
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ class LocalEngine(EngineClient):
         self.process: asyncio.subprocess.Process | None = None
         self._watchers: list[asyncio.Task[Any]] = []
         self._receiver: asyncio.Task[Any] | None = None
+        self._starting: StartingProcess | None = None
         self._sockets: list[zmq.asyncio.Socket] = []
         self._ends: dict[str, str] = {}
         self._closing = False
@@ -56,6 +56,8 @@ class LocalEngine(EngineClient):
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
+        if self._starting is not None:
+            self._starting.close()
         for socket in self._sockets:
             socket.close(linger=0)
         for end in self._ends.values():
@@ -78,15 +80,10 @@ class LocalEngine(EngineClient):
             "log_format": self.settings.log_format, "parent": os.getpid(),
             "shared_prefix_cache": self.settings.shared_prefix_cache,
             "chat_template": self.settings.chat_template, "vllm": self.settings.vllm, "adapters": self.adapters,
-            "restarts": self.restarts,
+            "restarts": self.restarts, "folder": str(self.folder),
         }  # fmt: skip
-        self.process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pymllm_interp.server.process.engine_process", stdin=asyncio.subprocess.PIPE
-        )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(settings).encode() + b"\n")
-        await process.stdin.drain()
-        process.stdin.close()
+        starting = self._starting = await StartingProcess.start(settings, self.settings.limits.engine_start_seconds)
+        self.process = process = starting.process
         ready = self._calls[0] = Call(0, 1 << 40)
         self._receiver = asyncio.create_task(self._receive(incoming))
         ended, answered = asyncio.create_task(process.wait()), asyncio.create_task(ready.next())
@@ -98,6 +95,7 @@ class LocalEngine(EngineClient):
             answered.cancel()
             raise EngineDiedError(f"the engine process ended with status {process.returncode} before it was ready")
         message = answered.result()
+        starting.is_ready()
         assert isinstance(message, m.Ready)
         for order in self._orders.all():
             self._send(order)
@@ -181,6 +179,8 @@ class LocalEngine(EngineClient):
         self._closing = True
         if self.process is not None and self.process.returncode is None:
             self._send(m.Stop(0))
+            if not self.ready:  # it reads messages once its model is loaded
+                self.process.kill()
             try:
                 await asyncio.wait_for(self.process.wait(), 10)
             except TimeoutError:

@@ -6,9 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +18,9 @@ from ..settings import ServeLimits, ServeSettings
 from .call import Call, EngineDiedError
 from .link import Link
 from .liveness import Liveness
+from .owned_folders import OwnedFolder
 from .roster import LinkKeys, Replica
+from .start import StartingProcess
 from .vector_orders import VectorOrder
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,9 @@ class ReplicaProcess:
         self._settings, self.name, self._host, self._without = settings, name, host, without
         self.process: asyncio.subprocess.Process | None = None
         self.info: dict[str, Any] | None = None
-        self._folder = tempfile.mkdtemp(prefix="pymllm-interp-")
+        self._owned = OwnedFolder()
+        self._folder = str(self._owned.path)
+        self._starting: StartingProcess | None = None
         self._context = zmq.asyncio.Context()
         self._link: Link | None = None
         self._watcher: asyncio.Task[Any] | None = None
@@ -89,7 +90,7 @@ class ReplicaProcess:
             "inline_bytes": INLINE_BYTES, "queued_bytes": own.limits.max_queued_bytes, "log_level": own.log_level,
             "log_format": own.log_format,
             "parent": os.getpid(), "shared_prefix_cache": own.shared_prefix_cache, "chat_template": own.chat_template,
-            "vllm": own.vllm, "adapters": own.adapters, "restarts": 0,
+            "vllm": own.vllm, "adapters": own.adapters, "restarts": 0, "folder": self._folder,
             "replica": {
                 "name": self.name, "host": self._host, "front_key": own.keys.public, "announce": writing,
                 "silence": own.limits.replica_silence_seconds,
@@ -97,16 +98,12 @@ class ReplicaProcess:
         }  # fmt: skip
         environment = {key: value for key, value in os.environ.items() if not key.startswith(self._without)}
         try:
-            self.process = process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pymllm_interp.server.process.engine_process", stdin=asyncio.subprocess.PIPE,
-                pass_fds=(writing,), env=environment,
-            )  # fmt: skip
+            starting = self._starting = await StartingProcess.start(
+                settings, own.limits.engine_start_seconds, pass_fds=(writing,), env=environment
+            )
+            self.process = process = starting.process
         finally:
             os.close(writing)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(settings).encode() + b"\n")
-        await process.stdin.drain()
-        process.stdin.close()
         with os.fdopen(reading) as file:
             line = await asyncio.to_thread(file.readline)
         if not line:
@@ -116,6 +113,7 @@ class ReplicaProcess:
         if "failure" in found:
             await process.wait()
             raise EngineError(Failure(**found["failure"]))
+        starting.is_ready()
         replica = Replica.of(found)
         self._link = Link(
             replica, own.keys, self, self._context, own.limits.replica_silence_seconds, own.limits.max_queued_bytes
@@ -169,7 +167,9 @@ class ReplicaProcess:
         if self.process is not None:
             await self.process.wait()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._starting is not None:
+            self._starting.close()
+        self._owned.remove()
 
     # -- what its link tells -----------------------------------------------------------------
 

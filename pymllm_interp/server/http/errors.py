@@ -57,6 +57,8 @@ def api_error(error: BaseException, refused: bool) -> ApiError:
         return ApiError(503, message, code="engine_unavailable", headers={"Retry-After": "5"})
     if refused and failure.is_a("ValueError", "TypeError", "KeyError"):
         return ApiError(400, message, code="refused")
+    if failure.is_a("NotImplementedError"):  # this engine does not serve it
+        return ApiError(501, message, code="not_implemented")
     if failure.is_a("ConstraintError"):  # over HTTP, constraints are the client's
         return ApiError(400, message, code="constraint_failed")
     if failure.is_a("OSError") and not failure.is_a("TimeoutError"):

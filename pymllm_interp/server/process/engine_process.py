@@ -1,7 +1,5 @@
 """The engine process: a served model behind a door. Started by `LocalEngine` or `ReplicaProcess`; ends with its parent.
 
-    python -m pymllm_interp.server.process.engine_process < settings.json
-
 Messages are data (messages.py). Code comes in one of them, `RunTrace`, whose sender the HTTP process has checked.
 """
 
@@ -9,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import re
-import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -42,6 +37,7 @@ from ...wire.schema import components
 from ...wire.specs import capture_of, intervention_of
 from ..engines.vector_orders import VectorOrder, VectorOrders
 from .doors import Door, ProcessDoor
+from .lifeline import Lifeline
 from .outbox import CallEvents, Outbox
 from .replica_door import ReplicaDoor
 from .served_model import ServedModel
@@ -328,7 +324,7 @@ def _load_adapters(served: ServedModel, adapters: dict[str, str], restarted: boo
             logger.exception("adapter %r is not loaded again", name)
 
 
-def serve(settings: dict[str, Any]) -> None:
+def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
     """Load the model, say that it is ready, and answer messages until told to stop, or the parent is gone."""
     door: Door = ProcessDoor(settings) if settings.get("replica") is None else ReplicaDoor(settings)
     outbox = Outbox(
@@ -360,6 +356,7 @@ def serve(settings: dict[str, Any]) -> None:
     server = EngineServer(served, outbox, settings["queued_bytes"], Path(settings["tokenizer"]))
     gc.collect()
     gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s
+    lifeline.ready = True
     outbox.put(m.Ready(0, info, components()))
     try:
         for message in door.messages(server):
@@ -372,14 +369,7 @@ def serve(settings: dict[str, Any]) -> None:
         gc.unfreeze()  # what is frozen is never freed, and nanobind's modules report that as leaks at the end
 
 
-def main() -> None:
-    """Read the settings from standard input, and serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends this process
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    settings = json.loads(sys.stdin.readline())
+def run(settings: dict[str, Any], lifeline: Lifeline) -> None:
+    """Serve with the settings that the parent sent."""
     log_to_stderr(settings["log_format"], settings["log_level"], settings.get("replica", {}).get("name", "engine"))
-    serve(settings)
-
-
-if __name__ == "__main__":
-    main()
+    serve(settings, lifeline)

@@ -148,6 +148,11 @@ class VllmBackend(FactoryBackend):
             "lm.forward(prompt) has the logits, or use LM(model), whose engine is our own"
         )
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        raise NotImplementedError(
+            f"adapter {name!r}: LoRA adapters are not served with vLLM as the engine; merge the adapter into the weights"
+        )
+
     def require_process(self, feature: str, instead: str = "") -> None:
         if feature == "lm.harvest":  # its passes are requests
             return

@@ -1,0 +1,69 @@
+"""Starts engine processes, and ends those that show no sign of life while they start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+from typing import Any
+
+logger = logging.getLogger("pymllm_interp.server")
+
+
+class StartingProcess:
+    """An engine process, and this process's end of the socket that ties the two.
+
+    The engine process sends bytes until it is ready, from before its imports on. It ends when the socket closes.
+    """
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter, watcher: asyncio.Task[None]
+    ) -> None:
+        self.process, self._writer, self._watcher = process, writer, watcher
+
+    @classmethod
+    async def start(cls, settings: dict[str, Any], seconds: float, **options: Any) -> StartingProcess:
+        """Start the process.
+
+        Args:
+            settings: Settings of the engine process, as JSON.
+            seconds: Time without a byte after which the process is killed (`engine_start_seconds`).
+            options: Arguments of `asyncio.create_subprocess_exec`.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pymllm_interp.server.process", stdin=theirs, **options
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        writer.write(json.dumps(settings).encode() + b"\n")
+        return cls(process, writer, asyncio.create_task(_watch(process, reader, seconds)))
+
+    def is_ready(self) -> None:
+        """The process is ready: `Liveness` watches it from now on."""
+        self._watcher.cancel()
+
+    def close(self) -> None:
+        """Let the process go; where it runs, it ends."""
+        self._watcher.cancel()
+        self._writer.close()
+
+
+async def _watch(process: asyncio.subprocess.Process, reader: asyncio.StreamReader, seconds: float) -> None:
+    """Kill a process that sends nothing for too long."""
+    try:
+        while await asyncio.wait_for(reader.read(1 << 16), seconds):
+            pass
+    except ConnectionError:
+        return
+    except TimeoutError:
+        text = "the engine process gave no sign of life for %g s while it started, and is ended (engine_start_seconds)"
+        logger.error(text, seconds, extra={"event": "engine_stuck"})
+        process.kill()

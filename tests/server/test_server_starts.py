@@ -1,0 +1,118 @@
+"""Starts that hang or are ended: no engine process and no folder of theirs is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers_server import serving
+
+from pymllm_interp.server.engines.owned_folders import OwnedFolder
+
+SECONDS = 120
+
+
+def wait_for(condition: Callable[[], object]) -> object:
+    deadline = time.monotonic() + SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@contextmanager
+def starting(model: Path, temporary: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A server that starts, with a folder of its own for temporary files."""
+    command = [sys.executable, "-m", "pymllm_interp.cli", "serve", str(model), "--port", "0", *options]
+    environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def engine_of(process: subprocess.Popen[str], phase: str) -> int:
+    """The engine process, once it is so far."""
+    (pid,) = wait_for(lambda: children_of(process.pid))
+    if phase == "import":
+        wait_for(lambda: "libtorch" in Path(f"/proc/{pid}/maps").read_text())
+    if phase == "ready":
+        assert process.stdout is not None
+        process.stdout.readline()
+    return pid
+
+
+@pytest.mark.parametrize("phase", ["first line", pytest.param("import", marks=pytest.mark.slow)])
+def test_sigterm_while_the_model_loads_leaves_no_process_and_no_folder(served_folder, tmp_path, phase):
+    with starting(served_folder, tmp_path) as process:
+        pid = engine_of(process, phase)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+        assert is_gone(pid)
+        assert not list(tmp_path.glob("pymllm-interp-*"))
+
+
+@pytest.mark.parametrize(
+    "phase", ["first line", pytest.param("import", marks=pytest.mark.slow), pytest.param("ready", marks=pytest.mark.slow)]
+)
+def test_an_engine_whose_parent_is_killed_ends_and_removes_its_folder(served_folder, tmp_path, phase):
+    """Also an engine that is stopped: the end of its parent lets it go on."""
+    with starting(served_folder, tmp_path) as process:
+        pid = engine_of(process, phase)
+        if phase == "import":
+            os.kill(pid, signal.SIGSTOP)
+        process.kill()
+        wait_for(lambda: is_gone(pid))
+        wait_for(lambda: not list(tmp_path.glob("pymllm-interp-server-*")) or phase == "first line")
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_while_it_starts_again_is_ended(served_folder, tmp_path):
+    with serving(served_folder, "--engine-start-seconds", "5", folder=tmp_path) as server:
+        first = server.engine_pid()
+        os.kill(first, signal.SIGKILL)
+        second = wait_for(lambda: [pid for pid in children_of(server.process.pid) if pid != first])[0]
+        time.sleep(0.5)
+        os.kill(second, signal.SIGSTOP)
+        wait_for(lambda: is_gone(second))
+        wait_for(lambda: httpx.get(f"{server.url}/health", timeout=SECONDS).status_code == 200)
+        assert [line for line in server.log if "engine_start_seconds" in line]
+
+
+def test_folders_of_dead_owners_are_removed_and_others_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import os; from pymllm_interp.server.engines.owned_folders import OwnedFolder as F; print(F().path, F('pymllm-interp-store-1').path, flush=True); os.kill(os.getpid(), 9)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    dead = [Path(path) for path in found.stdout.split()]
+    foreign, lived = tmp_path / "pymllm-interp-server-notes.txt", OwnedFolder()
+    foreign.write_text("a file")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "pymllm-interp-server-link").symlink_to(outside)
+    new = OwnedFolder()
+    assert len(dead) == 2 and not any(path.exists() for path in dead)
+    assert lived.path.exists() and new.path.exists() and foreign.exists() and outside.exists()
+    lived.remove()
+    assert not lived.path.exists()
+    new.remove()
