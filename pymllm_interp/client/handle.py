@@ -146,6 +146,7 @@ class RequestHandle:
 
         Raises:
             TimeoutError: after `timeout` seconds; the request keeps running.
+            KeyboardInterrupt: Ctrl-C, which cancels the request.
             RuntimeError: called on an engine's thread, which must not wait.
         """
         self._refuse_engine_thread()
@@ -153,6 +154,9 @@ class RequestHandle:
             self._ended.result(timeout)
         except TimeoutError:
             raise TimeoutError(f"request {self.requests[0].request_id} is still running after {timeout} s") from None
+        except (KeyboardInterrupt, SystemExit):  # a signal's: nobody waits any more
+            self.cancel()
+            raise
 
     def result(self, timeout: float | None = None, name: str | None = None) -> RequestOutput:
         """Wait for the output.

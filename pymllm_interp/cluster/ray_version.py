@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from importlib import import_module
@@ -55,8 +56,11 @@ def connect_to_ray(address: str) -> tuple[Any, bool]:
         if found := re.fullmatch(r"([^:/]+):(\d+)", address):  # Ray itself would wait for minutes
             socket.create_connection((found[1], int(found[2])), CONNECT_SECONDS).close()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+        token = (
+            "" if "RAY_AUTH_MODE" in os.environ else ", and RAY_AUTH_MODE=token is needed for one that asks for a token"
+        )
         raise ConnectionError(
-            f"no Ray cluster answers at {address!r} ({error}); `ray start --head` starts one of this machine"
+            f"no Ray cluster answers at {address!r} ({error}); `ray start --head` starts one of this machine{token}"
         ) from error
     return ray, True

@@ -43,7 +43,12 @@ def is_gone(pid: int) -> bool:
 def starting(model: Path, temporary: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A server that starts, with a folder of its own for temporary files."""
     command = [sys.executable, "-m", "pymllm_interp.cli", "serve", str(model), "--port", "0", *options]
-    environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(temporary),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -73,7 +78,8 @@ def test_sigterm_while_the_model_loads_leaves_no_process_and_no_folder(served_fo
 
 
 @pytest.mark.parametrize(
-    "phase", ["first line", pytest.param("import", marks=pytest.mark.slow), pytest.param("ready", marks=pytest.mark.slow)]
+    "phase",
+    ["first line", pytest.param("import", marks=pytest.mark.slow), pytest.param("ready", marks=pytest.mark.slow)],
 )
 def test_an_engine_whose_parent_is_killed_ends_and_removes_its_folder(served_folder, tmp_path, phase):
     """Also an engine that is stopped: the end of its parent lets it go on."""
@@ -103,7 +109,9 @@ def test_folders_of_dead_owners_are_removed_and_others_stay(tmp_path, monkeypatc
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = "import os; from pymllm_interp.server.engines.owned_folders import OwnedFolder as F; print(F().path, F('pymllm-interp-store-1').path, flush=True); os.kill(os.getpid(), 9)"
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
     dead = [Path(path) for path in found.stdout.split()]
     foreign, lived = tmp_path / "pymllm-interp-server-notes.txt", OwnedFolder()
     foreign.write_text("a file")

@@ -21,8 +21,10 @@ from pymllm_interp.core.step import RequestHooks
 from pymllm_interp.hooks.declarations import BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.models.weights.source import ModelSource
+from pymllm_interp.server.http.errors import api_error
 from pymllm_interp.vllm_engine import payloads, versions
 from pymllm_interp.vllm_engine.client.arguments import engine_arguments
+from pymllm_interp.vllm_engine.client.backend import VllmBackend
 from pymllm_interp.vllm_engine.client.sampling import salt_of
 from pymllm_interp.vllm_engine.client.uplink import Uplink
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
@@ -420,3 +422,11 @@ def test_quantised_weights_are_vllms_to_read(model_folder: Any, tmp_path: Path) 
     with pytest.raises(ValueError, match="is quantised"):
         resolve_model(ModelConfig(model=str(folder)))
     assert resolve_model(ModelConfig(model=str(folder)), quantised=True).folder == folder
+
+
+def test_a_route_that_vllm_does_not_serve_is_a_refusal_with_the_reason() -> None:
+    backend = VllmBackend.__new__(VllmBackend)
+    with pytest.raises(NotImplementedError, match="LoRA adapters are not served with vLLM as the engine") as caught:
+        backend.load_adapter("x", "/folder")
+    found = api_error(caught.value, refused=True)
+    assert found.status == 501 and "merge the adapter into the weights" in found.message

@@ -150,6 +150,9 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
             self._serve(code)
         finally:
             invokes, self._invocations = len(self._invocations), []
+            served, self.served = self.served, []
+            for trace in served:  # an error, or Ctrl-C, left them: their blocks hold the caller's model
+                trace.release_blocks()
             clear_shared_locals()
             lower_threshold(invokes * OBJECTS)
 
