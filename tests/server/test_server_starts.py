@@ -107,7 +107,8 @@ def test_an_engine_that_is_stopped_while_it_starts_again_is_ended(served_folder,
 
 def test_folders_of_dead_owners_are_removed_and_others_stay(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = "import os; from pymllm_interp.server.engines.owned_folders import OwnedFolder as F; print(F().path, F('pymllm-interp-store-1').path, flush=True); os.kill(os.getpid(), 9)"
+    code = "import os; from pymllm_interp.server.engines.owned_folders import OwnedFolder as F"
+    code += "; print(F().path, F('pymllm-interp-store-1').path, flush=True); os.kill(os.getpid(), 9)"
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run(
         [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=False

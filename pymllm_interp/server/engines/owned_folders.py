@@ -1,4 +1,4 @@
-"""Temporary folders of servers, each locked by its owner, so that those of dead owners are found and removed."""
+"""Temporary folders of servers, each locked by its owner; folders of dead owners are removed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OwnedFolder:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders whose owner has ended."""
+    """Remove this user's folders without a live owner."""
     for prefix in (SERVER_PREFIX, STORE_PREFIX):
         for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
             with contextlib.suppress(OSError):  # another user's, no folder, or its owner lives

@@ -57,7 +57,7 @@ class StartingProcess:
 
 
 async def _watch(process: asyncio.subprocess.Process, reader: asyncio.StreamReader, seconds: float) -> None:
-    """Kill a process that sends nothing for too long."""
+    """Kill a process that sends nothing for `seconds`."""
     try:
         while await asyncio.wait_for(reader.read(1 << 16), seconds):
             pass

@@ -14,7 +14,7 @@ import threading
 import time
 
 BEAT_SECONDS = 0.5
-"""How often the parent is told that the start goes on."""
+"""How often the parent is told that the start makes progress."""
 ORDERLY_SECONDS = 10.0
 """How long a process that serves may take to end after its parent."""
 PR_SET_PDEATHSIG = 1
@@ -27,7 +27,7 @@ class Lifeline:
     """
 
     def __init__(self) -> None:
-        if sys.platform == "linux":  # a stopped process goes on when its parent ends, and ends itself
+        if sys.platform == "linux":  # a stopped process continues when its parent ends, and ends itself
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
         self._socket = socket.socket(fileno=os.dup(0))
         nothing = os.open(os.devnull, os.O_RDONLY)
