@@ -35,7 +35,7 @@ class StartingProcess:
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pymllm_interp.server.process", stdin=theirs, **options
+                sys.executable, "-m", "pymllm_interp.server.process", stdin=theirs.fileno(), **options
             )
         except BaseException:
             ours.close()
