@@ -54,7 +54,7 @@ class ServeLimits:
     engine_message_seconds: float = 60.0
     """How long the engine process may take to answer a question of the server's; then it is ended (liveness.py)."""
     engine_start_seconds: float = 300.0
-    """How long the engine process may give no sign of life while it starts and loads its model; then it is ended."""
+    """Seconds without a sign of life from a starting engine process, after which it is ended."""
     engine_step_seconds: float = 300.0
     """How long a step of the engine may take; then its process is ended."""
     replica_silence_seconds: float = 10.0
