@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.limits import EngineLimits
-from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..utils.arguments import PromptError
 
 if TYPE_CHECKING:  # torch, which servers' HTTP processes do without
+    from ..core.request import Request
     from ..hooks.captures.spec import Capture
     from ..hooks.interventions.knockout import Intervention
 

@@ -16,7 +16,7 @@ LORA = (
     "over HTTP serve --lora-modules NAME=FOLDER"
 )
 LORA_OF_REQUESTS = (
-    "here it is lora=name, of an adapter that lm.load_adapter(name, folder) loaded; over HTTP its name is the model"
+    "a call takes lora=name, of an adapter that lm.load_adapter(name, folder) loaded; over HTTP its name is the model"
 )
 PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' and quantize='fp8' take less of it"
 DATA_PARALLEL = (

@@ -797,7 +797,7 @@ def test_backends_that_cannot_serve_are_refused(make: Callable[[], object], erro
 
 def test_flashinfer_that_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # what an import of a missing package finds
-    with pytest.raises(ImportError, match=r"pip install 'pymllm-interp\[cuda\]'"):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[cuda\]"'):
         create_attention_backend("flashinfer", "cuda", torch.bfloat16)
 
 

@@ -250,7 +250,7 @@ def test_requests_under_load_generate_what_they_generate_alone(lm_of: Callable[.
 
 
 def test_traced_requests_run_beside_the_others_and_have_no_latencies(lm_of: Callable[..., LM]) -> None:
-    lm = lm_of("llama")
+    lm = lm_of("llama", lower_traces="off")
     workload = tiny(lm)
     traced = {1: 0, 4: 2, 5: 1}
     streams, result = run(OurEngine(lm, traced=traced), workload)

@@ -51,7 +51,7 @@ def test_a_method_of_a_cache_names_its_extra(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "transformer_lens", None)
     lm = LM.__new__(LM)
     cache = ActivationCache(1, {Site.parse("resid_post.0"): torch.zeros(1, 2, 3)}, lm)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "pymllm-interp\[lens\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install -e "\.\[lens\]"'):
         cache.accumulated_resid()
 
 
@@ -64,7 +64,7 @@ def test_a_missing_library_is_named_with_its_extra(package: str, monkeypatch: py
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"{module}.driver", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=rf'pip install "pymllm-interp\[{extra}\]"'):
+    with pytest.raises(ModuleNotFoundError, match=rf'pip install -e "\.\[{extra}\]"'):
         getattr(importlib.import_module(module), name)
 
 
@@ -72,7 +72,7 @@ def test_plots_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from pymllm_interp import plots
 
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "pymllm-interp\[plot\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install -e "\.\[plot\]"'):
         plots.attribution_bars([1.0], ["a"])
 
 

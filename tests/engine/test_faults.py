@@ -106,7 +106,7 @@ def test_without_flashinfer_attention_runs_on_torch_and_the_extra_is_named(monke
         assert isinstance(lm.runner.attn_backend, TorchAttnBackend)
         assert 'pip install -e ".[cuda]"' in caplog.text
         assert len(lm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
-    with pytest.raises(ImportError, match=r"pip install 'pymllm-interp\[cuda\]'.*attention_backend='torch'"):
+    with pytest.raises(ImportError, match=r"""pip install -e .\.\[cuda\].*attention_backend='torch'"""):
         dummy(config, "cuda", attention_backend="flashinfer")
 
 

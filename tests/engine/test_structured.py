@@ -239,7 +239,7 @@ def test_a_missing_xgrammar_is_named(folder, monkeypatch):
 
     with LM(str(folder), device="cpu") as lm:
         monkeypatch.setitem(sys.modules, "xgrammar", None)
-        with pytest.raises(PromptError, match=r'pip install "pymllm-interp\[structured\]"'):
+        with pytest.raises(PromptError, match=r'pip install -e "\.\[structured\]"'):
             text(lm, FORMS[0])
 
 

@@ -343,7 +343,7 @@ def test_a_missing_or_untested_vllm_is_named_with_extra_and_range(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(versions, "_found", lambda: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pymllm-interp\[vllm\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"-e .\.\[vllm\]"):
         versions.installed_version()
     for other in ("0.25.9", "0.33.0", "1.0"):
         monkeypatch.setattr(versions, "_found", lambda other=other: other)
