@@ -205,7 +205,7 @@ def test_no_two_classes_have_one_name():
 LINES = {
     "attention": 1600, "bench": 3200, "client": 5900, "cluster": 1300, "core": 3000, "engine": 3600, "evals": 500,
     "harvest": 2200, "hooks": 19000, "kernels": 3900, "layers": 3400, "lens": 1750, "mem_cache": 1000, "models": 8450,
-    "plots": 600, "runner": 5450, "sampling": 1100, "server": 9450, "speculative": 350, "toolkit": 1600, "top": 1700,
+    "plots": 600, "runner": 5450, "sampling": 1100, "server": 9700, "speculative": 350, "toolkit": 1600, "top": 1700,
     "utils": 1000, "vllm_engine": 3800, "wire": 1500,
 }  # fmt: skip
 """Most lines of each folder, to the next 50: what grows is seen here. See docs/decisions, 137."""

@@ -98,7 +98,7 @@ def test_v22_options_of_lora_are_not_called_unsupported(name: str) -> None:
 @pytest.mark.parametrize("name", ["lora_request", "lora_name", "adapter"])
 def test_v22_a_request_for_an_adapter_names_the_keyword(name: str, lm_of: Any) -> None:
     """V22."""
-    with pytest.raises(TypeError, match=rf"has no argument '{name}': here it is lora=name.*lm\.load_adapter"):
+    with pytest.raises(TypeError, match=rf"has no argument '{name}': a call takes lora=name.*lm\.load_adapter"):
         lm_of("llama").generate([1, 2], **{name: "style"})
 
 

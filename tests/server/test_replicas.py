@@ -305,13 +305,15 @@ def test_streams_of_a_replica_that_is_gone_end_with_an_error_that_names_it_and_o
         replicas.signal("r1", signal.SIGKILL)
     else:
         gone = replicas.live.pop("r1")
+        replicas.stopped.add("r1")
         replicas.tell()
     replicas.wait_for(lambda: all(one["last"] == "data: [DONE]" for one in found))
     if not killed:
         replicas.live["r1"] = gone
+        replicas.stopped.clear()
         replicas.tell()
     errors = [one["error"] for one in found if one["error"]]
-    assert all("replica r1 ended" in error and (killed or "it was stopped" in error) for error in errors)
+    assert all("replica r1 ended" in error and (killed or "it was stopped" in error) for error in errors), errors
     assert len(errors) < 8 and all(one["events"] > 200 for one in found if not one["error"])
     replicas.wait_until_up(front)
     front.wait_until_idle()

@@ -123,7 +123,8 @@ def test_all_series_have_a_name_a_help_a_type_and_the_model(server: Server):
 @pytest.mark.parametrize(("free", "used"), [(100, 0.0), (25, 0.75), (0, 1.0)])
 def test_the_used_part_of_the_kv_cache(free: int, used: float):
     stats = dict.fromkeys(
-        ("running", "waiting", "swapped", "traces", "steps", "overlapped_steps", "preempted", "moved_to_host", "block_seconds", "flat_logits"), 0
+        ("running", "waiting", "swapped", "traces", "steps", "overlapped_steps", "preempted", "moved_to_host", "block_seconds",
+         "flat_logits"), 0
     )  # fmt: skip
     stats |= {"kv_tokens": 100, "free_kv_tokens": free, "execution": {}}
     found = series_of(Metrics("m").text({"": stats}, {}, {}))

@@ -50,6 +50,7 @@ class Replicas:
         self.processes: dict[str, ReplicaProcess] = {}
         self.live: dict[str, Replica] = {}
         self.draining: set[str] = set()
+        self.stopped: set[str] = set()
         self.starts: dict[str, int] = {}
         self.fronts: list[Server] = []
         self._tasks: dict[str, Any] = {}
@@ -93,7 +94,7 @@ class Replicas:
 
     def tell(self) -> None:
         """Tell all fronts which replicas there are."""
-        found = {name: Replica.down(name, False) for name in self._tasks} | self.live
+        found = {name: Replica.down(name, False) for name in self._tasks if name not in self.stopped} | self.live
         line = roster_line([replace(one, draining=name in self.draining) for name, one in found.items()])
         for front in self.fronts:
             if front.process.poll() is None:
