@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 import torch
 from helpers_adapters import change_config, write_adapter
-from helpers_gguf import announcing
+from helpers_gguf import announcing, overlapping
 from safetensors.torch import save_file
 
 from pymllm_interp import LM, SAE, JacobianLens, SamplingParams, TunedLens
+from pymllm_interp.hooks.saes.formats import read_tensors
 from pymllm_interp.hooks.vectors.files import load_layer_vectors, origin_of, save_layer_vectors
 from pymllm_interp.models.adapters.peft_config import AdapterError
 from pymllm_interp.utils.files.checked_files import check_gguf
@@ -241,6 +242,44 @@ def test_a_vector_file_of_a_million_small_things_is_refused(tmp_path) -> None:
         load_layer_vectors(path)
 
 
+def test_tensors_of_a_vector_file_that_share_bytes_are_refused(tmp_path) -> None:
+    path = tmp_path / "v.gguf"
+    path.write_bytes(overlapping(1000, 1 << 20))  # 6 MiB of memory for each, from a file of 1.1 MB
+    with limits(), pytest.raises(ValueError, match="share bytes"):
+        load_layer_vectors(path)
+    path.write_bytes(overlapping(1, 64))
+    assert set(load_layer_vectors(path)) == {1}
+
+
+def test_torch_files_whose_tensors_repeat_bytes_are_refused(tmp_path) -> None:
+    row = torch.zeros(100_000)
+    repeated: list[Any] = [row]
+    for _ in range(6):
+        repeated = [repeated] * 10
+    for content in (
+        torch.zeros(1).expand(2**31),
+        dict.fromkeys(range(2000), row),
+        {"v": [row] * 2000},
+        {"v": repeated},
+    ):
+        torch.save(content, tmp_path / "v.pt")
+        with limits(), pytest.raises(ValueError, match="times its own size"):
+            load_layer_vectors(tmp_path / "v.pt")
+        with limits(), pytest.raises(ValueError, match="times its own size"):
+            read_tensors(tmp_path / "v.pt")
+    whole = torch.arange(200_000.0)
+    torch.save({1: whole[:100_000], 2: whole[100_000:]}, tmp_path / "v.pt")  # parts of one storage, each byte once
+    assert torch.equal(load_layer_vectors(tmp_path / "v.pt")[2], whole[100_000:])
+
+
+def test_a_whole_number_beyond_float64_is_refused(tmp_path) -> None:
+    write_sae_lens(tmp_path)
+    config = json.loads((tmp_path / "cfg.json").read_text())
+    (tmp_path / "cfg.json").write_text(json.dumps(config | {"norm_scaling_factor": 10**400}))
+    with pytest.raises(ValueError, match=r"cfg\.json is not JSON \(a whole number of 401 digits\)"):
+        SAE.load(tmp_path)
+
+
 def test_archives_that_grow_beyond_their_size_are_refused(tmp_path) -> None:
     np.savez_compressed(tmp_path / "params.npz", W_enc=np.zeros((1000, 40_000), np.float32))
     with limits(), pytest.raises(ValueError, match="times its own size"):
@@ -251,7 +290,7 @@ def test_archives_that_grow_beyond_their_size_are_refused(tmp_path) -> None:
     ("fields", "message"),
     [
         ({"lora_alpha": 1e308}, r"the alpha of lora_alpha is 1e\+308"),
-        ({"lora_alpha": 10**400}, "the alpha of lora_alpha"),
+        ({"lora_alpha": 10**400}, "a whole number of 401 digits"),
         ({"lora_alpha": 1e29}, "no finite numbers in torch.float16"),
         ({"layers_to_transform": [[1]]}, "layers_to_transform is .*: expected a whole number"),
         ({"target_modules": {"q_proj": 1}}, "target_modules is .*: expected a pattern"),

@@ -20,7 +20,7 @@ import pytest
 import torch
 import uvicorn
 from fastapi import FastAPI
-from helpers_gguf import announcing
+from helpers_gguf import announcing, overlapping
 from helpers_server import GREEDY, KEYS, Server, serving, text_of
 from safetensors.torch import save
 
@@ -353,6 +353,7 @@ def test_vectors_that_are_junk_are_refused(server: Server):
         assert client.put("/v1/interp/vectors/junk", content=b"GGUF" + good).status_code == 400
         endless = announcing(2**63)
         assert client.put("/v1/interp/vectors/junk", content=endless, timeout=60).status_code == 400
+        assert client.put("/v1/interp/vectors/junk", content=overlapping(1000, 1 << 20), timeout=60).status_code == 400
         assert client.put("/v1/interp/vectors/junk", content=good).status_code == 200  # orders after it are served
         client.delete("/v1/interp/vectors/junk")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...utils.arguments import shown
 from ...utils.device import DTYPES
-from ...utils.files.checked_files import MAX_INFLATION, check_safetensors, check_zip, read_json
-from ..vectors.files import checked_vector
+from ...utils.files.checked_files import check_safetensors, check_zip, read_json
+from ..vectors.files import checked_vector, load_torch
 from .configurations import SAEFile, gemma_scope, gemma_scope_2, llama_scope, of_config
 
 Tensors = dict[str, Any]
@@ -148,12 +148,12 @@ def read_tensors(path: Path) -> Tensors:
         if path.suffix == ".safetensors":
             check_safetensors(path)
             return dict(load_file(path))
-        check_zip(path, MAX_INFLATION if path.suffix == ".npz" else 2)  # torch writes archives without compression
         if path.suffix == ".npz":
+            check_zip(path)
             with np.load(path, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         if path.suffix in (".pt", ".pth"):
-            return dict(torch.load(path, map_location="cpu", weights_only=True))
+            return dict(load_torch(path))
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file, or it is damaged ({error})") from error
     except Exception as error:  # a damaged pickle can raise anything

@@ -27,6 +27,8 @@ GGUF_FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of the tensors of control vectors. Quantised ones would take twenty times the file's size in memory."""
 ORIGIN = ("model_hint", "model_fingerprint")
 """Names of what files record of the model."""
+TORCH_INFLATION = 2
+"""Largest ratio of tensors to their .pt file, which torch does not compress. Two names may share a tensor, as tied weights do."""
 _LAYER_NAME = re.compile(r"(?:layer|direction)\.(\d+)")
 
 
@@ -220,14 +222,35 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> dict[str, Any]:
-    check_zip(path, 2)  # torch writes archives without compression
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_torch(path)
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{path} does not hold tensors alone, or it is damaged ({error})") from error
     if not isinstance(content, dict):
         return {"vector": content}
     return {f"layer.{name}" if isinstance(name, int) else str(name): tensor for name, tensor in content.items()}
+
+
+def load_torch(path: Path) -> Any:
+    """The content of a .pt or .pth file, on the CPU. Pickles are not run.
+
+    Raises:
+        Exception: whatever a damaged pickle makes torch raise.
+        ValueError: tensors and items of more than twice the file's bytes. A tensor may repeat its bytes, or many may share them.
+    """
+    check_zip(path, TORCH_INFLATION)
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    left, waiting = TORCH_INFLATION * path.stat().st_size, [content]
+    while waiting:
+        item = waiting.pop()
+        left -= item.numel() * item.element_size() if isinstance(item, Tensor) else 1
+        if left < 0:
+            raise ValueError(f"{path} holds tensors of more than {TORCH_INFLATION} times its own size; save clones")
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple | set):
+            waiting.extend(item)
+    return content
 
 
 def _read_gguf(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not JSON, no object, nested too deeply, or more than `MAX_JSON_BYTES`.
+        ValueError: not JSON, no object, nested too deeply, a whole number beyond float64, or more than `MAX_JSON_BYTES`.
     """
     with path.open("rb") as file:
         text = file.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"{path} has more than {MAX_JSON_BYTES} bytes, the most for a configuration")
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a JSON {type(found).__name__}: expected an object")
     return found
+
+
+def _whole_number(digits: str) -> int:
+    if not math.isfinite(float(digits)):  # of digits, float gives inf
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)
 
 
 def check_safetensors(path: Path) -> None:
@@ -129,20 +136,23 @@ class _GGUFHeader:
                 if not self._alignment or self._alignment & (self._alignment - 1):
                     raise ValueError(f"the alignment {self._alignment} is no power of two")
             self._value(kind, 0)
-        ends = [self._tensor(GGML_QUANT_SIZES, GGMLQuantizationType) for _ in range(tensors)]
+        spans = sorted(self._tensor(GGML_QUANT_SIZES, GGMLQuantizationType) for _ in range(tensors))
         start = -(-self._at // self._alignment) * self._alignment
-        if any(start + end > len(self._data) for end in ends):
+        if any(start + end > len(self._data) for _, end in spans):
             raise ValueError("a tensor ends behind the file")
+        if any(end > following for (_, end), (following, _) in pairwise(spans)):
+            raise ValueError("tensors share bytes")  # each would take memory of its own
 
-    def _tensor(self, sizes: Any, types: Any) -> int:
-        """The end of a tensor's data, from the start of all data."""
+    def _tensor(self, sizes: Any, types: Any) -> tuple[int, int]:
+        """The start and the end of a tensor's data, from the start of all data."""
         self._string()
         dims = self._number("I")
         if dims > MAX_DIMS:
             raise ValueError(f"a tensor has {dims} dimensions; at most {MAX_DIMS}")
         shape = struct.unpack(f"<{dims}Q", self._take(8 * dims))
         block, size = sizes[types(self._number("I"))]
-        return self._number("Q") + -(-math.prod(shape) // block) * size
+        start = self._number("Q")
+        return start, start + -(-math.prod(shape) // block) * size
 
     def _value(self, kind: int, depth: int) -> None:
         if kind == _STRING:
