@@ -149,3 +149,12 @@ def test_the_chart_of_speed_is_that_of_the_records() -> None:
     batches, groups = chart["read_groups"](ROOT / "benchmarks")
     slower = [group._replace(ours=[2 * ms for ms in group.ours]) for group in groups]
     assert chart["draw"](batches, slower) != drawn
+
+
+def test_each_environment_variable_of_ours_is_on_one_page() -> None:
+    """docs/serving.md; and the names that the code reads of others."""
+    page = (ROOT / "docs" / "serving.md").read_text().partition("## Environment variables")[2]
+    code = "".join(path.read_text() for path in (ROOT / "pymllm_interp").rglob("*.py"))
+    ours = set(re.findall(r"\"(PYMLLM_INTERP_[A-Z_]+)\"", code))
+    others = set(re.findall(r"environ(?:\.get)?[\[(]\"([A-Z][A-Z_]+)\"", code))
+    assert len(ours) > 5 and not {name for name in ours | others if f"`{name}`" not in page}
