@@ -34,7 +34,7 @@ PROMPT = [3, 14, 15, 9, 2]
 def client(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of a server whose engine process has imported helpers_new_specs.py."""
     engine = tmp_path_factory.mktemp("engine") / "python"
-    code = "import runpy, helpers_new_specs; runpy.run_module('pymllm_interp.server.process.engine_process', run_name='__main__')"
+    code = "import runpy, helpers_new_specs; runpy.run_module('pymllm_interp.server.process', run_name='__main__')"
     engine.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
     engine.chmod(0o755)
     options = ("--option", "kv_cache_tokens=256", "--option", "max_model_len=64")
