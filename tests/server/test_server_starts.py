@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import zmq
 from helpers_server import serving
 
 from pymllm_interp.server.engines.owned_folders import OwnedFolder
@@ -125,3 +126,19 @@ def test_folders_of_dead_owners_are_removed_and_others_stay(tmp_path, monkeypatc
     lived.remove()
     assert not lived.path.exists()
     new.remove()
+
+
+def test_a_socket_in_a_folder_with_a_long_path_is_reached_by_another_process(tmp_path, monkeypatch):
+    temporary = tmp_path / ("long" * 40)
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    folder = OwnedFolder()
+    address = folder.address("requests-1")
+    code = "import sys, zmq; socket = zmq.Context().socket(zmq.PUSH); socket.connect(sys.argv[1]); socket.send(b'seen')"
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.bind(address)
+        assert (folder.path / "requests-1").is_socket()
+        subprocess.run([sys.executable, "-c", code, address], check=True, timeout=SECONDS)
+        assert socket.poll(SECONDS * 1000) and socket.recv() == b"seen"
+    folder.remove()
+    assert not folder.path.exists()

@@ -66,7 +66,7 @@ class LocalEngine(EngineClient):
     async def _start(self) -> None:
         await self._disconnect()
         number = next(self._numbers)
-        ends = self._ends = {name: f"ipc://{self.folder}/{name}-{number}" for name in ("requests", "events")}
+        ends = self._ends = {name: self._owned.address(f"{name}-{number}") for name in ("requests", "events")}
         self._out, incoming = self._sockets = [self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)]
         for socket in (self._out, incoming):
             socket.set_hwm(0)

@@ -9,6 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import zmq
+
 SERVER_PREFIX = "pymllm-interp-server-"
 STORE_PREFIX = "pymllm-interp-store-"
 
@@ -36,6 +38,16 @@ class OwnedFolder:
                 if self.path.exists():  # another process may have removed it before it was locked
                     return
                 os.close(self._lock)
+
+    def address(self, name: str) -> str:
+        """ZeroMQ address of a socket in the folder, for processes of this user while this process lives.
+
+        A socket's path has at most 107 characters. A longer one is reached through the open descriptor of the folder.
+        """
+        path = str(self.path / name)
+        if len(path.encode()) > zmq.IPC_PATH_MAX_LEN:
+            path = f"/proc/{os.getpid()}/fd/{self._lock}/{name}"
+        return f"ipc://{path}"
 
     def remove(self) -> None:
         """Remove the folder. A second call does nothing."""
