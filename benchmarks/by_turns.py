@@ -3,8 +3,9 @@
     python benchmarks/by_turns.py OLD_TREE --out benchmarks/results/NAME.json
 
 OLD_TREE is a folder with the package of an earlier commit (``git archive COMMIT pymllm_interp | tar -x -C OLD_TREE``). Both trees
-are loaded at once, each in a process of its own, and run the same cases in turns; every second round begins with the other one.
-Only public names are used, which both trees have. A number is the median of the rounds; a ratio is the median of the rounds' ratios.
+are loaded at once, each in a process of its own, and run the same cases in turns; every second round begins
+with the other one.
+Only public names are used, which both trees have. A number is the median of the rounds; a ratio is the median of their ratios.
 
 - decode, steered, captured, one layer, eight layers, in the passes: milliseconds a decode step, the difference of a long and a
   short generation. "captured" and "steered" are all `resid_post`; "one layer" and "eight layers" are lowered blocks; "in the
@@ -102,7 +103,8 @@ def worker(tiny: bool, steps: int) -> None:
             )
 
     mixed = [
-        (order.randint(16, 1024) // scale + 2, order.randint(8, 200) // (1 if scale == 1 else 8) + 1) for _ in range(192)
+        (order.randint(16, 1024) // scale + 2, order.randint(8, 200) // (1 if scale == 1 else 8) + 1)
+        for _ in range(192)
     ]
     runs: dict[str, Callable[[int, int], Any]] = {
         "decode": lambda count, tokens: lm.generate(prompts(count), greedy(tokens)),
@@ -205,7 +207,9 @@ def main() -> None:
                 flush=True,
             )
             if args.out is not None:
-                args.out.write_text(json.dumps({"suite": "by turns", **machine(args.old), "rows": rows}, indent=1) + "\n")
+                args.out.write_text(
+                    json.dumps({"suite": "by turns", **machine(args.old), "rows": rows}, indent=1) + "\n"
+                )
 
 
 def machine(old: Path) -> dict[str, Any]:

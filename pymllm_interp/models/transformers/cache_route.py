@@ -131,7 +131,9 @@ class PoolCache(RequestsCache):
     def is_linear(self) -> list[bool]:
         return [False] * (max(self._layers) + 1)
 
-    is_dummy = is_linear
+    @property
+    def is_dummy(self) -> list[bool]:
+        return self.is_linear
 
     def _first(self, layer_idx: int) -> int:
         """The first key of a layer."""
