@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from helpers_docs import ROOT, script_of
-from helpers_server import Server, serving
+from helpers_served import served
+from helpers_server import Server
 
 ADDRESS = "http://127.0.0.1:8000"
 VOLATILE = re.compile(r'"(id|created|model|spec|engine)": ?("[^"]*"|\d+)')
@@ -19,7 +20,7 @@ VOLATILE = re.compile(r'"(id|created|model|spec|engine)": ?("[^"]*"|\d+)')
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving("demo", "--allow-code-from", "anybody", keys=None) as found:
+    with served("demo", "--allow-code-from", "anybody", keys=None) as found:
         yield found
 
 

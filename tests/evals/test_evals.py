@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_tokenizer
-from helpers_server import serving
+from helpers_served import served
 
 from pymllm_interp import LM, Ablate, Generated, SamplingParams, Steer
 from pymllm_interp.utils.arguments import PromptError
@@ -51,7 +51,7 @@ def lm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LM]:
         with LM(folder, dtype="float32", device="cpu") as lm:
             yield lm
     else:
-        with serving(folder, keys=None) as server, LM.connect(server.url) as lm:
+        with served(folder, keys=None) as server, LM.connect(server.url) as lm:
             yield lm
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers_adapters import adapted, change_config, write_adapter
 from helpers_runner import random_ids
+from helpers_served import served
 from helpers_server import CHAT_TEMPLATE, CLOSE, KEY_FILE, KEYS, Server, serving
 
 from pymllm_interp import LM, SamplingParams, Steer
@@ -51,7 +52,7 @@ def server(
         "--allow-code-from",
         "code",
     )
-    with serving(model_folder("llama"), *options, "--served-model-name", "base", keys=KEY_FILE,
+    with served(model_folder("llama"), *options, "--served-model-name", "base", keys=KEY_FILE,
                  folder=keys) as found:  # fmt: skip
         yield found
 

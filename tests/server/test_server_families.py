@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import random_model, tiny_tokenizer
 from family_configs import tiny_config
-from helpers_server import serving
+from helpers_served import served
 
 from pymllm_interp import LM, SamplingParams, Steer
 
@@ -23,7 +23,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     random_model(tiny_config(request.param)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     with (
-        serving(folder, "--option", "impl='transformers'", "--allow-code-from", "anybody", keys=None) as server,
+        served(folder, "--option", "impl='transformers'", "--allow-code-from", "anybody", keys=None) as server,
         LM.connect(server.url, lower_traces="off") as remote,
         LM(str(folder), impl="transformers", device="cpu", dtype="float32") as local,
     ):

@@ -7,7 +7,8 @@ import json
 
 import httpx
 import pytest
-from helpers_server import Server, serving
+from helpers_served import served
+from helpers_server import Server
 
 from pymllm_interp.server.http.errors import ApiError
 from pymllm_interp.server.http.origins import check_origin, host_of, is_loopback
@@ -69,7 +70,7 @@ def test_foreign_origins_are_refused_and_the_own_and_allowed_ones_are_not(method
 
 @pytest.fixture(scope="module")
 def keyless(served_folder):
-    with serving(served_folder, "--allow-code-from", "anybody", keys=None) as found:
+    with served(served_folder, "--allow-code-from", "anybody", keys=None) as found:
         yield found
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_type_hints
 import httpx
 import openai
 import pytest
+from helpers_served import served
 from helpers_server import KEYS, SECONDS, Server, serving
 from helpers_structured import byte_tokenizer, ending_bias, save_model
 from openai import OpenAI
@@ -269,7 +270,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "qwen3",
     ]
     options += ["--max-response-bytes-per-key", "40000", "--inline-bytes", "1", "--max-store-bytes-per-key", "1"]
-    with serving(folder, *options, folder=folder) as running:
+    with served(folder, *options, folder=folder) as running:
         yield running
 
 

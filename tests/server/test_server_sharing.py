@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers_server import KEYS, Server, serving
+from helpers_served import served
+from helpers_server import KEYS, Server
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.server.http.trust import read_keys
@@ -96,6 +97,6 @@ def test_an_operator_is_named_by_its_key(tmp_path):
 
 @pytest.mark.slow
 def test_a_cache_is_shared_where_the_operator_wants_that(served_folder, tmp_path):
-    with serving(served_folder, "--shared-prefix-cache", folder=tmp_path) as server:
+    with served(served_folder, "--shared-prefix-cache", folder=tmp_path) as server:
         assert cached(server, "declared") == 0 == cached(server, "declared", cache_salt="mine")
         assert cached(server, "other") > 0 < cached(server, "other", cache_salt="mine")

@@ -9,7 +9,8 @@ import time
 import httpx
 import pytest
 import torch
-from helpers_server import KEYS, Server, serving
+from helpers_served import served
+from helpers_server import KEYS, Server
 from safetensors.torch import save
 
 from pymllm_interp.server.http.errors import ApiError
@@ -34,7 +35,7 @@ def stored(served_folder, folder, tmp_path_factory):
         (folder / name).write_bytes(b"x")
     options = ["--store", str(folder), "--inline-bytes", "1000", "--max-store-bytes-per-key", "60000"]
     options += ["--max-vectors", "3", "--max-vector-bytes", "2000"]
-    with serving(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
+    with served(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
         yield found
 
 

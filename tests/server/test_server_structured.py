@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from helpers_server import SECONDS, Server, serving
+from helpers_served import served
+from helpers_server import SECONDS, Server
 from helpers_structured import byte_tokenizer, ending_bias, save_model
 from openai import OpenAI
 from pydantic import BaseModel
@@ -40,7 +41,7 @@ class Person(BaseModel):
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = save_model(tmp_path_factory.mktemp("bytes"))
     options = ("--served-model-name", "tiny", "--device", "cpu")
-    with serving(folder, *options, folder=folder) as running:
+    with served(folder, *options, folder=folder) as running:
         yield running
 
 
@@ -167,7 +168,7 @@ def tools(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = save_model(tmp_path_factory.mktemp("bytes"))
     options = ("--served-model-name", "tiny", "--device", "cpu", "--tool-call-parser", request.param)
     with (
-        serving(folder, *options, folder=folder) as running,
+        served(folder, *options, folder=folder) as running,
         OpenAI(base_url=f"{running.url}/v1", api_key="plain-key-0000", timeout=SECONDS, max_retries=0) as client,
     ):
         yield client
@@ -279,7 +280,7 @@ def test_reasoning_is_split_off(tmp_path):
     options = ("--served-model-name", "tiny", "--device", "cpu", "--reasoning-parser", "deepseek_r1")
     asked = dict(model="tiny", messages=MESSAGES, seed=1, max_tokens=20)
     with (
-        serving(save_model(tmp_path), *options, folder=tmp_path) as running,
+        served(save_model(tmp_path), *options, folder=tmp_path) as running,
         OpenAI(base_url=f"{running.url}/v1", api_key="plain-key-0000", timeout=SECONDS, max_retries=0) as client,
     ):
         (choice,) = client.chat.completions.create(**asked).choices

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_server import KEYS, Server, serving
+from helpers_served import served
+from helpers_server import KEYS, Server
 from helpers_tokenizers import SMILE, save_model, text_after
 
 from pymllm_interp import LM, SamplingParams
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(folder, folder=tmp_path_factory.mktemp("keys")) as found:
+    with served(folder, folder=tmp_path_factory.mktemp("keys")) as found:
         yield found
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from helpers_server import KEYS, Server, serving
+from helpers_served import served
+from helpers_server import KEYS, Server
 from helpers_tokenizers import SMILE, YOU, byte_level, save_model
 from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models
@@ -21,7 +22,7 @@ from pymllm_interp.server.routes.token_text import token_bytes, token_word
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
     folder = save_model("byte-level", tmp_path_factory.mktemp("bytes"))
-    with serving(folder, folder=tmp_path_factory.mktemp("keys")) as found:
+    with served(folder, folder=tmp_path_factory.mktemp("keys")) as found:
         yield found
 
 

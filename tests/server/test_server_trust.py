@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_server import KEYS, Server, serving
+from helpers_served import served
+from helpers_server import KEYS, Server
 from safetensors.torch import save
 
 from pymllm_interp import LM, SamplingParams
@@ -40,7 +41,7 @@ def small(served_folder, tmp_path_factory):
         "--option",
         "max_capture_bytes=200000",
     ]
-    with serving(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
+    with served(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
         yield found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers_server import serving
+from helpers_served import served
 
 from pymllm_interp import LM, SamplingParams
 
@@ -27,7 +27,7 @@ def test_a_request_over_http_is_drafted_for_unless_it_says_no(model_folder: Call
         "ignore_eos": True,
         "logit_bias": {"5": 90, "6": 90},
     }
-    with serving(model_folder("llama"), "--option", SPECULATIVE, keys=None) as server:
+    with served(model_folder("llama"), "--option", SPECULATIVE, keys=None) as server:
 
         def post(**fields: object) -> httpx.Response:
             return httpx.post(

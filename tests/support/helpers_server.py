@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +99,19 @@ def _read(stream, lines: queue.Queue[str], log: list[str]) -> None:
         lines.put(line.rstrip())
 
 
+def arguments_of(model: str | Path, options: Sequence[str], keys: str | None, folder: Path | None) -> list[str]:
+    """The command line of a server; `serving` says what is what."""
+    found = ["serve", str(model), "--port", "0", "--dtype", "float32"]
+    if torch.cuda.is_available() and not any("kv_cache_tokens" in option for option in options):
+        found += ["--option", "kv_cache_tokens=65536"]  # several servers share the device
+        found += ["--option", "inner_sites=('q', 'k', 'v', 'z', 'mlp_act')"]  # as a CPU has them
+    if keys is not None:
+        assert folder is not None
+        (folder / "keys").write_text(keys)
+        found += ["--keys", str(folder / "keys")]
+    return [*found, *options]
+
+
 @contextmanager
 def serving(
     model: str | Path,
@@ -132,19 +145,10 @@ def serving(
     if replicas:
         main = [str(Path(__file__).with_name("replicated_server.py")), str(replicas)]
     command = ["prlimit", f"--nofile={files}"] if files else []
-    command += [python, *main, "serve", str(model), "--port", "0", "--dtype", "float32"]
-    if torch.cuda.is_available() and not any("kv_cache_tokens" in option for option in options):
-        command += ["--option", "kv_cache_tokens=65536"]  # several servers share the device
-        command += ["--option", "inner_sites=('q', 'k', 'v', 'z', 'mlp_act')"]  # as a CPU has them
-    if keys is not None:
-        assert folder is not None
-        (folder / "keys").write_text(keys)
-        command += ["--keys", str(folder / "keys")]
+    command += [python, *main, *arguments_of(model, options, keys, folder)]
     paths = sys.path if python == sys.executable else [str(Path(pymllm_interp.__file__).parents[1])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     lines: queue.Queue[str] = queue.Queue()
     server = Server("", process, lines)
     errors: queue.Queue[str] = queue.Queue()

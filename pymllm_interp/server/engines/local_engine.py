@@ -29,7 +29,12 @@ class LocalEngine(EngineClient):
     Args:
         settings: of the server.
         on_exit: called when the engine process ended by itself, before it is started again.
+
+    Attributes:
+        starts: Class of what starts the engine process.
     """
+
+    starts = StartingProcess
 
     def __init__(self, settings: ServeSettings, on_exit: Callable[[], Any]) -> None:
         super().__init__(settings)
@@ -82,7 +87,7 @@ class LocalEngine(EngineClient):
             "chat_template": self.settings.chat_template, "vllm": self.settings.vllm, "adapters": self.adapters,
             "restarts": self.restarts, "folder": str(self.folder),
         }  # fmt: skip
-        starting = self._starting = await StartingProcess.start(settings, self.settings.limits.engine_start_seconds)
+        starting = self._starting = await self.starts.start(settings, self.settings.limits.engine_start_seconds)
         self.process = process = starting.process
         ready = self._calls[0] = Call(0, 1 << 40)
         self._receiver = asyncio.create_task(self._receive(incoming))

@@ -243,7 +243,7 @@ def test_an_sae_that_a_spec_held_is_dropped_with_it(lm_of):
 
 
 def test_a_server_has_saes_by_name_and_reductions_in_json(model_folder, tmp_path):
-    from helpers_server import serving
+    from helpers_served import served
 
     width, prompt, params = 72, [5, 3, 8, 1], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     made = {
@@ -267,7 +267,7 @@ def test_a_server_has_saes_by_name_and_reductions_in_json(model_folder, tmp_path
     with LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=256) as lm:
         lm.saes["sea"] = tmp_path
         (wanted,) = lm.generate([prompt], params, capture=specs)
-    with serving(
+    with served(
         model_folder("llama"), "--sae", f"sea={tmp_path}", "--option", "kv_cache_tokens=256", keys=None
     ) as server:
         with server.client(None) as client:

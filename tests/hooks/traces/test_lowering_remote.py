@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_server import KEYS, Server, serving
+from helpers_served import served
+from helpers_server import KEYS, Server
 from test_lowering import GENERATION, ONE_PASS, PROMPT, random_block, random_edits, same, script
 from test_lowering import ran as run_block
 
@@ -197,7 +198,7 @@ def test_a_wrong_prompt_or_keyword_is_refused_as_by_a_local_engine(declared, loc
 @pytest.mark.slow
 def test_captures_above_the_servers_limit_are_sent_as_code(served_folder, local, posts, tmp_path):
     limits = ["--allow-code-from", "code", "--option", "max_capture_bytes=2000"]
-    with serving(served_folder, *limits, folder=tmp_path) as small:
+    with served(served_folder, *limits, folder=tmp_path) as small:
         with LM.connect(small.url, api_key=KEYS["code"]) as lm:
             same((lm, local), ["h = lm.model.layers[0].output.save()"], ONE_PASS, [7] * 30)
             assert len(posts) == 1
@@ -220,7 +221,7 @@ def test_more_invokes_than_a_key_may_have_requests(served_folder, local, tmp_pat
         return torch.stack(kept), tracer.receipts
 
     limits, (theirs, _) = ["--allow-code-from", "code", "--max-concurrent", "4"], run(local)
-    with serving(served_folder, *limits, folder=tmp_path) as small:
+    with served(served_folder, *limits, folder=tmp_path) as small:
         for key in ("declared", "code"):
             with LM.connect(small.url, api_key=KEYS[key]) as lm:
                 ours, receipts = run(lm)
@@ -283,7 +284,7 @@ def test_generations_have_the_models_own_lengths_and_sampling(
             out = tracer.result.save()
         return out.tolist()
 
-    with serving(folder, keys=None) as found, LM.connect(found.url, lower_traces="require") as remote:
+    with served(folder, keys=None) as found, LM.connect(found.url, lower_traces="require") as remote:
         ours = ids(remote)
     with LM(folder, dtype="float32", device="cpu", lower_traces="off") as lm:
         assert ours == ids(lm)
