@@ -1,4 +1,4 @@
-# make demo    the tour, on real weights       make test    the tests       make test-gpu    those that need a CUDA device
+# make demo    the tour, on real weights       make test    the tests, ten minutes    make test-all    the slow ones, too    make test-gpu    those for a CUDA device
 # Each sets up .venv first, where it is not up to date; `make test-gpu PY=python3` takes that interpreter as it is. On Linux, PyPI's torch brings CUDA (gigabytes); for the CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 
@@ -43,11 +43,14 @@ BOTH_WAYS := $(addprefix tests/hooks/traces/test_,trace_freed.py trace_fuzz.py c
 REPLICATED_TESTS := tests/server/test_server_trust.py tests/server/test_server_faults.py tests/client/test_remote.py
 REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_parity.py)
 
-# The traces five times: as users run them, after their requests where they can be lowered; in the passes, as a CPU runs them and as a
-# GPU does, in segments and with steps launched ahead; and by LM.connect, as code and where they can be lowered. The last four are a
-# process each, side by side: workers of their own would take longer to start than they save.
-TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
-.PHONY: $(TRACE_PASSES)
+# Traces are run in more ways than one: the main run takes them as users do, after their requests where they can be lowered, and
+# here they run in the passes, in segments as on a GPU with steps launched ahead; a tenth, another each day, runs by LM.connect.
+# `make test-all` has all of them in five ways, and what is marked slow: hours. A process each: workers take longer to start than
+# they save.
+TENTH ?= $(shell date +%j)
+TRACE_PASSES := pass-segments pass-tenth
+ALL_TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
+.PHONY: test-all pass-tenth $(ALL_TRACE_PASSES)
 
 test: $(STAMP)
 	$(PYTEST) --durations-json build/durations.json $(TESTS)
@@ -55,8 +58,15 @@ ifeq ($(TESTS),tests)
 	$(MAKE) --no-print-directory -j $(WORKERS) $(TRACE_PASSES)
 endif
 
+test-all: $(STAMP)
+	$(PYTEST) -m "slow or not slow" --durations-json build/durations.json $(TESTS)
+	$(MAKE) --no-print-directory -j $(WORKERS) $(ALL_TRACE_PASSES)
+
 pass-segments: $(STAMP)
-	$(PASS) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS)
+	$(PASS) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS) $(BOTH_WAYS)
+
+pass-tenth: $(STAMP)
+	$(PASS) --remote --tenth $(TENTH) $(REMOTE_TESTS) -k "not qwen3 and not bit"
 
 pass-passes: $(STAMP)
 	$(PASS) --lower-traces off $(TRACE_TESTS) $(BOTH_WAYS)

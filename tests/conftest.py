@@ -8,7 +8,6 @@ import shutil
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
@@ -33,6 +32,7 @@ if "sklearn" not in sys.modules:
 
 import helpers_durations
 from helpers_graphs import use_eager_graphs
+from helpers_selection import select
 from helpers_server import CHAT_TEMPLATE, Server, serving
 from helpers_triton import quicken_the_interpreter
 from transformers import (
@@ -60,10 +60,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 quicken_the_interpreter()
 
 
-LOCAL_SCRIPTS = {"call_plain_outside", "result_is_the_output", "gradients_afterwards", "a_saved_loss"}
-"""Scripts of tests that keep weights, graphs or one object under two names: these stay on a server."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--hook-execution", default="auto", choices=["auto", "segments", "split", "eager"],
@@ -82,45 +78,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="whether blocks that only read run after their requests; see ServerConfig.lower_traces",
     )  # fmt: skip
     parser.addoption("--durations-json", type=Path, help="a file that gets the seconds of each test")
+    parser.addoption("--tenth", type=int, help="runs a tenth of the tests: N of 0 to 9, or any number, such as a day's")
     parser.addoption("--fuzz-seeds", help="FIRST:END: the seeds of the slow fuzz (tests/fuzz)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a CUDA device are skipped where there is none; with --remote, those of local engines."""
-    if not torch.cuda.is_available():
-        _thin(items)
-    for item in items if not torch.cuda.is_available() else ():
-        few, found = item.get_closest_marker("few_graphs"), getattr(item, "callspec", None)
-        if few is not None and found is not None and found.params["lm_of"] == "graphs":
-            if found.params[few.args[0]] not in few.args[1:]:
-                item.add_marker(pytest.mark.slow)
-    if config.getoption("--remote"):
-        for item in items:
-            name = getattr(item, "callspec", None) and item.callspec.id.rpartition("-")[2]  # pyright: ignore
-            if item.get_closest_marker("local") is not None or name in LOCAL_SCRIPTS:
-                item.add_marker(pytest.mark.skip(reason="looks into an engine of this process"))
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none here"))
-
-
-def _thin(items: list[pytest.Item]) -> None:
-    """Mark most cases of `thin` tests slow. Of several parameters, each value keeps a case."""
-    kept: dict[str, set[tuple[int, str]]] = {}
-    for item in items:
-        marker = item.get_closest_marker("thin")
-        if marker is None:
-            continue
-        test, _, case = item.nodeid.partition("[")
-        values = set(enumerate(case.split("-")))
-        seen = kept.setdefault(test, set())
-        new = bool(values - seen) if len(values) > 1 else not seen
-        # By the hash of its name: in the order of parameters it could be one value's cases.
-        if new or zlib.crc32(item.nodeid.encode()) % marker.args[0] == 0:
-            seen |= values
-        else:
-            item.add_marker(pytest.mark.slow)
+    select(config, items, torch.cuda.is_available())
 
 
 @pytest.hookimpl(wrapper=True)

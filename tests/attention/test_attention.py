@@ -148,7 +148,7 @@ def check_against_reference(backend: AttentionBackend, sequences: Sequences, ran
         close(out, sequences.expected(i, *ranges[i]), out.dtype)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("ranges", PASSES.values(), ids=PASSES)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_pass_equals_reference(case: BackendCase, layer: RadixAttention, ranges: list[tuple[int, int]]) -> None:
@@ -175,6 +175,7 @@ def test_where_the_pages_lie_changes_no_bit(case: BackendCase, name: str, page_s
         assert torch.equal(out, expected[i])
 
 
+@pytest.mark.thin(3)
 @kinds_of_layer
 @pytest.mark.parametrize("cuts", [[20], [1, 2, 3], [16, 17, 33], [5, 40]])
 def test_chunked_equals_unchunked(case: BackendCase, layer: RadixAttention, cuts: list[int]) -> None:
@@ -195,6 +196,7 @@ def test_mixed_equals_separate_passes(case: BackendCase, layer: RadixAttention) 
         close(separate.run(backend_of(case), {i: span})[i], mixed[i], case.dtype)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["decode", "prompts", "prefixes", "mixed"])
 @kinds_of_layer
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -217,6 +219,7 @@ def test_poisoned_requests_change_no_bit_of_the_others(
                 assert torch.equal(poisoned[i], clean[i])
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["decode", "prompts", "prefixes", "mixed"])
 @kinds_of_layer
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -505,6 +508,7 @@ def decode_twice(
     return backend, sequences, out
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layer", [LAYERS[name] for name in ("9-over-3", "window-4", "cap", "cap-window-4")])
 @pytest.mark.parametrize(
     "second", [[2, 17, 33, 1], [40, 1, 16, 8], [1, 16, 31, 5]], ids=["other pages", "back and forth", "the same pages"]

@@ -34,6 +34,12 @@ class Served(NamedTuple):
     prompts: list[list[int]]
 
 
+BY_MECHANISM = pytest.mark.few(
+    "served", "gpt2", "gpt_neox", "gemma3_text", "mixtral", "cohere2", "deepseek_v3", "gpt_oss", "gptj", "bloom", "falcon",
+    ("gpt2", "native"), ("gpt_oss", "native"),
+)  # fmt: skip
+"""Learned positions, parallel blocks, two rotations, experts, one norm for both, latent attention, sinks, rotated pairs, ALiBi,
+fused heads. What each family holds at its sites is compared for all of them."""
 NATIVE_HERE = [family for family in SETTINGS if family in NATIVE_FAMILIES]
 
 
@@ -71,6 +77,7 @@ def generated(served: Served, ids: list[int]) -> list[int]:
     return out[0, len(ids) :].tolist()
 
 
+@BY_MECHANISM
 def test_greedy_tokens_are_those_of_generate(served):
     outs = served.lm.generate(served.prompts, GREEDY)
     assert [out.token_ids for out in outs] == [generated(served, ids) for ids in served.prompts]
@@ -104,6 +111,7 @@ def test_falcons_heads_are_those_that_its_attention_splits_off(family):
     served.lm.shutdown()
 
 
+@BY_MECHANISM
 def test_the_contributions_add_up_to_the_stream(served):
     spec = served.lm.model_spec
     (out,) = served.lm.generate(
@@ -130,6 +138,7 @@ def edited(served: Served, kind: str) -> Iterator[tuple[str, SitePoint, Callable
             yield site, point, lambda h: h + vector, Steer(site, vector)
 
 
+@BY_MECHANISM
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["embed", "attn_out", "mlp_out", "resid_post", "final_norm"])
 def test_a_declared_steer_is_the_edit_in_transformers(served, kind):
@@ -145,6 +154,7 @@ def test_a_declared_steer_is_the_edit_in_transformers(served, kind):
             )
 
 
+@BY_MECHANISM
 @pytest.mark.parametrize("kind", ["q", "k", "v"])
 def test_a_steer_of_a_part_of_a_projection_is_the_edit_in_transformers(served, kind):
     spec = served.lm.model_spec
@@ -167,6 +177,7 @@ def test_a_steer_of_a_part_of_a_projection_is_the_edit_in_transformers(served, k
         torch.testing.assert_close(out.activations["logits"], expected[-len(out.activations["logits"]) :], **TOLERANCE)
 
 
+@BY_MECHANISM
 def test_a_steer_between_attention_and_mlp_changes_the_stream(served):
     """At `resid_mid` it is the steer of the attention's contribution."""
     kinds = served.lm.model_spec.family.points
@@ -184,6 +195,7 @@ def test_a_steer_between_attention_and_mlp_changes_the_stream(served):
         torch.testing.assert_close(at_mid.activations[name], at_attention.activations[name], **TOLERANCE)
 
 
+@BY_MECHANISM
 def test_a_trace_reads_and_edits_as_transformers_does(served):
     lm, spec, ids = served.lm, served.lm.model_spec, served.prompts[0]
     vector = torch.linspace(-1, 1, spec.hidden_size)

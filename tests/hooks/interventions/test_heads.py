@@ -97,7 +97,7 @@ def states_under(model: Any, ids: list[int], op: Any, prompt_len: int) -> tuple[
     return kept[0], kept[1]
 
 
-@pytest.mark.few_graphs("kind", "k", "z")
+@pytest.mark.few("kind", "k", "z", graphs=True)
 @pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
 def test_an_op_on_heads_equals_a_hook_on_transformers(kind: str, lm_of: Any, oracle: Any) -> None:
     """Beside plain requests, the prompt in chunks, at query heads and at the heads that they share."""
@@ -171,7 +171,7 @@ def test_captured_heads_are_those_of_the_whole_state_in_the_order_given(lm_of: A
 
 
 @pytest.mark.thin(2)
-@pytest.mark.few_graphs("kind", "k", "z")
+@pytest.mark.few("kind", "k", "z", graphs=True)
 @pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
 def test_captured_states_patched_where_they_were_change_no_bit(kind: str, lm_of: Any) -> None:
     lm, prompt, site = lm_of("llama", max_num_tokens=16, inner_sites=INNER_SITES), prompt_of(11, 4), f"{kind}.1"

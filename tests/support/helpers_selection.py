@@ -1,0 +1,72 @@
+"""Which cases run where: most are for nights and for devices, so that `make test` takes ten minutes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import pytest
+
+LOCAL_SCRIPTS = {"call_plain_outside", "result_is_the_output", "gradients_afterwards", "a_saved_loss"}
+"""Scripts of tests that keep weights, graphs or one object under two names: these stay on a server."""
+
+
+def select(config: pytest.Config, items: list[pytest.Item], cuda: bool) -> None:
+    """Skip what cannot run here, and mark slow what runs elsewhere or at night.
+
+    Args:
+        config: Its options --remote and --tenth count.
+        items: The tests; those of other tenths are taken out.
+        cuda: Whether there is a CUDA device.
+    """
+    if not cuda:
+        _thin(items)
+        _few(items)
+        _skip([item for item in items if item.get_closest_marker("gpu")], "needs a CUDA device, and torch sees none here")
+    if config.getoption("--remote"):
+        _skip([item for item in items if _is_local(item)], "looks into an engine of this process")
+    if (tenth := config.getoption("--tenth")) is not None:
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % 10 != tenth % 10]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % 10 == tenth % 10]
+
+
+def _skip(items: Sequence[pytest.Item], reason: str) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is_local(item: pytest.Item) -> bool:
+    found = getattr(item, "callspec", None)
+    return item.get_closest_marker("local") is not None or (
+        found is not None and found.id.rpartition("-")[2] in LOCAL_SCRIPTS
+    )
+
+
+def _few(items: list[pytest.Item]) -> None:
+    """Mark cases of `few` tests slow, but for those with the named values."""
+    for item in items:
+        for marker in item.iter_markers("few"):
+            name, *values = marker.args
+            graphs = marker.kwargs.get("graphs", False)  # of the cases with graphs alone
+            params = getattr(item, "callspec").params  # noqa: B009
+            if params[name] not in values and not (graphs and params["lm_of"] != "graphs"):
+                item.add_marker(pytest.mark.slow)
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Mark most cases of `thin` tests slow. Of several parameters, each value keeps a case."""
+    kept: dict[str, set[tuple[int, str]]] = {}
+    for item in items:
+        marker = item.get_closest_marker("thin")
+        if marker is None:
+            continue
+        test, _, case = item.nodeid.partition("[")
+        values = set(enumerate(case.split("-")))
+        seen = kept.setdefault(test, set())
+        new = bool(values - seen) if len(values) > 1 else not seen
+        # By the hash of its name: in the order of parameters it could be one value's cases.
+        if new or zlib.crc32(item.nodeid.encode()) % marker.args[0] == 0:
+            seen |= values
+        else:
+            item.add_marker(pytest.mark.slow)
