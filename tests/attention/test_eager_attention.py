@@ -214,6 +214,7 @@ def edit_keys_in_the_cache(model: Any, prompt: list[int]) -> Any:
 EDITS = [edit_weights_in_place, assign_weights, cut_by_mask, edit_queries, zero_a_head, edit_keys_in_the_cache]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("script", EDITS, ids=lambda s: s.__name__)
 def test_an_edit_inside_of_attention_does_what_it_does_in_transformers(pair: Pair, script: Callable[..., Any]) -> None:
     *_, logits = same(pair, script, PROMPT)

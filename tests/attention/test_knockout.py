@@ -116,6 +116,7 @@ CASES: dict[str, list[Knockout]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("case", CASES)
 def test_cut_edges_are_hidden_as_by_transformers_mask(
     family: str, case: str, lm_of: Callable[..., LM], oracle: Callable[[str], PreTrainedModel]

@@ -198,6 +198,7 @@ def turn(tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return rope.rotation(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [10, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 9), (3, 1), (2, 40)])
@@ -209,6 +210,7 @@ def test_a_rotation_equals_torch_bit_for_bit(tokens, heads, head_dim, dtype):
     assert out.is_contiguous() and torch.equal(x, kept)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 24), (32, 8, 64), (4, 1, 80), (2, 2, 128)])
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -228,6 +230,7 @@ def test_a_rotation_that_writes_equals_one_of_q_and_k_and_a_write(tokens, heads,
     assert torch.equal(v_cache[slots], qkv[:, heads + kv_heads :])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize(

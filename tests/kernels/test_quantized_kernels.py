@@ -54,6 +54,7 @@ def unit_rows(width: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.eye(width, device=DEVICE, dtype=dtype)[torch.arange(rows) % width]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "width", "group", "zeros"),
     [

@@ -111,6 +111,7 @@ INSIDE = [
 ]  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("where", INSIDE, ids=lambda where: where or "layer")

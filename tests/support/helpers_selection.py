@@ -22,7 +22,9 @@ def select(config: pytest.Config, items: list[pytest.Item], cuda: bool) -> None:
     if not cuda:
         _thin(items)
         _few(items)
-        _skip([item for item in items if item.get_closest_marker("gpu")], "needs a CUDA device, and torch sees none here")
+        _skip(
+            [item for item in items if item.get_closest_marker("gpu")], "needs a CUDA device, and torch sees none here"
+        )
     if config.getoption("--remote"):
         _skip([item for item in items if _is_local(item)], "looks into an engine of this process")
     if (tenth := config.getoption("--tenth")) is not None:

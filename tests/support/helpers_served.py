@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import helpers_server
+import pytest
 from helpers_server import KEY_FILE, SECONDS, Server, arguments_of, serving
 
 from pymllm_interp.cli import make_parser
@@ -114,7 +115,16 @@ def served(
         with serving(model, *options, keys=keys, folder=folder) as found:
             yield found
         return
-    settings = settings_of(make_parser().parse_args(arguments_of(model, options, keys, folder)))
+    with pytest.MonkeyPatch.context() as patch:
+        # The heap of the tests stays frozen: each engine's end collects what is not.
+        patch.setattr(engine_process, "gc", SimpleNamespace(collect=int, freeze=int, unfreeze=int))
+        with _on_threads(arguments_of(model, options, keys, folder)) as found:
+            yield found
+
+
+@contextmanager
+def _on_threads(arguments: list[str]) -> Iterator[Server]:
+    settings = settings_of(make_parser().parse_args(arguments))
     bound, loop = serve.listen(settings.host, settings.port), ThreadLoop()
     scheme = "https" if settings.ssl_certfile else "http"
     nobody: Any = None

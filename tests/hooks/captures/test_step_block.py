@@ -75,6 +75,7 @@ def run_step(ring: CaptureRing, parts: list[tuple[Own, int, int]]) -> bool:
     return layout is not None and isinstance(layout.slices, AlikeStep)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("way", "memory"),
     [

@@ -45,6 +45,7 @@ LATE_READS = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("steps", [2, slice(1, 4), slice(2, None), [1, 3]])
 @pytest.mark.parametrize("what", LATE_READS)
 @pytest.mark.local

@@ -168,6 +168,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("which", LISTS)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_block_over_several_prompts_does_what_it_does_in_nnsight(

@@ -116,6 +116,7 @@ NORMS = {"q_norm": f"{LAYER}.self_attn.q_norm", "k_norm": f"{LAYER}.self_attn.k_
 EDITS = [scripts.edit_output_in_place, scripts.assign_output, scripts.edit_input_in_place, scripts.assign_input]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("script", EDITS, ids=lambda s: s.__name__)
 @pytest.mark.parametrize("site", SITES)
 def test_an_edit_does_what_it_does_in_transformers(pair: Pair, site: str, script: Callable[..., Any]) -> None:
