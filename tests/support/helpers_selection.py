@@ -46,13 +46,12 @@ def _is_local(item: pytest.Item) -> bool:
 
 
 def _few(items: list[pytest.Item]) -> None:
-    """Mark cases of `few` tests slow, but for those with the named values."""
+    """Mark cases of `few` tests slow, but for those with the named values. `ways`: of the cases with such engines alone."""
     for item in items:
         for marker in item.iter_markers("few"):
-            name, *values = marker.args
-            graphs = marker.kwargs.get("graphs", False)  # of the cases with graphs alone
-            params = getattr(item, "callspec").params  # noqa: B009
-            if params[name] not in values and not (graphs and params["lm_of"] != "graphs"):
+            (name, *values), ways = marker.args, marker.kwargs.get("ways")
+            params: dict[str, object] = getattr(item, "callspec").params  # noqa: B009
+            if params[name] not in values and (ways is None or params["lm_of"] in ways):
                 item.add_marker(pytest.mark.slow)
 
 

@@ -108,7 +108,7 @@ def assert_same(found: Activations, wanted: Activations) -> None:
 # -- through the engine, both ways -------------------------------------------------------------------
 
 
-@pytest.mark.few("family", "llama", graphs=True)
+@pytest.mark.few("family", "llama", ways=["graphs"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_captures_are_the_states_that_the_model_goes_on_with(family: str, lm_of: Any, oracle: Any) -> None:
     """Beside others, in chunks, and after giving way: each position once, in order, with its token."""
@@ -143,7 +143,9 @@ def some_ops(lm: LM, site: str, number: int) -> list[Any]:
 
 
 @pytest.mark.thin(2)
-@pytest.mark.few("family", "llama", "gpt2", graphs=True)  # replays call the kernels that the tables of each family show
+@pytest.mark.few(
+    "family", "llama", "gpt2", ways=["graphs"]
+)  # replays call the kernels that the tables of each family show
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2"])
 def test_each_op_at_each_site_leaves_transformers_states_at_every_site(family: str, lm_of: Any, oracle: Any) -> None:
     """Beside requests with other ops, in chunks: the prompt's positions and generated ones, to 1e-5 of a site's largest number."""
@@ -168,7 +170,7 @@ def test_each_op_at_each_site_leaves_transformers_states_at_every_site(family: s
             assert apart <= 1e-5, (op, site, float(apart))
 
 
-@pytest.mark.few("family", "llama", graphs=True)
+@pytest.mark.few("family", "llama", ways=["graphs"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_each_op_at_each_site_in_half_precision_is_its_maths_on_the_state_that_came(family: str, lm_of: Any) -> None:
     """A cosine of 0.9999 with it in double precision; rows that it leaves alone keep their bits. Which token is drawn is forced, so

@@ -48,7 +48,7 @@ def logits_of(lm: LM, prompt: list[int], specs: list[Op], new_tokens: int) -> tu
     return ids[0, len(prompt) :].tolist(), torch.cat(rows)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("site", SITES + INNER)
 def test_each_op_at_each_site_equals_a_hook_on_transformers(family: str, site: str, lm_of: Any, oracle: Any) -> None:

@@ -97,7 +97,8 @@ def states_under(model: Any, ids: list[int], op: Any, prompt_len: int) -> tuple[
     return kept[0], kept[1]
 
 
-@pytest.mark.few("kind", "k", "z", graphs=True)
+@pytest.mark.few("kind", "k", ways=["graphs"])
+@pytest.mark.few("kind", "k", "z", ways=["tables"])
 @pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
 def test_an_op_on_heads_equals_a_hook_on_transformers(kind: str, lm_of: Any, oracle: Any) -> None:
     """Beside plain requests, the prompt in chunks, at query heads and at the heads that they share."""
@@ -116,6 +117,7 @@ def test_an_op_on_heads_equals_a_hook_on_transformers(kind: str, lm_of: Any, ora
             assert not torch.allclose(out.activations[capture[0]], plain.activations[capture[0]], atol=1e-2), op
 
 
+@pytest.mark.few("lm_of", "functions", "tables")
 def test_other_heads_keep_every_bit(lm_of: Any) -> None:
     lm, prompt = lm_of("llama", max_num_tokens=16, inner_sites=INNER_SITES), prompt_of(9, 1)
     (plain,) = lm.generate([prompt], GREEDY, capture=["z.1"])
@@ -152,6 +154,7 @@ def test_a_pass_by_modules_edits_the_heads_that_a_fused_one_edits(lm_of: Any) ->
     torch.testing.assert_close(attn.view(9, 72), fused.activations["attn_out.1"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few("lm_of", "functions", "tables")
 def test_captured_heads_are_those_of_the_whole_state_in_the_order_given(lm_of: Any) -> None:
     lm, prompt = lm_of("llama", max_num_tokens=16, inner_sites=INNER_SITES), prompt_of(9, 2)
     directions = vector(2 * DIM, 7, 4)
@@ -170,8 +173,8 @@ def test_captured_heads_are_those_of_the_whole_state_in_the_order_given(lm_of: A
         torch.testing.assert_close(dots[site], rows[:, [-1, 0]].flatten(1) @ directions.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.few("kind", "k", "z", graphs=True)
+@pytest.mark.few("kind", "z", ways=["graphs"])
+@pytest.mark.few("kind", "k", ways=["tables"])
 @pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
 def test_captured_states_patched_where_they_were_change_no_bit(kind: str, lm_of: Any) -> None:
     lm, prompt, site = lm_of("llama", max_num_tokens=16, inner_sites=INNER_SITES), prompt_of(11, 4), f"{kind}.1"

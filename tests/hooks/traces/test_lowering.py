@@ -217,6 +217,7 @@ def compared(lms: tuple[LM, LM], seed: int, tries: int) -> int:
     return lowered
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_blocks_give_the_same_bits(lms, seed):
     assert compared(lms, seed, 40) > 20
@@ -253,6 +254,7 @@ APPENDS = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("steps", ["[:]", "[1:]", "[:4]", "[2:5]", "[:9]", "[5:]", "[6:]"])
 @pytest.mark.parametrize("what", APPENDS)
 def test_steps_that_only_append_are_taken_at_once(what, steps, lms):
@@ -640,9 +642,10 @@ def compared_edits(lms: tuple[LM, LM], seed: int, tries: int) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_random_edits_give_the_same_bits(lm_of, family, dtype):
+@pytest.mark.parametrize("tries", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_random_edits_give_the_same_bits(lm_of, family, dtype, tries):
     lms = lm_of(family, lower_traces="auto", dtype=dtype), lm_of(family, lower_traces="off", dtype=dtype)
-    assert compared_edits(lms, 7, 60) > 10
+    assert compared_edits(lms, 7, tries) > tries // 6
 
 
 @pytest.mark.gpu

@@ -57,6 +57,7 @@ def lms(request, lm_of) -> tuple[LM, LM]:
     return tuple(lm_of("llama", lower_traces=mode, dtype=request.param) for mode in ("auto", "off"))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("what", BLOCKS)
 def test_a_block_gives_what_it_gives_in_the_pass(what, lms):
     same(lms, BLOCKS[what], ONE_PASS)
@@ -82,7 +83,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("what", LOOPS)
 def test_engines_that_chunk_preempt_and_reuse(what, engine, lm_of):

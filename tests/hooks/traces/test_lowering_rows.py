@@ -71,9 +71,10 @@ def compared_rows(lms: tuple[LM, LM], seed: int, tries: int) -> int:
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_random_edits_by_the_row_give_the_same_bits(lm_of, family, dtype):
+@pytest.mark.parametrize("tries", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_random_edits_by_the_row_give_the_same_bits(lm_of, family, dtype, tries):
     lms = lm_of(family, lower_traces="auto", dtype=dtype), lm_of(family, lower_traces="off", dtype=dtype)
-    assert compared_rows(lms, 3, 60) > 5
+    assert compared_rows(lms, 3, tries) > tries // 12
     assert not left_behind(lms[0])
 
 

@@ -215,7 +215,10 @@ TypedAttributeSet.__init_subclass__ = classmethod(check)
 
 @pytest.mark.parametrize(
     ("first", "anyio"),
-    [("nnsight", OLD_ANYIO), ("pymllm_interp.lm", ""), pytest.param("nnsight", "", marks=pytest.mark.slow)],
+    [
+        ("nnsight", OLD_ANYIO),
+        *(pytest.param(name, "", marks=pytest.mark.slow) for name in ("pymllm_interp.lm", "nnsight")),
+    ],
 )
 def test_http_clients_import_after_nnsight(first: str, anyio: str) -> None:
     """nnsight gives every object a `save`, which anyio refuses in classes that it defines late."""
