@@ -4,7 +4,7 @@ Usage: python benchmarks/chart.py [docs/images/speed.svg]
 
 Plain steps of both engines come from one lease, h200-serving-vllm.json. Traced steps come from the suite "traces" of the 8B shape.
 nnsight's numbers, in benchmarks/configs/llama8b/aims.json, were measured separately. Lowered blocks, and the same blocks in the
-passes, are one run of `lowered_traces.py`.
+passes, are one run of an earlier script, whose cases the suite "traces" has today.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from urllib.request import urlopen
 import torch
 from http_traffic import Answer, Client
 
-from pymllm_interp.bench.common import describe_machine
+from pymllm_interp.bench import describe_machine
 from pymllm_interp.server.engines.replica_process import ReplicaProcess, ReplicaSettings
 from pymllm_interp.server.engines.roster import LinkKeys, Replica
 from pymllm_interp.server.front import greeting, roster_line

@@ -23,7 +23,7 @@ import torch
 from cluster import save_model
 
 from pymllm_interp import LM
-from pymllm_interp.bench.common import describe_machine
+from pymllm_interp.bench import describe_machine
 from pymllm_interp.cluster.harvest import WorkerPool
 from pymllm_interp.cluster.ray_version import NAMESPACE, load_ray
 from pymllm_interp.harvest.folder import FORMAT

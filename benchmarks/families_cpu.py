@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.bench.common import describe_machine
+from pymllm_interp.bench import describe_machine
 
 BATCHES = 1, 32
 ROUNDS = 2

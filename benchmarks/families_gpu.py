@@ -26,8 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from pymllm_interp import LM
-from pymllm_interp.bench.common import describe_machine, greedy
-from pymllm_interp.bench.gpu import GpuSettings, measure_decode
+from pymllm_interp.bench import describe_machine
+from pymllm_interp.bench.common import greedy
+from pymllm_interp.bench.suites import BenchSettings, measure_decode
 from pymllm_interp.models.registry import NATIVE, architecture_of
 
 COMMON: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -73,7 +74,7 @@ def release() -> None:
 
 def speed(model: str, batches: list[int], ways: Sequence[bool], impls: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Decode steps of implementations, with graphs or without."""
-    settings = GpuSettings(batches=tuple(batches), new_tokens=64)
+    settings = BenchSettings(batches=tuple(batches), new_tokens=64)
     native: dict[tuple[bool, int], float] = {}
     for impl in impls:
         for graph in ways:
@@ -124,7 +125,7 @@ def random_model(config: PretrainedConfig) -> Any:
 
 def shapes(names: list[str], batches: list[int]) -> Iterator[dict[str, Any]]:
     """Families at real shapes: correctness, and decode steps with graphs and without."""
-    settings = GpuSettings(batches=tuple(batches), new_tokens=32, repeats=1)
+    settings = BenchSettings(batches=tuple(batches), new_tokens=32, repeats=1)
     for name in names:
         values = dict(SHAPES[name])
         config = AutoConfig.for_model(values.pop("model_type"), **values, **COMMON)

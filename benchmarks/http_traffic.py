@@ -21,8 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-
-from pymllm_interp.bench.serving.workloads import Sizes, Workload, mix, poisson
+from suites.serving.workloads import Sizes, Workload, mix, poisson
 
 PERCENTILES = (50, 90, 99)
 

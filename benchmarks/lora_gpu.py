@@ -22,10 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
+from suites.common import against_plain, one_site
 
 from pymllm_interp import LM
 from pymllm_interp.bench import describe_machine
-from pymllm_interp.bench.common import against_plain, one_site, random_prompts
+from pymllm_interp.bench.common import random_prompts
 from pymllm_interp.models.adapters.adapter import Adapter
 from pymllm_interp.models.adapters.targets import targets_of
 from pymllm_interp.runner.adapters.commands import InstallAdapter

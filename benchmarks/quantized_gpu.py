@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from suites.common import against_plain, one_site, steady_ms
 from transformers import AutoConfig
 
 from pymllm_interp import LM
 from pymllm_interp.bench import describe_machine
-from pymllm_interp.bench.common import against_plain, greedy, one_site, random_prompts, steady_ms
+from pymllm_interp.bench.common import greedy, random_prompts
 from pymllm_interp.client.handle import RequestHandle
 from pymllm_interp.layers.gemm import Gemm
 from pymllm_interp.layers.quantization.gemm import QuantizedGemm

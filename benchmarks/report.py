@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pymllm_interp.bench.tables import read_aims, render
+from suites.tables import read_aims, render
 
 BENCHMARKS = Path(__file__).parent
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
@@ -47,7 +47,7 @@ def tables(page: Path, benchmarks: Path) -> str:
 
     Args:
         benchmarks: folder with `configs` and `results`. Records are the `gpu-*.json` in `results` that name a suite;
-            `profiles-MODEL.json` are earlier records with profiles.
+            `profiles-MODEL.json` are records of the suite "profile".
     """
     results, parts = benchmarks / "results", []
     for path in sorted(results.glob("gpu-*.json")):

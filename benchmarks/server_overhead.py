@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.bench.common import describe_machine
+from pymllm_interp.bench import describe_machine
 
 TOKENS = 8
 

@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/serving_chart.py [docs/images/serving.svg]
 
-`pymllm-interp bench --suite serving` writes the records, `*serving*.json`. The peer's numbers come from the same record.
+`python benchmarks/suite.py serving` writes the records, `*serving*.json`. The peer's numbers come from the same record.
 Only a model without such a record has the peer's numbers of the aims beside its config.
 """
 

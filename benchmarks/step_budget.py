@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from suites.own_engine import OurEngine
+from suites.profile import StepProfile
+from suites.serving.traffic import run
+from suites.serving.workloads import Sizes, Workload, make_workload
 
 from pymllm_interp import LM
-from pymllm_interp.bench.own_engine import OurEngine
-from pymllm_interp.bench.profile import StepProfile
-from pymllm_interp.bench.serving.traffic import run
-from pymllm_interp.bench.serving.workloads import Sizes, Workload, make_workload
 from pymllm_interp.core.step import SchedulerOutput
 
 LIMITS = {"H200": (790e12, 4.54e12), "H100": (790e12, 3.0e12)}

@@ -88,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_cluster(cluster)
     cluster.set_defaults(run=_cluster)
 
-    bench = commands.add_parser("bench", help="speed of plain decoding, and what reading layers costs")
+    bench = commands.add_parser("bench", help="speed of plain decoding, and what reading layers costs a step")
     _add_model(bench)
     _add_bench(bench)
     bench.set_defaults(run=_bench)
@@ -250,55 +250,19 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
-        "--suite",
-        choices=[
-            "cpu",
-            "decode",
-            "hooks",
-            "all",
-            "interventions",
-            "traces",
-            "toolkit",
-            "memory",
-            "speculative",
-            "serving",
-        ],
-        help="cpu: beside transformers; decode: plain serving; hooks: a request that reads beside plain ones, each way; all: "
-        "decode and hooks; interventions, traces: what they cost a step; memory: what 10,000 requests leave behind; "
-        "speculative: drafts against none; serving: real traffic (default: all on a CUDA device, else cpu)",
-    )
+        "--suite", choices=["decode", "hooks", "all"], default="all",
+        help="decode: plain serving, on a CPU beside transformers; hooks: a request that reads beside plain ones, in each mode "
+        "(default: all)",
+    )  # fmt: skip
     bench.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
     bench.add_argument("--config", metavar="FOLDER", help="folder with a config.json, in place of --model")
     bench.add_argument("--load-format", default=None, help="dummy: random weights (with --config: the default)")
     bench.add_argument("--batches", type=_count, nargs="+", default=None, metavar="N", help="batch sizes")
-    bench.add_argument("--prompt-tokens", type=_count, default=None, metavar="N", help="of a prompt")
-    bench.add_argument("--new-tokens", type=_count, default=None, metavar="N", help="of a request")
-    bench.add_argument(
-        "--profile", action="store_true", help="say where the time of steps goes, too (decode, hooks, all)"
-    )
+    for name, what in (("prompt-tokens", "of a prompt"), ("new-tokens", "of a request"), ("repeats", "runs of each")):
+        bench.add_argument(f"--{name}", type=_count, default=None, metavar="N", help=what)
     bench.add_argument("--commit", default=None, help="what to note in place of the checkout's own")
     bench.add_argument("--out", type=Path, default=None, metavar="FILE", help="where the JSON goes")
     bench.add_argument("--quick", action="store_true", help="a few tokens: shows that it runs, measures nothing")
-    serving = bench.add_argument_group("the suite serving")
-    serving.add_argument(
-        "--workloads", nargs="+", default=None, metavar="NAME",
-        help="mix, long, shared-prefix or poisson-RATE (requests a second); with -steered or -traced at the end, every request "
-        "steered, or each tenth one traced (default: all, with rates 10 and 25)",
-    )  # fmt: skip
-    serving.add_argument("--policies", nargs="+", default=None, metavar="POLICY", help="schedule_policy of each engine")
-    serving.add_argument("--engine", choices=["ours", "vllm", "both"], default=None, help="what serves (default: ours)")
-    serving.add_argument("--scale", type=float, default=None, help="fraction of the requests, or of the duration")
-    serving.add_argument("--repeats", type=_count, default=None, metavar="N", help="pairs of runs of long (default: 3)")
-    serving.add_argument("--longest", type=_count, default=None, metavar="N", help="tokens of a request at most")
-    for name, what in (("--option", "LM"), ("--vllm-option", "vllm.LLM")):
-        serving.add_argument(
-            name,
-            type=_option,
-            action="append",
-            default=None,
-            metavar="NAME=VALUE",
-            help=f"argument of {what}; repeatable",
-        )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -401,11 +365,8 @@ def _bench(args: argparse.Namespace) -> int:
 
     run_bench(
         args.suite, args.config or args.model, args.dtype, args.load_format or ("dummy" if args.config else "auto"),
-        device=args.device, quick=args.quick, profile=args.profile, commit=args.commit, out=args.out,
+        device=args.device, quick=args.quick, commit=args.commit, out=args.out, repeats=args.repeats,
         batches=tuple(args.batches) if args.batches else None, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
-        workloads=tuple(args.workloads) if args.workloads else None, policies=tuple(args.policies) if args.policies else None,
-        engine=args.engine, scale=args.scale, repeats=args.repeats, longest=args.longest,
-        options=dict(args.option) if args.option else None, vllm_options=dict(args.vllm_option) if args.vllm_option else None,
     )  # fmt: skip
     return 0
 

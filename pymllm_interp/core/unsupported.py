@@ -39,7 +39,7 @@ SCORES = (
     "prompt_logprobs=0) has the log probabilities of a text, and captures of 'final_norm' are states to compare"
 )
 BEAMS = "there is no beam search; n draws as many completions"
-PROFILE = "`pymllm-interp bench --suite decode --profile` says where the time of steps goes, and torch.profiler works around calls"
+PROFILE = "torch.profiler works around calls, and `benchmarks/suite.py profile` says where the time of steps goes"
 STRUCTURED = (
     "it is not supported: a request sets its structured outputs, and xgrammar compiles them: "
     "SamplingParams(structured_outputs=StructuredOutputs(json=...)), or regex, choice, grammar, json_object, structural_tag"

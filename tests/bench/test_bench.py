@@ -1,41 +1,33 @@
-"""The GPU suites of `bench`, on a CPU: they measure what they say. What the tables show is what the records hold."""
+"""`bench` and the suites of benchmarks/suite.py, on a CPU: they measure what they say; the tables show what the records hold."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import report
+import torch
 from helpers_paths import ROOT
-from helpers_report import report
+from suite import main
+from suites import common, toolkit
+from suites.interventions import TABLES_PRESENT
+from suites.memory import held_memory, run_requests
+from suites.profile import StepProfile, covered, profile_decode, profile_prefill
+from suites.tables import read_aims, render
 from torch.autograd.profiler_util import Interval
 from transformers import AutoConfig
 
 from pymllm_interp import LM
-from pymllm_interp.bench import common, describe_machine, random_prompts, toolkit
-from pymllm_interp.bench.gpu import (
-    LEAD,
-    GpuSettings,
-    Model,
-    TracedWindow,
-    decode_profiles,
-    measure_reading,
-    profile_reading,
-    records,
-    run_reading,
-)
-from pymllm_interp.bench.interventions import TABLES_PRESENT
-from pymllm_interp.bench.memory import held_memory, run_requests
-from pymllm_interp.bench.profile import StepProfile, covered
-from pymllm_interp.bench.tables import read_aims, render
-from pymllm_interp.cli import main
+from pymllm_interp.bench import describe_machine
+from pymllm_interp.bench.suites import BenchSettings, Model, measure_decode, records
+from pymllm_interp.cli import main as command_line
 from pymllm_interp.kernels.cpu import cpu_dispatch
 from pymllm_interp.models.registry import NATIVE, architecture_of
 
@@ -44,7 +36,7 @@ FOLDERS = sorted(path.parent for path in (BENCHMARKS / "configs").glob("*/config
 
 
 def tiny(model_folder: Callable[[str], Path], **sizes: Any) -> Model:
-    settings = replace(GpuSettings.quick(), **sizes)
+    settings = BenchSettings.of(False, quick=True, **sizes)
     return Model(
         model=str(model_folder("llama")), dtype="float32", device="cpu", load_format="dummy", settings=settings
     )
@@ -74,7 +66,7 @@ def test_one_command_writes_every_number_of_both_suites(
         "float32",
         *sizes,
     ]
-    assert main([*command, "--commit", "elsewhere", "--out", str(out)]) == 0
+    assert command_line([*command, "--commit", "elsewhere", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["settings"] == {"batches": [1, 3], "prompt_tokens": 5, "new_tokens": 7, "repeats": 1}
     assert record["load_format"] == "dummy" and record["dtype"] == "float32" and record["machine"]["commit"]
@@ -88,7 +80,7 @@ def test_one_command_writes_every_number_of_both_suites(
     assert set(found) == {(*side, batch) for side in sides for batch in (1, 3)}
     assert all(math.isfinite(row["ms"]) for row in record["hooks"])
     assert ways(found["no graphs", 0, 3]) == ways(found["auto", 0, 3]) == {"plain"}, "nobody reads"
-    assert ways(found["split", 1, 3]) == {"modules", "split"}, "modules: the prompts, and the steps behind the window"
+    assert ways(found["split", 1, 3]) == {"modules", "split"}, "modules: the prompts"
     assert ways(found["eager", 1, 3]) == {"modules"}
     row = found["eager", 3, 3]
     assert row["plain_tokens_per_s"] == pytest.approx(2 / row["ms"] * 1e3)
@@ -101,27 +93,24 @@ def test_the_decode_suite_alone_measures_no_hooks_and_names_its_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = model_folder("llama")
-    assert main(["bench", "--config", str(folder), "--suite", "decode", "--quick", "--device", "cpu"]) == 0
+    assert command_line(["bench", "--config", str(folder), "--suite", "decode", "--quick", "--device", "cpu"]) == 0
     record = json.loads((tmp_path / f"cpu-{folder.name}.json").read_text())
-    assert record["decode"] and not record["hooks"] and not record["profile"]
+    assert record["decode"] and not record["hooks"]
 
 
 def test_what_was_measured_is_there_before_the_next_part_is(model_folder: Callable[[str], Path]) -> None:
-    growing = records("all", tiny(model_folder, batches=(1,)), describe_machine(), with_profiles=False)
+    growing = records("all", tiny(model_folder, batches=(1,)), describe_machine())
     record = next(growing)
     assert record["decode"] and record["hooks"] == []
     assert [row["way"] for row in next(growing)["hooks"]] == ["no graphs"]
     growing.close()
 
 
-def test_profiles_say_where_the_time_of_steps_goes(
-    model_folder: Callable[[str], Path], lm_of: Callable[..., LM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiles_say_where_the_time_of_steps_goes(lm_of: Callable[..., LM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_dispatch, "cpu_kernels", lambda: None)  # torch's profiler sees no kernels but torch's
-    model = tiny(model_folder, batches=(2,), new_tokens=40)
-    profiles = decode_profiles(model)
-    profiles["eager 2"] = profile_reading(lm_of("llama"), 2, [1], model.settings)
-    assert list(profiles) == ["decode 2", "prefill", "eager 2"]
+    lm, settings = lm_of("llama", lower_traces="off"), BenchSettings.of(False, quick=True, batches=(2,), new_tokens=40)
+    profiles = {"decode": profile_decode(lm, 2, settings), "prefill": profile_prefill(lm, settings)}
+    profiles["one reads"] = profile_decode(lm, 2, settings, [1])
     for name, step in profiles.items():
         times = [entry["us"] for entry in step["kernels"]]
         assert times and times == sorted(times, reverse=True) and times[-1] > 0
@@ -129,6 +118,22 @@ def test_profiles_say_where_the_time_of_steps_goes(
         assert step["steps"] >= (1 if name == "prefill" else 20)
         (products,) = [entry["launches"] for entry in step["kernels"] if entry["kernel"] == "aten::mm"]
         assert products >= 4 * 3 + 1, "every layer's, and the head's"
+
+
+def test_the_profile_suite_names_each_step(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    command = ["profile", "--config", str(model_folder("llama")), "--quick", "--device", "cpu", "--new-tokens", "40"]
+    assert main([*command, "--batches", "2", "--out", str(out)]) == 0
+    assert list(json.loads(out.read_text())["profile"]) == ["decode 2", "prefill", "split 2", "eager 2", "auto 2"]
+
+
+def test_the_startup_suite_measures_a_fresh_process(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "x.json"
+    command = ["startup", "--config", str(model_folder("llama")), "--quick", "--device", "cpu", "--out", str(out)]
+    assert main(command) == 0
+    record = json.loads(out.read_text())
+    (row,) = record["rows"]
+    assert all(row[name] > 0 for name in ("import_s", "import_lm_s", "start_s")) and len(record["runs"]) == 1
 
 
 def test_what_overlaps_is_busy_once() -> None:
@@ -145,40 +150,27 @@ def test_a_profile_of_nothing_is_refused(lm_of: Callable[..., LM]) -> None:
         profile.result()
 
 
-# -- the window ---------------------------------------------------------------------------------
-
-
-def test_a_window_is_the_steps_in_which_all_requests_decode(lm_of: Callable[..., LM]) -> None:
-    lm = lm_of("llama", max_num_tokens=12)  # prompts of 8: the plain ones begin one after the other
-    window = run_reading(lm, random_prompts(lm, 4, 8), [1], 20)
-    assert len(window.ticks) == 20 + LEAD and len(window.handles) == 3
-    running = [i for i, tick in enumerate(window.ticks) if tick.running]
-    assert running == list(range(running[0], running[-1] + 1))
-    assert running[0] > 2, "the last prompt was computed by then, in chunks"
-    begun = [len(handle.result().token_ids) for handle in window.handles]
-    assert begun == [20] * 3 and 10 < len(running) < 20
-    inside = [window.ticks[i] for i in running]
-    assert [b.step - a.step for a, b in itertools.pairwise(inside)] == [1] * (len(inside) - 1)
-    seconds = inside[-1].seconds - inside[0].seconds
-    result = window.result()
-    assert result["ms"] == pytest.approx(seconds * 1e3 / (len(inside) - 1))
-    assert result["plain_tokens_per_s"] == pytest.approx(3 * (len(inside) - 1) / seconds)
-
-
-def test_alone_a_request_has_its_own_window(lm_of: Callable[..., LM]) -> None:
-    window = run_reading(lm_of("llama"), random_prompts(lm_of("llama"), 1, 4), [0, 2], 6)
-    assert [tick.running for tick in window.ticks] == [False] + [True] * (5 + LEAD), "the first is the prompt's"
-    assert window.result()["plain_tokens_per_s"] == 0
-
-
-def test_a_window_without_steps_is_refused(lm_of: Callable[..., LM]) -> None:
-    lm = lm_of("llama", max_num_tokens=12)
-    with pytest.raises(ValueError, match="4 new tokens are too few: no step held all 8 requests"):
-        settings = GpuSettings(batches=(8,), prompt_tokens=12, new_tokens=4, repeats=1)
-        measure_reading(lm, 8, [0], settings)
-    assert not TracedWindow(lm, [], 4).ticks
+def test_too_few_new_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 4"):
-        GpuSettings(new_tokens=3)
+        BenchSettings(new_tokens=3)
+
+
+def test_transformers_takes_turns_where_the_device_is_a_cpu(lm_of: Callable[..., LM]) -> None:
+    """Both generate as many tokens; a slower side has the lower rate, and nothing of the other's time."""
+    lm, settings = lm_of("llama"), BenchSettings.of(False, quick=True, new_tokens=4)
+    calls: list[tuple[int, ...]] = []
+
+    class Slow:
+        def generate(self, ids: torch.Tensor, **given: Any) -> torch.Tensor:
+            calls.append((*ids.shape, given["max_new_tokens"]))
+            time.sleep(0.3 if given["max_new_tokens"] == 4 else 0)
+            return torch.zeros(len(ids), ids.shape[1] + given["max_new_tokens"])
+
+    row = measure_decode(lm, 3, settings, Slow())
+    assert calls == [(3, 4, 4), (3, 4, 1), (3, 4, 4)]
+    assert row["transformers_tokens_per_s"] == pytest.approx(3 * 4 / 0.3, rel=0.3)
+    assert row["transformers_tokens_per_s"] < row["tokens_per_s"]
+    assert "transformers_tokens_per_s" not in measure_decode(lm, 3, settings)
 
 
 # -- the tables -----------------------------------------------------------------------------------
@@ -322,14 +314,16 @@ def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
     monkeypatch.setattr(common, "PAIRS", 2)
     monkeypatch.setattr(toolkit, "FEATURES", 256)
     out = tmp_path / "x.json"
-    command = ["bench", "--config", str(model_folder("llama")), "--suite", suite, "--quick", "--device", "cpu"]
+    command = [suite, "--config", str(model_folder("llama")), "--quick", "--device", "cpu"]
     assert main([*command, "--batches", "1", "3", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     cells = [(row["case"], row["batch"]) for row in record["rows"]]
     assert len(set(cells)) == len(cells) and {batch for _, batch in cells} == {1, 3} and len(cells) >= 8
     assert all(row["lowest"] <= row["ratio"] <= row["highest"] and math.isfinite(row["ms"]) for row in record["rows"])
     if suite == "traces":
-        assert record["sweep"]["invokes"] == 8 and record["sweep"]["traced_s"] > 0
+        for sweep in (record["sweep"], record["sweep, in the passes"]):
+            assert sweep["invokes"] == 8 and sweep["traced_s"] > 0
+        assert sum(case.endswith(", in the passes") for case, _ in cells) == len(cells) / 2
     elif suite == "toolkit":
         assert record["lens"]["rows"] == 64 and math.isfinite(record["lens"]["ms"])
     else:
@@ -337,7 +331,7 @@ def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
 
 
 def test_requests_of_all_kinds_leave_nothing_behind(lm_of: Callable[..., LM]) -> None:
-    lm, settings, count = lm_of("llama"), GpuSettings.quick(), 4
+    lm, settings, count = lm_of("llama"), BenchSettings.of(False, quick=True), 4
     left = []
     while (
         len(left) < 6 and min(left, default=math.inf) > 0
@@ -351,17 +345,11 @@ def test_requests_of_all_kinds_leave_nothing_behind(lm_of: Callable[..., LM]) ->
     assert (stats["running"], stats["waiting"], stats["free_kv_tokens"]) == (0, 0, lm.runner.max_total_num_tokens)
 
 
-@pytest.mark.parametrize("suite", ["interventions", "traces", "toolkit", "memory", "speculative"])
-def test_a_profile_that_a_suite_does_not_make_is_refused(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--suite", suite, "--quick", "--device", "cpu", "--profile"]) == 2
-    assert f"the suite '{suite}' makes no profile" in capsys.readouterr().err
-
-
 def test_the_memory_suite_counts_after_each_round(
     model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "x.json"
-    command = ["bench", "--config", str(model_folder("llama")), "--suite", "memory", "--quick", "--device", "cpu"]
+    command = ["memory", "--config", str(model_folder("llama")), "--quick", "--device", "cpu"]
     assert main([*command, "--batches", "3", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert [row["requests"] for row in record["rows"]] == [20, 40]
@@ -374,7 +362,7 @@ def test_the_speculative_suite_measures_each_drafter_at_each_batch_size(
     model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "x.json"
-    command = ["bench", "--config", str(model_folder("llama")), "--suite", "speculative", "--quick", "--device", "cpu"]
+    command = ["speculative", "--config", str(model_folder("llama")), "--quick", "--device", "cpu"]
     assert main([*command, "--batches", "1", "2", "64", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     cells = {(row["case"].partition(",")[0], row["batch"]) for row in record["rows"]}

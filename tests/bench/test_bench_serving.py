@@ -19,14 +19,12 @@ import numpy as np
 import pytest
 import torch
 from helpers_paths import ROOT
-from transformers import LlamaConfig
-
-from pymllm_interp import LM, Steer
-from pymllm_interp.bench.own_engine import OurEngine
-from pymllm_interp.bench.serving.peers import VllmEngine
-from pymllm_interp.bench.serving.serving_suite import DEFAULT, ServingSettings, measure_workload
-from pymllm_interp.bench.serving.traffic import Percentiles, TokenStream, measure, run
-from pymllm_interp.bench.serving.workloads import (
+from suite import main
+from suites.own_engine import OurEngine
+from suites.serving.peers import VllmEngine
+from suites.serving.suite import DEFAULT, ServingSettings, measure_workload
+from suites.serving.traffic import Percentiles, TokenStream, measure, run
+from suites.serving.workloads import (
     Sizes,
     Workload,
     interference,
@@ -37,8 +35,10 @@ from pymllm_interp.bench.serving.workloads import (
     poisson,
     shared_prefix,
 )
-from pymllm_interp.bench.tables import read_aims, render
-from pymllm_interp.cli import main
+from suites.tables import read_aims, render
+from transformers import LlamaConfig
+
+from pymllm_interp import LM, Steer
 
 BENCHMARKS = ROOT / "benchmarks"
 SIZES = Sizes(vocab_size=1000, longest=16384)
@@ -348,8 +348,8 @@ def test_one_command_measures_every_workload_on_each_policy(
     model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "x.json"
-    command = ["bench", "--suite", "serving", "--config", str(model_folder("llama")), "--device", "cpu", "--quick"]
-    options = ["--option", "max_num_tokens=48", "--option", "hook_execution=eager", "--dtype", "float32"]
+    command = ["serving", "--config", str(model_folder("llama")), "--device", "cpu", "--quick"]
+    options = ["--options", "max_num_tokens=48", "--options", "hook_execution=eager", "--dtype", "float32"]
     assert main([*command, *options, "--policies", "mixed", "prefill_first", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["settings"]["options"] == {"max_num_tokens": 48, "hook_execution": "eager"}
@@ -393,16 +393,17 @@ def test_the_record_is_written_after_each_workload(
         submit(self, streams)
 
     monkeypatch.setattr(OurEngine, "submit", looking)
-    command = ["bench", "--suite", "serving", "--config", str(model_folder("llama")), "--device", "cpu", "--quick"]
+    command = ["serving", "--config", str(model_folder("llama")), "--device", "cpu", "--quick"]
     workloads = ["--workloads", "mix", "long", "shared-prefix"]
-    assert main([*command, *workloads, "--out", str(out)]) == 130
+    with pytest.raises(KeyboardInterrupt):
+        main([*command, *workloads, "--out", str(out)])
     assert written == [[], ["mix"], ["mix", "long"]]
     assert [row["workload"] for row in json.loads(out.read_text())["rows"]] == ["mix", "long"]
 
 
 def test_a_variant_brings_its_plain_workload(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "x.json"
-    command = ["bench", "--suite", "serving", "--config", str(model_folder("llama")), "--device", "cpu", "--quick"]
+    command = ["serving", "--config", str(model_folder("llama")), "--device", "cpu", "--quick"]
     assert main([*command, "--workloads", "mix-traced", "mix-steered", "mix", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["workload"], row["variant"]) for row in rows] == [("mix", None), ("mix", "traced"), ("mix", "steered")]
@@ -415,21 +416,20 @@ def test_a_variant_brings_its_plain_workload(model_folder: Callable[[str], Path]
         (["--batches", "2"], "the suite 'serving' has no setting batches"),
         (["--scale", "0"], "scale=0.0: expected above 0"),
         (["--longest", "7"], "longest=7: requests need at least 8 tokens"),
-        (["--profile"], "the suite 'serving' makes no profile"),
     ],
 )
 def test_settings_that_cannot_be_served_are_refused(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "--suite", "serving", "--quick", "--device", "cpu", *options]) == 2
+    assert main(["serving", "--quick", "--device", "cpu", *options]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_other_suites_take_no_workloads(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--suite", "traces", "--quick", "--workloads", "mix"]) == 2
+    assert main(["traces", "--quick", "--workloads", "mix"]) == 2
     assert "the suite 'traces' has no setting workloads" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["bench", "--suite", "serving", "--option", "max_num_tokens"])
+        main(["serving", "--options", "max_num_tokens"])
     assert "expected NAME=VALUE" in capsys.readouterr().err
 
 
@@ -439,7 +439,7 @@ def test_vllm_where_there_is_none_is_told_before_anything_runs(
     engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "x.json"
-    assert main(["bench", "--suite", "serving", "--quick", "--engine", engine, "--out", str(out)]) == 2
+    assert main(["serving", "--quick", "--engine", engine, "--out", str(out)]) == 2
     assert "vLLM is not installed" in capsys.readouterr().err and not out.exists()
 
 

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import report
 from helpers_docs import ROOT, script_of
-from helpers_report import report
 
 import pymllm_interp
 from pymllm_interp import LM, SAE

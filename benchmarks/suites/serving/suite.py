@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from ...config import ModelConfig, ServerConfig
-from ...hooks.interventions.op import Op
-from ...hooks.interventions.specs import Steer
-from ...lm import LM
-from ...models.weights.source import resolve_model
+from pymllm_interp.bench.suites import facts
+from pymllm_interp.config import ModelConfig, ServerConfig
+from pymllm_interp.hooks.interventions.op import Op
+from pymllm_interp.hooks.interventions.specs import Steer
+from pymllm_interp.lm import LM
+from pymllm_interp.models.weights.source import resolve_model
+
 from ..common import eighths
-from ..gpu import facts
 from ..own_engine import OurEngine
 from .peers import VllmEngine, check_vllm
 from .traffic import ServingEngine, ServingResult, measure

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ..core.events import Event, FinishedEvent
-from ..hooks.interventions.op import Op
-from ..lm import LM
-from .common import greedy
+from pymllm_interp.bench.common import greedy
+from pymllm_interp.core.events import Event, FinishedEvent
+from pymllm_interp.hooks.interventions.op import Op
+from pymllm_interp.lm import LM
+
 from .serving.traffic import TokenStream
 
 

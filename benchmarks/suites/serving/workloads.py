@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.random import Generator
 
-from ..common import Prompts
+from pymllm_interp.bench.common import Prompts
 
 SHORTEST = 4
 """Tokens of the shortest prompt or output."""

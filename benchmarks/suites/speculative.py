@@ -20,17 +20,17 @@ from pathlib import Path
 from string import ascii_letters, ascii_lowercase, digits, punctuation
 from typing import Any
 
-from .. import LM
-from ..core.output import RequestOutput
-from ..core.request import Request
-from ..core.sampling_params import SamplingParams
-from ..core.structured.structured_outputs import StructuredOutputs
-from ..engine.grammars.grammar_constraint import GrammarConstraint
-from ..runner.interp_model_runner import InterpModelRunner
-from ..sampling.token_constraint import empty_bitmask
-from ..speculative.ngram import NgramDrafter
-from .common import Prompts, random_prompts
-from .gpu import Model, facts
+from pymllm_interp import LM
+from pymllm_interp.bench.common import Prompts, random_prompts
+from pymllm_interp.bench.suites import Model, facts
+from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.core.request import Request
+from pymllm_interp.core.sampling_params import SamplingParams
+from pymllm_interp.core.structured.structured_outputs import StructuredOutputs
+from pymllm_interp.engine.grammars.grammar_constraint import GrammarConstraint
+from pymllm_interp.runner.interp_model_runner import InterpModelRunner
+from pymllm_interp.sampling.token_constraint import empty_bitmask
+from pymllm_interp.speculative.ngram import NgramDrafter
 
 Propose = Callable[[Sequence[Request], int], Sequence[Sequence[int]]]
 DRAFTS, LARGEST = 3, 32

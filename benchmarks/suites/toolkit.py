@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from .. import LM
-from ..hooks.captures.reductions.features import Features
-from ..hooks.captures.reductions.lens import Lens
-from ..hooks.captures.spec import Capture
-from ..hooks.interventions.op import Gate
-from ..hooks.interventions.set_feature import SetFeature
-from ..hooks.interventions.specs import Steer
-from ..hooks.saes.sae import SAE
-from .common import against_plain, greedy, random_prompts, timed
-from .gpu import GpuSettings, Model, facts
+from pymllm_interp import LM
+from pymllm_interp.bench.common import greedy, random_prompts, timed
+from pymllm_interp.bench.suites import BenchSettings, Model, facts
+from pymllm_interp.hooks.captures.reductions.features import Features
+from pymllm_interp.hooks.captures.reductions.lens import Lens
+from pymllm_interp.hooks.captures.spec import Capture
+from pymllm_interp.hooks.interventions.op import Gate
+from pymllm_interp.hooks.interventions.set_feature import SetFeature
+from pymllm_interp.hooks.interventions.specs import Steer
+from pymllm_interp.hooks.saes.sae import SAE
+
+from .common import against_plain
 from .interventions import short_lengths
 
 FEATURES, TOP_K, SET = 32_768, 64, 4
@@ -94,7 +96,7 @@ def random_sae(width: int, site: str) -> SAE:
     )  # fmt: skip
 
 
-def measure_lens(lm: LM, settings: GpuSettings) -> dict[str, float]:
+def measure_lens(lm: LM, settings: BenchSettings) -> dict[str, float]:
     """Milliseconds until the caller has one layer's lens at each position of a prompt, less the plain prompt's time."""
     tokens = min(LENS_ROWS, settings.prefill_tokens)
     (prompt,) = random_prompts(lm, 1, tokens)

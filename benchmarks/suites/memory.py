@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from .. import LM
-from ..hooks.interventions.specs import Steer
-from .common import Prompts, greedy, random_prompts
-from .gpu import GpuSettings, Model, facts
+from pymllm_interp import LM
+from pymllm_interp.bench.common import Prompts, greedy, random_prompts
+from pymllm_interp.bench.suites import BenchSettings, Model, facts
+from pymllm_interp.hooks.interventions.specs import Steer
 
 REQUESTS, ROUND = 10_000, 1_000
 KINDS = ("plain", "steered, a vector each", "captured", "cancelled", "traced")
@@ -42,7 +42,7 @@ def memory_suite(model: Model) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def run_requests(lm: LM, count: int, settings: GpuSettings) -> None:
+def run_requests(lm: LM, count: int, settings: BenchSettings) -> None:
     """`count` requests of each kind at once. The last block of the trace fails."""
     prompts = random_prompts(lm, len(KINDS) * count, min(PROMPT_TOKENS, settings.prompt_tokens))
     plain, steered, captured, cancelled, traced = (prompts[kind :: len(KINDS)] for kind in range(len(KINDS)))

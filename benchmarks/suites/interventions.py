@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 
-from .. import LM
-from ..hooks.captures.spec import Capture
-from ..hooks.interventions.op import Gate, Op
-from ..hooks.interventions.projections import Ablate, Clamp
-from ..hooks.interventions.specs import Steer
-from ..runner.graphs.cuda_graph_runner import CudaGraphRunner
-from ..runner.interp_model_runner import InterpModelRunner
-from .common import PAIRS, against_plain, greedy, random_prompts, summary, timed
-from .gpu import DescribeGraphs, GpuSettings, Model, facts, replay_ms
+from pymllm_interp import LM
+from pymllm_interp.bench.common import greedy, random_prompts, timed
+from pymllm_interp.bench.suites import BenchSettings, DescribeGraphs, Model, facts, replay_ms
+from pymllm_interp.hooks.captures.spec import Capture
+from pymllm_interp.hooks.interventions.op import Gate, Op
+from pymllm_interp.hooks.interventions.projections import Ablate, Clamp
+from pymllm_interp.hooks.interventions.specs import Steer
+from pymllm_interp.runner.graphs.cuda_graph_runner import CudaGraphRunner
+from pymllm_interp.runner.interp_model_runner import InterpModelRunner
+
+from .common import PAIRS, against_plain, summary
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 65
 CAPTURED_PROMPTS = 12
@@ -60,7 +62,7 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def short_lengths(settings: GpuSettings) -> dict[str, int]:
+def short_lengths(settings: BenchSettings) -> dict[str, int]:
     """Tokens of the measured requests, at most as many as the settings have."""
     return {
         "prompt_tokens": min(PROMPT_TOKENS, settings.prompt_tokens), "new_tokens": min(NEW_TOKENS, settings.new_tokens),
@@ -92,24 +94,24 @@ def cases(lm: LM) -> dict[str, Specs]:
     }
 
 
-def measure(lm: LM, batch: int, settings: GpuSettings, specs: Specs) -> dict[str, Any]:
+def measure(lm: LM, batch: int, settings: BenchSettings, specs: Specs) -> dict[str, Any]:
     """Steps of requests with `specs` against plain ones. Work that is done once for each request is excluded."""
     return _against_plain(lm, batch, settings, [{"interventions": specs(i)} for i in range(batch)])
 
 
-def measure_captured(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
+def measure_captured(lm: LM, batch: int, settings: BenchSettings) -> dict[str, Any]:
     """Steps that capture the states after each layer, against plain ones; and the captured GB a second."""
     capture = [Capture("resid_post.*", positions="generated")]
     found = _against_plain(lm, batch, settings, [{"capture": capture}] * batch)
     return found | {"gb_per_s": batch * _bytes_a_row(lm) / found["ms"] / 1e6}
 
 
-def _against_plain(lm: LM, batch: int, settings: GpuSettings, declared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _against_plain(lm: LM, batch: int, settings: BenchSettings, declared: Sequence[dict[str, Any]]) -> dict[str, Any]:
     lengths = short_lengths(settings)
     return against_plain(lm, random_prompts(lm, batch, lengths["prompt_tokens"]), declared, lengths["new_tokens"])
 
 
-def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:
+def measure_captured_prefill(lm: LM, settings: BenchSettings) -> dict[str, float]:
     """Prefill that captures the states after each layer: its share of the plain speed, and GB a second."""
     prompts = random_prompts(lm, CAPTURED_PROMPTS, settings.prefill_tokens)
 
@@ -127,7 +129,7 @@ def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:
     }
 
 
-def measure_harvest(lm: LM, settings: GpuSettings) -> dict[str, float]:
+def measure_harvest(lm: LM, settings: BenchSettings) -> dict[str, float]:
     """GB a second of a harvest of the states after each layer, and of plain writes to the disk. Both times end when all bytes are
     synced.
     """

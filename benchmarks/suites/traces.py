@@ -11,14 +11,19 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from .. import LM
-from .common import compare, eighths, generate, random_prompts, timed
-from .cpu import generate_traced
-from .gpu import GpuSettings, Model, facts
+from pymllm_interp import LM
+from pymllm_interp.bench.common import Prompts, generate, greedy, random_prompts, timed
+from pymllm_interp.bench.suites import BenchSettings, Model, facts
+
+from .common import compare, eighths
 
 PAIRS, NEW_TOKENS = 3, 100
 SWEEP, SWEEP_TOKENS = 1024, 32
 """Invokes of one trace, and tokens of each prompt."""
+
+
+MODES = {"auto": "", "off": ", in the passes"}
+"""Values of `lower_traces`, and what their cases' names end in."""
 
 
 class Case(NamedTuple):
@@ -33,17 +38,22 @@ class Case(NamedTuple):
 
 
 def traces_suite(model: Model) -> Iterator[dict[str, Any]]:
-    """Steps with traces against plain ones, by case and batch size, and a sweep over many prompts. Yields the growing record."""
-    settings = model.settings
-    with model.load() as lm:
-        found: dict[str, Any] = facts(lm) | {"pairs": PAIRS, "new_tokens": NEW_TOKENS, "rows": []}
-        for case in cases(lm.num_layers):
-            for batch in settings.batches:
-                found["rows"].append({"case": case.name, "batch": batch, **measure(lm, case, batch, settings)})
-                found |= {name: lm.engine.stats()[name] for name in ("segments", "prompt_segments", "execution")}
-                yield found
-        found["sweep"] = measure_sweep(lm, settings)
-        yield found
+    """Steps with traces against plain ones, by case and batch size, and a sweep over many prompts. Yields the growing record.
+
+    First with blocks lowered where they can be, the default; then in the passes.
+    """
+    found: dict[str, Any] = {"pairs": PAIRS, "new_tokens": NEW_TOKENS, "rows": []}
+    for mode, suffix in MODES.items():
+        with model.load(lower_traces=mode) as lm:
+            found |= facts(lm)
+            for case in cases(lm.num_layers):
+                for batch in model.settings.batches:
+                    row = {"case": case.name + suffix, "batch": batch, **measure(lm, case, batch, model.settings)}
+                    found["rows"].append(row)
+                    found |= {name: lm.engine.stats()[name] for name in ("segments", "prompt_segments", "execution")}
+                    yield found
+            found[f"sweep{suffix}"] = measure_sweep(lm, model.settings)
+            yield found
 
 
 def cases(depth: int) -> list[Case]:
@@ -58,7 +68,7 @@ def cases(depth: int) -> list[Case]:
     ]
 
 
-def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, Any]:
+def measure(lm: LM, case: Case, batch: int, settings: BenchSettings) -> dict[str, Any]:
     """A step of a case against a plain one."""
     prompts = random_prompts(lm, batch, settings.prompt_tokens)
 
@@ -68,7 +78,7 @@ def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, 
     return compare(partial(generate, lm, prompts), traced, min(NEW_TOKENS, settings.new_tokens), PAIRS)
 
 
-def measure_sweep(lm: LM, settings: GpuSettings) -> dict[str, float]:
+def measure_sweep(lm: LM, settings: BenchSettings) -> dict[str, float]:
     """Seconds of one trace with many invokes that each save a layer, against plain generation for each prompt."""
     count, tokens = (SWEEP, SWEEP_TOKENS) if settings.repeats > 1 else (8, 4)
     prompts, layer = random_prompts(lm, count, tokens), lm.num_layers // 2
@@ -94,3 +104,23 @@ def measure_sweep(lm: LM, settings: GpuSettings) -> dict[str, float]:
         "lowest": min(ratios),
         "highest": max(ratios),
     }
+
+
+def generate_traced(
+    lm: LM, prompts: Prompts, traced: int, layers: list[int], new_tokens: int, edits: bool = False
+) -> None:
+    """`generate`, with the last position of `layers` saved, or edited, in the first `traced` requests at each step."""
+    handles = [lm.submit(prompt, greedy(new_tokens)) for prompt in prompts[traced:]]
+    with lm.generate(max_new_tokens=new_tokens, ignore_eos=True) as tracer:
+        for prompt in prompts[:traced]:
+            with tracer.invoke(prompt):
+                kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+                for _ in tracer.iter[:]:
+                    for layer in layers:
+                        if edits:
+                            lm.model.layers[layer].output[0, -1] += 1e-3
+                        else:
+                            kept.append(lm.model.layers[layer].output[0, -1])
+    assert all(receipt.reads == len(layers) * new_tokens for receipt in tracer.receipts)
+    for handle in handles:
+        assert len(handle.result().token_ids) == new_tokens
