@@ -60,7 +60,7 @@ def run_bench(
 
 
 def keep(growing: Iterator[Record], name: str, out: Path | None, lines: Callable[[Record], list[str]]) -> Path:
-    """Write a record after each of its parts, so that results are kept if a later part fails; print its tables.
+    """Write a record after each part, so that results are kept if a later part fails, and print its tables.
 
     Args:
         growing: the same record, with more in it each time.

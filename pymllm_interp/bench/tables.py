@@ -31,7 +31,7 @@ class Report:
         return lines
 
     def beside(self, name: str, values: NumbersByBatch, step: str) -> list[str]:
-        """Rows under those of a quantity: none here."""
+        """Rows shown under a quantity; the base class has no such rows."""
         return []
 
     def beside_prefill(self, rate: float) -> str:
@@ -110,7 +110,7 @@ class Report:
         return [self.cells(title, {n: f"bs {n}" for n in self.batches}), "|---" * (1 + len(self.batches)) + "|"]
 
     def row(self, name: str, values: Mapping[int, float | None], form: str) -> str:
-        """A line of numbers in a format; "-" where there is none."""
+        """A line of formatted numbers, with "-" for missing batch sizes."""
         return self.cells(name, {n: form.format(value) for n, value in values.items() if value is not None})
 
     def cells(self, name: str, cells: Mapping[int, str]) -> str:
