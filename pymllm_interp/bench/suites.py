@@ -132,7 +132,7 @@ def decode_suite(model: Model) -> dict[str, Any]:
     with model.load() as lm:
         start_s, settings = time.perf_counter() - started, model.settings
         # On the engine's thread: OpenMP workers of a second thread would slow down both sides.
-        beside = None if torch.device(lm.device).type == "cuda" else lm.engine.call(lambda: _transformers_model(lm))
+        beside = None if lm.backend.facts.device.startswith("cuda") else lm.engine.call(lambda: _transformers_model(lm))
         return facts(lm) | {
             "start_s": start_s,
             **lm.backend.run(DescribeGraphs()),
