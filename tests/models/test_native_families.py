@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import held
 from helpers_devices import DEVICES, ways
-from helpers_graphs import use_eager_graphs
+from helpers_graphs import captured_lms
 from helpers_runner import random_ids
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -34,28 +34,9 @@ Load = Callable[..., LM]
 
 @pytest.fixture(scope="module")
 def load(model_folder: Callable[[str], Path]) -> Iterator[Load]:
-    """(device, family, **options) -> an LM in float32 whose decode passes are captured; made once for equal arguments."""
-    made: dict[tuple, LM] = {}
-
-    def lm_of(device: str, family: str, **options: Any) -> LM:
-        key = (device, family, *sorted(options.items()))
-        if key not in made:
-            size = {
-                "kv_cache_tokens": 2048,
-                "max_running_requests": 8,
-                "hook_execution": "segments",
-                "capture_ring_bytes": 64 << 20,
-                **options,
-            }
-            made[key] = LM(model_folder(family), dtype="float32", device=device, **size)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if not torch.cuda.is_available():
-            use_eager_graphs(monkeypatch)
-        yield lm_of
-        for lm in made.values():
-            lm.shutdown()
+    sizes = {"kv_cache_tokens": 2048, "max_running_requests": 8, "capture_ring_bytes": 64 << 20}
+    with captured_lms(model_folder, hook_execution="segments", **sizes) as found:
+        yield found
 
 
 def first(value: Any) -> torch.Tensor:

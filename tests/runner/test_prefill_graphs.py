@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_devices import DEVICES, ways
-from helpers_graphs import use_eager_graphs
+from helpers_graphs import captured_lms, use_eager_graphs
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams, Steer
@@ -31,21 +31,8 @@ LENGTHS = [1, 15, 16, 17, 33, 63, 64, 65, 100]
 
 @pytest.fixture(scope="module")
 def load(model_folder: Callable[[str], Path]) -> Iterator[Load]:
-    """(device, family, **options) -> an LM whose passes are captured; made once for equal arguments."""
-    made: dict[tuple, LM] = {}
-
-    def lm_of(device: str, family: str = "llama", **options: Any) -> LM:
-        key = (device, family, *sorted(options.items()))
-        if key not in made:
-            made[key] = LM(model_folder(family), device=device, **{"dtype": "float32", **SIZES, **options})
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if not torch.cuda.is_available():
-            use_eager_graphs(monkeypatch)
-        yield lm_of
-        for lm in made.values():
-            lm.shutdown()
+    with captured_lms(model_folder, **SIZES) as found:
+        yield found
 
 
 def greedy(n: int, **options: Any) -> SamplingParams:

@@ -16,11 +16,10 @@ import pytest
 import torch
 from conftest import held
 from helpers_devices import DEVICES, ways
-from helpers_graphs import use_eager_graphs
+from helpers_graphs import captured_lms
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams, Scale, Steer
-from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.graphs.prompt_segments import PromptSegments
 
@@ -36,32 +35,8 @@ REASON = "a block waits for a module, and the pass was captured"
 
 @pytest.fixture(scope="module")
 def load(model_folder: Callable[[str], Path]) -> Iterator[Load]:
-    """(device, family, **options) -> an LM whose passes are captured, and whose blocks run in the passes; made once for equal
-    arguments. `tables`: declared ops are read from tables, as on CUDA."""
-    made: dict[tuple, LM] = {}
-
-    def lm_of(device: str, family: str = "llama", *, tables: bool = False, **options: Any) -> LM:
-        key = (device, family, tables, *sorted(options.items()))
-        if key not in made:
-            with pytest.MonkeyPatch.context() as patch:
-                if tables:
-                    patch.setattr(DeclaredStage, "has_tables", True)
-                options = {
-                    "dtype": "float32",
-                    "lower_traces": "off",
-                    "enable_prefix_caching": False,
-                    **SIZES,
-                    **options,
-                }
-                made[key] = LM(model_folder(family), device=device, **options)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if not torch.cuda.is_available():
-            use_eager_graphs(monkeypatch)
-        yield lm_of
-        for lm in made.values():
-            lm.shutdown()
+    with captured_lms(model_folder, lower_traces="off", enable_prefix_caching=False, **SIZES) as found:
+        yield found
 
 
 def prompt_segments(lm: LM) -> PromptSegments:

@@ -20,7 +20,7 @@ import torch
 from conftest import COMMON, held, random_model
 from family_configs import tiny_config
 from helpers_devices import DEVICES, ways
-from helpers_graphs import use_eager_graphs
+from helpers_graphs import captured_lms, use_eager_graphs
 from helpers_runner import random_ids
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
@@ -54,22 +54,8 @@ OF_64: dict[str, Callable[[], PretrainedConfig]] = {
 
 @pytest.fixture(scope="module")
 def load(model_folder: Callable[[str], Path]) -> Iterator[Load]:
-    """(device, family, **options) -> an LM in float32 whose decode passes are captured; made once for equal arguments."""
-    made: dict[tuple, LM] = {}
-
-    def lm_of(device: str, family: str = "llama", **options: Any) -> LM:
-        key = (device, family, *sorted(options.items()))
-        if key not in made:
-            size = {"kv_cache_tokens": 2048, "max_running_requests": 8, "hook_execution": "segments", **options}
-            made[key] = LM(model_folder(family), dtype="float32", device=device, **size)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if not torch.cuda.is_available():
-            use_eager_graphs(monkeypatch)
-        yield lm_of
-        for lm in made.values():
-            lm.shutdown()
+    with captured_lms(model_folder, kv_cache_tokens=2048, max_running_requests=8, hook_execution="segments") as found:
+        yield found
 
 
 def segments_of(lm: LM) -> Segments:

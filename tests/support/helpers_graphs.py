@@ -6,14 +6,17 @@ A function that would not do as a graph, because it reads what changed since, is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pymllm_interp import LM
 from pymllm_interp.attention.torch_backend import TorchAttnBackend
+from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.model_runner import ModelRunner
 
@@ -81,3 +84,28 @@ def use_eager_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_capture, "capture", capture)
     monkeypatch.setattr(graph_capture, "record", record)
     monkeypatch.setattr(graph_capture, "record_pieces", lambda run, pool, **options: EagerPieces(run))
+
+
+@contextmanager
+def captured_lms(model_folder: Callable[[str], Path], **defaults: Any) -> Iterator[Callable[..., LM]]:
+    """(device, family, tables, **options) -> an LM in float32 whose passes are captured; made once for equal arguments.
+
+    `tables`: declared ops are read from tables, as on CUDA.
+    """
+    made: dict[tuple, LM] = {}
+
+    def load(device: str, family: str = "llama", *, tables: bool = False, **options: Any) -> LM:
+        key = (device, family, tables, *sorted(options.items()))
+        if key not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                if tables:
+                    patch.setattr(DeclaredStage, "has_tables", True)
+                made[key] = LM(model_folder(family), device=device, **{"dtype": "float32", **defaults, **options})
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not torch.cuda.is_available():
+            use_eager_graphs(monkeypatch)
+        yield load
+        for lm in made.values():
+            lm.shutdown()
