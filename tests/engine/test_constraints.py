@@ -345,6 +345,7 @@ def test_a_step_that_fails_before_it_is_sampled_is_forgotten(lm_of, ahead, trace
     assert tokens_of(lm, PROMPT, greedy(constraint=Alternating())) == expected
 
 
+@pytest.mark.thin(3)
 @AHEAD
 @pytest.mark.parametrize(
     "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)]
