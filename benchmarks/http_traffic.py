@@ -3,8 +3,9 @@
     python benchmarks/http_traffic.py --url http://127.0.0.1:8000 --name ours --load poisson-10 clients-32 --out FILE
 
 `poisson-R`: R requests a second for `--seconds`. `clients-N`: N clients, each with its next request when the last has ended.
-Lengths are those of the workload `mix` (docs/performance-log.md); prompts are random token ids, answers are streamed. The requests
-are sent by `--processes` processes, so that reading streams does not slow them down. Run it once for each server, one after the
+Lengths are those of the workload `mix` (benchmarks/results/README.md); prompts are random token ids, answers are streamed. The
+requests are sent by `--processes` processes, so that reading streams does not slow them down.
+Run it once for each server, one after the
 other on one machine: the seeds make the traffic the same.
 """
 

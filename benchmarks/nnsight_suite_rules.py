@@ -254,7 +254,7 @@ DIFFERENCES = {
         "test_a_flag_beside_keyword_ids",
     ),
 }  # fmt: skip
-"""Why -> parts of the ids of tests that an LM answers otherwise. Also in docs/traces.md, "What differs"."""
+"""Why -> parts of the ids of tests that an LM answers otherwise. Also in docs/use/trace.md, "What differs"."""
 
 
 def reason_in(reasons: dict[str, tuple[str, ...]], test: str) -> str | None:

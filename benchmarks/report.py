@@ -1,6 +1,6 @@
 """Writes the tables of the GPU suites' records into a page of the documentation.
 
-Usage: python benchmarks/report.py docs/performance-log.md
+Usage: python benchmarks/report.py benchmarks/results/README.md
 """
 
 from __future__ import annotations

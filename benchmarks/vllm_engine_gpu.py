@@ -6,9 +6,9 @@
 
 Speed: all engines of a part are loaded at once, each in a process of its own on the same GPU, and run in turns. Requests of
 `--prompt` tokens generate `--new` tokens. A ratio is the median over rounds: plain vLLM's seconds divided by the case's in the same
-round. "plain again" is plain vLLM at the end of a round. "front" and "norm": where the hooks are (docs/vllm.md). "idle": nothing is
-declared. "one site": each request steers one site. "all layers": it steers every layer. "captured": it captures resid_post of
-all layers.
+round. "plain again" is plain vLLM at the end of a round. "front" and "norm": where the hooks are (docs/engine/vllm.md).
+"idle": nothing is declared. "one site": each request steers one site. "all layers": it steers every layer.
+"captured": it captures resid_post of all layers.
 
 `--stages` measures and prints where the time of each case goes, in rank 0 and in the client. It takes time itself, so use it
 apart (`--rounds 1 --taps norm`). "cpu" is of the stage's own thread. The rest of "seconds" is waiting: for the GIL, a lock, a

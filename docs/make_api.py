@@ -1,4 +1,4 @@
-"""Writes docs/api.md, which git ignores, from the docstrings.
+"""Writes docs/reference/api.md, which git ignores, from the docstrings.
 
 Usage: make api, or python docs/make_api.py [FILE]
 
@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent / "api.md"
+PAGE = Path(__file__).parent / "reference" / "api.md"
 PACKAGE = "pymllm_interp"
 
 
@@ -44,7 +44,7 @@ PLUMBING = (
 
 SECTIONS = [
     Section(
-        "LM", "Prompts in, outputs out; and the tree that traces are written against ([traces](traces.md)).",
+        "LM", "Prompts in, outputs out; and the tree that traces are written against ([traces](../use/trace.md)).",
         ("LM", "client.request_options:RequestOptions", "config:ServerConfig"),
         ("run_traces", "submission", "edits_of", "pass_options", "interleave",
         "interleaver", "source", "input", "inputs", "output"),
@@ -54,7 +54,7 @@ SECTIONS = [
         ("client.backend:Backend", "client.backend:ModelFacts", "client.backend:Submission", "client.handle:RequestEngine"),
     ),
     Section(
-        "Traces", "What a `with` binds: `with lm.trace(prompt) as tracer:` ([traces](traces.md)).",
+        "Traces", "What a `with` binds: `with lm.trace(prompt) as tracer:` ([traces](../use/trace.md)).",
         ("hooks.traces.syntax.tracer:EngineTracer", "hooks.traces.syntax.tracer:EngineInvoker", "SavedSteps"), ("execute",),
     ),
     Section(
@@ -76,32 +76,32 @@ SECTIONS = [
         ("Site", "Generated"),
     ),
     Section(
-        "Captures", "Declared reads ([interventions](interventions.md)).",
+        "Captures", "Declared reads ([captures](../use/capture.md)).",
         ("Capture", "Project", "Activations"), ("add", "as_arrived", *PLUMBING),
     ),
     Section(
-        "SAEs and lenses", "Reductions of captures, and the files that they read ([interventions](interventions.md)).",
+        "SAEs and lenses", "Reductions of captures, and the files that they read ([captures](../use/capture.md)).",
         ("SAE", "Features", "Lens", "TunedLens", "JacobianLens"), PLUMBING,
     ),
     Section(
-        "Interventions", "Declared edits ([interventions](interventions.md)).",
+        "Interventions", "Declared edits ([interventions](../use/intervene.md)).",
         ("hooks.interventions.op:Op", "Steer", "Ablate", "Clamp",
         "Scale", "Patch", "Knockout", "Gate", "SetFeature"),
         PLUMBING,
     ),
     Section(
-        "Harvests", "Captures of a corpus on disk ([interventions](interventions.md)).",
+        "Harvests", "Captures of a corpus on disk ([harvest](../guides/harvest.md)).",
         ("open_harvest", "Harvest", "harvest.reader:Shard", "harvest.reader:ShardedRows",
         "harvest.run:HarvestResult"),
     ),
     Section(
-        "Toolkit", "What the experiments of an `LM` return, and `contrast` ([toolkit](toolkit.md)).",
+        "Toolkit", "What the experiments of an `LM` return, and `contrast` ([toolkit](../guides/toolkit.md)).",
         ("toolkit.sweep_result:PatchSweep", "toolkit.sweep_result:SweepCell", "toolkit.attribution_result:Attribution",
         "toolkit.attribution_result:Completeness", "toolkit.attribution_result:Attributed", "contrast",
         "toolkit.contrast:ControlVectors"),
     ),
     Section(
-        "Plots", "`from pymllm_interp import plots` ([other libraries](libraries.md)).",
+        "Plots", "`from pymllm_interp import plots` ([other libraries](../guides/libraries.md)).",
         ("plots.figure:Plot", "plots.heatmaps:attention_patterns", "plots.heatmaps:lens_heatmap", "plots.heatmaps:sweep_heatmap",
         "plots.heatmaps:feature_activations", "plots.bars:attribution_bars"),
     ),
@@ -115,7 +115,7 @@ SECTIONS = [
         "hooks.traces.blocks.errors:TraceTimeoutError"),
     ),
     Section(
-        "Runners", "The forward passes of an engine ([how a step runs](how-a-step-runs.md)).",
+        "Runners", "The forward passes of an engine ([how a step runs](../internals/step.md)).",
         ("ModelRunner", "InterpModelRunner"),
     ),
 ]  # fmt: skip

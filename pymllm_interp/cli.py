@@ -164,7 +164,7 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--allow-code-from", action="append", metavar="NAME",
         help="the key of this name may send traces, which are arbitrary code; repeatable. Without --keys: 'anybody', if the "
-        "server listens on this machine alone (docs/security.md)",
+        "server listens on this machine alone (docs/reference/security.md)",
     )  # fmt: skip
     serve.add_argument(
         "--operator", action="append", metavar="NAME",
@@ -193,7 +193,7 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="argument of LM, such as max_model_len; repeatable",
     )
-    _add_vllm(serve.add_argument_group("vLLM as the engine (docs/vllm.md)"))
+    _add_vllm(serve.add_argument_group("vLLM as the engine (docs/engine/vllm.md)"))
     serve.add_argument(
         "--lora-modules", type=_named_path, nargs="+", action="extend", metavar="NAME=FOLDER",
         help="LoRA adapters to load; each is a model's name for clients; repeatable",
@@ -211,7 +211,7 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         "--reasoning-parser", metavar="NAME", help="split reasoning off: qwen3, deepseek_r1 (<think>), openai_gptoss"
     )
     _add_http(serve.add_argument_group("HTTP, with vLLM's names"))
-    limits = serve.add_argument_group("limits, each answered with a 4xx (docs/serving.md)")
+    limits = serve.add_argument_group("limits, each answered with a 4xx (docs/reference/http.md)")
     for name, (kind, default) in SERVE_LIMITS.items():
         option = f"--{name.replace('_', '-')}"
         limits.add_argument(option, dest=name, type=kind, default=default, metavar="N", help=f"(default: {default})")

@@ -58,7 +58,7 @@ class ModelConfig:
     they are stored."""
 
     saes: Mapping[str, Any] = field(default_factory=dict)
-    """SAEs by name: `SAE`s, files or folders. On CUDA, passes encode the top-k ones (docs/interventions.md)."""
+    """SAEs by name: `SAE`s, files or folders. On CUDA, passes encode the top-k ones (docs/use/intervene.md)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.saes, Mapping):
@@ -90,12 +90,12 @@ class ServerConfig:
     state_dtype: str = "float32"
     """The dtype of recurrent states between steps, in models that have them: "float32", or "bfloat16" for half of the memory."""
     state_cache_bytes: int = 1 << 30
-    """Memory for snapshots of recurrent states, behind which later prompts start (docs/models.md). An eighth of the memory for KV
-    and states is the most. 0: prefixes are not reused in models with such states."""
+    """Memory for snapshots of recurrent states, behind which later prompts start (docs/reference/models.md). At most an eighth
+    of the memory for KV and states. 0: prefixes are not reused in models with such states."""
     page_size: int = 16
     """Slots of one KV page."""
     enable_prefix_caching: bool = True
-    """Keep the KV of requests, and start prompts after the pages that an earlier request computed (docs/concepts.md)."""
+    """Keep the KV of requests, and start prompts after pages of earlier requests (docs/internals/prefix-cache.md)."""
     async_scheduling: bool | None = None
     """Launch each step before the previous step's tokens are read. None: on CUDA only."""
     max_loras: int = 4
@@ -151,7 +151,8 @@ class ServerConfig:
     """Fraction of the device's memory for weights, activations and KV."""
     speculative: Any = None
     """What proposes draft tokens: None, {"method": "ngram", "num_speculative_tokens": k} with vLLM's keys, or a `Drafter`
-    (speculative/drafter.py). "draft_model" and "eagle3" take a "model". Drafts never change a token (docs/speculative.md)."""
+    (speculative/drafter.py). "draft_model" and "eagle3" take a "model". Drafts never change a token
+    (docs/engine/speculative.md)."""
     lower_traces: str = "auto"
     """Whether blocks that only read known places run after their request, over captured states. "auto" lowers such
     blocks. "require" refuses other blocks, with the line that prevents it. "off" runs every block in the forward passes."""

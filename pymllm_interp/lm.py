@@ -72,7 +72,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         device: "auto" is CUDA where there is one.
         load_format: "dummy" makes seeded random weights; config.json is enough, and no tokenizer is needed.
         impl: "native": our implementation. "transformers": the family's own class over our KV pool. "auto": native, or else
-            transformers (docs/models.md).
+            transformers (docs/reference/models.md).
         max_model_len: tokens of one request, prompt and new ones. None: as many as the model's positions allow, or fewer where the
             memory derives a smaller KV pool.
         max_running_requests: requests in one step; None derives the number from the KV pool.
@@ -87,10 +87,10 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
             folder with another one.
         saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes only these top-k SAEs.
         quantize: "fp8" rounds the weights of linear layers to FP8 at load. "fp8-w8a8" also rounds the inputs of their products
-            (docs/quantized.md). None: weights as they are stored.
+            (docs/engine/quantized.md). None: weights as they are stored.
         backend: an engine that has its model already, in place of all arguments above but `rename`, `envoys` and
             `attn_implementation` (client/backend.py). `connect` makes one of a server.
-        engine: "own"; or "vllm", for vLLM with declared hooks (docs/vllm.md). Further keywords are then vLLM's, too.
+        engine: "own"; or "vllm", for vLLM with declared hooks (docs/engine/vllm.md). Further keywords are then vLLM's, too.
         server: further fields of `ServerConfig`, by name.
 
     Raises:
@@ -313,7 +313,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
     ) -> PatchSweep:
         """Activation patching at every layer and position: the base prompt, each time with one state of the source prompt.
 
-        Each cell is the run of one `Patch`. Native families run all cells as one growing pass (docs/toolkit.md), others as
+        Each cell is the run of one `Patch`. Native families run all cells as one growing pass (docs/guides/toolkit.md), others as
         requests.
 
         Args:

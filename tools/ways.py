@@ -83,7 +83,6 @@ AT_MOST = {
     "base classes of LM, ModelRunner, Engine and EngineTracer": 16,
     "functions of more than 80 lines": 3,
     "functions of more than 20 parameters": 10,
-    "decisions": 151,
     "host files that a plain request enters": 61,
     "files of hooks/ among them": 11,
 }
@@ -94,7 +93,7 @@ TARGETS = {
     "functions of more than 20 parameters": 0,
     "lines of the package": 72_000,
     "lines of the tests": 48_000,
-    "decisions": 45,
+    "decisions": 42,  # tests/docs/test_decisions.py holds it
     "host files that a plain request enters": 40,
     "files of hooks/ among them": 2,
 }

@@ -46,7 +46,7 @@ class CompletionOutput(Shown):
     logprobs_mode: str = "raw_logprobs"
     """What `logprobs` holds (`ServerConfig.logprobs_mode`)."""
     drafts: DraftCounts | None = None
-    """Passes with drafts, their drafts, and the accepted ones; None where none are proposed (docs/speculative.md)."""
+    """Passes with drafts, their drafts, and the accepted ones; None where none are proposed (docs/engine/speculative.md)."""
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -117,10 +117,10 @@ class SamplingParams:
     constraint: ConstraintSpec | None = None
     """Makes the constraint of each completion: the tokens that may come next, by those before (sampling/token_constraint.py)."""
     structured_outputs: StructuredOutputs | dict[str, Any] | None = None
-    """The form of the text: a JSON schema, a pattern, choices or a grammar (docs/structured.md). A dict has its fields."""
+    """The form of the text: a JSON schema, a pattern, choices or a grammar (docs/engine/structured.md). A dict has its fields."""
     speculate: bool | None = None
-    """False: no drafts are proposed (docs/speculative.md). None: where the engine has a drafter, and the request allows it. True:
-    the request is refused where they cannot be. The tokens are the same in any case."""
+    """False: no drafts are proposed (docs/engine/speculative.md). None: where the engine has a drafter, and the request allows it.
+    True: the request is refused where they cannot be. The tokens are the same in any case."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):

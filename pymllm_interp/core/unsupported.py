@@ -21,7 +21,7 @@ LORA_OF_REQUESTS = (
 PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' and quantize='fp8' take less of it"
 DATA_PARALLEL = (
     "data parallelism is not supported within an engine: replicas serve it, `pymllm-interp cluster MODEL --replicas N` "
-    "(docs/cluster.md); in a program, an LM for each device, device='cuda:0', device='cuda:1', ..."
+    "(docs/engine/cluster.md); in a program, an LM for each device, device='cuda:0', device='cuda:1', ..."
 )
 CONTEXT_PARALLEL = "context parallelism is not supported: one device holds the KV cache, within max_model_len"
 EXPERT_PARALLEL = "expert parallelism is not supported: one device holds all experts of a model"

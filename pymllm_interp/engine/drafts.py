@@ -224,4 +224,6 @@ def check_speculate(request: Request, drafts: bool, what: str) -> None:
     if not drafts:
         raise PromptError(f"{what}: speculate=True, but this engine has no drafter: LM(..., speculative=...) sets one")
     if why := why_undrafted(request):
-        raise PromptError(f"{what}: speculate=True, but no drafts are proposed beside {why} (docs/speculative.md)")
+        raise PromptError(
+            f"{what}: speculate=True, but no drafts are proposed beside {why} (docs/engine/speculative.md)"
+        )

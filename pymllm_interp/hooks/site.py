@@ -101,7 +101,7 @@ _NORMALIZED = (
 )
 _IN_A_TRACE = "no declared site; in a trace (`with lm.trace(...)`) read {}"
 _NO_PATTERN = "Capture('pattern.3') reads attention patterns; " + (
-    EDITED_PATTERNS := "to edit them, see 'Inside attention' in docs/traces.md; Knockout cuts edges"
+    EDITED_PATTERNS := "to edit them, see 'Inside attention' in docs/use/trace.md; Knockout cuts edges"
 )
 REFUSED = {
     **{f"{name}.{{}}": _NO_PATTERN for name in ("attn_pattern", "attn_probs", "attn_scores", "attn_weights")},

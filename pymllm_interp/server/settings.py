@@ -102,7 +102,7 @@ class ServeSettings:
     shared_store: bool = False
     """Whether other servers of a cluster on this machine have the store, too."""
     vllm: dict[str, Any] | None = None
-    """Arguments of vLLM, where it is the engine (docs/vllm.md); None: our own engine."""
+    """Arguments of vLLM, where it is the engine (docs/engine/vllm.md); None: our own engine."""
     on_engine_exit: str = "restart"
     """What the server does when its engine process ends: "restart" it, or "exit"."""
     drain_seconds: float = 30.0

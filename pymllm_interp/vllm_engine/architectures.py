@@ -64,7 +64,7 @@ def check_architecture(architecture: str) -> None:
 
 
 def table() -> Iterator[str]:
-    """The rows of the table in docs/vllm.md: decoder layers, and the architectures that have them."""
+    """The rows of the table in docs/engine/vllm.md: decoder layers, and the architectures that have them."""
     rows: dict[str, list[str]] = {name: [] for name in LAYERS}
     for architecture in sorted(_modules()):
         for layer in layers_of(architecture):

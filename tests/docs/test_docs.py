@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import runpy
 from dataclasses import fields
@@ -21,15 +20,19 @@ from pymllm_interp.core.families import FAMILIES
 from pymllm_interp.models.registry import NATIVE
 
 COMMANDS = ("demo", "generate", "serve", "cluster", "bench", "doctor", "cache")
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "api.md")]
-WITH_CHANGES = [*PAGES, ROOT / "CHANGELOG.md"]
+DOCS = ROOT / "docs"
+ALL = [page for page in sorted(DOCS.rglob("*.md")) if page.name != "api.md"]
+PAGES = [ROOT / "README.md", *(page for page in ALL if page.parent.name != "decisions")]
+LINKING = [*PAGES, *(page for page in ALL if page.parent.name == "decisions")]
+LINKING += [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/README.md")]
 
 
 def name_of(page: Path) -> str:
-    return page.stem
+    """Path of the page below the repository, without its suffix."""
+    return str(page.relative_to(ROOT).with_suffix(""))
 
 
-SERVED = "serving"
+SERVED = "serve"
 """The page whose Python needs a server (test_serving_page.py)."""
 NEEDS = {"libraries": ("transformer_lens", "nnterp", "lm_eval", "inspect_ai", "plotly"), "vllm": ("vllm",)}
 """Page -> packages of extras that its Python imports."""
@@ -50,7 +53,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
 def test_the_readme_counts_the_native_families() -> None:
     (count,) = re.findall(r"\*\*(\d+) model families have kernels of their own", (ROOT / "README.md").read_text())
     assert int(count) == len(NATIVE) == len(FAMILIES)
-    rows = (ROOT / "docs" / "models.md").read_text()
+    rows = (DOCS / "reference" / "models.md").read_text()
     for family in FAMILIES:
         assert f"| {family} | native |" in rows
 
@@ -62,7 +65,7 @@ def test_each_argument_of_an_lm_and_field_of_an_sae_is_in_the_docs() -> None:
             assert re.search(rf"\b{field.name}\b", pages), field.name
     for value in ("fp8", "fp8-w8a8"):
         assert f'"{value}"' in (LM.__doc__ or "")
-    named = re.findall(r"docs/[\w-]+\.md", LM.__doc__ or "")
+    named = re.findall(r"docs/[\w/-]+\.md", LM.__doc__ or "")
     assert named and all((ROOT / page).exists() for page in named)
     missing = [name for name in inspect.signature(LM).parameters if f"\n        {name}: " not in (LM.__doc__ or "")]
     assert not missing
@@ -75,8 +78,10 @@ def test_the_api_page_is_built_and_has_every_public_name(tmp_path: Path, monkeyp
     headings = re.findall(r"^### (\w+)$", page, flags=re.MULTILINE)
     assert not set(pymllm_interp.__all__) - set(headings), "docs/make_api.py: SECTIONS lacks them"
     assert inspect.cleandoc(pymllm_interp.Gate.__doc__ or "").splitlines()[0].partition("`")[0] in page
-    for name in set(re.findall(r"\]\(([\w-]+\.md)", page)):
-        assert (ROOT / "docs" / name).exists(), f"the API page links to {name}"
+    links = set(re.findall(r"\]\(([\w./-]+\.md)", page))
+    assert len(links) > 5
+    for name in links:
+        assert (DOCS / "reference" / name).exists(), f"the API page links to {name}"
 
 
 def test_a_page_that_is_wrong_would_be_noticed(tmp_path: Path) -> None:
@@ -88,14 +93,14 @@ def test_a_page_that_is_wrong_would_be_noticed(tmp_path: Path) -> None:
     assert failure.traceback[-1].lineno + 1 == 9
 
 
-@pytest.mark.parametrize("page", WITH_CHANGES, ids=name_of)
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", WITH_CHANGES, ids=name_of)
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     folders = "core|engine|runner|models|layers|sampling|hooks|harvest|tests|examples|benchmarks"
     for name in re.findall(rf"\b(?:{folders})/[\w/]+\.py\b", page.read_text()):
@@ -121,24 +126,12 @@ def test_commands_that_are_shown_exist() -> None:
         assert exit_status.value.code == 0
 
 
-def test_the_cpus_table_is_that_of_its_record_and_of_the_aims() -> None:
-    results, page = ROOT / "benchmarks" / "results", (ROOT / "docs" / "performance.md").read_text()
-    name = "cpu-demo-bfloat16.json"
-    measured, aims = json.loads((results / name).read_text()), json.loads((results / "aims.json").read_text())[name]
-    assert aims["batches"] == [row["batch"] for row in measured["decode"]]
-    for row, aim in zip(measured["decode"], aims["tokens_per_s"]["aim"], strict=True):
-        cells = f"{row['batch']} | {row['tokens_per_s']:.1f} | {row['transformers_tokens_per_s']:.1f} | {aim}"
-        missed = ", missed" if row["tokens_per_s"] < aim else ""
-        assert f"| {cells}{missed} |" in page
-    assert f"transformers gave {' / '.join(map(str, aims['tokens_per_s']['transformers']))} there" in page
-
-
 def test_the_tables_of_the_gpu_are_those_of_the_records():
-    page = ROOT / "docs" / "performance-log.md"
+    page = ROOT / "benchmarks" / "results" / "README.md"
     _, shown, _ = report.split_page(page)
     assert "decode, ms a step" in shown
     assert shown.strip() == report.tables(page, ROOT / "benchmarks").strip(), (
-        "the numbers differ: run `python benchmarks/report.py docs/performance-log.md`"
+        "the numbers differ: run `python benchmarks/report.py benchmarks/results/README.md`"
     )
 
 
@@ -152,8 +145,8 @@ def test_the_chart_of_speed_is_that_of_the_records() -> None:
 
 
 def test_each_environment_variable_of_ours_is_on_one_page() -> None:
-    """docs/serving.md; and the names that the code reads of others."""
-    page = (ROOT / "docs" / "serving.md").read_text().partition("## Environment variables")[2]
+    """docs/reference/settings.md; and the names that the code reads of others."""
+    page = (DOCS / "reference" / "settings.md").read_text().partition("## Environment variables")[2]
     code = "".join(path.read_text() for path in (ROOT / "pymllm_interp").rglob("*.py"))
     ours = set(re.findall(r"\"(PYMLLM_INTERP_[A-Z_]+)\"", code))
     others = set(re.findall(r"environ(?:\.get)?[\[(]\"([A-Z][A-Z_]+)\"", code))

@@ -1,4 +1,4 @@
-"""docs/serving.md against a real server; and the other pages' Python with `LM.connect` in the place of `LM`."""
+"""docs/use/serve.md against a real server; and the other pages' Python with `LM.connect` in the place of `LM`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     "page",
-    ["docs/serving.md", "README.md"]
-    + [pytest.param(f"docs/{name}.md", marks=pytest.mark.slow) for name in ("recipes", "traces", "interventions")],
+    ["docs/use/serve.md", "README.md"]
+    + [
+        pytest.param(f"docs/{name}.md", marks=pytest.mark.slow)
+        for name in ("guides/recipes", "use/trace", "use/intervene", "use/capture")
+    ],
 )
 def test_the_python_of_a_page_runs_over_http(page: str, demo: Server, tmp_path: Path) -> None:
     script = script_of(ROOT / page).replace(ADDRESS, demo.url).replace('LM("demo")', f'LM.connect("{demo.url}")')
-    if "lm.harvest(" in script:  # for a local LM; what follows reads its files
-        script = script[: script.rfind("\n\n", 0, script.index("lm.harvest("))]
     file = tmp_path / "page.py"
     file.write_text(script)
     runpy.run_path(str(file), run_name="__main__")
@@ -40,7 +41,7 @@ def test_the_python_of_a_page_runs_over_http(page: str, demo: Server, tmp_path: 
 
 
 def test_the_transcript_was_run(demo: Server) -> None:
-    text = (ROOT / "docs" / "serving.md").read_text()
+    text = (ROOT / "docs" / "use" / "serve.md").read_text()
     (block,) = re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL)
     commands = re.findall(r"^\$ (curl .*?)\n(?=\{)(.*?)(?=^\$ |\Z)", block, flags=re.DOTALL | re.MULTILINE)
     assert len(commands) >= 3

@@ -1,4 +1,4 @@
-"""Every name in transformers' registry of causal language models: right, or refused by name. docs/models.md is this table.
+"""Every name in transformers' registry of causal language models: right, or refused by name: docs/reference/models.md.
 
 `PYTHONPATH=tests:tests/support python tests/models/test_registry.py [NAME ...]` writes the rows of all names, or of these. The
 tests compare each row.
@@ -23,7 +23,7 @@ from pymllm_interp.core.model_spec import NUMBERED_SITES
 from pymllm_interp.core.unsupported import UnsupportedModelError
 from pymllm_interp.models.registry import is_native
 
-DOCUMENT = ROOT / "docs" / "models.md"
+DOCUMENT = ROOT / "docs" / "reference" / "models.md"
 AT_LEAST = 154
 """Names that are right."""
 LENGTHS = 5, 2, 37

@@ -20,7 +20,7 @@ from pymllm_interp.server.routes.refused_fields import REFUSED
 
 PROMPT = "w3 w14 w15 w9"
 MESSAGES = [{"role": "user", "content": "w4 w5"}]
-SERVING = ROOT / "docs" / "serving.md"
+FIELDS = ROOT / "docs" / "reference" / "http.md"
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_token_sets_are_those_of_local_calls(server, post, lm_of):
 
 def documented() -> dict[str, set[str]]:
     """Heading of the table's row -> the fields that it names."""
-    section = SERVING.read_text().split("## Fields of a request\n")[1].split("\n## ")[0]
+    section = FIELDS.read_text().split("## Fields of a request\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (used|without effect|refused)[^|]*\|(.*)\|$", section, re.M)
     assert len(rows) == 3
     return {kind: set(re.findall(r"`(\w+)`", names)) for kind, names in rows}

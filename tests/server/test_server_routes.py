@@ -91,6 +91,6 @@ def test_a_long_unknown_route_is_cut() -> None:
 
 
 def test_the_page_lists_the_kinds_of_routes_that_are_refused() -> None:
-    page = (ROOT / "docs" / "serving.md").read_text()
+    page = (ROOT / "docs" / "use" / "serve.md").read_text()
     for route in ("/v1/embeddings", "/rerank", "/score", "/pooling", "/sleep", "/v1/audio/..."):
         assert f"`{route}`" in page

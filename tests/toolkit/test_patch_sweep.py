@@ -323,20 +323,12 @@ def test_a_sweep_on_cuda_equals_its_requests(tmp_path, dtype):
     torch.testing.assert_close(wave.values, requests.values, **close)
 
 
-def test_the_table_of_the_docs_is_that_of_the_record() -> None:
-    root = ROOT
-    page = (root / "docs" / "toolkit.md").read_text()
-    record = json.loads((root / "benchmarks" / "results" / "toolkit-cpu.json").read_text())
-    for row in record["sweeps"]:
-        cache = "on" if row["prefix_cache"] else "off"
-        seconds = f"{row['wavefront_cpu_s']:.1f} | {row['requests_cpu_s']:.1f} | {row['cpu_ratio']:.2f}"
-        assert f"| {row['tokens']} | {row['cells']} | {cache} | {seconds} |" in page
+def test_the_recorded_sweeps_are_right_and_within_their_aims() -> None:
+    """docs/make_numbers.py writes their table."""
+    results = ROOT / "benchmarks" / "results"
+    for row in json.loads((results / "toolkit-cpu.json").read_text())["sweeps"]:
         assert row["largest_difference"] < 1e-4 and row["cpu_ratio"] <= 0.4
-    record = json.loads((root / "benchmarks" / "results" / "gpu-sweep-qwen3-0.6b.json").read_text())
-    for row in record["sweeps"]:
-        cache = "on" if row["prefix_cache"] else "off"
-        seconds = f"{row['wavefront_s']:.2f} | {row['requests_s']:.2f} | {row['ratio']:.2f}"
-        assert f"| {row['tokens']} | {row['cells']:,} | {cache} | {seconds} |" in page
+    for row in json.loads((results / "gpu-sweep-qwen3-0.6b.json").read_text())["sweeps"]:
         assert row["largest_difference"] <= 6 * row["noise_floor"] and row["ratio"] <= 0.35 and row["wavefront_s"] <= 2
 
 

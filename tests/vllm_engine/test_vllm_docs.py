@@ -1,4 +1,4 @@
-"""What docs/vllm.md says of models is what vLLM's sources say."""
+"""What docs/engine/vllm.md says of models is what vLLM's sources say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pymllm_interp import LM
 from pymllm_interp.cli import main
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "engine" / "vllm.md"
 pytestmark = needs_vllm
 
 

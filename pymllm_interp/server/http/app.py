@@ -29,7 +29,7 @@ from .state import ServerState
 
 DESCRIPTION = (
     "OpenAI's API, with vLLM's further fields. `interventions` and `capture` of a request edit and read its hidden states; "
-    "docs/serving.md of the repository has examples."
+    "docs/use/serve.md of the repository has examples."
 )
 SCRIPTS = {
     "app.js": "text/javascript", "docs.js": "text/javascript", "style.css": "text/css", "favicon.svg": "image/svg+xml",

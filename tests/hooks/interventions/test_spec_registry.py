@@ -145,10 +145,12 @@ def own_of(classes: Mapping[str, type[Spec]]) -> dict[str, type[Spec]]:
     return {name: cls for name, cls in classes.items() if cls.__module__.startswith("pymllm_interp.")}
 
 
-@pytest.mark.parametrize(("classes", "heading"), [(ops, "intervention"), (reductions, "`reduce`")])
-def test_the_table_of_the_docs_is_that_of_the_registry(classes: Any, heading: str) -> None:
+@pytest.mark.parametrize(
+    ("classes", "page", "heading"), [(ops, "intervene", "intervention"), (reductions, "capture", "`reduce`")]
+)
+def test_the_table_of_the_docs_is_that_of_the_registry(classes: Any, page: str, heading: str) -> None:
     """A row for each class. It names arguments that the class has, and all that have no default."""
-    text = (DOCS / "interventions.md").read_text()
+    text = (DOCS / "use" / f"{page}.md").read_text()
     table = text.partition(f"| {heading} |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\"?)(\w+)\"?(?:\((.*?)\))?` \|", table, flags=re.MULTILINE)
     known = {name if is_spelled(cls) else cls.__name__: cls for name, cls in own_of(classes()).items()}
@@ -162,7 +164,7 @@ def test_the_table_of_the_docs_is_that_of_the_registry(classes: Any, heading: st
 
 
 def test_the_page_of_the_server_has_every_name() -> None:
-    page = (DOCS / "serving.md").read_text()
+    page = (DOCS / "use" / "serve.md").read_text()
     missing = [
         name
         for name in {**own_of(ops()), **own_of(reductions())}
