@@ -87,6 +87,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["logit_lens", "steering", "activation_patching", "streaming", "harvest"])
 def test_examples_run_on_a_model_with_recurrent_states(
     name: str, hybrid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

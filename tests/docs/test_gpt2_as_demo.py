@@ -79,6 +79,7 @@ EXAMPLES: dict[str, tuple[Callable[[Any], None], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_each_example_runs(name: str) -> None:
     check, args = EXAMPLES[name]

@@ -196,7 +196,7 @@ def test_a_strangers_pattern_that_never_compiles_is_stopped(folder, monkeypatch)
 
 
 def test_a_mask_of_a_grammar_leaves_out_what_may_not_come_at_all(folder):
-    """Also made by itself, in a step with few grammars: special tokens that xgrammar would take as text."""
+    """Made by itself, in a step with few grammars, and with others: special tokens that xgrammar would take as text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = grammars.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     try:
@@ -209,6 +209,9 @@ def test_a_mask_of_a_grammar_leaves_out_what_may_not_come_at_all(folder):
             constraint = grammar_constraint.GrammarConstraint(compiled.compiled, allowed, compiled.end_ids, "regex")
             row = empty_bitmask(1, len(tokenizer))[0]
             constraint.mask(row)
+            assert (allows(row, a), allows(row, b)) == (not forbidden, True)
+            row = empty_bitmask(1, len(tokenizer))[0]  # as xgrammar's threads may write it, which know no such tokens
+            constraints.RequestConstraint(constraint).made_together(row, 0.0)
             assert (allows(row, a), allows(row, b)) == (not forbidden, True)
     finally:
         found.close()
