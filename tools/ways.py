@@ -66,9 +66,7 @@ WAYS = (
         "client/backend.py:Backend.describe", "client/request_factory.py:RequestFactory.__init__",
     )),
     Concept("reach an engine process", 2, (
-        "server/process/doors.py:ProcessDoor", "server/process/replica_door.py:ReplicaDoor",
-        "server/engines/local_engine.py:LocalEngine", "server/engines/replicated_engine.py:ReplicatedEngine",
-        "server/engines/link.py:Link",
+        "server/engines/process_door.py:ProcessDoor", "server/engines/replicas_door.py:ReplicasDoor",
     )),
 )  # fmt: skip
 AT_MOST = {
@@ -78,7 +76,7 @@ AT_MOST = {
     "compute an op": 5,
     "captured graphs": 7,
     "facts of a model for clients": 5,
-    "reach an engine process": 5,
+    "reach an engine process": 2,
     "protocols of the runner": 9,
     "base classes of LM, ModelRunner, Engine and EngineTracer": 16,
     "functions of more than 80 lines": 3,

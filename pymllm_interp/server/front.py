@@ -17,7 +17,7 @@ import signal
 import struct
 import sys
 
-from .engines.replicated_engine import ReplicatedEngine
+from .engines.replicas_door import ReplicasDoor
 from .engines.roster import LinkKeys, Replica
 from .serve import run
 from .settings import ServeSettings
@@ -34,7 +34,7 @@ def roster_line(replicas: list[Replica]) -> bytes:
     return json.dumps([vars(replica) for replica in replicas]).encode() + b"\n"
 
 
-async def follow(engine: ReplicatedEngine) -> None:
+async def follow(engine: ReplicasDoor) -> None:
     """Pass the lines of standard input on to the engine; at its end, end this process in order."""
     reader = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -51,7 +51,7 @@ def main() -> int:
     (size,) = struct.unpack(">Q", _read(source, 8))
     settings, keys = pickle.loads(_read(source, size))
     try:
-        return run(settings, lambda settings, on_exit: ReplicatedEngine(settings, keys, follow))
+        return run(settings, lambda settings, on_exit: ReplicasDoor(settings, keys, follow))
     except (ValueError, OSError) as error:
         print(f"the front failed: {error}", file=sys.stderr, flush=True)
         return 2

@@ -21,7 +21,7 @@ from ..core.closed import EngineClosedError
 from ..utils.log_lines import log_handler
 from ..wire.failures import EngineError
 from .engines.call import EngineDiedError
-from .engines.local_engine import LocalEngine
+from .engines.process_door import ProcessDoor
 from .http.app import create_app, sweep
 from .http.connections import OutOfFiles, http_config, with_room_for_files
 from .http.state import MakeEngine, ServerState
@@ -173,7 +173,7 @@ def banner(settings: ServeSettings, host: str, port: int) -> str:
     )
 
 
-def run(settings: ServeSettings, engine: MakeEngine = LocalEngine) -> int:
+def run(settings: ServeSettings, engine: MakeEngine = ProcessDoor) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 where the engine ended and was not to be started again.
 
     Args:

@@ -18,7 +18,7 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.limits import MAX_SPECS
 from pymllm_interp.hooks.captures.reductions.lens import Lens
 from pymllm_interp.hooks.positions import windows_of
-from pymllm_interp.server.process.engine_process import EngineServer
+from pymllm_interp.server.process.engine_server import EngineServer
 from pymllm_interp.server.process.outbox import Outbox
 from pymllm_interp.server.process.served_model import ServedModel
 from pymllm_interp.utils.arguments import shown

@@ -14,7 +14,7 @@ import pytest
 from helpers_server import Server
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.server.engines.replicated_engine import ReplicatedEngine
+from pymllm_interp.server.engines.replicas_door import ReplicasDoor
 from pymllm_interp.server.engines.roster import LinkKeys, Replica
 from pymllm_interp.server.http.families import FAMILIES, REASONS
 from pymllm_interp.server.http.metrics import Histogram, Metrics
@@ -141,7 +141,7 @@ def test_buckets_are_cumulative_and_their_bounds_belong_to_them():
 
 def test_a_replica_that_is_down_is_shown_as_down():
     async def states() -> dict:
-        engine = ReplicatedEngine(ServeSettings(model={}, server={}, name="m"), LinkKeys.new(), follow=None)  # pyright: ignore
+        engine = ReplicasDoor(ServeSettings(model={}, server={}, name="m"), LinkKeys.new(), follow=None)  # pyright: ignore
         engine.update([Replica.down("r0", draining=False), Replica.down("r1", draining=True)])
         found = engine.states()
         engine.update([])

@@ -53,7 +53,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_the_model_loads(
     def start(*_: object) -> None:
         raise AssertionError("the engine process was started")
 
-    monkeypatch.setattr("pymllm_interp.server.engines.local_engine.LocalEngine.start", start)
+    monkeypatch.setattr("pymllm_interp.server.engines.process_door.ProcessDoor.start", start)
     (tmp_path / "file").write_text("{% if x %}")
     given = [str(tmp_path / "file") if one == "FILE" else one for one in arguments]
     assert message in refused(capfd, "demo", *given)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pymllm_interp import LM, SamplingParams, StructuredOutputs
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.engine.grammars import grammars
-from pymllm_interp.server.process.engine_process import SUBMITTERS, EngineServer
+from pymllm_interp.server.process.engine_server import SUBMITTERS, EngineServer
 from pymllm_interp.server.process.outbox import Outbox
 from pymllm_interp.server.process.served_model import ServedModel
 from pymllm_interp.wire import messages as m

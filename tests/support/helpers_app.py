@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from pymllm_interp.server.engines.local_engine import LocalEngine
+from pymllm_interp.server.engines.process_door import ProcessDoor
 from pymllm_interp.server.http.app import create_app
 from pymllm_interp.server.http.state import ServerState
 from pymllm_interp.server.http.trust import Key, Keys, Trust
@@ -59,7 +59,7 @@ class App:
         self.calls = 0
 
     async def _state(self, settings: ServeSettings) -> ServerState:
-        state = ServerState(settings, LocalEngine)
+        state = ServerState(settings, ProcessDoor)
         await state.start()
         return state
 

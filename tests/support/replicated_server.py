@@ -13,7 +13,7 @@ import sys
 from pymllm_interp.cli import make_parser
 from pymllm_interp.server.command import settings_of
 from pymllm_interp.server.engines.replica_process import ReplicaProcess, ReplicaSettings
-from pymllm_interp.server.engines.replicated_engine import ReplicatedEngine
+from pymllm_interp.server.engines.replicas_door import ReplicasDoor
 from pymllm_interp.server.engines.roster import LinkKeys, Replica
 from pymllm_interp.server.serve import run
 
@@ -25,10 +25,10 @@ class Supervisor:
         self._settings, self._count = settings, count
         self._live: dict[str, Replica] = {}
 
-    async def follow(self, engine: ReplicatedEngine) -> None:
+    async def follow(self, engine: ReplicasDoor) -> None:
         await asyncio.gather(*(self._keep(engine, f"r{i}") for i in range(self._count)))
 
-    async def _keep(self, engine: ReplicatedEngine, name: str) -> None:
+    async def _keep(self, engine: ReplicasDoor, name: str) -> None:
         while True:
             if os.environ.get("REPLICA_GPUS"):  # one for each; `start` reads the environment before it first waits
                 os.environ["CUDA_VISIBLE_DEVICES"] = name.removeprefix("r")
@@ -48,7 +48,7 @@ def main() -> int:
     args = make_parser().parse_args(sys.argv[2:])
     settings, keys = settings_of(args), LinkKeys.new()
     supervisor = Supervisor(ReplicaSettings.of(settings, keys), int(sys.argv[1]))
-    return run(settings, lambda settings, on_exit: ReplicatedEngine(settings, keys, supervisor.follow))
+    return run(settings, lambda settings, on_exit: ReplicasDoor(settings, keys, supervisor.follow))
 
 
 if __name__ == "__main__":

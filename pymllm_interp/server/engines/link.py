@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from ...wire import messages as m
 from .call import Call, EngineDiedError
-from .engine_client import encoded
+from .door import encoded
 from .roster import LinkKeys, Replica
 from .vector_orders import VectorOrder, VectorOrders, numbered
 

@@ -20,7 +20,7 @@ from .link import Link
 from .liveness import Liveness
 from .owned_folders import OwnedFolder
 from .roster import LinkKeys, Replica
-from .start import StartingProcess
+from .start import StartingProcess, process_settings
 from .vector_orders import VectorOrder
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ class ReplicaProcess:
         self.process: asyncio.subprocess.Process | None = None
         self.info: dict[str, Any] | None = None
         self._owned = OwnedFolder()
-        self._folder = str(self._owned.path)
         self._starting: StartingProcess | None = None
         self._context = zmq.asyncio.Context()
         self._link: Link | None = None
@@ -85,17 +84,12 @@ class ReplicaProcess:
         """
         own = self._settings
         reading, writing = os.pipe()
-        settings = {
-            "model": own.model, "server": own.server, "store": self._folder, "tokenizer": f"{self._folder}/tokenizer",
-            "inline_bytes": INLINE_BYTES, "queued_bytes": own.limits.max_queued_bytes, "log_level": own.log_level,
-            "log_format": own.log_format,
-            "parent": os.getpid(), "shared_prefix_cache": own.shared_prefix_cache, "chat_template": own.chat_template,
-            "vllm": own.vllm, "adapters": own.adapters, "restarts": 0, "folder": self._folder,
-            "replica": {
-                "name": self.name, "host": self._host, "front_key": own.keys.public, "announce": writing,
-                "silence": own.limits.replica_silence_seconds,
-            },
+        replica = {
+            "name": self.name, "host": self._host, "front_key": own.keys.public, "announce": writing,
+            "silence": own.limits.replica_silence_seconds,
         }  # fmt: skip
+        folder = self._owned.path
+        settings = process_settings(own, folder, store=str(folder), inline_bytes=INLINE_BYTES, replica=replica)
         environment = {key: value for key, value in os.environ.items() if not key.startswith(self._without)}
         try:
             starting = self._starting = await StartingProcess.start(

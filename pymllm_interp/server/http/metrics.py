@@ -80,7 +80,7 @@ class Metrics:
         Args:
             engines: counters (`Engine.stats`) by replica, which are labelled with its name; "" is a single engine.
             gauges: further values, by name.
-            states: of replicas (`EngineClient.states`).
+            states: of replicas (`Door.states`).
         """
         lines: dict[str, list[str]] = {}
         for name, labels, value in self._own(gauges):

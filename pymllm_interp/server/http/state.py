@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from ...wire.messages import AskStats
 from ..engines.call import EngineDiedError
-from ..engines.engine_client import EngineClient
+from ..engines.door import Door
 from ..engines.stats import merged_stats
 from ..responses.store import ResponseStore
 from ..routes.tokenizer import import_library, load_tokenizer
@@ -25,7 +25,7 @@ from .threads import FairThreads
 from .trust import STRANGERS, Client, Trust
 from .uploads import Uploads
 
-MakeEngine = Callable[[ServeSettings, Callable[[], Any]], EngineClient]
+MakeEngine = Callable[[ServeSettings, Callable[[], Any]], Door]
 RATE_SECONDS = 5.0
 """Span that the tokens per second are measured over."""
 

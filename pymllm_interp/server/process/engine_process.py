@@ -1,309 +1,26 @@
-"""The engine process: a served model behind a door. Started by `LocalEngine` or `ReplicaProcess`; ends with its parent.
-
-Messages are data (messages.py). Code comes in one of them, `RunTrace`, whose sender the HTTP process has checked.
-"""
+"""The engine process: a served model behind a door. Started by `ProcessDoor` or `ReplicaProcess`; ends with its parent."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-import re
-import tempfile
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load
-
 from ... import __version__
-from ...client.backend import Submission
-from ...client.prompts import names_of
 from ...config import ModelConfig, ServerConfig
-from ...core.limits import MAX_CALL_TOKEN_IDS, MAX_NAMED
-from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
-from ...core.structured.structured_outputs import StructuredOutputs
-from ...utils.arguments import PromptError
 from ...utils.log_lines import log_to_stderr
 from ...wire import messages as m
 from ...wire.failures import failure_of
-from ...wire.request_sizes import CallSizes
 from ...wire.schema import components
-from ...wire.specs import capture_of, intervention_of
-from ..engines.vector_orders import VectorOrder, VectorOrders
-from .doors import Door, ProcessDoor
+from .ends import DoorEnd, ProcessEnd
+from .engine_server import EngineServer
+from .fronts_end import FrontsEnd
 from .lifeline import Lifeline
-from .outbox import CallEvents, Outbox
-from .replica_door import ReplicaDoor
+from .outbox import Outbox
 from .served_model import ServedModel
-from .trace_runs import TraceRuns
 
 logger = logging.getLogger(__name__)
-SUBMITTERS = 4
-"""Threads that make and submit requests."""
-
-
-class EngineServer:
-    """Takes messages, one at a time, and answers them.
-
-    Args:
-        model: what is served.
-        outbox: where answers go.
-        queued_bytes: results of a trace that may wait for its client, before the trace does.
-        tokenizer: folder with the tokenizer's files; None, or no such folder, without a tokenizer.
-    """
-
-    def __init__(
-        self, model: ServedModel, outbox: Outbox, queued_bytes: int = 1 << 28, tokenizer: Path | None = None
-    ) -> None:
-        self.model, self.outbox, self._tokenizer = model, outbox, tokenizer
-        self._orders_taken = VectorOrders()
-        self.traces = TraceRuns(model, outbox, queued_bytes)
-        model.backend.factory.grammars.guarded = True  # clients are strangers
-        self._lock = threading.Lock()
-        self._calls: dict[int, list[str]] = {}
-        self._starting: dict[int, list[m.Abort]] = {}  # calls that are being submitted -> aborts that came meanwhile
-        self._submitters = ThreadPoolExecutor(SUBMITTERS, "pymllm-interp-submit")
-        self._orders = ThreadPoolExecutor(1, "pymllm-interp-orders")
-        self._stored: dict[str, Future[None]] = {}  # owner -> its newest order of a vector
-        self._handlers: dict[type, Callable[[Any], Any]] = {
-            m.Submit: self._start,
-            m.Abort: self._abort,
-            m.PutVector: partial(self._later, self._put_vector),
-            m.DropVector: partial(self._later, self._drop_vector),
-            m.LoadAdapter: partial(self._later, self._load_adapter),
-            m.UnloadAdapter: partial(self._later, self._unload_adapter),
-            m.RunTrace: self.traces.run,
-            m.ReadFrames: self.traces.was_read,
-            m.AskStats: lambda message: m.Answer(message.call, self.stats()),
-            m.AskProgress: lambda message: m.Answer(message.call, self.model.engine.progress()._asdict()),
-            m.ResetPrefixCache: partial(self._later, self._reset_prefix_cache),
-            m.AskTokenizer: partial(self._later, self._read_tokenizer),
-        }
-
-    def handle(self, message: m.ToEngine) -> None:
-        """Answer a message. What it raises is the answer. What takes long is left to other threads."""
-        self._answer(self._handlers[type(message)], message)
-
-    def _answer(self, handler: Callable[[Any], Any], message: Any) -> None:
-        try:
-            answer = handler(message)
-        except Exception as error:
-            answer = m.Failed(message.call, failure_of(error))
-        if answer is not None:
-            self.outbox.put(answer)
-
-    def _later(self, handler: Callable[[Any], Any], message: Any) -> None:
-        """Have a message answered by the thread that reads vectors, in order."""
-        done = self._orders.submit(self._answer, handler, message)
-        if isinstance(message, m.PutVector | m.DropVector):
-            self._stored[message.owner] = done
-
-    def stats(self) -> dict[str, Any]:
-        """The engine's counters."""
-        return self.model.engine.stats() | {"kv_tokens": self.model.limits.kv_tokens, "traces": self.traces.num_running}
-
-    @property
-    def orders(self) -> list[VectorOrder]:
-        """The newest order of each named vector."""
-        return self._orders_taken.all()
-
-    def end_calls(self, of: Callable[[int], bool]) -> None:
-        """Abort the calls with such numbers."""
-        for call in {*self._calls, *self._starting, *self.traces.calls}:
-            if of(call):
-                self._abort(m.Abort(call))
-
-    def close(self) -> None:
-        """End what runs."""
-        self._submitters.shutdown(wait=False, cancel_futures=True)
-        self._orders.shutdown(wait=False, cancel_futures=True)
-        self.model.backend.factory.grammars.close()
-        self.traces.close()
-
-    def _start(self, message: m.Submit) -> None:
-        """Have a call submitted by another thread: it may take long, and other messages do not wait for it."""
-        self._starting[message.call] = []
-        stored = self._stored.get(message.owner)
-        if any(given is not None and given.get("structured_outputs") is not None for given in message.params):
-            self._submitters.submit(self._compile, message, stored)
-        else:
-            self._submitters.submit(self._serve, message, stored)
-
-    def _compile(self, message: m.Submit, stored: Future[None] | None) -> None:
-        """Have the grammars of a call compiled, and the call submitted then. No submitter waits for them."""
-        with contextlib.suppress(TypeError, ValueError):  # `_serve` answers with what is wrong
-            found = [
-                StructuredOutputs.of(given.get("structured_outputs")) for given in message.params if given is not None
-            ]
-            forms = [form for form in found if form is not None]
-            grammars = self.model.backend.factory.grammars
-            grammars.when_ready(forms, lambda: self._submitters.submit(self._serve, message, stored))
-            return
-        self._serve(message, stored)
-
-    def _serve(self, message: m.Submit, stored: Future[None] | None) -> None:
-        try:
-            if stored is not None:
-                stored.result()  # vectors that came before the call
-            self._submit(message)
-        except BaseException as error:  # persistent edits are code, which may raise anything
-            self.outbox.put(m.Failed(message.call, failure_of(error)))
-        with self._lock:
-            aborts = self._starting.pop(message.call)
-        for abort in aborts:
-            self._abort(abort)
-
-    def _submit(self, message: m.Submit) -> None:
-        self._check_sizes(message, self.model.limits.max_model_len)
-        model = self.model.of(message.owner, self.traces.edits_of(message.edits))
-        made = model.backend.prepare(_submission_of(message, model))
-        ids = self._calls[message.call] = [request.request_id for own in made for request in own]
-        events = CallEvents(self.outbox, message.call, ids, partial(self._ended, message.call))
-        self.outbox.put(
-            m.Accepted(message.call, [asdict(own[0].params) for own in made], [own[0].max_tokens for own in made])
-        )
-        try:
-            model.backend.send([(own, events) for own in made])
-        except BaseException:
-            self._calls.pop(message.call, None)
-            raise
-
-    def _check_sizes(self, message: m.Submit, max_model_len: int) -> None:
-        """Refuse what is larger than it can be, before it is walked."""
-        for i, ids in enumerate(message.prompts):
-            if len(ids) > max_model_len:
-                what = (message.names or names_of(message.prompts))[i]
-                raise PromptError(
-                    f"{what} has {len(ids)} tokens, but the context holds {max_model_len} (max_model_len)"
-                )
-        count = len(message.prompts)
-        for given in message.params:
-            ids = (given or {}).get("allowed_token_ids")
-            times = count if len(message.params) == 1 else 1
-            if isinstance(ids, list) and len(ids) * times > MAX_CALL_TOKEN_IDS:
-                raise PromptError(
-                    f"allowed_token_ids: the call lists {len(ids) * times} token ids, counting each for each prompt; at most "
-                    f"{MAX_CALL_TOKEN_IDS}: send fewer prompts at a time"
-                )
-        for field, given in (("interventions", message.interventions), ("capture", message.captures)):
-            CallSizes(count if len(given) == 1 else 1, max_model_len).check(given, field)
-
-    def _ended(self, call: int) -> None:
-        self._calls.pop(call, None)
-
-    def _abort(self, message: m.Abort) -> None:
-        with self._lock:
-            if (waiting := self._starting.get(message.call)) is not None:
-                waiting.append(message)
-                return
-        ids = self._calls.get(message.call, [])
-        self.model.engine.abort(
-            ids if message.requests is None else [ids[i] for i in message.requests if 0 <= i < len(ids)]
-        )
-        self.traces.abort(message.call)
-
-    def _put_vector(self, message: m.PutVector) -> m.Answer:
-        vectors, what = self.model.factory(message.owner).vectors, f"vector {message.name!r}"
-        if self._orders_taken.is_news(message):
-            self._read_vector(message, vectors, what)
-            self._took(message)
-        found = vectors.get(message.name)
-        shape = (
-            {str(layer): list(v.shape) for layer, v in found.items()} if isinstance(found, dict)
-            else [] if found is None else list(found.shape)
-        )  # fmt: skip
-        return m.Answer(message.call, {"name": message.name, "shape": shape})
-
-    def _read_vector(self, message: m.PutVector, vectors: Any, what: str) -> None:
-        with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
-            try:
-                if message.format == "gguf":
-                    file.write(message.body)
-                    file.flush()
-                    vectors[message.name] = file.name
-                else:
-                    vectors[message.name] = _vectors_of(message.body, what)
-            except (ValueError, OSError) as error:
-                raise PromptError(str(error).replace(file.name, what)) from error
-
-    def _drop_vector(self, message: m.DropVector) -> m.Answer:
-        if self._orders_taken.is_news(message):
-            self.model.factory(message.owner).vectors.pop(message.name, None)
-            self._took(message)
-        return m.Answer(message.call)
-
-    def _load_adapter(self, message: m.LoadAdapter) -> m.Answer:
-        self.model.backend.load_adapter(message.name, message.folder)
-        return m.Answer(message.call)
-
-    def _unload_adapter(self, message: m.UnloadAdapter) -> m.Answer:
-        self.model.backend.unload_adapter(message.name)
-        return m.Answer(message.call)
-
-    def _took(self, order: VectorOrder) -> None:
-        """Remember an order, and tell all fronts of a replica of it."""
-        if self.outbox.replica:
-            self._orders_taken.take(order)
-            self.outbox.put(m.Spread(0, order))
-
-    def _read_tokenizer(self, message: m.AskTokenizer) -> m.Answer:
-        folder = self._tokenizer
-        files = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
-        return m.Answer(message.call, {path.name: path.read_bytes() for path in files})
-
-    def _reset_prefix_cache(self, message: m.ResetPrefixCache) -> m.Answer:
-        self.model.engine.reset_prefix_cache()
-        return m.Answer(message.call)
-
-
-def _vectors_of(body: bytes, what: str) -> Any:
-    """The one tensor of a safetensors file, or {layer: tensor}."""
-    if (count := body.count(b'"data_offsets"', 0, 1 << 20)) > MAX_NAMED:
-        raise PromptError(f"{what}: the file has {count} tensors; at most {MAX_NAMED}")
-    try:
-        tensors = load(body)
-    except SafetensorError as error:
-        raise PromptError(f"{what}: the body is no safetensors file and no GGUF file ({error})") from error
-    layers = [re.fullmatch(r"(?:layer|direction)\.(\d+)", name) for name in tensors]
-    if tensors and all(layers):
-        return {int(match[1]): tensor for match, tensor in zip(layers, tensors.values(), strict=True) if match}
-    if len(tensors) != 1:
-        raise PromptError(
-            f"{what}: one tensor is expected, or one for each layer (layer.0, ...), not {sorted(tensors)[:8]}"
-        )
-    return next(iter(tensors.values()))
-
-
-def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
-    """What a client's call asks for."""
-    room, prompts = model.limits.max_model_len, message.prompts
-    params = _for_each([None if given is None else _params(given) for given in message.params], prompts)
-    params = [one or model.backend.defaults.fitting(room - len(ids)) for one, ids in zip(params, prompts, strict=True)]
-    options: Any = dict(message.options)
-    for key, given, read in (
-        ("interventions", message.interventions, intervention_of), ("capture", message.captures, capture_of)
-    ):  # fmt: skip
-        if given:
-            lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
-            options[key] = _for_each(lists, prompts)
-    return model.submission(prompts, params, options, message.stream, message.names, message.prompt_logits)
-
-
-def _for_each(given: list[Any], prompts: list[Any]) -> list[Any]:
-    """One entry for each prompt, where there may be one for all."""
-    return given * len(prompts) if len(given) == 1 else given
-
-
-def _params(given: dict[str, Any]) -> SamplingParams:
-    if isinstance(biases := given.get("logit_bias"), dict) and len(biases) <= MAX_TOKEN_IDS:
-        given = given | {"logit_bias": {int(token): bias for token, bias in biases.items()}}
-    return SamplingParams(**given)
 
 
 def _load_adapters(served: ServedModel, adapters: dict[str, str], restarted: bool) -> None:
@@ -326,9 +43,9 @@ def _load_adapters(served: ServedModel, adapters: dict[str, str], restarted: boo
 
 def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
     """Load the model, say that it is ready, and answer messages until told to stop, or the parent is gone."""
-    door: Door = ProcessDoor(settings) if settings.get("replica") is None else ReplicaDoor(settings)
+    end: DoorEnd = ProcessEnd(settings) if settings.get("replica") is None else FrontsEnd(settings)
     outbox = Outbox(
-        door.send, Path(settings["store"]), settings["inline_bytes"], settings.get("replica", {}).get("name", "")
+        end.send, Path(settings["store"]), settings["inline_bytes"], settings.get("replica", {}).get("name", "")
     )
     try:
         served = ServedModel(
@@ -346,7 +63,7 @@ def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
         logger.debug("the engine does not start", exc_info=True)  # the server's message is one line
         outbox.put(m.Failed(0, failure_of(error)))
         outbox.close()
-        door.close()
+        end.close()
         raise SystemExit(1) from error
     info = served.backend.describe()
     if outbox.replica:
@@ -359,13 +76,13 @@ def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
     lifeline.ready = True
     outbox.put(m.Ready(0, info, components()))
     try:
-        for message in door.messages(server):
+        for message in end.messages(server):
             server.handle(message)
     finally:
         server.close()
         served.engine.shutdown()
         outbox.close()
-        door.close()
+        end.close()
         gc.unfreeze()  # what is frozen is never freed, and nanobind's modules report that as leaks at the end
 
 

@@ -12,7 +12,7 @@ from ...core.events import FinishedEvent
 from ...core.sampling_params import SamplingParams
 from ...wire import messages as m
 from ..engines.call import Call
-from ..engines.engine_client import EngineClient
+from ..engines.door import Door
 
 _FIELDS = {field.name for field in fields(SamplingParams)}
 
@@ -54,7 +54,7 @@ class Generation:
         call: with its requests, already accepted.
     """
 
-    def __init__(self, engine: EngineClient, tokenizer: Any, prompts: Sequence[Prompt], call: Call) -> None:
+    def __init__(self, engine: Door, tokenizer: Any, prompts: Sequence[Prompt], call: Call) -> None:
         self._engine, self._call, self.prompts = engine, call, prompts
         self._places = [(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.params.n)]
         self._completions = [
@@ -65,7 +65,7 @@ class Generation:
 
     @classmethod
     async def start(
-        cls, engine: EngineClient, tokenizer: Any, prompts: Sequence[Prompt], owner: str, stream: bool, **more: Any
+        cls, engine: Door, tokenizer: Any, prompts: Sequence[Prompt], owner: str, stream: bool, **more: Any
     ) -> Generation:
         """Submit the prompts.
 

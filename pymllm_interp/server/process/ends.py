@@ -1,41 +1,28 @@
-"""`Door`: how messages reach the engine process and leave it. `ProcessDoor` is that of a server's one engine process."""
+"""`DoorEnd`: the end of a `Door` in an engine process. `ProcessEnd` is that of a server's one engine process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import zmq
 
 from ...wire import messages as m
-from ..engines.vector_orders import VectorOrder
+from .engine_server import EngineServer
 
 POLL_MS = 500
 """How often the process looks whether its parent lives."""
 
 
-class ServedCalls(Protocol):
-    """What a door knows of the `EngineServer` behind it."""
-
-    @property
-    def orders(self) -> list[VectorOrder]:
-        """The newest order of each named vector."""
-        ...
-
-    def end_calls(self, of: Callable[[int], bool]) -> None:
-        """Abort the calls with such numbers."""
-        ...
-
-
-class Door(Protocol):
+class DoorEnd(Protocol):
     """Messages in and out."""
 
     def send(self, messages: list[m.FromEngine]) -> None:
         """Send messages. Called on one thread, the outbox's. Does not wait."""
         ...
 
-    def messages(self, server: ServedCalls) -> Iterator[m.ToEngine]:
+    def messages(self, server: EngineServer) -> Iterator[m.ToEngine]:
         """The messages that come, until one says stop or the parent has ended. Called on the process's main thread."""
         ...
 
@@ -44,7 +31,7 @@ class Door(Protocol):
         ...
 
 
-class ProcessDoor:
+class ProcessEnd:
     """Two sockets of the HTTP process, which started this one.
 
     Args:
@@ -63,7 +50,7 @@ class ProcessDoor:
     def send(self, messages: list[m.FromEngine]) -> None:
         self._outgoing.send(m.encoder.encode(messages))
 
-    def messages(self, server: ServedCalls) -> Iterator[m.ToEngine]:
+    def messages(self, server: EngineServer) -> Iterator[m.ToEngine]:
         while os.getppid() == self._parent:  # which may have ended while the model was loaded
             if not self._incoming.poll(POLL_MS):
                 continue

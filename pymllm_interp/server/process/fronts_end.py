@@ -1,4 +1,4 @@
-"""`ReplicaDoor`: an engine process that serves several HTTP processes (fronts) over TCP, encrypted and authenticated (CURVE).
+"""`FrontsEnd`: an engine process that serves several HTTP processes (fronts) over TCP, encrypted and authenticated (CURVE).
 
 A front says `Hello`, and has a session until it is silent, does not read, or its connection breaks. The end of a session aborts
 its calls. Calls are numbered by each front: here the session's number stands before them.
@@ -22,7 +22,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from ...wire import messages as m
-from .doors import POLL_MS, ServedCalls
+from .ends import POLL_MS
+from .engine_server import EngineServer
 
 logger = logging.getLogger(__name__)
 CALL_BITS = 40
@@ -62,7 +63,7 @@ class FrontKey:
         return key == self._key
 
 
-class ReplicaDoor:
+class FrontsEnd:
     """Sessions with fronts.
 
     Args:
@@ -124,23 +125,24 @@ class ReplicaDoor:
 
     # -- the main thread ---------------------------------------------------------------------
 
-    def messages(self, server: ServedCalls) -> Iterator[m.ToEngine]:
+    def messages(self, server: EngineServer) -> Iterator[m.ToEngine]:
         """The messages of all fronts, until the parent has ended."""
+        self._server = server
         poller = zmq.Poller()
         for socket in (self._router, self._in):
             poller.register(socket, zmq.POLLIN)
         while os.getppid() == self._parent:
             found = dict(poller.poll(POLL_MS))
             if self._in in found:
-                self._pass_on(server)
+                self._pass_on()
             if self._router in found:
-                yield from self._taken(server)
+                yield from self._taken()
             now = time.monotonic()
             for identity, session in list(self._sessions.items()):
                 if now - session.heard > self._silence:
-                    self._end(identity, server, f"it was silent for {self._silence:g} s")
+                    self._end(identity, f"it was silent for {self._silence:g} s")
 
-    def _pass_on(self, server: ServedCalls) -> None:
+    def _pass_on(self) -> None:
         for _ in range(AT_ONCE):
             try:
                 number, data = self._in.recv_multipart(zmq.NOBLOCK)
@@ -151,20 +153,20 @@ class ReplicaDoor:
             else:
                 receivers = [one for one in (self._identities.get(int(number)),) if one is not None]
             for identity in receivers:
-                self._send(identity, data, server)
+                self._send(identity, data)
 
-    def _send(self, identity: bytes, data: bytes, server: ServedCalls) -> None:
+    def _send(self, identity: bytes, data: bytes) -> None:
         session = self._sessions[identity]
         if session.sent - session.acknowledged > self._most_unread:
-            self._end(identity, server, f"more than {self._most_unread} bytes wait for it")
+            self._end(identity, f"more than {self._most_unread} bytes wait for it")
             return
         session.sent += len(data)
         try:
             self._router.send_multipart([identity, data], zmq.NOBLOCK)
         except zmq.ZMQError:  # its connection is gone
-            self._end(identity, server, "its connection broke")
+            self._end(identity, "its connection broke")
 
-    def _taken(self, server: ServedCalls) -> Iterator[m.ToEngine]:
+    def _taken(self) -> Iterator[m.ToEngine]:
         for _ in range(AT_ONCE):
             try:
                 identity, data = self._router.recv_multipart(zmq.NOBLOCK)
@@ -174,10 +176,10 @@ class ReplicaDoor:
                 message = m.to_engine.decode(data)
             except (msgspec.DecodeError, RecursionError) as error:
                 self._refuse(identity, f"a message cannot be read: {error}")
-                self._end(identity, server, "it sent a message that cannot be read")
+                self._end(identity, "it sent a message that cannot be read")
                 continue
             if isinstance(message, m.Hello):
-                self._begin(identity, server)
+                self._begin(identity)
                 continue
             if (session := self._sessions.get(identity)) is None:
                 self._refuse(identity, "it has no session: it was silent, did not read, or its connection broke")
@@ -186,28 +188,28 @@ class ReplicaDoor:
             session.received += len(data)
             if isinstance(message, m.Pulse):
                 session.acknowledged = message.received
-                self._send(identity, m.encoder.encode([m.Pulse(0, session.received)]), server)
+                self._send(identity, m.encoder.encode([m.Pulse(0, session.received)]))
             elif not isinstance(message, m.Stop):  # which is the parent's to say
                 message.call = session.number << CALL_BITS | message.call & ((1 << CALL_BITS) - 1)
                 yield message
 
-    def _begin(self, identity: bytes, server: ServedCalls) -> None:
+    def _begin(self, identity: bytes) -> None:
         if identity in self._sessions:
-            self._end(identity, server, "it began anew")
+            self._end(identity, "it began anew")
         assert self._ready is not None
         session = self._sessions[identity] = FrontSession(next(self._numbers), time.monotonic())
         self._identities[session.number] = identity
-        for message in (*(m.Spread(0, order) for order in server.orders), self._ready):
+        for message in (*(m.Spread(0, order) for order in self._server.orders), self._ready):
             if identity in self._sessions:
-                self._send(identity, m.encoder.encode([message]), server)
+                self._send(identity, m.encoder.encode([message]))
 
-    def _end(self, identity: bytes, server: ServedCalls, why: str) -> None:
+    def _end(self, identity: bytes, why: str) -> None:
         session = self._sessions.pop(identity, None)
         if session is None:
             return
         del self._identities[session.number]
         logger.warning("a front is gone, and its calls end: %s", why)
-        server.end_calls(lambda call: call >> CALL_BITS == session.number)
+        self._server.end_calls(lambda call: call >> CALL_BITS == session.number)
         self._refuse(identity, why)
 
     def _refuse(self, identity: bytes, why: str) -> None:

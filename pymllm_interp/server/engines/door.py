@@ -1,6 +1,19 @@
-"""`EngineClient`: what the HTTP process asks of an engine in another process. Used on one event loop.
+"""`Door`: what the HTTP process asks of an engine. Used on one event loop. There are two:
 
-`LocalEngine` starts one engine process on this machine. `ReplicatedEngine` has links to several, which others started.
+| door | reaches | over | end in the engine process |
+|---|---|---|---|
+| `ProcessDoor` | one process, which it starts, and starts again when it ends | two Unix sockets | `ends.ProcessEnd` |
+| `ReplicasDoor` | processes on any machine, which others start | a `Link` each: TCP, keys, heartbeats | `fronts_end.FrontsEnd` |
+
+One process has sockets of its own: a link's keys, heartbeats and byte counts would cost each token a hop between threads.
+
+A client's request is a `Call`: `open` sends its first message, `Call.next` has the answers, and `close` ends it:
+
+    call = door.open(lambda number: messages.Submit(number, ...))
+    try:
+        while not isinstance(message := await call.next(), messages.Finished): ...
+    finally:
+        door.close(call, abort=True)
 """
 
 from __future__ import annotations
@@ -35,8 +48,8 @@ def encoded(message: m.ToEngine) -> bytes:
         raise ValueError("the request is nested too deeply") from error
 
 
-class EngineClient(ABC):
-    """Calls of an engine, and its named vectors.
+class Door(ABC):
+    """Calls of an engine, its named vectors and its adapters.
 
     Args:
         settings: of the server.

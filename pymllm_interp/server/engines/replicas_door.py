@@ -1,6 +1,6 @@
-"""`ReplicatedEngine`: several replicas of one model, as one engine. Used on one event loop.
+"""`ReplicasDoor`: the `Door` of several replicas of one model.
 
-Each replica is an engine process that listens for fronts (`replica_door`). Others start them, and say which there are (`update`).
+Each replica is an engine process that listens for fronts (`FrontsEnd`). Others start them, and say which there are (`update`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...wire import messages as m
 from ..settings import ServeSettings
 from .call import Call, EngineDiedError
 from .captured_files import stored_states
-from .engine_client import EngineClient, encoded
+from .door import Door, encoded
 from .link import Link, LinkBrokenError
 from .roster import LinkKeys, Replica
 from .routing import choose, key_of, least_loaded, weight_of
@@ -72,8 +72,8 @@ class ReplicatedCall(Call):
         return message
 
 
-class ReplicatedEngine(EngineClient):
-    """Replicas, as a server's engine.
+class ReplicasDoor(Door):
+    """Replicas, as one engine. A call that has had no output yet runs again where its replica ends.
 
     Args:
         settings: of the server.
@@ -83,7 +83,7 @@ class ReplicatedEngine(EngineClient):
     """
 
     def __init__(
-        self, settings: ServeSettings, keys: LinkKeys, follow: Callable[[ReplicatedEngine], Coroutine[Any, Any, None]],
+        self, settings: ServeSettings, keys: LinkKeys, follow: Callable[[ReplicasDoor], Coroutine[Any, Any, None]],
         fingerprint: str = "",
     ) -> None:  # fmt: skip
         super().__init__(settings)

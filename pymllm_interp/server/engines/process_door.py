@@ -1,10 +1,9 @@
-"""`LocalEngine`: one engine process on this machine, which is started again when it ends. Used on one event loop."""
+"""`ProcessDoor`: the `Door` of one engine process on this machine, which is started again when it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,15 @@ import zmq.asyncio
 from ...wire import messages as m
 from ..settings import ServeSettings
 from .call import Call, EngineDiedError
-from .engine_client import EngineClient, encoded
+from .door import Door, encoded
 from .liveness import Liveness
-from .start import StartingProcess
+from .start import StartingProcess, process_settings
 from .vector_orders import VectorOrder, numbered
 
 logger = logging.getLogger(__name__)
 
 
-class LocalEngine(EngineClient):
+class ProcessDoor(Door):
     """Starts the engine process, sends it messages, and starts it again when it ends.
 
     Args:
@@ -78,15 +77,10 @@ class LocalEngine(EngineClient):
             socket.setsockopt(zmq.LINGER, 0)
         self._out.bind(ends["requests"])
         incoming.bind(ends["events"])
-        settings = {
-            **ends, "model": self.settings.model, "server": self.settings.server, "store": str(self.store),
-            "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
-            "queued_bytes": self.settings.limits.max_queued_bytes, "log_level": self.settings.log_level,
-            "log_format": self.settings.log_format, "parent": os.getpid(),
-            "shared_prefix_cache": self.settings.shared_prefix_cache,
-            "chat_template": self.settings.chat_template, "vllm": self.settings.vllm, "adapters": self.adapters,
-            "restarts": self.restarts, "folder": str(self.folder),
-        }  # fmt: skip
+        settings = process_settings(
+            self.settings, self.folder, **ends, store=str(self.store), inline_bytes=self.settings.limits.inline_bytes,
+            adapters=self.adapters, restarts=self.restarts,
+        )  # fmt: skip
         starting = self._starting = await self.starts.start(settings, self.settings.limits.engine_start_seconds)
         self.process = process = starting.process
         ready = self._calls[0] = Call(0, 1 << 40)
