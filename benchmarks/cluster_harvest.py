@@ -24,9 +24,9 @@ from cluster import save_model
 
 from pymllm_interp import LM
 from pymllm_interp.bench import describe_machine
-from pymllm_interp.cluster.harvest import WorkerPool
-from pymllm_interp.cluster.ray_version import NAMESPACE, load_ray
 from pymllm_interp.harvest.folder import FORMAT
+from pymllm_interp.harvest.on_ray.ray_version import NAMESPACE, load_ray
+from pymllm_interp.harvest.on_ray.workers import WorkerPool
 from pymllm_interp.harvest.plan import UNITS, make_plan
 from pymllm_interp.harvest.run import asked_of
 from pymllm_interp.harvest.units import UnitRecord, run_unit, settle

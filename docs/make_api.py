@@ -58,18 +58,19 @@ SECTIONS = [
         ("hooks.traces.syntax.tracer:EngineTracer", "hooks.traces.syntax.tracer:EngineInvoker", "SavedSteps"), ("execute",),
     ),
     Section(
-        "Sampling", "", ("SamplingParams", "sampling.token_constraint:ConstraintSpec", "sampling.token_constraint:TokenConstraint",
+        "Sampling", "", ("SamplingParams", "core.structured.token_constraint:ConstraintSpec",
+        "core.structured.token_constraint:TokenConstraint",
         "StructuredOutputs", "allow_only", "ConstraintError"),
         ("greedy", "stop_strings"),
     ),
     Section(
-        "Outputs", "", ("RequestOutput", "core.output:CompletionOutput", "core.output:Logprob",
+        "Outputs", "", ("RequestOutput", "client.completion:CompletionOutput", "core.output:Logprob",
         "client.calls.forward_calls:ForwardOutput", "client.activation_cache:ActivationCache", "client.calls.site_hooks:HookPoint",
         "client.handle:RequestHandle", "client.completion:StreamPiece"), ("put", "of"),
     ),
     Section(
         "Receipts", "What was applied to a request, and how its steps ran.",
-        ("hooks.receipt:Receipt", "hooks.receipt:Applied", "hooks.receipt:Captured"),
+        ("core.receipt:Receipt", "core.receipt:Applied", "core.receipt:Captured"),
     ),
     Section(
         "Sites and positions", "Where a capture reads and an intervention acts.",

@@ -9,9 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .core.output import RequestOutput
+    from .client.completion import RequestOutput
     from .core.sampling_params import SamplingParams
     from .core.structured.structured_outputs import StructuredOutputs
+    from .core.structured.token_constraint import ConstraintError
     from .harvest.reader import Harvest, open_harvest
     from .harvest.result import HarvestError
     from .hooks.captures.activations import Activations, CaptureError
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .lm import LM
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
-    from .sampling.token_constraint import ConstraintError, allow_only
+    from .sampling.bitmasks import allow_only
     from .toolkit.contrast import ControlVectors, contrast
 
 __version__ = "0.1.0"
@@ -43,7 +44,7 @@ _HOMES = {
     "Capture": "hooks.captures.spec",
     "CaptureError": "hooks.captures.activations",
     "Clamp": "hooks.interventions.projections",
-    "ConstraintError": "sampling.token_constraint",
+    "ConstraintError": "core.structured.token_constraint",
     "ControlVectors": "toolkit.contrast",
     "Features": "hooks.captures.reductions.features",
     "Gate": "hooks.interventions.op",
@@ -57,7 +58,7 @@ _HOMES = {
     "ModelRunner": "runner.model_runner",
     "Patch": "hooks.interventions.specs",
     "Project": "hooks.captures.spec",
-    "RequestOutput": "core.output",
+    "RequestOutput": "client.completion",
     "SAE": "hooks.saes.sae",
     "SamplingParams": "core.sampling_params",
     "SavedSteps": "hooks.traces.syntax.async_trace",
@@ -67,7 +68,7 @@ _HOMES = {
     "Steer": "hooks.interventions.specs",
     "StructuredOutputs": "core.structured.structured_outputs",
     "TunedLens": "hooks.captures.lens_files",
-    "allow_only": "sampling.token_constraint",
+    "allow_only": "sampling.bitmasks",
     "contrast": "toolkit.contrast",
     "open_harvest": "harvest.reader",
 }

@@ -12,7 +12,7 @@ from traceback import walk_tb
 from typing import Any
 
 from . import __version__
-from .core.vllm_flags import hint_of
+from .server.vllm_flags import hint_of
 from .utils.extras import install_command
 
 SERVE_LIMITS: dict[str, tuple[type, float]] = {

@@ -27,10 +27,10 @@ from .client.chat import RenderedPrompt
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
-from .cluster.address import SCHEME, url_of
-from .cluster.corpus_calls import CorpusCalls
 from .config import ModelConfig, ServerConfig
 from .core import unsupported
+from .harvest.corpus_calls import CorpusCalls
+from .harvest.on_ray.address import SCHEME, url_of
 from .hooks.captures.spec import Capture
 from .hooks.declared import captures_for_each_prompt, for_each_prompt
 from .hooks.heads import Heads

@@ -23,13 +23,13 @@ from typing import Any
 from pymllm_interp import LM
 from pymllm_interp.bench.common import Prompts, random_prompts
 from pymllm_interp.bench.suites import Model, facts
-from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.structured.structured_outputs import StructuredOutputs
 from pymllm_interp.engine.grammars.grammar_constraint import GrammarConstraint
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
-from pymllm_interp.sampling.token_constraint import empty_bitmask
+from pymllm_interp.sampling.bitmasks import empty_bitmask
 from pymllm_interp.speculative.ngram import NgramDrafter
 
 Propose = Callable[[Sequence[Request], int], Sequence[Sequence[int]]]

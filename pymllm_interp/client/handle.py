@@ -9,12 +9,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
-from ..core.closed import EngineClosedError
-from ..core.events import Event, FinishedEvent, TokenEvent
-from ..core.output import RequestOutput
+from ..core.events import EngineClosedError, Event, FinishedEvent, TokenEvent
 from ..core.request import Request
 from ..hooks.captures.activations import NOTHING
-from .completion import Completion, StreamPiece, decoded
+from .completion import Completion, RequestOutput, StreamPiece, decoded
 
 
 class RequestError(RuntimeError):

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..core.closed import EngineClosedError
+from ..core.events import EngineClosedError
 from ..core.limits import EngineLimits, limits_of
 from ..core.model_spec import LOGITS
+from ..core.receipt import Receipt
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..engine.bad_words import bad_word_ids, check_allowed
@@ -25,7 +26,6 @@ from ..engine.grammars.grammars import Grammars
 from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
-from ..hooks.receipt import Receipt
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.lowering.plan import BlockPlan
 from ..hooks.vectors.registry import VectorRegistry

@@ -9,12 +9,12 @@ import sys
 import time
 from typing import Any
 
+from ..harvest.on_ray.address import check_name
+from ..harvest.on_ray.ray_version import NAMESPACE, connect_to_ray
 from ..server.command import settings_of
 from ..server.engines.replica_process import ReplicaSettings
 from ..server.engines.roster import LinkKeys
-from .address import check_name
 from .director import ClusterPlan, Director
-from .ray_version import NAMESPACE, connect_to_ray
 
 POLL_SECONDS = 0.25
 MOST_PORT = 65535

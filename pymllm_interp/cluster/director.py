@@ -14,12 +14,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..harvest.on_ray.ray_version import NAMESPACE, load_ray
 from ..server.engines.replica_process import ReplicaSettings
 from ..server.engines.roster import Replica
 from ..server.settings import ServeSettings
 from .front_keeper import POLL_SECONDS, FrontKeeper
 from .keeper import Keeper
-from .ray_version import NAMESPACE, load_ray
 
 SETTLE_SECONDS = 4 * POLL_SECONDS
 """After this time all fronts that live know of a change."""

@@ -11,12 +11,12 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from ..harvest.on_ray.ray_version import NAMESPACE, load_ray
 from ..server.engines.owned_folders import OwnedFolder
 from ..server.engines.roster import LinkKeys, Replica
 from ..server.front import greeting, roster_line
 from ..server.settings import ServeSettings
 from .keeper import NOT_INHERITED
-from .ray_version import NAMESPACE, load_ray
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.25

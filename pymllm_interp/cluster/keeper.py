@@ -9,8 +9,8 @@ import asyncio
 import os
 from typing import Any
 
+from ..harvest.on_ray.ray_version import load_ray
 from ..server.engines.replica_process import ReplicaProcess, ReplicaSettings
-from .ray_version import load_ray
 
 NOT_INHERITED = ("RAY_",)
 """Prefixes of environment variables that engine processes do not get: code of traces is not connected to Ray by them."""

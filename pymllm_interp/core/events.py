@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from .output import Logprob
+from .output import DraftCounts, Logprob
 
-if TYPE_CHECKING:
-    from ..speculative.request_drafts import DraftCounts
+
+class EngineClosedError(RuntimeError):
+    """The engine was shut down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class FinishedEvent:
     activations: Any = None
     """What was captured (hooks.captures.activations.Activations), or None."""
     receipt: Any = None
-    """What was applied (hooks.receipt.Receipt), or None."""
+    """What was applied (core.receipt.Receipt), or None."""
     num_cached_tokens: int = 0
     """Prompt tokens with KV in the prefix cache."""
     error: BaseException | None = None

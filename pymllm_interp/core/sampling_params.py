@@ -16,7 +16,7 @@ from .limits import MAX_LISTED
 from .structured.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
-    from ..sampling.token_constraint import ConstraintSpec
+    from .structured.token_constraint import ConstraintSpec
 
 MAX_LOGPROBS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256
@@ -115,7 +115,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt, whatever the prefix cache has of it."""
     constraint: ConstraintSpec | None = None
-    """Makes the constraint of each completion: the tokens that may come next, by those before (sampling/token_constraint.py)."""
+    """Makes the constraint of each completion: the tokens that may come next (core/structured/token_constraint.py)."""
     structured_outputs: StructuredOutputs | dict[str, Any] | None = None
     """The form of the text: a JSON schema, a pattern, choices or a grammar (docs/engine/structured.md). A dict has its fields."""
     speculate: bool | None = None

@@ -117,9 +117,9 @@ class DeclaredResult:
     """The worker's answer to the `RequestEnd` of a request that declared something."""
 
     applied: list[Any]
-    """Of hooks.receipt.Applied."""
+    """Of core.receipt.Applied."""
     captured: list[Any] = field(default_factory=list)
-    """Of hooks.receipt.Captured; empty where the captures are lost."""
+    """Of core.receipt.Captured; empty where the captures are lost."""
     activations: Any = None
     """hooks.captures.activations.Activations, or None without captures."""
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from ..core.receipt import Receipt
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..core.structured.structured_outputs import StructuredOutputs
-from ..hooks.receipt import Receipt
-from ..sampling.token_constraint import ConstraintError, TokenConstraint, TokenMasks, allows, empty_bitmask
+from ..core.structured.token_constraint import ConstraintError, TokenConstraint
+from ..sampling.bitmasks import TokenMasks, allows, empty_bitmask
 from ..utils.arguments import PromptError
 from .grammars.grammar_constraint import GrammarConstraint
 from .grammars.grammars import GrammarError, Grammars

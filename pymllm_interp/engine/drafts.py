@@ -9,11 +9,11 @@ from operator import index
 from typing import Any
 
 from ..core.request import Request
+from ..core.request_drafts import RequestDrafts
 from ..core.step import ScheduledRequest, SchedulerOutput
 from ..hooks.captures.egress.admission import RingAdmission
 from ..runner.interp_model_runner import InterpModelRunner
 from ..speculative.drafter import Drafter, DrafterError, SpeculativeConfig
-from ..speculative.request_drafts import RequestDrafts
 from ..utils.arguments import PromptError
 from .kv_manager import KVManager
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from ..core.closed import EngineClosedError
-from ..core.events import Event, Subscriber
+from ..core.events import EngineClosedError, Event, Subscriber
 from ..core.request import Request
 from ..core.step import SchedulerOutput
 from ..hooks.traces.blocks.watchdog import Watchdog

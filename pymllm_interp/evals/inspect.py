@@ -26,7 +26,7 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from ..client.chat import render, template_messages
-from ..core.output import CompletionOutput
+from ..client.completion import CompletionOutput
 from ..core.sampling_params import SamplingParams
 from ..lm import LM
 from .scoring import interventions_of

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.closed import EngineClosedError
+from ..core.events import EngineClosedError
 from ..hooks.binding import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
 from ..hooks.captures.reductions.patterns import is_pattern

@@ -13,11 +13,9 @@ braces. Negative numbers count from the last layer. Patterns work in every style
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import groupby
 
 from ..core.families import LayerPath
 from ..core.limits import MAX_SITE_LENGTH
@@ -316,20 +314,3 @@ def _ranges(selector: str, pattern: str) -> list[tuple[int, int]]:
             f"{pattern!r}: {wrong[0]!r} is neither a layer nor a range of them; write {{0,4,8}} or {{0..8}} (8 included)"
         )
     return [(int(match[1]), int(match[2] or match[1])) for _, match in found if match is not None]
-
-
-def layer_ranges(sites: Iterable[str]) -> str:
-    """Canonical names for people, with ranges of layers: "resid_post.0-29, logits"."""
-    by_kind: dict[str, list[int]] = {}
-    for site in sites:
-        kind, _, layer = site.partition(".")
-        if layer.isdigit():
-            by_kind.setdefault(kind, []).append(int(layer))
-        else:
-            by_kind[site] = []
-    shown: list[str] = []
-    for kind, layers in by_kind.items():
-        runs = groupby(enumerate(sorted(layers)), lambda entry: entry[1] - entry[0])
-        ends = [(run[0][1], run[-1][1]) for _, entries in runs for run in [list(entries)]]
-        shown += [f"{kind}.{first}" if first == last else f"{kind}.{first}-{last}" for first, last in ends] or [kind]
-    return ", ".join(shown)

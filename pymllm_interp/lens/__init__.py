@@ -1,11 +1,11 @@
-"""Other libraries' names over an `LM`: TransformerLens' `RemoteBridge` and nnterp's `StandardizedTransformer`.
+"""TransformerLens' names over an `LM`: its `RemoteBridge`. Those of nnterp are in `pymllm_interp.nnterp`.
 
 from pymllm_interp import lens
 
 bridge = lens.Bridge(lm)
 logits, cache = bridge.run_with_cache("The Eiffel Tower is in", names_filter="blocks.3.hook_resid_post")
 
-`lens.patching` has the functions of `transformer_lens.patching`. Each needs its library: ``pip install -e ".[lens]"``.
+`lens.patching` has the functions of `transformer_lens.patching`. Both need it: ``pip install -e ".[lens]"``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from ..utils.extras import names_of_extra
 if TYPE_CHECKING:
     from . import patching
     from .bridge import Bridge
-    from .nnterp import StandardizedLM
 
-__all__ = ["Bridge", "StandardizedLM", "patching"]
+__all__ = ["Bridge", "patching"]
 __getattr__ = names_of_extra(
     __name__, "lens",
     {
         "Bridge": ("bridge", "transformer_lens"), "patching": ("patching", "transformer_lens"),
-        "StandardizedLM": ("nnterp", "nnterp"),
+        "StandardizedLM": (".nnterp", "nnterp"),  # where it was before
     },
 )  # fmt: skip

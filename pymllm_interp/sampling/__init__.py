@@ -1,5 +1,7 @@
 """Sampling: from logits to tokens and their log probabilities."""
 
+from ..core.structured.token_constraint import ConstraintError, ConstraintSpec, TokenConstraint
+from .bitmasks import BitmaskRows, TokenMasks, allow_only
 from .logprobs import LogprobTensors, gather_logprobs, prompt_logprobs
 from .noise import uniform_noise
 from .penalties import PenaltyBatch
@@ -7,7 +9,6 @@ from .rejection_sampler import RejectionSampler, VerifiedTokens
 from .sampler import Sampler, SamplerOutput
 from .sampling_batch import LogitBias, SamplingBatch
 from .sampling_request import SamplingRequest
-from .token_constraint import BitmaskRows, ConstraintError, ConstraintSpec, TokenConstraint, TokenMasks, allow_only
 
 __all__ = [
     "BitmaskRows",

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from ..utils.upload import upload
+from .bitmasks import BitmaskRows
 from .filters import filter_width
 from .noise import host_noise
 from .penalties import PenaltyBatch
 from .sampling_request import SamplingRequest
-from .token_constraint import BitmaskRows
 
 
 class LogitBias(NamedTuple):

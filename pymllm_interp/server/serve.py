@@ -17,7 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from .. import __version__
-from ..core.closed import EngineClosedError
+from ..core.events import EngineClosedError
 from ..utils.log_lines import log_handler
 from ..wire.failures import EngineError
 from .engines.call import EngineDiedError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ..hooks.receipt import Applied, Captured, Receipt
+from ..core.receipt import Applied, Captured, Receipt
 
 _ENTRIES = {"interventions": Applied, "captures": Captured}
 

@@ -18,8 +18,8 @@ from safetensors.torch import load, save
 from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
+from ..core.receipt import Receipt
 from ..hooks.captures.activations import Activations
-from ..hooks.receipt import Receipt
 from ..hooks.traces.nnsight_compat import Cache, CacheEntry, CacheView
 from .receipts import receipt_of, receipt_to_json
 

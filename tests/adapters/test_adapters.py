@@ -17,7 +17,7 @@ from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, Knockout, SamplingParams, Scale, Steer
-from pymllm_interp.core.closed import EngineClosedError
+from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.result import HarvestError

@@ -16,13 +16,13 @@ from helpers_vllm import HAS_VLLM, assert_close, assert_close_tensor, save_model
 
 from pymllm_interp import LM, SAE, Ablate, Capture, Generated, InterpModelRunner, SamplingParams, SetFeature, Steer
 from pymllm_interp.client.backend import Backend, Submission
+from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.client.handle import RequestHandle
 from pymllm_interp.client.local_backend import LocalBackend
 from pymllm_interp.client.remote.remote_backend import RemoteBackend
 from pymllm_interp.config import ModelConfig, ServerConfig
-from pymllm_interp.core.closed import EngineClosedError
+from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.core.limits import EngineLimits
-from pymllm_interp.core.output import RequestOutput
 from pymllm_interp.utils.arguments import PromptError
 
 PROMPT = "w3 w14 w15 w9"

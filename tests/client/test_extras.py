@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -11,7 +11,7 @@ import torch
 
 USES = {
     "transformer_lens": ("pymllm_interp.lens", "Bridge", "bridge", "lens"),
-    "nnterp": ("pymllm_interp.lens", "StandardizedLM", "nnterp", "lens"),
+    "nnterp": ("pymllm_interp.lens", "StandardizedLM", ".nnterp", "lens"),
     "lm_eval": ("pymllm_interp.evals", "HarnessLM", "harness", "evals"),
     "inspect_ai": ("pymllm_interp.evals", "EngineAPI", "inspect", "evals"),
 }
@@ -58,9 +58,8 @@ def test_a_method_of_a_cache_names_its_extra(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("package", USES)
 def test_a_missing_library_is_named_with_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, home, extra = USES[package]
-    for loaded in [
-        loaded for loaded in sys.modules if loaded.partition(".")[0] == package or loaded == f"{module}.{home}"
-    ]:
+    file = importlib.util.resolve_name(f".{home}", module)
+    for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] == package or loaded == file]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"{module}.driver", raising=False)

@@ -43,7 +43,7 @@ from helpers_server import SECONDS, Server
 from safetensors.torch import load, save
 
 from pymllm_interp import LM, SamplingParams, Scale
-from pymllm_interp.cluster.ray_version import NAMESPACE
+from pymllm_interp.harvest.on_ray.ray_version import NAMESPACE
 from pymllm_interp.harvest.result import HarvestError
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")

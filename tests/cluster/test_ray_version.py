@@ -10,7 +10,7 @@ import pytest
 
 from pymllm_interp import LM
 from pymllm_interp.cli import main
-from pymllm_interp.cluster.ray_version import load_ray
+from pymllm_interp.harvest.on_ray.ray_version import load_ray
 
 
 def test_a_missing_ray_is_told_with_its_extra_and_range(

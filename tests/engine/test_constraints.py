@@ -17,7 +17,7 @@ from helpers_constraints import Alternating, Failing, OnlyThese, Slow, next_set
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.sampling import BitmaskRows, ConstraintError, TokenMasks, allow_only
-from pymllm_interp.sampling.token_constraint import allows, empty_bitmask
+from pymllm_interp.sampling.bitmasks import allows, empty_bitmask
 from pymllm_interp.utils.arguments import PromptError
 
 pytestmark = pytest.mark.local  # a server takes no constraints

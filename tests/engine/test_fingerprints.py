@@ -19,12 +19,12 @@ from helpers_state import AdaptedState
 
 from pymllm_interp import LM, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.client.handle import EngineClosedError
+from pymllm_interp.core.receipt import Applied, Captured, Receipt
 from pymllm_interp.core.request import Request
 from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.harvest.run import HarvestError
 from pymllm_interp.hooks.binding import fingerprint_of
 from pymllm_interp.hooks.captures.spec import Project
-from pymllm_interp.hooks.receipt import Applied, Captured, Receipt
 from pymllm_interp.mem_cache.radix_cache import RadixCache
 from pymllm_interp.models.weights import model_state
 from pymllm_interp.models.weights.model_state import ModelState, checksum, model_fingerprint

@@ -14,7 +14,7 @@ from helpers_declared import WAYS, lms, vector
 from helpers_outputs import assert_equal
 
 from pymllm_interp import LM, Ablate, Capture, Gate, Knockout, Patch, SamplingParams, Scale, Steer
-from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.runner.executions import Executions
 
 LmOf = Callable[..., LM]

@@ -18,7 +18,7 @@ from helpers_declared import lms, vector
 from helpers_outputs import assert_equal
 
 from pymllm_interp import LM, Capture, Gate, Generated, Knockout, Patch, SamplingParams, Scale, Steer
-from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.client.completion import RequestOutput
 
 WIDTH = CONFIGS["llama"]().hidden_size
 VECTORS = [4 * vector(WIDTH, seed) for seed in range(2)]

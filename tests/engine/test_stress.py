@@ -23,7 +23,7 @@ from helpers_idle import left_behind
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.traces.blocks.errors import EditError
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError

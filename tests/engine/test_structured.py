@@ -21,7 +21,7 @@ from pymllm_interp import LM, ConstraintError, SamplingParams, Steer, Structured
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.engine import constraints
 from pymllm_interp.engine.grammars import grammar_constraint, grammars
-from pymllm_interp.sampling.token_constraint import allows, empty_bitmask
+from pymllm_interp.sampling.bitmasks import allows, empty_bitmask
 from pymllm_interp.server.response_format import ResponseFormat
 from pymllm_interp.utils.arguments import PromptError
 

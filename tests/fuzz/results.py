@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pymllm_interp.core.output import CompletionOutput, RequestOutput
+from pymllm_interp.client.completion import CompletionOutput, RequestOutput
 
 TOLERANCE = 1e-3
 """Of the largest value of a tensor: sums depend on the rows beside them."""

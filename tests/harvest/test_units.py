@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pymllm_interp import LM, SamplingParams, Scale
-from pymllm_interp.cluster.harvest import MOST_LOSSES, SLOW_SECONDS, UnitQueue, UnitTask
 from pymllm_interp.harvest.folder import Identity
+from pymllm_interp.harvest.on_ray.workers import MOST_LOSSES, SLOW_SECONDS, UnitQueue, UnitTask
 from pymllm_interp.harvest.plan import HarvestPlan, Unit, make_plan, read_plan
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.result import HarvestError

@@ -19,7 +19,7 @@ from helpers_runner import random_ids
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, PhimoeConfig, PretrainedConfig, PreTrainedModel
 
 from pymllm_interp import LM, Ablate, Capture, SamplingParams, Steer
-from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.utils.arguments import PromptError
 
 pytestmark = pytest.mark.local  # looks into an engine of this process

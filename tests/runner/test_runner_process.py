@@ -16,7 +16,7 @@ from runner_process import WorkerProcess
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Knockout, Lens, Patch, SamplingParams, Steer
 from pymllm_interp.client import local_backend
-from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared_stage import DeclaredStage

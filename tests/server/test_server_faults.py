@@ -25,7 +25,7 @@ from helpers_server import GREEDY, KEYS, Server, serving, text_of
 from safetensors.torch import save
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.core.closed import EngineClosedError
+from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.server.serve import DrainingServer, listen
 from pymllm_interp.wire.gate_words import TRACE_PATH, TRACE_TYPE
 

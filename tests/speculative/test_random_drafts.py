@@ -20,7 +20,7 @@ from helpers_declared import lms, vector
 from helpers_drafts import Told, checked_steps
 
 from pymllm_interp import LM, Capture, Gate, Generated, Knockout, Patch, SamplingParams, Scale, Steer
-from pymllm_interp.core.output import CompletionOutput, RequestOutput
+from pymllm_interp.client.completion import CompletionOutput, RequestOutput
 
 pytestmark = pytest.mark.local  # looks into an engine of this process
 WIDTH = CONFIGS["llama"]().hidden_size

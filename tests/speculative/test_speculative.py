@@ -18,18 +18,10 @@ from helpers_drafts import KINDS, Faulty, Told, checked_steps
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, Capture, Gate, Knockout, SamplingParams, Steer
+from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ServerConfig
-from pymllm_interp.core.output import RequestOutput
-from pymllm_interp.core.step import SchedulerOutput
-from pymllm_interp.core.unsupported import OPTIONS
-from pymllm_interp.core.vllm_flags import hint_of
-from pymllm_interp.runner import executions
-from pymllm_interp.sampling import RejectionSampler
-from pymllm_interp.sampling.token_constraint import ConstraintError
-from pymllm_interp.speculative.drafter import MAX_DRAFTS, SpeculativeConfig
-from pymllm_interp.speculative.ngram import NgramDrafter, continuation
-from pymllm_interp.speculative.request_drafts import (
+from pymllm_interp.core.request_drafts import (
     MAX_MISSES,
     MISSED_PAUSE,
     MISSES_AGAIN,
@@ -37,6 +29,14 @@ from pymllm_interp.speculative.request_drafts import (
     WINDOW,
     RequestDrafts,
 )
+from pymllm_interp.core.step import SchedulerOutput
+from pymllm_interp.core.structured.token_constraint import ConstraintError
+from pymllm_interp.core.unsupported import OPTIONS
+from pymllm_interp.runner import executions
+from pymllm_interp.sampling import RejectionSampler
+from pymllm_interp.server.vllm_flags import hint_of
+from pymllm_interp.speculative.drafter import MAX_DRAFTS, SpeculativeConfig
+from pymllm_interp.speculative.ngram import NgramDrafter, continuation
 from pymllm_interp.utils.arguments import PromptError
 
 pytestmark = pytest.mark.local  # looks into an engine of this process

@@ -12,7 +12,7 @@ import pytest
 from conftest import VOCAB
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.core.request import Request
 
 NEW = 24

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.client.completion import RequestOutput
 
 
 def assert_equal(out: RequestOutput, wanted: RequestOutput) -> None:

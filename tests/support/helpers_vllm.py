@@ -16,7 +16,7 @@ from helpers_vllm_start import fork_engines
 from transformers import Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from pymllm_interp import LM
-from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.client.completion import RequestOutput
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make test-vllm has one")

@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from pymllm_interp import LM, Patch, SamplingParams, Site, Steer
-from pymllm_interp.core.closed import EngineClosedError
+from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.plots import Plot
 from pymllm_interp.toolkit.wavefront import WaveCell, Wavefront
 from pymllm_interp.utils.arguments import PromptError

@@ -38,7 +38,7 @@ from pymllm_interp import (
     Scale,
     Steer,
 )
-from pymllm_interp.core.closed import EngineClosedError
+from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 
 pytestmark = needs_vllm

@@ -12,7 +12,7 @@ from helpers_vllm import WIDTH, needs_vllm, prompt, ranks_of, save_model, vector
 from helpers_vllm_start import fork_engines
 
 from pymllm_interp import LM, Ablate, SamplingParams, Steer
-from pymllm_interp.core.closed import EngineClosedError
+from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 from pymllm_interp.vllm_engine.settings import KEY
 from pymllm_interp.vllm_engine.worker.worker import WITHOUT_OP

@@ -48,7 +48,7 @@ class ForwardOutput(Shown):
     activations: Activations
     """What was captured, and the logits."""
     receipt: Any
-    """What was applied, and how its steps ran (hooks.receipt.Receipt)."""
+    """What was applied, and how its steps ran (core.receipt.Receipt)."""
 
     def __repr__(self) -> str:
         prompt = "" if self.prompt is None else f"prompt={shown(self.prompt)}, "

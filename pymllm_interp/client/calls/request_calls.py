@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, Unpack
 
-from ...core.output import RequestOutput
 from ...core.sampling_params import SamplingParams
 from ...hooks.interventions.knockout import Intervention
 from ...hooks.traces.syntax.caller_frames import opens_with
 from ...utils.arguments import PromptError
 from ..chat import is_conversation, render
-from ..completion import StreamPiece
+from ..completion import RequestOutput, StreamPiece
 from ..handle import RequestHandle, results_of
 from ..notebook.progress import CallProgress
 from ..notebook.signatures import names_options, signature_of

@@ -12,7 +12,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from ...core.output import CompletionOutput, RequestOutput
 from ...hooks.captures.activations import Activations
 from ...hooks.captures.by_site import BySite
 from ...hooks.saes.registry import SAERegistry
@@ -20,6 +19,7 @@ from ...hooks.traces.syntax.envoy import GeneratorEnvoy, TracedEnvoy
 from ...hooks.vectors.registry import VectorRegistry
 from ..activation_cache import ActivationCache
 from ..calls.forward_calls import ForwardOutput
+from ..completion import CompletionOutput, RequestOutput
 
 SAFE = (
     ActivationCache, Activations, BySite, CompletionOutput, ForwardOutput, GeneratorEnvoy, RequestOutput, SAERegistry,

@@ -9,12 +9,10 @@ from typing import Any
 
 import httpx
 
-from ...core.closed import EngineClosedError
-from ...core.events import Event, FinishedEvent, TokenEvent
-from ...core.output import Logprob
+from ...core.events import EngineClosedError, Event, FinishedEvent, TokenEvent
+from ...core.output import DraftCounts, Logprob
 from ...engine.callbacks import Callbacks
 from ...hooks.captures.activations import Activations
-from ...speculative.request_drafts import DraftCounts
 from ...utils.arguments import PromptError
 from ...wire.failures import Failure
 from ...wire.frames import FRAME_PREFIX, frame_sizes

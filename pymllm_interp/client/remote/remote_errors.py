@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from ...core.closed import EngineClosedError
+from ...core.events import EngineClosedError
 from ...hooks.captures.activations import CaptureError
 from ...hooks.traces.blocks.errors import EditError, GangError, TraceError, TraceTimeoutError
 from ...hooks.traces.nnsight_compat import OutOfOrderError

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ...sampling.token_constraint import ConstraintError, allow_only
+from ...core.structured.token_constraint import ConstraintError
+from ...sampling.bitmasks import allow_only
 
 MASK_SECONDS = 0.25
 """Time of the processor that a mask, or a token, may take. A grammar with many readings of a text takes longer with each token."""

@@ -18,7 +18,7 @@ import torch
 
 from ...core.structured.json_schema import with_plain_strings, with_plain_tags
 from ...core.structured.structured_outputs import StructuredOutputs
-from ...sampling.token_constraint import empty_bitmask
+from ...sampling.bitmasks import empty_bitmask
 from ...utils.extras import library_of_extra
 from .compile_process import START_SECONDS, CompileProcess, CompilerCall
 from .grammar_constraint import GrammarConstraint

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
-from ...core.closed import EngineClosedError
+from ...core.events import EngineClosedError
 from ...wire import messages as m
 from ...wire.failures import EngineError
 

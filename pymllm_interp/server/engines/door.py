@@ -26,7 +26,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from ...core.closed import EngineClosedError
+from ...core.events import EngineClosedError
 from ...wire import messages as m
 from ..settings import ServeSettings
 from .call import Call, EngineDiedError

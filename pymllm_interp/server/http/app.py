@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from ... import __version__
-from ...core.closed import EngineClosedError
+from ...core.events import EngineClosedError
 from ..protocol import COMPONENT
 from ..responses.routes import responses_routes
 from ..routes.adapter_routes import adapter_routes

@@ -14,8 +14,8 @@ from typing import Any
 
 from ...core.events import Event, FinishedEvent
 from ...core.output import Logprob
+from ...core.receipt import Receipt
 from ...hooks.captures.activations import Activations
-from ...hooks.receipt import Receipt
 from ...wire.failures import failure_of
 from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, Token
 from ...wire.receipts import receipt_to_json

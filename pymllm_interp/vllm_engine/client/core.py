@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ...config import ServerConfig
-from ...core.closed import EngineClosedError
+from ...core.events import EngineClosedError
 from ..faults import with_causes
 from ..payloads import Sealer
 from ..refusals import VllmRefusalError, refuse_config

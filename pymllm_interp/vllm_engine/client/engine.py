@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.closed import EngineClosedError
-from ...core.events import Event, Subscriber, TokenEvent
+from ...core.events import EngineClosedError, Event, Subscriber, TokenEvent
 from ...core.output import Logprob
 from ...core.request import Request, RequestStatus
 from ...core.step import DeclaredResult, ModelRunnerOutput, RequestHooks

@@ -18,6 +18,7 @@ from helpers_runner import Steps, make_runner
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import INNER_SITES
+from pymllm_interp.core.receipt import Receipt
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.hooks.binding import bind
@@ -27,7 +28,6 @@ from pymllm_interp.hooks.interventions import device_tables, host_ops, logit_ops
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
-from pymllm_interp.hooks.receipt import Receipt
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")

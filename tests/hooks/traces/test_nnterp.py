@@ -29,7 +29,7 @@ from nnterp.interventions import (
 from nnterp.nnsight_utils import get_token_activations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pymllm_interp.lens.nnterp import Accessors, renames
+from pymllm_interp.nnterp import Accessors, renames
 
 pytestmark = pytest.mark.local
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}

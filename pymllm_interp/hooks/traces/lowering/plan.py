@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ....core.families import EXPERTS, LOGITS, Family, LayerPath
+from ....core.receipt import layer_ranges
 from ...captures.spec import Capture
 from ...interventions.op import Op
 from ...interventions.row_edit import RowEdit, RowProgram
 from ...interventions.specs import Patch, Scale, Steer
 from ...positions import Generated, Positions, Window, windows_of
-from ...site import layer_ranges
 
 LAST = -1
 

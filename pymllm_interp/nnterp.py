@@ -23,7 +23,7 @@ except ModuleNotFoundError:
 from nnterp import StandardizedTransformer, get_rename_dict
 from nnterp.rename_utils import IOType, LayerAccessor
 
-from ..lm import LM
+from .lm import LM
 
 _ACCESSORS = {
     "layers_input": (None, IOType.INPUT),

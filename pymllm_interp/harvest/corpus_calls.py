@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..client.calls.backed import BackedModel
 from ..core.sampling_params import SamplingParams
-from ..harvest.outputs import asked_outputs
-from ..harvest.result import HarvestResult
-from ..harvest.run import asked_of, run_harvest
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.site import Site
-from .harvest import Corpus, generate_corpus, harvest_on_ray
+from .on_ray.workers import Corpus, generate_corpus, harvest_on_ray
+from .outputs import asked_outputs
+from .result import HarvestResult
+from .run import asked_of, run_harvest
 
 if TYPE_CHECKING:
-    from ..harvest.model import HarvestModel
+    from .model import HarvestModel
 
 
 class CorpusCalls(BackedModel):

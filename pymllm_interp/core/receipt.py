@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import groupby
 from typing import Any
 
 from ..utils.tables import Shown, Table
-from .site import layer_ranges
 
 
 class _Brief:
@@ -157,3 +158,20 @@ def _rows_of(entry: Applied | Captured) -> str:
     if entry.missing:
         parts.append(f"{entry.missing} missing")
     return ", ".join(parts)
+
+
+def layer_ranges(sites: Iterable[str]) -> str:
+    """Canonical names for people, with ranges of layers: "resid_post.0-29, logits"."""
+    by_kind: dict[str, list[int]] = {}
+    for site in sites:
+        kind, _, layer = site.partition(".")
+        if layer.isdigit():
+            by_kind.setdefault(kind, []).append(int(layer))
+        else:
+            by_kind[site] = []
+    shown: list[str] = []
+    for kind, layers in by_kind.items():
+        runs = groupby(enumerate(sorted(layers)), lambda entry: entry[1] - entry[0])
+        ends = [(run[0][1], run[-1][1]) for _, entries in runs for run in [list(entries)]]
+        shown += [f"{kind}.{first}" if first == last else f"{kind}.{first}-{last}" for first, last in ends] or [kind]
+    return ", ".join(shown)

@@ -1,4 +1,4 @@
-"""Ray, where it is installed in a tested version. Only this folder imports it."""
+"""Ray, where it is installed in a tested version. Only this folder and `cluster` use it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from importlib import import_module
 from typing import Any
 
-from ..utils.extras import install_command
+from ...utils.extras import install_command
 
 TESTED = (2, 60), (2, 61)
 """The first tested version, and the first one that is not."""

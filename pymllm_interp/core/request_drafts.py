@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from .output import DraftCounts
 
 WINDOW = 64
 """Drafts after which their use is judged. Of half as many, few may be accepted by chance."""
@@ -18,14 +19,6 @@ MISSES_AGAIN = 4
 """The same after such a pause. To look for drafts takes time, and a step that they may follow does not overlap with the host's."""
 LONGEST_PAUSE = 256
 """Upper bound of a pause. Each pause in a row is twice as long as the one before."""
-
-
-class DraftCounts(NamedTuple):
-    """Passes of a request with drafts, their drafts, and the accepted ones."""
-
-    steps: int
-    drafted: int
-    accepted: int
 
 
 @dataclass(eq=False, slots=True)

@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..harvest.folder import FORMAT, Identity, ShardEntry
-from ..harvest.outputs import OUTPUTS_FORMAT, AskedOutputs, generate_unit
-from ..harvest.plan import UNITS, HarvestPlan, Unit, make_plan, read_plan
-from ..harvest.progress import HarvestProgress
-from ..harvest.result import HarvestError, HarvestResult
-from ..harvest.run import AskedHarvest
-from ..harvest.units import UnitRecord, done_units, run_unit, settle
+from ..folder import FORMAT, Identity, ShardEntry
+from ..outputs import OUTPUTS_FORMAT, AskedOutputs, generate_unit
+from ..plan import UNITS, HarvestPlan, Unit, make_plan, read_plan
+from ..progress import HarvestProgress
+from ..result import HarvestError, HarvestResult
+from ..run import AskedHarvest
+from ..units import UnitRecord, done_units, run_unit, settle
 from .ray_version import connect_to_ray
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,0 @@
-"""`EngineClosedError`."""
-
-from __future__ import annotations
-
-
-class EngineClosedError(RuntimeError):
-    """The engine was shut down."""
