@@ -36,7 +36,7 @@ class CompletionOutput(Shown):
     error: BaseException | None = None
     activations: Any = None
     """What was captured (hooks.captures.activations.Activations): empty, so false, where nothing was asked for."""
-    receipt: Receipt | None = None
+    receipt: Any = None
     """What was applied, and how its steps ran."""
     logprobs_mode: str = "raw_logprobs"
     """What `logprobs` holds (`ServerConfig.logprobs_mode`)."""

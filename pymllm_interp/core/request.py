@@ -8,7 +8,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from .output import Logprob
-from .receipt import Receipt
 from .request_drafts import RequestDrafts
 from .sampling_params import SamplingParams
 from .step import NewRequest, RequestEnd, RequestHooks, ScheduledRequest
@@ -149,8 +148,8 @@ class Request:
     """Its tokens of `Receipt.flat_logits`; a trace of several requests has one receipt."""
     num_hidden_tokens: int = 0
     """Tokens at the end that the text leaves out."""
-    receipt: Receipt | None = None
-    """What was applied, where something was declared or traced."""
+    receipt: Any = None
+    """What was applied (core.receipt.Receipt), where something was declared or traced."""
     activations: Any = None
     """What was captured (hooks.captures.activations.Activations)."""
     saves: dict[int, dict[str, Any]] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from ..attention.cut_edges import RequestCuts
 from ..core.forward_batch import LayerStatePool
 from ..core.limits import MAX_SPECS
 from ..core.model_spec import LOGITS, STATE, ModelSpec, site_index
+from ..core.receipt import Applied, Captured
 from ..core.step import RequestHooks
 from ..utils.arguments import shown
 from ..utils.copies import shallow
@@ -34,7 +35,6 @@ from .interventions.op import Op
 from .interventions.state_patch import StatePatch, bind_state_patches, is_state_patch
 from .kv_edits import KVEdits
 from .positions import Window
-from .receipt import Applied, Captured
 from .site import Site
 from .spec import Spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import unsupported
+from ..core import unsupported
 
 _ONE_DEVICE = "one device holds the model; --device cuda:N chooses it"
 _LOG = "--log-level sets what is logged; prompts and texts never are"

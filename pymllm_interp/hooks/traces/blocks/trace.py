@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ....core.receipt import Receipt
 from ...captures.activations import NOTHING, Activations
-from ...receipt import Receipt
 from ..nnsight_compat import EarlyStopException, Mediator, OutOfOrderError
 from ..saves.block_saves import BlockSaves
 from ..saves.save_transfer import SaveTransfer

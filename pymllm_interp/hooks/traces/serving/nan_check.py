@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...receipt import Receipt
+from ....core.receipt import Receipt
 from ..blocks.trace import RequestTrace
 from ..nnsight_compat import apply
 
