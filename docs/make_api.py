@@ -51,7 +51,7 @@ SECTIONS = [
     ),
     Section(
         "Backends", "What `LM(backend=...)` asks of an engine.",
-        ("client.backend:Backend", "client.backend:ModelFacts", "client.backend:Submission", "client.handle:RequestEngine"),
+        ("client.backend:Backend", "client.facts:ModelFacts", "client.backend:Submission", "client.handle:RequestEngine"),
     ),
     Section(
         "Traces", "What a `with` binds: `with lm.trace(prompt) as tracer:` ([traces](../use/trace.md)).",
@@ -65,7 +65,8 @@ SECTIONS = [
     ),
     Section(
         "Outputs", "", ("RequestOutput", "client.completion:CompletionOutput", "core.output:Logprob",
-        "client.calls.forward_calls:ForwardOutput", "client.activation_cache:ActivationCache", "client.calls.site_hooks:HookPoint",
+        "client.calls.forward_calls:ForwardOutput", "client.calls.activation_cache:ActivationCache",
+        "client.calls.site_hooks:HookPoint",
         "client.handle:RequestHandle", "client.completion:StreamPiece"), ("put", "of"),
     ),
     Section(

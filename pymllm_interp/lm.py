@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
-from .client.activation_cache import NamesFilter
 from .client.backend import Backend, Submission
+from .client.calls.activation_cache import NamesFilter
 from .client.calls.model import ClientModel
 from .client.calls.traced_prompts import PREFILL
 from .client.chat import RenderedPrompt

@@ -62,8 +62,7 @@ WAYS = (
         "runner/drafting/draft_graphs.py:DraftGraphs",
     )),
     Concept("facts of a model for clients", 1, (
-        "client/backend.py:ModelFacts", "vllm_engine/client/facts.py:VllmModel", "core/limits.py:EngineLimits",
-        "client/backend.py:Backend.describe", "client/request_factory.py:RequestFactory.__init__",
+        "client/facts.py:ModelFacts",
     )),
     Concept("reach an engine process", 2, (
         "server/engines/process_door.py:ProcessDoor", "server/engines/replicas_door.py:ReplicasDoor",
@@ -75,7 +74,7 @@ AT_MOST = {
     "serve a `with`": 3,
     "compute an op": 5,
     "captured graphs": 7,
-    "facts of a model for clients": 5,
+    "facts of a model for clients": 1,
     "reach an engine process": 2,
     "protocols of the runner": 9,
     "base classes of LM, ModelRunner, Engine and EngineTracer": 16,

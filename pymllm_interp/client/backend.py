@@ -9,14 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from transformers import PretrainedConfig
-
 from ..core.limits import EngineLimits
-from ..core.model_spec import ModelSpec
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
@@ -28,30 +23,9 @@ from ..hooks.traces.syntax.session import SessionTracer
 from ..hooks.traces.syntax.tracer import EngineTracer
 from ..runner.interp_model_runner import RunnerCommand
 from .chat import RenderedPrompt
+from .facts import ModelFacts
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """What a client knows of a served model. None of it changes while the model is served."""
-
-    name: str
-    """The model's name, and where it is served, if that is elsewhere."""
-    model: str
-    """As it was asked for: a name, a folder, a file or a hub id."""
-    folder: Path | None
-    """The folder with the weights' files on this machine; None where there is none."""
-    spec: ModelSpec
-    hf_config: PretrainedConfig
-    dtype: torch.dtype
-    """Dtype of weights and states."""
-    device: str
-    engine_name: str
-    """Versions, device, attention backend and dtype: with equal weights, results may differ by it in the last bits."""
-    inner_sites: frozenset[str]
-    """Kinds of inner sites ("q", "z", ...) that captures and interventions can use."""
-    logprobs_mode: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +62,11 @@ class Backend(ABC):
         in_process: whether weights, modules and gradients are in this process.
         tracer: the class of a trace's ``with`` block: (model, mode, *inputs, **keywords).
         engine: runs the requests, and outlives the backend until they have ended. A `RequestEngine`.
-        facts: the model.
+        facts: the model, the engine's limits, and the defaults of requests.
         module: the model's modules (`nn.Module`), which traces are written against; on the meta device where the weights are
             elsewhere.
         interleaver: an `EngineInterleaver`, which serves the blocks of traces; None where they do not run in this process.
         tokenizer: a transformers tokenizer, or None: prompts are then token ids.
-        defaults: sampling parameters of requests without any, and the end-of-sequence ids.
         vectors: by name, for interventions that give a name in a vector's place. Assignment uploads a vector.
         saes: by name, for captures and interventions. Assignment raises NotImplementedError where they are a server's.
     """
@@ -105,7 +78,6 @@ class Backend(ABC):
     module: Any
     interleaver: Any = None
     tokenizer: Any
-    defaults: GenerationDefaults
     vectors: MutableMapping[str, Any]
     saes: MutableMapping[str, Any]
 
@@ -113,13 +85,23 @@ class Backend(ABC):
         return f"{type(self).__name__}({self.facts.name}, {self.engine.state})"
 
     @property
-    @abstractmethod
     def limits(self) -> EngineLimits:
-        """Upper bounds of requests and steps, as they are now."""
+        """Upper bounds of requests and steps."""
+        return self.facts.limits
 
-    @abstractmethod
+    @property
+    def defaults(self) -> GenerationDefaults:
+        """Sampling parameters of requests without any, and the end-of-sequence ids."""
+        return self.facts.defaults
+
     def describe(self) -> dict[str, Any]:
-        """Model, sites, ops and limits, as JSON: what a server's ``/v1/interp/capabilities`` answers."""
+        """`ModelFacts.to_json`, and what is loaded now: what a server's ``/v1/interp/capabilities`` answers."""
+        return self.facts.to_json() | {
+            "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},
+            "adapters": self.adapters if self.in_process else {},
+            "tokenizer": self.tokenizer is not None,
+            "chat": bool(getattr(self.tokenizer, "chat_template", None)),
+        }
 
     @abstractmethod
     def submit(self, submission: Submission) -> list[RequestHandle]:

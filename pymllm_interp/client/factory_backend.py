@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from ..core.events import Subscriber
-from ..core.limits import EngineLimits
-from ..core.model_spec import INNER_SITES, NUMBERED_SITES
 from ..core.request import Request
 from ..hooks.captures.spec import Capture
-from ..hooks.catalogue import ops
 from ..hooks.interventions.knockout import Intervention
-from ..models.registry import is_native
 from .backend import Backend, Submission
 from .handle import RequestHandle
 from .request_factory import RequestFactory
-
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""Sampling parameters that a model's generation_config.json may set."""
 
 
 class FactoryBackend(Backend):
@@ -30,11 +22,6 @@ class FactoryBackend(Backend):
         factory: makes requests, with the named vectors of one owner.
     """
 
-    hooks_run: ClassVar[dict[str, str]] = {
-        "declared": "inside the forward pass; no Python runs, and CUDA graphs are replayed",
-        "traces": "Python at module boundaries, between graph segments on CUDA",
-    }
-    """How hooks run, in words."""
     factory: RequestFactory
     _sent: Callable[[list[Request]], None] | None = None
 
@@ -51,10 +38,6 @@ class FactoryBackend(Backend):
     def _use(self, factory: RequestFactory, sent: Callable[[list[Request]], None] | None = None) -> None:
         self.factory, self._sent = factory, sent
         self.vectors, self.saes = factory.vectors, factory.saes
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self.factory.limits
 
     def fingerprint(self, adapter: str | None = None) -> str:
         self.engine.check_open()
@@ -96,50 +79,3 @@ class FactoryBackend(Backend):
         except BaseException:
             self.factory.release([request for requests, _ in groups for request in requests])
             raise
-
-    def describe(self) -> dict[str, Any]:
-        runner, facts, config = self.factory.runner, self.facts, self.factory.runner.server_config
-        spec, limits, impl = facts.spec, self.limits, runner.model_config.impl
-        kinds = [kind for kind in NUMBERED_SITES if kind in spec.family.points or kind == "logits"]
-        defaults = self.defaults.sampling_params
-        return {
-            "model": facts.model,
-            "architecture": type(self.module).__name__,
-            "tasks": list(runner.get_supported_tasks()),
-            "sliding_window_size": runner.sliding_window_size,
-            "impl": "native" if is_native(facts.hf_config, impl) else "transformers",
-            "dtype": str(facts.dtype)[6:],
-            "device": facts.device,
-            "engine": facts.engine_name,
-            "num_layers": spec.num_hidden_layers,
-            "hidden_size": spec.hidden_size,
-            "sites": {
-                kind: {"shape": list(spec.shape(kind)), "layers": kind not in ("embed", "final_norm", "logits")}
-                for kind in kinds
-                if kind not in INNER_SITES or kind in facts.inner_sites
-            },
-            "ops": sorted(ops()),
-            "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},
-            "adapters": {},
-            "hooks": {"hook_execution": config.hook_execution, **self.hooks_run},
-            "limits": {
-                "max_model_len": limits.max_model_len,
-                "max_num_tokens": limits.max_num_tokens,
-                "kv_tokens": limits.kv_tokens,
-                "max_running_requests": limits.max_running,
-                "vocab_size": limits.vocab_size,
-                "max_interventions_per_site": config.max_interventions_per_site,
-                "max_intervention_vectors": config.max_intervention_vectors,
-                "max_capture_bytes": config.max_capture_bytes,
-                "trace_step_timeout": config.trace_step_timeout,
-            },
-            "sampling_defaults": {name: getattr(defaults, name) for name in SAMPLING_DEFAULTS},
-            "generation_config": self.defaults.followed,
-            "logprobs_mode": facts.logprobs_mode,
-            "inner_sites": sorted(facts.inner_sites),
-            "eos_token_ids": sorted(self.defaults.eos_token_ids),
-            "seed": runner.model_config.seed,
-            "hf_config": json.loads(facts.hf_config.to_json_string(use_diff=False)),
-            "tokenizer": self.tokenizer is not None,
-            "chat": bool(getattr(self.tokenizer, "chat_template", None)),
-        }

@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from .. import __version__
 from ..config import ModelConfig, ServerConfig
+from ..core.limits import EngineLimits
 from ..core.request import Request
 from ..engine.engine import Engine
 from ..hooks.captures.activations import NOTHING
@@ -18,17 +20,24 @@ from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..hooks.traces.syntax.scanned import current_scan
 from ..hooks.traces.syntax.session import SessionTracer
 from ..layers.seal import seal
+from ..models.registry import is_native
 from ..models.weights.source import load_tokenizer
 from ..runner.adapters.commands import InstallAdapter, RemoveAdapter
+from ..runner.device_memory import keeps_scores
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from . import open_engines
-from .backend import ModelFacts
 from .calls.lowered import Ended, Lowered, LoweringError
 from .factory_backend import FactoryBackend
+from .facts import HOOK_LIMITS, ModelFacts
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .request_factory import RequestFactory
 
+HOOKS = {
+    "declared": "inside the forward pass; no Python runs, and CUDA graphs are replayed",
+    "traces": "Python at module boundaries, between graph segments on CUDA",
+}
+"""How hooks run, in words."""
 MADE_TOGETHER = 128
 """Requests of lowered traces that are submitted together. A trace of many invokes has several such parts."""
 
@@ -75,8 +84,7 @@ class LocalBackend(FactoryBackend):
             clear_frames(error.__traceback__)
 
     def _describe_model(self) -> None:
-        runner, config = self.runner, self.runner.model_config
-        source = runner.source
+        runner, source = self.runner, self.runner.source
         self.module: Any = runner.get_model()
         self.interleaver: Any = runner.interleaver
         assert source is not None
@@ -84,13 +92,10 @@ class LocalBackend(FactoryBackend):
         device = torch.device(runner.device)
         self.lowered = Lowered(self.module, runner.server_config.lower_traces, device, runs_rows=device.type == "cpu")
         self.tokenizer = load_tokenizer(source)
-        self.defaults = GenerationDefaults.of(config.generation_config, source.hf_config, source.folder)
-        self._use(RequestFactory(runner, self.tokenizer, self.defaults, config.seed))
-        self.facts = ModelFacts(
-            name=source.name, model=config.model, folder=source.folder, spec=runner.model_spec, hf_config=source.hf_config,
-            dtype=runner.dtype, device=runner.device, engine_name=self.factory.engine_name,
-            inner_sites=runner.declared.limits.inner_sites, logprobs_mode=runner.server_config.logprobs_mode,
-        )  # fmt: skip
+        self.facts = facts_of(runner)
+        weights, saes, declarations, adapters = runner.model_state, runner.saes, runner.declarations, runner.adapters
+        assert weights is not None and saes is not None and declarations is not None and adapters is not None
+        self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes, adapters.hold))
 
     def load_adapter(self, name: str, folder: str) -> None:
         self.engine.check_open()
@@ -201,10 +206,28 @@ class LocalBackend(FactoryBackend):
     def post(self, command: RunnerCommand) -> None:
         self.engine.post(command)
 
-    def describe(self) -> dict[str, Any]:
-        found, config = super().describe(), self.runner.server_config
-        lora = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank}
-        return found | {"adapters": self.adapters, "limits": found["limits"] | lora}
+
+def facts_of(runner: InterpModelRunner) -> ModelFacts:
+    """What clients know of the model of a runner that is open."""
+    config, settings, source, spec = runner.model_config, runner.server_config, runner.source, runner.model_spec
+    assert source is not None and runner.attn_backend is not None
+    attention = type(runner.attn_backend).__name__
+    return ModelFacts(
+        name=source.name, model=config.model, folder=source.folder, spec=spec, hf_config=source.hf_config,
+        impl="native" if is_native(source.hf_config, config.impl) else "transformers",
+        architecture=type(runner.get_model()).__name__, dtype=runner.dtype, device=runner.device,
+        engine_name=f"pymllm-interp {__version__}, torch {torch.__version__}, {runner.device}, {attention}, {runner.dtype}",
+        inner_sites=runner.declared.limits.inner_sites,
+        limits=EngineLimits(
+            runner.vocab_size, runner.context_len, runner.max_num_tokens, runner.max_total_num_tokens, runner.max_running_requests
+        ),
+        settings={name: getattr(settings, name) for name in (*HOOK_LIMITS, "max_loras", "max_lora_rank")},
+        hooks={"hook_execution": settings.hook_execution, **HOOKS},
+        defaults=GenerationDefaults.of(config.generation_config, source.hf_config, source.folder),
+        seed=config.seed, logprobs_mode=settings.logprobs_mode, tasks=runner.get_supported_tasks(), names=source.names,
+        page_size=settings.page_size, longest_pass=len(runner.input_buffers.input_ids),
+        keeps_scores=keeps_scores(runner.get_model(), runner.attn_backend), speculates=settings.speculative is not None,
+    )  # fmt: skip
 
 
 class _Submitted:

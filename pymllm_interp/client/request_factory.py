@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
-from .. import __version__
 from ..core.events import EngineClosedError
-from ..core.limits import EngineLimits, limits_of
+from ..core.limits import EngineLimits
 from ..core.model_spec import LOGITS
 from ..core.receipt import Receipt
 from ..core.request import Request
@@ -24,15 +22,16 @@ from ..engine.drafts import check_speculate
 from ..engine.exclusive import check_gang
 from ..engine.grammars.grammars import Grammars
 from ..hooks.captures.spec import Capture
+from ..hooks.declarations import Declarations
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
+from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.lowering.plan import BlockPlan
 from ..hooks.vectors.registry import VectorRegistry
 from ..models.adapters.slots import AdapterHold, unknown_adapter
 from ..models.weights.model_state import ModelState
 from ..runner.device_memory import free_bytes, long_pass_bytes
-from ..runner.interp_model_runner import InterpModelRunner
 from ..utils.arguments import PromptError, shown
 from ..utils.gc_threshold import LiveObjects
 from .backend import Submission
@@ -40,11 +39,13 @@ from .calls.known_names import KnownNames
 from .calls.pipe import GeneratedText
 from .calls.traced_prompts import traced_prompt
 from .detokenizer import StopStrings
+from .facts import ModelFacts
 from .generation_defaults import GenerationDefaults
 from .prompt_batch import pad_together, prompts_of, repeated
 from .request_limits import check_boundary, max_tokens_of, num_objects, truncated
 from .request_options import adapters_of
 
+RELEASED = "the engine was shut down, and its model released"
 PROMPT_LOGITS = Capture("logits", positions="prompt")
 _ids = itertools.count()
 
@@ -53,48 +54,52 @@ class RequestFactory:
     """Makes requests from prompts.
 
     Args:
-        runner: initialised; requests are checked against its limits.
+        facts: what requests are checked against.
         tokenizer: or None, where prompts are token ids.
-        defaults: the model's sampling parameters, for requests without any, and its end-of-sequence ids.
-        seed: of requests that bring none.
-        cache_owner: owner of the requests, if they share no KV with other owners'.
+        declarations: binds interventions and captures.
+        weights: version, fingerprint and adapters of the model.
+        saes: SAEs by name, for specs that give a name in an SAE's place.
+        hold_adapter: pins an adapter to a slot; None where there are no adapters.
 
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
-        saes: SAEs by name, likewise: the runner's.
         grammars: structured outputs, compiled.
+        cache_owner: owner of the requests, if they share no KV with other owners'.
     """
 
     def __init__(
         self,
-        runner: InterpModelRunner,
+        facts: ModelFacts,
         tokenizer: Any,
-        defaults: GenerationDefaults,
-        seed: int,
-        cache_owner: str | None = None,
-        grammars: Grammars | None = None,
+        declarations: Declarations,
+        weights: ModelState,
+        saes: SAERegistry,
+        hold_adapter: Callable[[str], AdapterHold] | None = None,
     ) -> None:
+        self.facts, self.tokenizer, self.saes = facts, tokenizer, saes
+        self._declarations, self._weights, self._hold_adapter = declarations, weights, hold_adapter
+        self.grammars = Grammars(tokenizer, facts.limits.vocab_size, facts.defaults.eos_token_ids)
+        self._own(None)
+
+    def _own(self, cache_owner: str | None) -> None:
         self.cache_owner = cache_owner
-        self.grammars = grammars or Grammars(tokenizer, runner.vocab_size, defaults.eos_token_ids)
-        self.runner, self.tokenizer, self.defaults, self.seed = runner, tokenizer, defaults, seed
-        self.vectors = VectorRegistry(runner.model_spec)
-        assert runner.saes is not None and runner.declarations is not None, "call initialize() first"
-        self.saes, self._declarations = runner.saes, runner.declarations
-        self._speculates = runner.server_config.speculative is not None
-        self._ordinals = itertools.count()
+        self.vectors, self._ordinals = VectorRegistry(self.facts.spec), itertools.count()
 
     def for_owner(self, cache_owner: str | None) -> RequestFactory:
         """A factory of the same engine, with vectors and a prefix cache of another owner."""
-        return RequestFactory(self.runner, self.tokenizer, self.defaults, self.seed, cache_owner, self.grammars)
+        found = copy.copy(self)
+        found._own(cache_owner)
+        return found
 
     @property
     def limits(self) -> EngineLimits:
-        """The limits as they are now: `ModelRunner.update_max_model_len` may change them."""
-        runner = self.runner
-        return limits_of(
-            runner.vocab_size, runner.context_len, runner.max_num_tokens, runner.max_total_num_tokens,
-            runner.max_running_requests,
-        )  # fmt: skip
+        """Upper bounds of requests and steps."""
+        return self.facts.limits
+
+    @property
+    def defaults(self) -> GenerationDefaults:
+        """Sampling parameters of requests without any."""
+        return self.facts.defaults
 
     @cached_property
     def pad_token_id(self) -> int:
@@ -113,18 +118,9 @@ class RequestFactory:
     @property
     def model_state(self) -> ModelState:
         """Version and fingerprint of the model."""
-        if self.runner.model_state is None:
-            raise EngineClosedError("the engine was shut down, and its model released")
-        return self.runner.model_state
-
-    @cached_property
-    def engine_name(self) -> str:
-        """What computes: equal specs on an equal model may differ by it, in the last bits."""
-        runner = self.runner
-        return (
-            f"pymllm-interp {__version__}, torch {torch.__version__}, {runner.device}, "
-            f"{type(runner.attn_backend).__name__}, {runner.dtype}"
-        )
+        if self._weights.closed:
+            raise EngineClosedError(RELEASED)
+        return self._weights
 
     # -- plain requests ---------------------------------------------------------------------
 
@@ -166,7 +162,7 @@ class RequestFactory:
                 if any(spec.site == LOGITS for spec in captures[i]):
                     request.params = param  # the prompt's logits of each completion, where they are asked for
                 self.declare(request, declared[i], captures[i], what, fingerprints.get(adapters[i]))
-                check_speculate(request, self._speculates, what)
+                check_speculate(request, self.facts.speculates, what)
             found.append(requests)
         self.hold([request for requests in found for request in requests])
         return found
@@ -191,7 +187,7 @@ class RequestFactory:
         if timeout is not None and not timeout > 0:
             raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")
         number, ordinal = next(_ids), next(self._ordinals)
-        seed = params.seed if params.seed is not None else _mix(self.seed, ordinal)
+        seed = params.seed if params.seed is not None else _mix(self.facts.seed, ordinal)
         stops, ignored = self.defaults.eos_token_ids, frozenset[int]()
         if params.ignore_eos:
             stops, ignored = ignored, stops
@@ -247,7 +243,7 @@ class RequestFactory:
             raise
 
     def _named(self, lists: list[list[Any]]) -> list[list[Any]]:
-        known = KnownNames(self.vectors, self.saes, self.tokenizer, self.runner, lambda: self.model_state.fingerprint())
+        known = KnownNames(self.vectors, self.saes, self.tokenizer, self.facts, lambda: self.model_state.fingerprint())
         return known.looked_up(lists)
 
     def declare(
@@ -273,7 +269,10 @@ class RequestFactory:
         if request.declared is None:
             return
         receipt = request.receipt = request.receipt or Receipt()
-        receipt.engine, receipt.model = self.engine_name, fingerprint or self.model_state.fingerprint(request.adapter)
+        receipt.engine, receipt.model = (
+            self.facts.engine_name,
+            fingerprint or self.model_state.fingerprint(request.adapter),
+        )
 
     def _fingerprints(self, adapters: Sequence[str | None]) -> dict[str | None, str]:
         """The model's fingerprint with each of these adapters."""
@@ -297,7 +296,7 @@ class RequestFactory:
         try:
             for request in requests:
                 if request.adapter is not None:
-                    request.adapter_hold = self._hold_adapter(request.adapter)
+                    request.adapter_hold = self._held(request.adapter)
                 self._declarations.hold(request)
         except BaseException:
             self.release(requests)
@@ -310,11 +309,11 @@ class RequestFactory:
             if request.adapter_hold is not None:
                 request.adapter_hold.release()
 
-    def _hold_adapter(self, name: str) -> AdapterHold:
-        if self.runner.adapters is None:
-            raise EngineClosedError("the engine was shut down, and its model released")
+    def _held(self, name: str) -> AdapterHold:
+        if self._weights.closed or self._hold_adapter is None:
+            raise EngineClosedError(RELEASED)
         try:
-            return self.runner.adapters.hold(name)
+            return self._hold_adapter(name)
         except ValueError as error:
             raise PromptError(f"lora={shown(name)}: {error}") from error
 
@@ -402,7 +401,7 @@ class RequestFactory:
             request.trace = trace
             request.differentiable, request.exclusive = trace.grad, trace.grad or trace.options.exclusive
             self.declare(request, interventions[i], captures[i], this)
-            check_speculate(request, self._speculates, this)
+            check_speculate(request, self.facts.speculates, this)
             if trace.grad and mode != "trace":
                 raise PromptError(
                     f"{this}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "
@@ -431,7 +430,7 @@ class RequestFactory:
         Raises:
             PromptError: they cannot.
         """
-        check_boundary(requests, self.runner.model_spec.rope_boundary, what)
+        check_boundary(requests, self.facts.spec.rope_boundary, what)
         tokens, most = sum(request.prompt_len for request in requests), self.limits.max_num_tokens
         if tokens <= most:
             return
@@ -441,12 +440,13 @@ class RequestFactory:
         fix = f"raise max_num_tokens to at least {tokens} when the LM is made"
         if any(request.differentiable for request in requests):
             raise PromptError(f"{rule}A longer pass has no gradients: {fix}")
-        if tokens > (longest := len(self.runner.input_buffers.input_ids)):
+        if tokens > (longest := self.facts.longest_pass):
             raise PromptError(
                 f"{rule}A longer pass holds {longest} at most (max_model_len): trace fewer prompts together"
             )
         eager = any(request.trace.options.modules_for != "" for request in requests)
-        needed, free = long_pass_bytes(self.runner, tokens, eager), free_bytes(self.runner)
+        needed = long_pass_bytes(self.facts.spec, tokens, eager or self.facts.keeps_scores)
+        free = free_bytes(self.facts.device)
         if needed > free:
             raise PromptError(
                 f"{rule}A longer pass runs where memory allows: this one needs about {needed / 2**30:.1f} GiB, and "
@@ -456,7 +456,7 @@ class RequestFactory:
     def _form_gang(self, requests: list[Request]) -> None:
         """Bind requests with blocks that see or need each other: one step must hold them all."""
         limits = self.limits
-        page = self.runner.server_config.page_size
+        page = self.facts.page_size
         kv = sum(-(-request.max_total_tokens // page) * page for request in requests)  # in whole pages
         for need, limit, setting in (
             (len(requests), limits.max_running, "max_running_requests"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 MAX_POSITION = (1 << 30) - 1
 """Largest position that a spec may name: positions are int32 on the device."""
@@ -41,11 +40,3 @@ class EngineLimits:
     max_num_tokens: int
     kv_tokens: int
     max_running: int
-
-
-@lru_cache(maxsize=64)
-def limits_of(
-    vocab_size: int, max_model_len: int, max_num_tokens: int, kv_tokens: int, max_running: int
-) -> EngineLimits:
-    """The one object of these limits: each request asks for it several times."""
-    return EngineLimits(vocab_size, max_model_len, max_num_tokens, kv_tokens, max_running)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformer_lens
 
-from ..client.activation_cache import lens_name
+from ..client.calls.activation_cache import lens_name
 from ..hooks.site import Site
 
 

@@ -76,15 +76,6 @@ class PoolOwner(Protocol):
     def profile_cudagraph_memory(self) -> int: ...
 
 
-class PassOwner(Protocol):
-    """What the estimate of a pass reads of a `ModelRunner`."""
-
-    model_spec: ModelSpec
-    attn_backend: AttentionBackend | None
-
-    def get_model(self) -> CausalLM: ...
-
-
 # -- what the device has -----------------------------------------------------------------
 
 
@@ -137,28 +128,26 @@ def _unused_by_tensors(runner: PoolOwner) -> int:
     return torch.cuda.memory_reserved(runner.gpu_id) - torch.cuda.memory_allocated(runner.gpu_id)
 
 
-def free_bytes(runner: PoolOwner) -> int:
+def free_bytes(device: str) -> int:
     """Bytes that tensors may take now."""
-    if runner.device.startswith("cuda"):
-        return torch.cuda.mem_get_info(runner.gpu_id)[0] + _unused_by_tensors(runner)
+    if device.startswith("cuda"):
+        gpu = torch.device(device)
+        return torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def long_pass_bytes(runner: PassOwner, tokens: int, eager_attention: bool) -> int:
-    """About what a pass of one prompt takes, module by module, with the head on all rows.
+def keeps_scores(model: CausalLM, attention: AttentionBackend) -> bool:
+    """Whether attention keeps all scores of a pass in memory."""
+    return isinstance(attention, TorchAttnBackend) and any(
+        layer.sliding_window or layer.logit_cap or layer.sinks is not None for layer in model.attention_layers()
+    )
 
-    Args:
-        eager_attention: by transformers' own modules, which keep all scores.
-    """
-    spec = runner.model_spec
+
+def long_pass_bytes(spec: ModelSpec, tokens: int, keeps_scores: bool) -> int:
+    """About what a pass of one prompt takes, module by module, with the head on all rows."""
     qkv = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
     row = spec.dtype.itemsize * (2 * spec.vocab_size + 8 * spec.hidden_size + 4 * spec.intermediate_size + 4 * qkv)
-    layers = runner.get_model().attention_layers()
-    scores = eager_attention or (
-        isinstance(runner.attn_backend, TorchAttnBackend)
-        and any(a.sliding_window or a.logit_cap or a.sinks is not None for a in layers)
-    )
-    return tokens * (row + (3 * 4 * spec.num_attention_heads * tokens if scores else 0))
+    return tokens * (row + (3 * 4 * spec.num_attention_heads * tokens if keeps_scores else 0))
 
 
 # -- sizes ---------------------------------------------------------------------------------

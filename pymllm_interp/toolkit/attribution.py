@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from einops import reduce
 
-from ..client.activation_cache import NamesFilter, lens_name, select_traced_sites
+from ..client.calls.activation_cache import NamesFilter, lens_name, select_traced_sites
 from ..client.calls.site_hooks import HookPoint, PlacedHooks
 from ..client.notebook.progress import CallProgress
 from ..core.model_spec import HEAD_SITES, LOGITS

@@ -22,7 +22,6 @@ from pymllm_interp.client.local_backend import LocalBackend
 from pymllm_interp.client.remote.remote_backend import RemoteBackend
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.events import EngineClosedError
-from pymllm_interp.core.limits import EngineLimits
 from pymllm_interp.utils.arguments import PromptError
 
 PROMPT = "w3 w14 w15 w9"
@@ -40,15 +39,8 @@ class Forwarding(Backend):
 
     def __init__(self, inner: LocalBackend) -> None:
         self.inner, self.engine, self.module, self.interleaver = inner, inner.engine, inner.module, inner.interleaver
-        self.facts, self.defaults, self.tokenizer = inner.facts, inner.defaults, inner.tokenizer
+        self.facts, self.tokenizer = inner.facts, inner.tokenizer
         self.vectors, self.saes = inner.vectors, inner.saes
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self.inner.limits
-
-    def describe(self) -> dict[str, Any]:
-        return self.inner.describe()
 
     def submit(self, submission: Submission) -> list[RequestHandle]:
         return self.inner.submit(submission)

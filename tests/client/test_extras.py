@@ -43,7 +43,7 @@ def test_an_lm_is_imported_without_the_models_of_transformers() -> None:
 
 def test_a_method_of_a_cache_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from pymllm_interp import LM
-    from pymllm_interp.client.activation_cache import ActivationCache
+    from pymllm_interp.client.calls.activation_cache import ActivationCache
     from pymllm_interp.hooks.site import Site
 
     for loaded in [name for name in sys.modules if name.startswith("pymllm_interp.lens.")]:

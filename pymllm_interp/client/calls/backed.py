@@ -17,11 +17,11 @@ from ...hooks.declared import captures_for_each_prompt, for_each_prompt
 from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...utils.arguments import SHOWN
-from ..activation_cache import select_sites
 from ..backend import Backend, Submission
 from ..chat import RenderedPrompt
 from ..prompts import checked, names_of, params_for, warn_of_flat_list
 from ..request_options import RequestOptions, adapters_of, checked_salt, priorities_of
+from .activation_cache import select_sites
 from .config_view import ConfigView
 
 PLUMBING = frozenset({"model_maker", "resolve_specs", "submission", "submit_prefill"})

@@ -14,10 +14,10 @@ from ...hooks.captures.spec import Capture
 from ...hooks.declared import captures_for_each_prompt
 from ...utils.arguments import PromptError, shown
 from ...utils.tables import Shown, Table
-from ..activation_cache import ActivationCache, NamesFilter, select_sites
 from ..notebook.signatures import names_options
 from ..prompts import as_prompts
 from ..request_options import RequestOptions, check_options
+from .activation_cache import ActivationCache, NamesFilter, select_sites
 from .request_calls import RequestCalls, wait_for
 from .site_hooks import HookFunction, placed_hooks, run_hooks
 from .traced_prompts import PREFILL

@@ -15,8 +15,8 @@ from ...hooks.spec import Spec
 from ...hooks.traces.syntax.caller_frames import warn_at_caller
 from ...hooks.vectors.by_layer import LayerVectors
 from ...hooks.vectors.registry import VectorRegistry
-from ...runner.interp_model_runner import InterpModelRunner
 from ...utils.arguments import PromptError
+from ..facts import ModelFacts
 
 
 class KnownNames(NamedTuple):
@@ -24,14 +24,14 @@ class KnownNames(NamedTuple):
 
     Attributes:
         tokenizer: a transformers tokenizer, or None.
-        runner: has the model and its names.
+        facts: of the model: its spec, and names under which files may know it.
         fingerprint: returns the model's, as it is now.
     """
 
     vectors: VectorRegistry
     saes: SAERegistry
     tokenizer: Any
-    runner: InterpModelRunner
+    facts: ModelFacts
     fingerprint: Callable[[], str]
 
     def looked_up(self, lists: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -41,12 +41,12 @@ class KnownNames(NamedTuple):
             ValueError: an unknown name, a text that is not one token, or a vector that a spec refuses.
         """
         made = {id(spec): self._known(spec) for specs in lists for spec in specs}
-        return resolved([[made[id(spec)] for spec in specs] for specs in lists], self.vectors, self.runner.model_spec)
+        return resolved([[made[id(spec)] for spec in specs] for specs in lists], self.vectors, self.facts.spec)
 
     def _known(self, spec: Any) -> Any:
         found = self.saes.resolved(with_token_ids(spec, self.tokenizer))
         for sae in _saes_of(found):
-            names = () if self.runner.source is None else self.runner.source.names
+            names = self.facts.names
             if names and not fits_name(sae.model_name, names):
                 warn_at_caller(
                     [

@@ -12,7 +12,7 @@ from ...core.model_spec import LOGITS, ModelSpec
 from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...layers.rope import heads_of
-from ..activation_cache import NamesFilter, lens_name, select_sites, select_traced_sites
+from .activation_cache import NamesFilter, lens_name, select_sites, select_traced_sites
 
 HookFunction = Callable[..., torch.Tensor | None]
 """``function(value, hook=point)`` -> None, or the value to put in place."""

@@ -17,7 +17,7 @@ from ...hooks.captures.by_site import BySite
 from ...hooks.saes.registry import SAERegistry
 from ...hooks.traces.syntax.envoy import GeneratorEnvoy, TracedEnvoy
 from ...hooks.vectors.registry import VectorRegistry
-from ..activation_cache import ActivationCache
+from ..calls.activation_cache import ActivationCache
 from ..calls.forward_calls import ForwardOutput
 from ..completion import CompletionOutput, RequestOutput
 

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from ... import __version__
 from ...config import LOWER_TRACES
-from ...core.limits import EngineLimits
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from ...core.structured.structured_outputs import StructuredOutputs
@@ -27,10 +26,10 @@ from ...models.registry import NATIVE, architecture_of, spec_of
 from ...utils.arguments import PromptError
 from ...utils.device import DTYPES
 from ...wire.specs import to_json
-from ..backend import Backend, ModelFacts, Submission
+from ..backend import Backend, Submission
 from ..calls.lowered import Lowered
 from ..chat import RenderedPrompt
-from ..generation_defaults import GenerationDefaults
+from ..facts import ModelFacts
 from ..handle import RequestHandle
 from ..request_limits import max_tokens_of, truncated
 from .remote_engine import RemoteEngine
@@ -74,30 +73,18 @@ class RemoteBackend(Backend):
             raise ConnectionError(
                 f"{url} runs pymllm-interp {info['version']}, and this is {__version__}: install the same"
             )
-        config, dtype = config_of(info["hf_config"]), DTYPES[info["dtype"]]
-        self.module: Any = tree_of(config, info["impl"], dtype)
-        self.facts = ModelFacts(
-            name=f"{info['model']} at {self.engine.url}", model=info["model"], folder=None, spec=self.module.spec,
-            hf_config=config, dtype=dtype, device=info["device"], engine_name=info["engine"],
-            inner_sites=frozenset(info["inner_sites"]), logprobs_mode=info["logprobs_mode"],
-        )  # fmt: skip
-        self.defaults = GenerationDefaults(info["generation_config"], frozenset(info["eos_token_ids"]))
+        config = config_of(info["hf_config"])
+        self.module: Any = tree_of(config, info["impl"], DTYPES[info["dtype"]])
+        most = min(info["limits"]["max_concurrent"] // 2, MOST_IN_FLIGHT)
+        self.facts = ModelFacts.of_json(info, self.engine.url, self.module.spec, config, most)
         self.tokenizer = _tokenizer(self.engine) if info["tokenizer"] else None
         self.vectors = RemoteVectors(self.engine)
         self.saes = ServedSAEs(info["saes"])
         self.lowered = Lowered(self.module, lower_traces, torch.device("cpu"))
         self.runs_code = info["trust"] == "code"
 
-    @property
-    def limits(self) -> EngineLimits:
-        found = self._info["limits"]
-        return EngineLimits(
-            found["vocab_size"], found["max_model_len"], found["max_num_tokens"], found["kv_tokens"],
-            min(found["max_running_requests"], found["max_concurrent"] // 2, MOST_IN_FLIGHT),
-        )  # fmt: skip
-
     def describe(self) -> dict[str, Any]:
-        return self._info
+        return self._info  # the server's `describe`, and what the key may do
 
     def submit(self, submission: Submission) -> list[RequestHandle]:
         if not submission.prompts:

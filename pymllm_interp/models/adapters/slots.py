@@ -147,7 +147,8 @@ class AdapterSlots:
                 self._release_memory()
 
     def close(self) -> None:
-        """Release all memory."""
+        """Release all memory, and let go of the model."""
+        del self._model
         self._entries.clear()
         self._digests.clear()
         self._pending.clear()

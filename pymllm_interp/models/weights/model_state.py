@@ -57,6 +57,7 @@ class ModelState:
 
     Attributes:
         adapters: name -> digest of the weights of each loaded adapter (models/adapters/slots.py).
+        closed: the model was released.
     """
 
     def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
@@ -65,6 +66,7 @@ class ModelState:
         self._checksums: dict[str, tuple[int, int]] = {}  # name -> (version, checksum)
         self._last: tuple[int, str] | None = None  # (version, fingerprint)
         self.adapters: dict[str, str] = {}
+        self.closed = False
 
     @property
     def version(self) -> int:
@@ -103,6 +105,7 @@ class ModelState:
 
     def close(self) -> None:
         """Let go of the model's tensors."""
+        self.closed = True
         self._named.clear()
 
     def _checksum(self, name: str, tensor: Tensor) -> int:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 
 from ... import __version__
 from ...client import open_engines
-from ...client.backend import ModelFacts, Submission
+from ...client.backend import Submission
 from ...client.calls.lowered import Lowered
 from ...client.factory_backend import FactoryBackend
+from ...client.facts import HOOK_LIMITS, ModelFacts
 from ...client.generation_defaults import GenerationDefaults
 from ...client.remote.remote_backend import tree_of
 from ...client.remote.remote_lowered import NotDeclaredError, run_declared
 from ...client.request_factory import RequestFactory
 from ...config import ModelConfig, ServerConfig
+from ...core.limits import EngineLimits
 from ...core.request import Request
 from ...hooks.saes.registry import SAERegistry
 from ...hooks.traces.blocks.trace import RequestTrace
@@ -34,10 +36,15 @@ from .canary import check_steering
 from .core import VllmCore
 from .declarations import VllmDeclarations
 from .engine import VllmRequestEngine
-from .facts import VllmModel, VllmWeights
 from .sampling import check_params
+from .weights import VllmWeights
 
 TRACES = "with engine='vllm' a block runs after its request, over captured states"
+HOOKS = {
+    "declared": "in front of vLLM's norms, inside its compiled passes and CUDA graphs",
+    "traces": "after their requests, over captured states (lm.trace lowered)",
+}
+"""How hooks run, in words."""
 INSTEAD = "declare it (interventions=, capture=), or use LM(model), whose engine is our own"
 
 
@@ -58,10 +65,6 @@ class VllmBackend(FactoryBackend):
         runs_code: blocks of traces never run in the passes.
     """
 
-    hooks_run: ClassVar[dict[str, str]] = {
-        "declared": "in front of vLLM's norms, inside its compiled passes and CUDA graphs",
-        "traces": "after their requests, over captured states (lm.trace lowered)",
-    }
     runs_code = False
 
     def __init__(self, model: ModelConfig, server: ServerConfig, arguments: Mapping[str, Any] | None = None) -> None:
@@ -86,32 +89,36 @@ class VllmBackend(FactoryBackend):
         scheduler = config.scheduler_config
         ring = server.capture_ring_bytes if uses_tables(device) else None
         declarations = VllmDeclarations(limits, spec, len(core.ranks), scheduler.max_num_batched_tokens, ring)
-        weights = VllmWeights(hf_config, core.call("interp_checksum"))
-        runner = VllmModel(
-            source=source, model_config=model, server_config=server, model_spec=spec, saes=SAERegistry(spec, "cpu"),
-            declarations=declarations, model_state=weights, dtype=dtype, device=device,
-            context_len=config.model_config.max_model_len, max_num_tokens=scheduler.max_num_batched_tokens,
-            max_total_num_tokens=core.kv_tokens, max_running_requests=scheduler.max_num_seqs,
-        )  # fmt: skip
+        weights, saes = VllmWeights(hf_config, core.call("interp_checksum")), SAERegistry(spec, "cpu")
         for name, sae in model.saes.items():
-            runner.saes[name] = sae
+            saes[name] = sae
         self.core = core
         self.engine = VllmRequestEngine(core, declarations.release)
         open_engines.track(cast(Any, self.engine))
         self.module = tree_of(hf_config, "native" if is_native(hf_config, "auto") else "transformers", dtype)
+        ranks = f"{len(core.ranks)} rank{'s' if len(core.ranks) > 1 else ''}"
+        self.facts = ModelFacts(
+            name=source.name, model=model.model, folder=source.folder, spec=spec, hf_config=hf_config,
+            impl="native" if is_native(hf_config, model.impl) else "transformers", architecture=type(self.module).__name__,
+            dtype=dtype, device=device, engine_name=(
+                f"pymllm-interp {__version__}, vLLM {core.version} ({core.ranks[0]['runner']} runner, {ranks}), "
+                f"torch {torch.__version__}, {device}, {dtype}"
+            ),
+            inner_sites=frozenset(),
+            limits=EngineLimits(
+                spec.vocab_size, config.model_config.max_model_len, scheduler.max_num_batched_tokens, core.kv_tokens,
+                scheduler.max_num_seqs,
+            ),
+            settings={name: getattr(server, name) for name in HOOK_LIMITS},
+            hooks={"hook_execution": server.hook_execution, **HOOKS},
+            defaults=GenerationDefaults.of(model.generation_config, hf_config, source.folder), seed=model.seed,
+            logprobs_mode=server.logprobs_mode, names=source.names, page_size=server.page_size,
+            speculates=server.speculative is not None,
+        )  # fmt: skip
         self.lowered = Lowered(self.module, server.lower_traces, torch.device("cpu"))
         self.tokenizer = load_tokenizer(source)
-        self.defaults = GenerationDefaults.of(model.generation_config, hf_config, source.folder)
-        self._use(VllmFactory(cast(Any, runner), self.tokenizer, self.defaults, model.seed))
+        self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes))
         open_engines.release_with(self.factory, cast(Any, self.engine))
-        name = self.factory.engine_name = (
-            f"pymllm-interp {__version__}, vLLM {core.version} ({core.ranks[0]['runner']} runner, {len(core.ranks)} "
-            f"rank{'s' if len(core.ranks) > 1 else ''}), torch {torch.__version__}, {device}, {dtype}"
-        )
-        self.facts = ModelFacts(
-            name=source.name, model=model.model, folder=source.folder, spec=spec, hf_config=hf_config, dtype=dtype, device=device,
-            engine_name=name, inner_sites=frozenset(), logprobs_mode=server.logprobs_mode,
-        )  # fmt: skip
 
     def prepare(self, submission: Submission) -> list[list[Request]]:
         if submission.edits:
@@ -160,19 +167,3 @@ class VllmBackend(FactoryBackend):
         raise NotImplementedError(
             f"{feature} needs the model in this process, and vLLM has it in its own: make a local LM{hint}"
         )
-
-
-class VllmFactory(RequestFactory):
-    """A `RequestFactory` that names vLLM in receipts.
-
-    Attributes:
-        engine_name: what computes.
-    """
-
-    engine_name: str  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-
-    def for_owner(self, cache_owner: str | None) -> RequestFactory:
-        """A factory of the same engine, with vectors and a prefix cache of another owner."""
-        found = VllmFactory(self.runner, self.tokenizer, self.defaults, self.seed, cache_owner)
-        found.engine_name = self.engine_name
-        return found

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import torch
 
-from ..core.model_spec import EXPERTS, INNER_SITES, LOGITS, NUMBERED_SITES, PATTERN, STATE, ModelSpec
-from ..hooks.captures.by_site import BySite
-from ..hooks.site import KINDS, TRANSFORMER_LENS, Site, expand
+from ...core.model_spec import EXPERTS, INNER_SITES, LOGITS, NUMBERED_SITES, PATTERN, STATE, ModelSpec
+from ...hooks.captures.by_site import BySite
+from ...hooks.site import KINDS, TRANSFORMER_LENS, Site, expand
 
 NamesFilter = str | Site | Sequence[str | Site] | Callable[[str], bool] | None
 """A site's name or pattern, several, or a function of TransformerLens' name. None: all sites."""

@@ -1,0 +1,140 @@
+"""`ModelFacts`: all that a client knows of a served model. `to_json` is what a server tells of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from ..core.limits import EngineLimits
+from ..core.model_spec import INNER_SITES, NUMBERED_SITES, ModelSpec
+from ..hooks.catalogue import ops
+from ..utils.device import DTYPES
+from .generation_defaults import GenerationDefaults
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+"""Sampling parameters that a model's generation_config.json may set."""
+HOOK_LIMITS = ("max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "trace_step_timeout")
+"""Fields of `ServerConfig` that bound hooks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A served model, the engine's limits, and the defaults of requests. None of it changes while the model is served."""
+
+    name: str
+    """The model's name, and where it is served, if that is elsewhere."""
+    model: str
+    """As it was asked for: a name, a folder, a file or a hub id."""
+    folder: Path | None
+    """The folder with the weights' files on this machine; None where there is none."""
+    spec: ModelSpec
+    hf_config: PretrainedConfig
+    impl: str
+    """"native" or "transformers"."""
+    architecture: str
+    """Name of the class of the model's modules."""
+    dtype: torch.dtype
+    """Dtype of weights and states."""
+    device: str
+    engine_name: str
+    """Versions, device, attention backend and dtype: with equal weights, results may differ by it in the last bits."""
+    inner_sites: frozenset[str]
+    """Kinds of inner sites ("q", "z", ...) that captures and interventions can use."""
+    limits: EngineLimits
+    """Upper bounds of requests and steps."""
+    settings: Mapping[str, Any]
+    """Further bounds of requests: fields of `ServerConfig` by name."""
+    hooks: Mapping[str, str]
+    """How hooks run, in words."""
+    defaults: GenerationDefaults
+    """Sampling parameters of requests without any, and the end-of-sequence ids."""
+    seed: int
+    """Seed of requests that bring none."""
+    logprobs_mode: str
+    tasks: tuple[str, ...] = ("generate",)
+    """What requests may ask for."""
+
+    # What checks of requests read, in the process of the engine's client.
+    names: tuple[str, ...] = field(default=(), repr=False)
+    """Names under which files may know the model."""
+    page_size: int = field(default=1, repr=False)
+    """Tokens of a KV page."""
+    longest_pass: int = field(default=0, repr=False)
+    """Most tokens of traced prompts that run in one pass."""
+    keeps_scores: bool = field(default=False, repr=False)
+    """Whether attention keeps all scores of a pass in memory."""
+    speculates: bool = field(default=False, repr=False)
+    """Whether drafts are proposed."""
+
+    @property
+    def sliding_window_size(self) -> int | None:
+        """The widest sliding window of the layers, or None where some layer sees the whole context."""
+        windows = [window for window in self.spec.sliding_windows if window]
+        return max(windows) if len(windows) == self.spec.num_hidden_layers else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as JSON, with the model's sites and the names of the ops."""
+        spec, limits, defaults = self.spec, self.limits, self.defaults
+        kinds = [kind for kind in NUMBERED_SITES if kind in spec.family.points or kind == "logits"]
+        return {
+            "model": self.model,
+            "architecture": self.architecture,
+            "tasks": list(self.tasks),
+            "sliding_window_size": self.sliding_window_size,
+            "impl": self.impl,
+            "dtype": str(self.dtype)[6:],
+            "device": self.device,
+            "engine": self.engine_name,
+            "num_layers": spec.num_hidden_layers,
+            "hidden_size": spec.hidden_size,
+            "sites": {
+                kind: {"shape": list(spec.shape(kind)), "layers": kind not in ("embed", "final_norm", "logits")}
+                for kind in kinds
+                if kind not in INNER_SITES or kind in self.inner_sites
+            },
+            "ops": sorted(ops()),
+            "hooks": dict(self.hooks),
+            "limits": {
+                "max_model_len": limits.max_model_len,
+                "max_num_tokens": limits.max_num_tokens,
+                "kv_tokens": limits.kv_tokens,
+                "max_running_requests": limits.max_running,
+                "vocab_size": limits.vocab_size,
+                **self.settings,
+            },
+            "sampling_defaults": {name: getattr(defaults.sampling_params, name) for name in SAMPLING_DEFAULTS},
+            "generation_config": defaults.followed,
+            "logprobs_mode": self.logprobs_mode,
+            "inner_sites": sorted(self.inner_sites),
+            "eos_token_ids": sorted(defaults.eos_token_ids),
+            "seed": self.seed,
+            "hf_config": json.loads(self.hf_config.to_json_string(use_diff=False)),
+        }
+
+    @classmethod
+    def of_json(
+        cls, info: Mapping[str, Any], where: str, spec: ModelSpec, hf_config: PretrainedConfig, max_running: int
+    ) -> ModelFacts:
+        """The facts that a server tells (`to_json`).
+
+        Args:
+            where: The server's address.
+            spec, hf_config: Made of the config in `info`.
+            max_running: Upper bound of the requests that this client has in flight.
+        """
+        found, known = dict(info["limits"]), ("vocab_size", "max_model_len", "max_num_tokens", "kv_tokens")
+        running = min(found.pop("max_running_requests"), max_running)
+        return cls(
+            name=f"{info['model']} at {where}", model=info["model"], folder=None, spec=spec, hf_config=hf_config,
+            impl=info["impl"], architecture=info["architecture"], tasks=tuple(info["tasks"]), dtype=DTYPES[info["dtype"]],
+            device=info["device"], engine_name=info["engine"], inner_sites=frozenset(info["inner_sites"]),
+            limits=EngineLimits(*(found.pop(name) for name in known), running), settings=found, hooks=info["hooks"],
+            defaults=GenerationDefaults(info["generation_config"], frozenset(info["eos_token_ids"])), seed=info["seed"],
+            logprobs_mode=info["logprobs_mode"],
+        )  # fmt: skip

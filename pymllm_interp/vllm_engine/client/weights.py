@@ -1,0 +1,30 @@
+"""`VllmWeights`: the `ModelState` of a model that vLLM has loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from torch import nn
+
+from ...models.weights.model_state import NOT_THE_MODEL, ModelState
+
+
+class VllmWeights(ModelState):
+    """What weights vLLM serves: a hash of each rank's parameters, and of the config. They do not change while it runs.
+
+    Args:
+        checksums: of the ranks' weights, in their order.
+    """
+
+    def __init__(self, config: Any, checksums: list[int]) -> None:
+        super().__init__(nn.Module(), config)
+        settings = {k: v for k, v in config.to_diff_dict().items() if k not in NOT_THE_MODEL and k[0] != "_"}
+        text = json.dumps([settings, checksums], sort_keys=True, default=str)
+        self._hash = hashlib.sha256(f"vllm {text}".encode()).hexdigest()
+
+    def fingerprint(self, adapter: str | None = None) -> str:
+        """64 hexadecimal digits. Another layout of the same weights, such as our own engine's, has another one."""
+        self.namespace(adapter)
+        return self._hash
