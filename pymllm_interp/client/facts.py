@@ -128,13 +128,16 @@ class ModelFacts:
             spec, hf_config: Made of the config in `info`.
             max_running: Upper bound of the requests that this client has in flight.
         """
-        found, known = dict(info["limits"]), ("vocab_size", "max_model_len", "max_num_tokens", "kv_tokens")
-        running = min(found.pop("max_running_requests"), max_running)
+        found = dict(info["limits"])
+        limits = EngineLimits(
+            found.pop("vocab_size"), found.pop("max_model_len"), found.pop("max_num_tokens"), found.pop("kv_tokens"),
+            min(found.pop("max_running_requests"), max_running),
+        )  # fmt: skip
         return cls(
             name=f"{info['model']} at {where}", model=info["model"], folder=None, spec=spec, hf_config=hf_config,
             impl=info["impl"], architecture=info["architecture"], tasks=tuple(info["tasks"]), dtype=DTYPES[info["dtype"]],
             device=info["device"], engine_name=info["engine"], inner_sites=frozenset(info["inner_sites"]),
-            limits=EngineLimits(*(found.pop(name) for name in known), running), settings=found, hooks=info["hooks"],
+            limits=limits, settings=found, hooks=info["hooks"],
             defaults=GenerationDefaults(info["generation_config"], frozenset(info["eos_token_ids"])), seed=info["seed"],
             logprobs_mode=info["logprobs_mode"],
         )  # fmt: skip

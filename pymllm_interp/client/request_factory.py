@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from ..core.events import EngineClosedError
-from ..core.limits import EngineLimits
 from ..core.model_spec import LOGITS
 from ..core.receipt import Receipt
 from ..core.request import Request
@@ -40,7 +39,6 @@ from .calls.pipe import GeneratedText
 from .calls.traced_prompts import traced_prompt
 from .detokenizer import StopStrings
 from .facts import ModelFacts
-from .generation_defaults import GenerationDefaults
 from .prompt_batch import pad_together, prompts_of, repeated
 from .request_limits import check_boundary, max_tokens_of, num_objects, truncated
 from .request_options import adapters_of
@@ -91,29 +89,19 @@ class RequestFactory:
         found._own(cache_owner)
         return found
 
-    @property
-    def limits(self) -> EngineLimits:
-        """Upper bounds of requests and steps."""
-        return self.facts.limits
-
-    @property
-    def defaults(self) -> GenerationDefaults:
-        """Sampling parameters of requests without any."""
-        return self.facts.defaults
-
     @cached_property
     def pad_token_id(self) -> int:
         """Fills results of several prompts, as in nnsight: the tokenizer's token, or else an end-of-sequence token."""
         for found in (getattr(self.tokenizer, "pad_token_id", None), getattr(self.tokenizer, "eos_token_id", None)):
             if found is not None:
                 return found
-        return min(self.defaults.eos_token_ids, default=0)
+        return min(self.facts.defaults.eos_token_ids, default=0)
 
     @cached_property
     def eos_token_id(self) -> int | None:
         """The main end-of-sequence token: the tokenizer's, as in vLLM, or else the least of the model's."""
         found = getattr(self.tokenizer, "eos_token_id", None)
-        return min(self.defaults.eos_token_ids, default=None) if found is None else found
+        return min(self.facts.defaults.eos_token_ids, default=None) if found is None else found
 
     @property
     def model_state(self) -> ModelState:
@@ -142,8 +130,8 @@ class RequestFactory:
         fingerprints = self._fingerprints(adapters) if any(declared) or any(captures) else {}
         found: list[list[Request]] = []
         for i, ((_, ids), param, what) in enumerate(zip(submission.prompts, submission.params, names, strict=True)):
-            param = param or self.defaults.fitting(self.limits.max_model_len - len(ids))
-            ids = truncated(ids, param, self.limits.max_model_len)
+            param = param or self.facts.defaults.fitting(self.facts.limits.max_model_len - len(ids))
+            ids = truncated(ids, param, self.facts.limits.max_model_len)
             if edits and param.n > 1:
                 raise PromptError(
                     f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
@@ -181,14 +169,14 @@ class RequestFactory:
         Raises:
             PromptError: the request can never be served; the message names the limit and its setting.
         """
-        words, size = params.bad_words, self.limits.vocab_size
+        words, size = params.bad_words, self.facts.limits.vocab_size
         bad_words = bad_word_ids(self.tokenizer, words, size, what) if words else ()
-        max_tokens = max_tokens_of(self.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
+        max_tokens = max_tokens_of(self.facts.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
         if timeout is not None and not timeout > 0:
             raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")
         number, ordinal = next(_ids), next(self._ordinals)
         seed = params.seed if params.seed is not None else _mix(self.facts.seed, ordinal)
-        stops, ignored = self.defaults.eos_token_ids, frozenset[int]()
+        stops, ignored = self.facts.defaults.eos_token_ids, frozenset[int]()
         if params.ignore_eos:
             stops, ignored = ignored, stops
         if params.stop_token_ids:
@@ -431,7 +419,7 @@ class RequestFactory:
             PromptError: they cannot.
         """
         check_boundary(requests, self.facts.spec.rope_boundary, what)
-        tokens, most = sum(request.prompt_len for request in requests), self.limits.max_num_tokens
+        tokens, most = sum(request.prompt_len for request in requests), self.facts.limits.max_num_tokens
         if tokens <= most:
             return
         rule = (
@@ -455,7 +443,7 @@ class RequestFactory:
 
     def _form_gang(self, requests: list[Request]) -> None:
         """Bind requests with blocks that see or need each other: one step must hold them all."""
-        limits = self.limits
+        limits = self.facts.limits
         page = self.facts.page_size
         kv = sum(-(-request.max_total_tokens // page) * page for request in requests)  # in whole pages
         for need, limit, setting in (

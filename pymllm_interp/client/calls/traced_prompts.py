@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from ...core.limits import EngineLimits
 from ...core.sampling_params import SamplingParams
 from ...utils.arguments import PromptError
-from ..generation_defaults import IGNORED, GenerationDefaults
+from ..facts import ModelFacts
+from ..generation_defaults import IGNORED
 from ..prompts import checked
 from ..request_options import adapters_of, check_trace_options, checked_salt, priorities_of
 
@@ -32,11 +32,10 @@ class PromptReader(Protocol):
     """What reads prompts: a factory of requests, or a server's backend."""
 
     tokenizer: Any
-    defaults: GenerationDefaults
 
     @property
-    def limits(self) -> EngineLimits:
-        """Upper bounds of requests and steps, as they are now."""
+    def facts(self) -> ModelFacts:
+        """The limits and defaults of requests."""
         ...
 
 
@@ -56,7 +55,7 @@ def traced_prompt(
     Raises:
         PromptError, TypeError, ValueError: what no trace takes.
     """
-    limits = reader.limits
+    limits = reader.facts.limits
     _, ids = checked(reader.tokenizer, prompt, limits.vocab_size, what)
     # By identity: the trace holds its keywords. What is wrong with one is said for each prompt.
     key = len(ids), lowered, *((name, id(value)) for name, value in kwargs.items())
@@ -71,7 +70,7 @@ def traced_prompt(
         params = kwargs.pop("sampling_params", None)
         if params is None:
             config = kwargs.pop("generation_config", None)
-            defaults = reader.defaults.overlaid(config)
+            defaults = reader.facts.defaults.overlaid(config)
             lengths = defaults.lengths(len(ids), limits.max_model_len - len(ids), what)
             own = (lengths, id(config), *((name, id(value)) for name, value in kwargs.items()))
             params = known.get(own)

@@ -94,7 +94,7 @@ def _submit(backend: DeclaringBackend, submission: Submission, handles: list[Req
     Raises:
         ValueError, TypeError, ServerError: the server refuses some of them.
     """
-    most = backend.limits.max_running
+    most = backend.facts.limits.max_running
     for start in range(0, len(submission.prompts), most):
         if start >= 2 * most:
             for handle in handles[start - 2 * most : start - most]:

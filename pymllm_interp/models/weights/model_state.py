@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +42,9 @@ def model_fingerprint(model: nn.Module, config: PretrainedConfig) -> str:
     return ModelState(model, config).fingerprint()
 
 
-def _settings(config: PretrainedConfig) -> bytes:
-    settings = {
-        key: value for key, value in config.to_diff_dict().items() if key not in NOT_THE_MODEL and key[0] != "_"
-    }
-    return json.dumps(settings, sort_keys=True, default=str).encode()
+def settings_of(config: PretrainedConfig) -> dict[str, Any]:
+    """The settings of a config that are part of the model."""
+    return {k: v for k, v in config.to_diff_dict().items() if k not in NOT_THE_MODEL and k[0] != "_"}
 
 
 class ModelState:
@@ -61,7 +60,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
-        self._settings = _settings(config)
+        self._settings = json.dumps(settings_of(config), sort_keys=True, default=str).encode()
         self._named = sorted([*model.named_parameters(), *persistent_buffers(model)])
         self._checksums: dict[str, tuple[int, int]] = {}  # name -> (version, checksum)
         self._last: tuple[int, str] | None = None  # (version, fingerprint)

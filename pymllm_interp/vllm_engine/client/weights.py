@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...models.weights.model_state import NOT_THE_MODEL, ModelState
+from ...models.weights.model_state import ModelState, settings_of
 
 
 class VllmWeights(ModelState):
@@ -20,8 +20,7 @@ class VllmWeights(ModelState):
 
     def __init__(self, config: Any, checksums: list[int]) -> None:
         super().__init__(nn.Module(), config)
-        settings = {k: v for k, v in config.to_diff_dict().items() if k not in NOT_THE_MODEL and k[0] != "_"}
-        text = json.dumps([settings, checksums], sort_keys=True, default=str)
+        text = json.dumps([settings_of(config), checksums], sort_keys=True, default=str)
         self._hash = hashlib.sha256(f"vllm {text}".encode()).hexdigest()
 
     def fingerprint(self, adapter: str | None = None) -> str:
