@@ -27,7 +27,7 @@ from helpers_server import KEY_FILE, SECONDS, Server, arguments_of, serving
 from pymllm_interp.cli import make_parser
 from pymllm_interp.server import serve
 from pymllm_interp.server.command import settings_of
-from pymllm_interp.server.engines import local_engine
+from pymllm_interp.server.engines import process_door
 from pymllm_interp.server.engines.start import StartingProcess
 from pymllm_interp.server.process import engine_process
 from pymllm_interp.server.settings import ServeSettings
@@ -70,8 +70,8 @@ class ThreadProcess(StartingProcess):
         self._pool.shutdown(wait=False)
 
 
-class ThreadEngine(local_engine.LocalEngine):
-    """`LocalEngine` over a thread."""
+class ThreadDoor(process_door.ProcessDoor):
+    """`ProcessDoor` over a thread."""
 
     starts = ThreadProcess
 
@@ -134,7 +134,7 @@ def _on_threads(arguments: list[str]) -> Iterator[Server]:
     root.addHandler(log)
     root.setLevel(min(level, log.level))
     pool = ThreadPoolExecutor(1, "http")
-    ended = pool.submit(asyncio.Runner(loop_factory=lambda: loop).run, serve._serve(settings, bound, ThreadEngine))
+    ended = pool.submit(asyncio.Runner(loop_factory=lambda: loop).run, serve._serve(settings, bound, ThreadDoor))
     try:
         deadline = time.monotonic() + SECONDS
         while not _listens(bound):
