@@ -31,8 +31,8 @@ from .config import ModelConfig, ServerConfig
 from .core import unsupported
 from .harvest.corpus_calls import CorpusCalls
 from .harvest.on_ray.address import SCHEME, url_of
+from .hooks.bind import captures_for_each_prompt, for_each_prompt
 from .hooks.captures.spec import Capture
-from .hooks.declared import captures_for_each_prompt, for_each_prompt
 from .hooks.heads import Heads
 from .hooks.interventions.knockout import Intervention
 from .hooks.positions import Positions

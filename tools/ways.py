@@ -37,10 +37,8 @@ class Concept:
 
 WAYS = (
     Concept("keep a captured row", 3, (
-        "layers/edits/host.py:RowSink", "hooks/captures/group.py:Group.capture", "hooks/captures/group.py:Group.small_row",
-        "hooks/captures/group.py:Group.direct_rows", "hooks/captures/egress/step_block.py:StepBlock",
-        "hooks/captures/group.py:Group.copy", "hooks/captures/group.py:Group.unpack",
-        "hooks/captures/egress/step_block.py:StepBlock._copy_by_torch",
+        "hooks/captures/rows.py:GroupRows.put", "hooks/captures/egress/copier.py:BlockCopies",
+        "hooks/captures/rows.py:GroupRows.keep",
     )),
     Concept("run a block", 3, (
         "hooks/traces/blocks/block_runner.py:BlockRunner", "hooks/traces/lowering/replay.py:Replay",
@@ -69,7 +67,7 @@ WAYS = (
     )),
 )  # fmt: skip
 AT_MOST = {
-    "keep a captured row": 8,
+    "keep a captured row": 3,
     "run a block": 6,
     "serve a `with`": 3,
     "compute an op": 5,

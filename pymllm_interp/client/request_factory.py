@@ -20,9 +20,9 @@ from ..engine.constraints import constraint_of
 from ..engine.drafts import check_speculate
 from ..engine.exclusive import check_gang
 from ..engine.grammars.grammars import Grammars
+from ..hooks.bind import captures_for_each_prompt, for_each_prompt
 from ..hooks.captures.spec import Capture
 from ..hooks.declarations import Declarations
-from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace

@@ -8,8 +8,7 @@ from typing import Any, TypedDict
 
 from ..core import unsupported
 from ..core.sampling_params import ALIASES, ELSEWHERE, SamplingParams
-from ..hooks.positions import is_whole
-from ..utils.arguments import PromptError, check_names, shown
+from ..utils.arguments import PromptError, check_names, is_whole, shown
 
 MAX_SALT = 1024
 """Most characters of a `cache_salt`."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from .sampling_params import SamplingParams
@@ -140,6 +141,30 @@ class ScheduledRequest(NamedTuple):
     """Whether that token is the last one sampled. It is fed on the device; the host may not know it yet. False with drafts."""
     logit_rows: int
     """Positions that the head runs on, counted from the part's end."""
+
+
+class StepRows(Protocol):
+    """A step's requests, and the rows of each in the flat batch (`runner.input_batch.InputBatch`; vLLM's steps)."""
+
+    @property
+    def entries(self) -> Sequence[ScheduledRequest]:
+        """The requests."""
+        ...
+
+    @property
+    def query_start_loc(self) -> np.ndarray:
+        """[reqs + 1] int32, first token row of each request."""
+        ...
+
+    @property
+    def cu_num_logits(self) -> np.ndarray:
+        """[reqs + 1] int32, first logit row of each request."""
+        ...
+
+    @property
+    def sample_rows(self) -> list[int]:
+        """Logit row of each request that samples."""
+        ...
 
 
 class PageWrite(NamedTuple):

@@ -13,7 +13,7 @@ from functools import partial
 from ..core.events import Event, Subscriber, TokenEvent
 from ..core.request import Request
 from ..core.step import DeclaredResult, ModelRunnerOutput, SchedulerOutput
-from ..hooks.binding import fingerprint_of
+from ..hooks.bind import fingerprint_of
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..runner.interp_model_runner import InterpModelRunner
 from .callbacks import Callbacks

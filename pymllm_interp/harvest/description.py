@@ -7,9 +7,9 @@ from typing import Any
 
 from ..core.model_spec import site_index
 from ..hooks.captures.spec import Capture
-from ..hooks.described import described
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.site import expand
+from ..hooks.spec import described
 from .folder import Identity
 from .model import HarvestModel
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.sampling_params import SamplingParams
-from ..hooks.binding import fingerprint_of
-from ..hooks.described import described
+from ..hooks.bind import fingerprint_of
 from ..hooks.interventions.knockout import Intervention
+from ..hooks.spec import described
 from .folder import Identity
 from .inputs import tokenizer_fingerprint
 from .plan import HarvestPlan, Unit

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.events import EngineClosedError
-from ..hooks.binding import fingerprint_of
+from ..hooks.bind import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
 from ..hooks.captures.reductions.patterns import is_pattern
 from ..hooks.captures.spec import Capture

@@ -11,10 +11,11 @@ from typing import Any
 from ..core.model_spec import ModelSpec
 from ..core.request import Request
 from ..core.step import RequestHooks
+from .bind import DeclaredLimits
 from .captures.egress.ring import CaptureRing
 from .captures.reductions.reduction import Readout
 from .captures.spec import Capture
-from .declared import Declared, DeclaredLimits
+from .declared import Declared
 from .interventions.knockout import Intervention
 from .interventions.vector_pool import VectorPool
 
@@ -54,7 +55,7 @@ class BoundHooks:
                 self._known.move_to_end(key)
                 return found[1].fresh()
         found = Declared.bound(hooks, prompt_len, self._model, self._limits, self._readout)
-        large = found.captures is not None and found.captures.table_bytes > MAX_TABLE_BYTES
+        large = found.captures is not None and found.captures.layout.table_bytes > MAX_TABLE_BYTES
         if large or found.bound_for_each or (self._only_captures and not found.only_captures):
             return found
         with self._lock:

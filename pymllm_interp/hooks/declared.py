@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,21 +14,19 @@ import torch
 
 from ..attention.cut_edges import RequestCuts
 from ..core.forward_batch import LayerStatePool
-from ..core.limits import MAX_SPECS
 from ..core.model_spec import LOGITS, STATE, ModelSpec, site_index
 from ..core.receipt import Applied, Captured
-from ..core.step import RequestHooks
-from ..utils.arguments import shown
+from ..core.step import DeclaredResult, RequestEnd, RequestHooks
 from ..utils.copies import shallow
-from .binding import Bound, at_logits, bind, lists_for_prompts, stream_of
+from .bind import DeclaredLimits, bind
 from .captures.activations import Activations, CaptureError, lost
-from .captures.captures import Captures
+from .captures.layer_rows import LayerCaptures
+from .captures.layout import CaptureLayout, CaptureProgress, layout_of
 from .captures.reductions.patterns import PatternCaptures, is_pattern
 from .captures.reductions.reduction import Readout
-from .captures.spec import NORMED, Capture
+from .captures.rows import CapturedRows
+from .captures.spec import Capture
 from .captures.state_captures import StateCaptures, is_state
-from .declared_limits import DeclaredLimits
-from .demands import Demands
 from .interventions.fires import Fires
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
@@ -39,93 +38,8 @@ from .site import Site
 from .spec import Spec
 
 
-def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
-    """One list of interventions per prompt.
-
-    Args:
-        given: None, one list for all prompts, or one list (or None) per prompt.
-        prompts: number of prompts.
-
-    Raises:
-        ValueError: anything else.
-    """
-    found = lists_for_prompts(given, prompts, "interventions")
-    _check_counts(found, "interventions")
-    for i, entry in enumerate(found):
-        for spec in entry:
-            if not isinstance(spec, Intervention):
-                raise ValueError(
-                    f"interventions{_of(i, found)}: {shown(spec)} is not one; expected one such as Steer or Ablate"
-                )
-    return found
-
-
-def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
-    """One list of captures per prompt; a site or its name becomes a `Capture`.
-
-    Args:
-        given: None, one list for all prompts, or one list (or None) per prompt.
-        prompts: number of prompts.
-
-    Raises:
-        ValueError: anything else.
-    """
-    lists = lists_for_prompts(given, prompts, "capture")
-    _check_counts(lists, "capture")
-    found = [[_capture_of(spec) if isinstance(spec, str | Site) else spec for spec in entry] for entry in lists]
-    for i, entry in enumerate(found):
-        for spec in entry:
-            if not isinstance(spec, Capture):
-                raise ValueError(
-                    f"capture{_of(i, found)}: {shown(spec)} is not one; expected a site, or Capture(site, ...)"
-                )
-    return found
-
-
-def _check_counts(lists: list[list[Any]], what: str) -> None:
-    for i, entry in enumerate(lists):
-        if len(entry) > MAX_SPECS:
-            raise ValueError(f"{what}{_of(i, lists)} has {len(entry)} entries; a prompt takes at most {MAX_SPECS}")
-
-
-def _of(index: int, lists: list[list[Any]]) -> str:
-    """Names the prompt of a list in messages."""
-    return "" if lists[0] is lists[-1] else f" of prompt {index}"
-
-
-@lru_cache
-def _capture_of(site: str | Site) -> Capture:
-    return Capture(site)
-
-
-def _captures(
-    specs: Sequence[Capture],
-    model: ModelSpec,
-    prompt_len: int,
-    limits: DeclaredLimits,
-    longest: int,
-    logits_from: int,
-    readout: Readout | None,
-) -> Captures | None:
-    if not specs:
-        return None
-
-    def bounds() -> Iterator[tuple[int, Bound[Capture], tuple[int, ...]]]:
-        for spec in specs:
-            found = bind(spec, model, prompt_len)
-            limits.check(found[0].site)
-            shape = model.shape(found[0].site.kind)  # all sites of a spec have one kind
-            for bound in found:
-                if bound.site.kind == LOGITS:
-                    bound = at_logits(bound, logits_from)
-                stream = stream_of(bound.site, model) if bound.site.kind in NORMED else bound.site
-                yield site_index(stream, model.num_hidden_layers), bound, shape
-
-    return Captures(bounds(), model.dtype, prompt_len, longest, model.num_hidden_layers, readout)
-
-
 def _check_size(
-    sources: Sequence[Captures | PatternCaptures | StateCaptures | None], longest: int, limits: DeclaredLimits
+    sources: Sequence[CaptureLayout | LayerCaptures[Any] | None], longest: int, limits: DeclaredLimits
 ) -> None:
     num_bytes = sum(captured.num_bytes for captured in sources if captured is not None)
     if num_bytes > limits.max_capture_bytes:
@@ -149,6 +63,56 @@ class PlacedOp(NamedTuple):
     """Positions that the prompt does not have."""
     flag: Flag | None = None
     """Of a gate at an earlier site: what the op looks at, or what a `GateRead` sets."""
+
+
+class Demands:
+    """The scheduler's view of a `Declared`, which the worker owns. They share nothing that changes.
+
+    Args:
+        kv_edits: what changes the KV.
+        captures: sizes in the ring, and the scheduler's own progress; None without captures.
+        patterns: [longest] bool, positions with captured attention patterns; None: no position.
+        gated: positions where a gate is counted, or decides.
+        vectors: id of a tensor -> its first row in `VectorPool`.
+        held: keys of these rows.
+        why_undrafted: see `Declared.why_undrafted`.
+        states: [longest] bool, positions behind which a recurrent state is read or written; None: no position.
+    """
+
+    def __init__(
+        self,
+        kv_edits: KVEdits,
+        captures: CaptureProgress | None,
+        patterns: np.ndarray | None,
+        gated: Sequence[Window],
+        vectors: dict[int, int],
+        held: list[tuple[bytes, int]],
+        why_undrafted: str = "",
+        states: np.ndarray | None = None,
+    ) -> None:
+        self.kv_edits, self.captures = kv_edits, captures
+        self.vectors, self.held, self.why_undrafted = vectors, held, why_undrafted
+        self._patterns, self._states, self._gated = patterns, states, gated
+
+    def state_stop(self, start: int) -> int | None:
+        """Where a chunk from position `start` on ends at the latest, so that a recurrent state is reached; None: anywhere."""
+        own = None if self._states is None else self._states[start:]
+        return start + int(own.argmax()) + 1 if own is not None and own.any() else None
+
+    def first_observed(self, start: int) -> tuple[int | None, str]:
+        """The first position from `start` on that must be computed to be captured or counted, and why; (None, "") for none.
+
+        The receipt counts the rows on which a gate fired, and a gate with scope="prompt" reads all of the prompt.
+        """
+        firsts = [] if self.captures is None else [self.captures.first_position(start)]
+        for wanted in (self._patterns, self._states):
+            if wanted is not None and (own := wanted[start:]).any():
+                firsts.append(start + int(own.argmax()))
+        captured = min([first for first in firsts if first is not None], default=None)
+        gated = [w.start + w.among(0, start) * w.step for w in self._gated if w.stop is None or w.stop > start]
+        if gated and (captured is None or min(gated) < captured):
+            return min(gated), "a gate is counted"
+        return captured, "" if captured is None else "captured"
 
 
 @dataclass
@@ -175,7 +139,7 @@ class Declared:
     """
 
     ops: dict[int, list[PlacedOp]]
-    captures: Captures | None
+    captures: CapturedRows | None
     prompt_len: int
     logits_from: int = 0
     vectors: dict[int, int] = field(default_factory=dict)
@@ -273,8 +237,11 @@ class Declared:
         others = [spec for spec in captures if not (is_pattern(spec) or is_state(spec.site))]
         patterns = PatternCaptures(of_patterns, model, prompt_len, longest) if of_patterns else None
         states = StateCaptures(of_states, model, prompt_len, longest) if of_states else None
-        captured = _captures(others, model, prompt_len, limits, longest, logits_from, readout)
-        _check_size((captured, patterns, states), longest, limits)
+        for spec in others:
+            limits.check(spec.sites_in(model)[0])
+        layout = layout_of(others, model, prompt_len, longest, logits_from, readout) if others else None
+        _check_size((layout, patterns, states), longest, limits)
+        captured = None if layout is None else CapturedRows(layout)
         return cls(
             ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns, states=states,
             state_patches=patches, given=(specs, captures),
@@ -284,7 +251,7 @@ class Declared:
         """The same hooks for another request with a prompt of this length: nothing is counted or captured yet."""
         assert not self.bound_for_each, "patterns, and what acts on states, are bound for each request"
         found = shallow(self)
-        found.captures = None if self.captures is None else self.captures.fresh()
+        found.captures = None if self.captures is None else CapturedRows(self.captures.layout)
         found.vectors, found.held, found.fires, found.first_fired = {}, [], Fires(), {}
         return found
 
@@ -296,7 +263,7 @@ class Declared:
     @property
     def only_captures(self) -> bool:
         """Whether it captures states, and nothing else: no vector, and no weight, is held."""
-        captures = self.captures is None or not any(group.reads_weights for group in self.captures.groups)
+        captures = self.captures is None or not any(group.reads_weights for group in self.captures.layout.groups)
         return captures and not (self.bound_for_each or self.ops or self.knockouts or self.state_patches)
 
     @cached_property
@@ -331,7 +298,7 @@ class Declared:
         """
         if self.patterns is not None:
             return "attention patterns"
-        if in_tables and self.captures is not None and self.captures.in_order:
+        if in_tables and self.captures is not None and self.captures.layout.in_order:
             return "pooled captures on CUDA"
         return "gates on CUDA" if in_tables and any(op.spec.when is not None for op in self) else ""
 
@@ -341,7 +308,7 @@ class Declared:
         Args:
             in_tables: see `why_undrafted`.
         """
-        sizes = None if self.captures is None else self.captures.sizes()
+        sizes = None if self.captures is None else CaptureProgress(self.captures.layout)
         patterns = None if self.patterns is None else self.patterns.wanted
         states = None if self.states is None else self.states.wanted
         if self.state_patches:
@@ -368,13 +335,30 @@ class Declared:
         """
         if expected is not None and (error := self._shortfall(expected)) is not None:
             return lost(error)
-        found = None if self.captures is None else self.captures.activations(token_ids)
+        found = None if self.captures is None else self.captures.result(token_ids)
         for own in (self.patterns, self.states):
             if own is not None:
                 found = Activations(own.num_layers) if found is None else found
                 if found.error is None:
                     own.add_to(found, token_ids)
         return found
+
+    def answer(self, end: RequestEnd) -> Callable[[Future[DeclaredResult]], None]:
+        """Settle it, and return what sets its results, or their error, once all captured states have arrived."""
+        counted = end.num_computed
+        self.settle(counted)
+        result = DeclaredResult(self.applied(counted))
+
+        def complete(arrived: Future[DeclaredResult]) -> None:
+            try:
+                result.activations = self.activations(end.all_token_ids[:counted], end.expected_len)
+                if result.activations is None or result.activations.error is None:
+                    result.captured = self.captured(counted)  # which counts what results leave out
+                arrived.set_result(result)
+            except Exception as error:
+                arrived.set_exception(error)
+
+        return complete
 
     @property
     def acts_on_states(self) -> bool:
@@ -394,12 +378,15 @@ class Declared:
             for layer, place in self.states.due(position):
                 self.states.keep(layer, position, pool.memory(place.number)[slot])
 
+    @property
+    def _sources(self) -> list[CapturedRows | LayerCaptures[Any]]:
+        return [source for source in (self.captures, self.patterns, self.states) if source is not None]
+
     def _shortfall(self, expected: int) -> CaptureError | None:
         """The error of a site that lacks some of the first `expected` positions, if none is known to be lost."""
         if self.captures is not None and self.captures.error is not None:
             return None
-        sources = [captured for captured in (self.captures, self.patterns, self.states) if captured is not None]
-        short = [f"{site}: {got} of {rows} rows" for c in sources for site, got, rows in c.shortfalls(expected)]
+        short = [f"{site}: {got} of {rows} rows" for c in self._sources for site, got, rows in c.shortfalls(expected)]
         if not short:
             return None
         return CaptureError(
@@ -413,8 +400,8 @@ class Declared:
 
     def captured(self, num_positions: int) -> list[Captured]:
         """Number of captured rows by site, among the first `num_positions` positions."""
-        sources = [captured for captured in (self.captures, self.patterns, self.states) if captured is not None]
-        if len(sources) == 1 and self.captures is not None and self.captures.counts_alike:
+        sources = self._sources
+        if len(sources) == 1 and self.captures is not None and self.captures.layout.counts_alike:
             known, found = self.shared.get("captured", (None, []))
             if known != num_positions:
                 found = [Captured(*counted) for counted in self.captures.counts(num_positions)]
@@ -478,7 +465,7 @@ class Declared:
     def tensors(self) -> list[torch.Tensor]:
         """The distinct vectors that the pool holds for the request."""
         found = [vector for op in self for vector in op.spec.vectors]
-        for group in () if self.captures is None else self.captures.groups:
+        for group in () if self.captures is None else self.captures.layout.groups:
             if group.probes is not None:
                 found.append(group.probes)
         return list({id(tensor): tensor for tensor in found}.values())

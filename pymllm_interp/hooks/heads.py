@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..core.limits import MAX_NAMED
 from ..core.model_spec import HEAD_SITES, PATTERN, ModelSpec
-from ..utils.arguments import shown
-from .positions import is_whole
+from ..utils.arguments import is_whole, shown
 
 Heads = int | Sequence[int] | Tensor | None
 """One head, or several; negative numbers count from the last head. None: the whole state."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
-from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.limits import MAX_LISTED, MAX_POSITION
-from ..utils.arguments import shown
+from ..utils.arguments import is_whole, shown
 
 
 @dataclass(frozen=True)
@@ -193,11 +192,6 @@ def selected(windows: Iterable[Window], stop: int) -> np.ndarray:
     for window in windows:
         found[window.start : window.stop : window.step] = True
     return found
-
-
-def is_whole(value: object) -> bool:
-    """Whether `value` is an integer, and not a bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def checked_positions(positions: Positions) -> Literal["all", "prompt", "generated"] | _Indexes | slice | Generated:

@@ -19,7 +19,7 @@ from .graphs.prompt_segments import PromptSegments
 from .graphs.segments import DecodeSegments
 from .input_batch import PassLayout
 from .partition import BatchExecutionDescriptor, Execution
-from .stage import PassDemands
+from .stages.stage import PassDemands
 
 MAX_ROW_POSITIONS = 1 << 16
 """Most positions that the rows of a decode pass with drafts read. Each row reads its request's K and V on its own."""

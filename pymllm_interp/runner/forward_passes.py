@@ -21,7 +21,7 @@ from .executions import Executions
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.prefill_graphs import PrefillGraphs
 from .partition import Execution
-from .stage import Stage
+from .stages.stage import Stage
 from .step_inputs import dummy_attn
 
 

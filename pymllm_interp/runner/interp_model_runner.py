@@ -23,19 +23,19 @@ from ..config import ModelConfig, ServerConfig
 from ..core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput
 from ..hooks.captures.egress.ring import CaptureRing
 from ..hooks.declarations import Declarations
-from ..hooks.declared_stage import DeclaredStage
 from ..hooks.interventions.device_tables import DeviceTables
 from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..models.readout import ModelReadout
+from ..runner.stages.declared_stage import DeclaredStage
 from ..speculative.drafter import SpeculativeConfig
 from .drafting.draft_model import ModelDrafter
 from .drafting.eagle import EagleDrafter
 from .graphs.prompt_segments import PromptSegments
 from .graphs.segments import DecodeSegments
 from .model_runner import ModelRunner
-from .traced_stage import TracedStage
+from .stages.traced_stage import TracedStage
 
 
 class RunnerCommand(Protocol):

@@ -52,7 +52,7 @@ from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
 from .seed_names import SeedNames
-from .stage import PassDemands, Stage
+from .stages.stage import PassDemands, Stage
 from .step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)

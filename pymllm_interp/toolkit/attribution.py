@@ -19,9 +19,8 @@ from ..client.calls.activation_cache import NamesFilter, lens_name, select_trace
 from ..client.calls.site_hooks import HookPoint, PlacedHooks
 from ..client.notebook.progress import CallProgress
 from ..core.model_spec import HEAD_SITES, LOGITS
-from ..hooks.positions import is_whole
 from ..hooks.site import Site
-from ..utils.arguments import PromptError
+from ..utils.arguments import PromptError, is_whole
 from .attribution_result import Attribution, Completeness
 from .metrics import Metric, RowMetric, metric_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 SHOWN = 200
@@ -62,3 +63,8 @@ def _beginning(value: Any, room: list[int]) -> Any:
             break
         items.append(_beginning(item, room))
     return type(value)(items)
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is an integer, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

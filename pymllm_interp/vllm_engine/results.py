@@ -141,7 +141,7 @@ class _ResultsPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Activations:  # a pickle of its own would copy each site
-            return Activations.of_pieces, obj.as_pieces()
+            return Activations, obj.as_pieces()
         return NotImplemented
 
 

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 from .. import __version__
 from ..config import ServerConfig
 from ..core.model_spec import ModelSpec
+from ..hooks.bind import DeclaredLimits
 from ..hooks.captures.spec import NORMED
-from ..hooks.declared import DeclaredLimits
 from ..hooks.site import Site
 from ..models.registry import spec_of
 from .structures import SITES

@@ -15,7 +15,8 @@ from helpers_runner import random_ids
 
 from pymllm_interp import Activations, Capture, Generated, Knockout, Patch, SamplingParams, Scale
 from pymllm_interp.core.model_spec import ModelSpec
-from pymllm_interp.hooks.declared import Declared, DeclaredLimits
+from pymllm_interp.hooks.bind import DeclaredLimits
+from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.wire.specs import capture_of, to_json
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []

@@ -35,10 +35,10 @@ from pymllm_interp.core.events import FinishedEvent
 from pymllm_interp.core.request import Request
 from pymllm_interp.engine.engine import Engine
 from pymllm_interp.hooks.captures.egress.ring import CaptureRing
-from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.layers.rope import RotaryEmbedding
 from pymllm_interp.runner import device_memory
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
+from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
 LONG = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0, logprobs=1)

@@ -15,7 +15,7 @@ from helpers_declared import lms, prompt_of, vector
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec
-from pymllm_interp.hooks.binding import bind, resolved
+from pymllm_interp.hooks.bind import bind, resolved
 from pymllm_interp.hooks.positions import windows_of
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")

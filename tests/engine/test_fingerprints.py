@@ -23,7 +23,7 @@ from pymllm_interp.core.receipt import Applied, Captured, Receipt
 from pymllm_interp.core.request import Request
 from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.harvest.run import HarvestError
-from pymllm_interp.hooks.binding import fingerprint_of
+from pymllm_interp.hooks.bind import fingerprint_of
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.mem_cache.radix_cache import RadixCache
 from pymllm_interp.models.weights import model_state

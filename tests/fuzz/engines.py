@@ -17,7 +17,7 @@ from registry_configs import registry_config
 from transformers import PretrainedConfig
 
 from pymllm_interp import LM
-from pymllm_interp.hooks.declared_stage import DeclaredStage
+from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 RECURRENT = ("qwen3_next", "jamba", "lfm2")
 """Families with recurrent states."""

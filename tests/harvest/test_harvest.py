@@ -30,9 +30,9 @@ from pymllm_interp.harvest.reader import Harvest, open_harvest
 from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.harvest.size import expected_bytes
 from pymllm_interp.hooks.captures.activations import CaptureError
-from pymllm_interp.hooks.captures.group import Group
+from pymllm_interp.hooks.captures.rows import GroupRows
 from pymllm_interp.hooks.captures.spec import Project
-from pymllm_interp.hooks.declared_stage import DeclaredStage
+from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 from pymllm_interp.utils.arguments import PromptError
 
 
@@ -156,13 +156,13 @@ def test_a_document_with_too_few_rows_is_an_error_and_never_silent(
     lm_of: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """A layer's rows of one document do not arrive."""
-    lm, capture = lm_of("llama"), Group.capture
+    lm, put = lm_of("llama"), GroupRows.put
 
-    def lose_some(group: Group, column: int, rows: torch.Tensor, ordinals: torch.Tensor) -> None:
-        lost = len(rows) == 9 and str(group.names[column]) == "resid_post.1"
-        capture(group, column, rows[:4] if lost else rows, ordinals[:4] if lost else ordinals)
+    def lose_some(rows: GroupRows, column: int, first: int, states: Any, integers: Any, row: int, count: int) -> None:
+        lost = count == 9 and str(rows.group.names[column]) == "resid_post.1"
+        put(rows, column, first, states, integers, row, 4 if lost else count)
 
-    monkeypatch.setattr(Group, "capture", lose_some)
+    monkeypatch.setattr(GroupRows, "put", lose_some)
     documents, wanted = [[1, 2, 3], [5] * 9, [4, 5]], "resid_post.1: 4 of 9 rows"
     with pytest.raises(HarvestError, match=wanted):
         lm.harvest(iter(documents), capture=["resid_post.*"], out=tmp_path / "raise")

@@ -9,17 +9,21 @@ import numpy as np
 import pytest
 
 from pymllm_interp.kernels.cpu import block_copies
+from pymllm_interp.kernels.cpu.block_copies import CopyBlocks
 from pymllm_interp.kernels.cpu.cpu_build import BuildError
 
-copy_blocks = block_copies.load_block_copies()
-pytestmark = pytest.mark.skipif(copy_blocks is None, reason="there is no compiler for block_copies.cpp")
+compiled = block_copies.load_block_copies()
+WAYS = [block_copies.copy_by_torch, *([] if compiled is block_copies.copy_by_torch else [compiled])]
+BY_ALL = pytest.mark.parametrize("copy_blocks", WAYS, ids=["torch", "compiled"][: len(WAYS)])
 
 
+@BY_ALL
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 61])
 @pytest.mark.parametrize("seed", range(5))
-def test_blocks_are_copied_and_nothing_else_is(threads: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_copied_and_nothing_else_is(
+    threads: int, seed: int, copy_blocks: CopyBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(block_copies, "PART_BYTES", 1)
-    assert copy_blocks is not None
     rng = random.Random(seed)
     sizes = [rng.choice([0, 1, 7, 64, 4096, rng.randrange(1, 30_000)]) for _ in range(rng.randrange(1, 40))]
     gaps = [rng.randrange(0, 100) for _ in sizes]
@@ -35,13 +39,13 @@ def test_blocks_are_copied_and_nothing_else_is(threads: int, seed: int, monkeypa
     assert np.array_equal(target, wanted)
 
 
-def test_no_block_is_copied() -> None:
-    assert copy_blocks is not None
+@BY_ALL
+def test_no_block_is_copied(copy_blocks: CopyBlocks) -> None:
     copy_blocks(np.empty(0), np.empty(0), np.empty(0), 8)
 
 
-def test_threads_may_copy_at_once() -> None:
-    assert copy_blocks is not None
+@BY_ALL
+def test_threads_may_copy_at_once(copy_blocks: CopyBlocks) -> None:
     function, sources = copy_blocks, [np.full((4, 1 << 20), i, np.uint8) for i in range(4)]
     targets = [np.zeros_like(source) for source in sources]
 
@@ -57,9 +61,9 @@ def test_threads_may_copy_at_once() -> None:
     assert all(np.array_equal(*pair) for pair in zip(targets, sources, strict=True))
 
 
-def test_without_a_compiler_there_is_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise BuildError("none is installed")
 
     monkeypatch.setattr(block_copies, "load_library", fails)
-    assert block_copies.load_block_copies.__wrapped__() is None
+    assert block_copies.load_block_copies.__wrapped__() is block_copies.copy_by_torch

@@ -19,8 +19,8 @@ from pymllm_interp.client import local_backend
 from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput
 from pymllm_interp.hooks.captures.spec import Project
-from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner, RunnerCommand
+from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 from pymllm_interp.sampling import TokenMasks
 
 FAMILY, WIDTH = "llama", 72

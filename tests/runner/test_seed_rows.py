@@ -24,8 +24,8 @@ from pymllm_interp.hooks.traces.serving.rows import rows_of_step
 from pymllm_interp.hooks.traces.syntax.envoy import TracedModel
 from pymllm_interp.runner import device_memory, model_runner, seed_names
 from pymllm_interp.runner.forward_passes import ForwardPasses
-from pymllm_interp.runner.stage import PassDemands
-from pymllm_interp.runner.traced_stage import TracedStage
+from pymllm_interp.runner.stages.stage import PassDemands
+from pymllm_interp.runner.stages.traced_stage import TracedStage
 from pymllm_interp.server.process.served_model import ServedModel
 
 PROMPT = [5, 17, 3, 80, 44, 9, 61]

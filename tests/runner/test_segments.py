@@ -26,11 +26,11 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.attention import FlashInferAttnBackend, flashinfer_backend
-from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.models.native.llama import LlamaAttention
 from pymllm_interp.runner import model_runner
 from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.graphs.segments import Segments
+from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 PROMPT, OTHERS = random_ids(9, seed=1), [random_ids(4, seed=2), random_ids(17, seed=3)]
 WAIT = 600

@@ -5,24 +5,30 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCAB
 from helpers_graphs import use_eager_graphs
 from helpers_runner import part_of
 
-from pymllm_interp import LM, Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
+from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, Scale, Steer
 from pymllm_interp.core.model_spec import Family, ModelSpec
-from pymllm_interp.hooks.binding import bind
-from pymllm_interp.hooks.declared_stage import DeclaredStage
+from pymllm_interp.hooks.bind import bind
+from pymllm_interp.hooks.captures.egress.copier import BlockCopies
+from pymllm_interp.hooks.captures.layout import layout_of
+from pymllm_interp.hooks.captures.rows import CapturedRows
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import WITHOUT_LAYER, Site, expand
+from pymllm_interp.kernels.cpu.block_copies import load_block_copies
 from pymllm_interp.runner.graphs import graph_capture
+from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 SITES = [
     "embed",
@@ -219,3 +225,26 @@ def states_of(model: Any, ids: list[int], specs: list[Op], prompt_len: int) -> d
     for handle in handles:
         handle.remove()
     return found
+
+
+def captured_rows(
+    specs: list[Any],
+    model: ModelSpec,
+    prompt_len: int,
+    longest: int,
+    dtype: torch.dtype | None = None,
+    readout: Any = None,
+) -> CapturedRows:
+    """The rows of a request with these captures."""
+    model = replace(model, dtype=dtype or model.dtype)
+    wanted = [Capture(spec) if isinstance(spec, str) else spec for spec in specs]
+    return CapturedRows(layout_of(wanted, model, prompt_len, longest, readout=readout))
+
+
+def copy_records(
+    captures: CapturedRows, records: torch.Tensor, first: int, sizes: np.ndarray, packed: bool = False
+) -> None:
+    """Copy records [elements] on the host to the rows, as the ring's thread does."""
+    copies = BlockCopies(records, load_block_copies())
+    captures.copy_rows(copies, first, sizes, 0, packed)
+    copies.make()

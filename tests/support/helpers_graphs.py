@@ -16,9 +16,9 @@ import torch
 
 from pymllm_interp import LM
 from pymllm_interp.attention.torch_backend import TorchAttnBackend
-from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.model_runner import ModelRunner
+from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 
 class EagerGraph:

@@ -20,7 +20,8 @@ from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.engine.scheduler import Scheduler
-from pymllm_interp.hooks.declared import Declared, DeclaredLimits
+from pymllm_interp.hooks.bind import DeclaredLimits
+from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.mem_cache.kv_pool import KVPool
 from pymllm_interp.mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from pymllm_interp.mem_cache.radix_cache import RadixCache

@@ -100,8 +100,8 @@ def test_equal_hooks_are_bound_once_and_share_nothing_that_counts() -> None:
     assert first.ops is second.ops and first.captures is not second.captures
     assert bound(4).ops is not first.ops and bound(max_tokens=6).ops is not first.ops
     assert first.captures is not None and second.captures is not None
-    for site, (group, column) in first.captures.by_site.items():
-        group.capture(column, torch.full((3, 288), float(site)), torch.from_numpy(group.ordinals[:3]))
+    for site in first.captures.layout.by_site:
+        first.captures.put(0, site, torch.full((3, 288), float(site)))
     rows = first.activations([1, 2, 3], 3)
     assert rows is not None and rows.error is None and float(rows["resid_post.0"].max()) > 0
     empty = second.activations([1, 2, 3], 3)

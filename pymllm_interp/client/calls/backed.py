@@ -13,7 +13,7 @@ from ...core import unsupported
 from ...core.limits import EngineLimits
 from ...core.model_spec import ModelSpec
 from ...core.sampling_params import SamplingParams
-from ...hooks.declared import captures_for_each_prompt, for_each_prompt
+from ...hooks.bind import captures_for_each_prompt, for_each_prompt
 from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...utils.arguments import SHOWN

@@ -9,9 +9,9 @@ from typing import Any, Unpack
 import torch
 
 from ...core.model_spec import LOGITS
+from ...hooks.bind import captures_for_each_prompt
 from ...hooks.captures.activations import Activations
 from ...hooks.captures.spec import Capture
-from ...hooks.declared import captures_for_each_prompt
 from ...utils.arguments import PromptError, shown
 from ...utils.tables import Shown, Table
 from ..notebook.signatures import names_options

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ...hooks.binding import resolved
+from ...hooks.bind import resolved
 from ...hooks.captures.reductions.lens import Lens
 from ...hooks.saes.registry import SAERegistry
 from ...hooks.saes.sae import SAE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 
 from ..site import Site
-from .by_site import BySite
-from .pieces import SitePiece, SiteTensors, columns, joined
+from .by_site import BySite, SitePiece, SiteTensors
 
 FORMAT = "pymllm-interp activations 1"
 OTHERS = ("indexes", "counts", "token_log_probs", "token_ranks")
@@ -52,62 +51,55 @@ class Activations(BySite):
         error: why the states are lost; reading any of them raises it. None where they are not.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        pieces: Sequence[SitePiece] = (),
+        order: tuple[str, ...] = (),
+        error: CaptureError | None = None,
+    ) -> None:
         positions = BySite(num_layers)
         super().__init__(num_layers, positions)
         self.positions, self.token_ids = positions, BySite(num_layers, positions)
-        self.error: CaptureError | None = None
-        self._undivided = self.positions._undivided = self.token_ids._undivided = own = SiteTensors()
+        self.error = error
+        self._own = own = SiteTensors(pieces, order)
+        self._undivided = self.positions._undivided = self.token_ids._undivided = own
         self._found, self.positions._found, self.token_ids._found = own.rows, own.positions, own.token_ids
 
-    @classmethod
-    def of_pieces(
-        cls, num_layers: int, pieces: list[SitePiece], order: tuple[str, ...] = (), error: CaptureError | None = None
-    ) -> Activations:
-        """Activations of pieces, which are divided at the first read. Sites share their memory.
+    def as_pieces(self) -> tuple[int, Sequence[SitePiece], tuple[str, ...], CaptureError | None]:
+        """The constructor's arguments. Nothing is copied."""
+        own = self._own
+        pieces, order = own.pieces, own.order  # another thread may divide them meanwhile
+        if not pieces:
+            order = tuple(self._tensors)
+            pieces = [
+                SitePiece((site,), rows, own.positions[site], own.token_ids[site], self.others(site))
+                for site, rows in self._tensors.items()
+            ]
+        return self._num_layers, pieces, order, self.error
 
-        Args:
-            order: of the sites; (): pieces with `others`, in the order of their sites.
-            error: see `error`.
-        """
-        found = cls(num_layers)
-        found.error = error
-        if order and found._undivided is not None:
-            found._undivided.pieces, found._undivided.order = pieces, order
-            return found
-        for piece in pieces:
-            for site, rows in columns(piece):
-                found.add(site, rows, piece.positions, piece.token_ids, piece.others)
+    def _further(self, name: str) -> BySite:
+        found = BySite(self._num_layers, self.positions)
+        found._undivided, found._found = self._own, self._own.others.setdefault(name, {})
         return found
-
-    def as_pieces(self) -> tuple[int, list[SitePiece], tuple[str, ...], CaptureError | None]:
-        """The arguments of `of_pieces`. Nothing is copied."""
-        own = self._undivided
-        if own is not None and (undivided := own.pieces):  # another thread may divide them meanwhile
-            return self._num_layers, undivided, own.order, self.error
-        pieces = (
-            SitePiece((site,), rows, self.positions._found[site], self.token_ids._found[site], self.others(site))
-            for site, rows in self._tensors.items()
-        )
-        return self._num_layers, joined(pieces), (), self.error
 
     # Most requests have none of these.
 
     @cached_property
     def indexes(self) -> BySite:
-        return BySite(self._num_layers, self.positions)
+        return self._further("indexes")
 
     @cached_property
     def counts(self) -> BySite:
-        return BySite(self._num_layers, self.positions)
+        return self._further("counts")
 
     @cached_property
     def token_log_probs(self) -> BySite:
-        return BySite(self._num_layers, self.positions)
+        return self._further("token_log_probs")
 
     @cached_property
     def token_ranks(self) -> BySite:
-        return BySite(self._num_layers, self.positions)
+        return self._further("token_ranks")
 
     def add(
         self,
@@ -125,11 +117,11 @@ class Activations(BySite):
         self._tensors[site] = rows
         self.positions._tensors[site], self.token_ids._tensors[site] = positions, token_ids
         for name, tensor in (others or {}).items():
-            getattr(self, name)._tensors[site] = tensor
+            self._own.others.setdefault(name, {})[site] = tensor
 
     def others(self, site: str) -> dict[str, torch.Tensor]:
         """The further tensors of a site, by attribute."""
-        return {name: found[site] for name in OTHERS if len(found := getattr(self, name)) and site in found}
+        return {name: found[site] for name in OTHERS if self and site in (found := self._own.others.get(name, {}))}
 
     def __getitem__(self, site: str | Site) -> torch.Tensor:
         if self.error is not None:
@@ -209,9 +201,7 @@ class Activations(BySite):
 
 def lost(error: CaptureError) -> Activations:
     """The activations of a request with lost states: reading any raises `error`."""
-    found = Activations(num_layers=0)
-    found.error = error
-    return found
+    return Activations(num_layers=0, error=error)
 
 
 def _is_own(rows: torch.Tensor) -> bool:

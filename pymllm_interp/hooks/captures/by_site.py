@@ -1,17 +1,81 @@
-"""`BySite`: a tensor for each captured site."""
+"""`BySite`: a tensor for each captured site.
+
+Sites with equal positions are columns of one tensor, a `SitePiece`. They are divided when somebody reads one. So activations with
+hundreds of sites are made, and travel between processes, in a few operations.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
 from ...core.model_spec import PATTERN, STATE
 from ...utils.tables import Shown, Table
 from ..site import Site
-from .pieces import SiteTensors
+
+
+class SitePiece(NamedTuple):
+    """Sites with equal positions. Their rows are columns of one tensor.
+
+    Attributes:
+        sites: in the order of the columns.
+        rows: [positions, sites * width]; of one site, its rows as they are.
+        positions, token_ids: [positions] int64.
+        others: further tensors of one site, by name.
+    """
+
+    sites: tuple[str, ...]
+    rows: torch.Tensor
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    others: Mapping[str, torch.Tensor]
+
+    def columns(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(site, rows) of each site: views."""
+        if len(self.sites) == 1:
+            yield self.sites[0], self.rows
+            return
+        # Not by `unbind`: autograd does not allow in-place operations on its outputs.
+        yield from zip(self.sites, self.rows.unsafe_split(self.rows.shape[1] // len(self.sites), 1), strict=True)
+
+
+class SiteTensors:
+    """The rows, positions and token ids of sites, and pieces of which no site was read yet. Thread-safe.
+
+    Attributes:
+        pieces: not divided yet.
+        order: of their sites.
+        rows, positions, token_ids: by site.
+        others: name -> site -> a further tensor.
+    """
+
+    _dividing = threading.Lock()
+
+    def __init__(self, pieces: Sequence[SitePiece] = (), order: tuple[str, ...] = ()) -> None:
+        self.pieces, self.order = pieces, order
+        self.rows: dict[str, torch.Tensor] = {}
+        self.positions: dict[str, torch.Tensor] = {}
+        self.token_ids: dict[str, torch.Tensor] = {}
+        self.others: dict[str, dict[str, torch.Tensor]] = {}
+
+    def divide(self) -> None:
+        """Make tensors by site of the pieces."""
+        with self._dividing:
+            if not self.pieces:  # another thread has
+                return
+            found = {site: (rows, piece) for piece in self.pieces for site, rows in piece.columns()}
+            for site in self.order:
+                rows, piece = found[site]
+                self.positions[site], self.token_ids[site] = piece.positions, piece.token_ids
+                for name, tensor in piece.others.items():
+                    self.others.setdefault(name, {})[site] = tensor
+                self.rows[site] = rows
+            self.pieces = ()
 
 
 class BySite(Mapping[str, torch.Tensor], Shown):

@@ -8,10 +8,11 @@ from typing import Any, Literal, cast
 import torch
 
 from ...core.model_spec import EXPERTS, LOGITS, ModelSpec
+from ...utils.arguments import is_whole
 from ...utils.device import DTYPES
 from ..heads import Heads
 from ..interventions.projections import MAX_RANK
-from ..positions import Positions, is_whole
+from ..positions import Positions
 from ..registry import REDUCTIONS, is_spelled, json_name, reduction
 from ..site import Site
 from ..spec import PlacedSpec

@@ -7,9 +7,8 @@ transformers keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from ...core.model_spec import STATE, ModelSpec, StatePlace
 from ...core.unsupported import UnsupportedModelError
 from ..positions import missing_of, selected, windows_of
 from ..site import Site, expand
-from .activations import Activations
+from .layer_rows import LayerCaptures, LayerRows
 from .spec import Capture
 
 
@@ -52,22 +51,20 @@ def places_in(name: str, site: Site | str, model: ModelSpec) -> list[tuple[int, 
     return found
 
 
-class _Wanted(NamedTuple):
-    """The wanted states of a layer, and those that came.
+class _LayerStates(LayerRows):
+    """The states [*shape] of a layer."""
 
-    Attributes:
-        positions: [longest] bool.
-        rows: position -> [*shape], on the CPU.
-    """
+    def __init__(self, place: StatePlace, wanted: np.ndarray, dtype: torch.dtype, missing: int) -> None:
+        super().__init__(wanted, prod(place.shape), dtype, missing)
+        self.place = place
 
-    place: StatePlace
-    positions: np.ndarray
-    dtype: torch.dtype
-    missing: int
-    rows: dict[int, torch.Tensor]
+    def result(self, num_positions: int) -> torch.Tensor:
+        """[positions, *shape]."""
+        at = self.before(num_positions)
+        return torch.stack([self.rows[p] for p in at]) if at else torch.zeros(0, *self.place.shape, dtype=self.dtype)
 
 
-class StateCaptures:
+class StateCaptures(LayerCaptures[_LayerStates]):
     """The recurrent states that one request captures.
 
     Args:
@@ -80,8 +77,7 @@ class StateCaptures:
     """
 
     def __init__(self, specs: Iterable[Capture], model: ModelSpec, prompt_len: int, longest: int) -> None:
-        self._layers: dict[int, _Wanted] = {}
-        self.num_layers, self._prompt_len = model.num_hidden_layers, prompt_len
+        super().__init__(STATE, model.num_hidden_layers, prompt_len)
         for spec in specs:
             if spec.reduce is not None or spec.heads is not None:
                 raise ValueError(f"{spec.name}: recurrent states are captured whole: leave out reduce and heads")
@@ -92,66 +88,21 @@ class StateCaptures:
             dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else torch.float32
             missing = missing_of(spec.positions, prompt_len)
             for layer, place in places_in(spec.name, spec.site, model):
-                if layer in self._layers:
+                if layer in self.layers:
                     raise ValueError(
                         f"{STATE}.{layer} is captured twice: name it once, with all positions that you want"
                     )
-                self._layers[layer] = _Wanted(place, selected(windows, longest), dtype, missing, {})
-
-    @property
-    def num_bytes(self) -> int:
-        """Upper bound of the results' bytes."""
-        return sum(
-            int(own.positions.sum()) * prod(own.place.shape) * own.dtype.itemsize for own in self._layers.values()
-        )
-
-    @property
-    def wanted(self) -> np.ndarray:
-        """[longest] bool, by position: whether a state is captured behind it."""
-        return np.logical_or.reduce([own.positions for own in self._layers.values()])
+                self.layers[layer] = _LayerStates(place, selected(windows, longest), dtype, missing)
 
     def due(self, position: int) -> list[tuple[int, StatePlace]]:
         """(layer, place) of each state that is to be read behind a position, and was not yet."""
         return [
             (layer, own.place)
-            for layer, own in self._layers.items()
-            if position < len(own.positions) and own.positions[position] and position not in own.rows
+            for layer, own in self.layers.items()
+            if position < len(own.wanted) and own.wanted[position] and position not in own.rows
         ]
 
     def keep(self, layer: int, position: int, state: torch.Tensor) -> None:
         """Keep a copy of a layer's state [*shape] behind a position."""
-        own = self._layers[layer]
+        own = self.layers[layer]
         own.rows[position] = state.detach().to("cpu", own.dtype, copy=True)
-
-    def counts(self, num_positions: int) -> list[tuple[str, int, int, int, int]]:
-        """(site, rows of the prompt, rows of generated tokens, missing positions, 0) of the first `num_positions` positions."""
-        return [
-            (
-                f"{STATE}.{layer}",
-                int(own.positions[: min(self._prompt_len, num_positions)].sum()),
-                int(own.positions[self._prompt_len : num_positions].sum()),
-                own.missing,
-                0,
-            )
-            for layer, own in sorted(self._layers.items())
-        ]
-
-    def shortfalls(self, num_positions: int) -> Iterator[tuple[Site, int, int]]:
-        """(site, delivered rows, expected rows) of each layer with too few rows of the first `num_positions` positions."""
-        for layer, own in sorted(self._layers.items()):
-            delivered, expected = len(_before(own.rows, num_positions)), int(own.positions[:num_positions].sum())
-            if delivered < expected:
-                yield Site(STATE, layer), delivered, expected
-
-    def add_to(self, found: Activations, token_ids: Sequence[int]) -> None:
-        """Add the states behind a request's positions to its activations."""
-        tokens = torch.tensor(token_ids, dtype=torch.int64)
-        for layer, own in sorted(self._layers.items()):
-            at = _before(own.rows, len(tokens))
-            states = torch.stack([own.rows[p] for p in at]) if at else torch.zeros(0, *own.place.shape, dtype=own.dtype)
-            positions = torch.tensor(at, dtype=torch.int64)
-            found.add(f"{STATE}.{layer}", states, positions, tokens[positions])
-
-
-def _before(rows: dict[int, torch.Tensor], stop: int) -> list[int]:
-    return sorted(position for position in rows if position < stop)

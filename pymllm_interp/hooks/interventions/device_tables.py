@@ -13,7 +13,8 @@ from ...core.step import VectorRow
 from ...kernels import edit_codes as codes
 from ...kernels.edit_codes import OpTables
 from ...utils.upload import upload
-from ..declared import Declared, DeclaredLimits, PlacedOp
+from ..bind import DeclaredLimits
+from ..declared import Declared, PlacedOp
 from .gates import GateRead
 from .vector_pool import num_rows
 
@@ -185,7 +186,7 @@ class DeviceTables:
                 op_words.append(np.concatenate(parts, dtype=np.int32))
         captured = [
             (site, (offset, *_capture_words(declared, site), -1))
-            for site, offset in (() if declared.captures is None else declared.captures.offsets.items())
+            for site, offset in (() if declared.captures is None else declared.captures.layout.offsets.items())
             if site < sites
         ]
         found = _Words.none()
@@ -229,7 +230,7 @@ class DeviceTables:
 def _capture_words(declared: Declared, site: int) -> tuple[int, int]:
     """`capture_word` of a request's capture at a site, and the row of its first vector."""
     assert declared.captures is not None
-    group, _ = declared.captures.by_site[site]
+    group, _ = declared.captures.layout.by_site[site]
     if group.probes is not None:
         return codes.capture_word(len(group.probes), codes.WHOLE), declared.vectors[id(group.probes)]
     code = codes.WHOLE if group.converted is None else CONVERTED[group.converted]

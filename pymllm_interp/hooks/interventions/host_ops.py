@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from ...core.model_spec import LOGITS, inner_site
-from ...layers.edits.host import Added, CaptureSink, HostOps, RowFunction, RowRange, RowSink, RowWise
-from ..captures.group import Group
-from ..declared import Declared, Fires, PlacedOp
+from ...layers.edits.host import Added, HostOps, RowCapture, RowFunction, RowRange, RowWise
+from ..declared import Declared, PlacedOp
 from ..positions import Window, ordinal_of, ordinals_of
+from .fires import Fires
 from .gates import GateRead, PassFlags
 from .op import Op
 from .reference import act, gated
@@ -46,13 +46,16 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None
     """
     logits = inner_site(num_layers, 0, LOGITS)
     acting: dict[int, list[tuple[int, RowRange, RowFunction]]] = {}  # site -> (rank among its request's ops, rows, op)
-    sinks: dict[int, list[tuple[RowRange, CaptureSink | RowSink]]] = {}
+    captures: dict[int, list[RowCapture]] = {}
     for request in requests:
         declared, rows = request.declared, (request.start, len(request.positions))
-        for group in () if declared.captures is None else declared.captures.groups:
-            for column, at, sink in _sinks(group, request.positions):
-                if (site := group.sites[column]) != logits:
-                    sinks.setdefault(site, []).append((rows if at is None else (request.start + at, 1), sink))
+        first, stop = request.positions.start, request.positions.stop
+        for kept in () if declared.captures is None else declared.captures.groups:
+            group = kept.group
+            if group.rows_before(stop) > group.rows_before(first):
+                for column, site in enumerate(group.sites):
+                    if site != logits:
+                        captures.setdefault(site, []).append(RowCapture(*rows, first, kept, column))
         chosen: dict[tuple[bool, tuple[Window, ...]], _Selected] = {}  # an op at many sites has the same windows
         flags = None
         for site, found in declared.ops.items():
@@ -66,10 +69,10 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None
                     function = _row_function(op, selected, flags, declared.fires, (site, i))
                     at = (request.logit_start, request.logit_rows) if site == logits else rows
                     acting.setdefault(site, []).append((i, at, function))
-    if not acting and not sinks:
+    if not acting and not captures:
         return None
     by_site = {site: [(at, op) for _, at, op in sorted(ops, key=itemgetter(0))] for site, ops in acting.items()}
-    return HostOps(by_site, sinks, num_layers)
+    return HostOps(by_site, captures, num_layers)
 
 
 class _Selected(NamedTuple):
@@ -95,18 +98,6 @@ class _Selected(NamedTuple):
 def _of_one_row(ordinal: int) -> _Selected:
     """The selection of one row; most steps have many of them. Its tensors are not to be changed."""
     return _Selected(torch.tensor([ordinal]), torch.tensor([ordinal >= 0]), ordinal >= 0, ordinal >= 0)
-
-
-def _sinks(group: Group, positions: range) -> Iterator[tuple[int, int | None, CaptureSink | RowSink]]:
-    """(column, row, what takes it) of each column, if a row is captured. None as the row stands for all rows."""
-    if (only := group.only_row(positions)) is not None:
-        position, ordinal = only
-        for column in range(len(group.sites)):
-            yield column, position - positions.start, RowSink(group.keep_row, column, ordinal)
-    elif group.rows_before(positions.stop) > group.rows_before(positions.start):
-        ordinals = torch.from_numpy(group.ordinals[positions.start : positions.stop])
-        for column in range(len(group.sites)):
-            yield column, None, partial(group.capture, column, ordinals=ordinals)
 
 
 def _row_function(

@@ -20,7 +20,8 @@ from ...attention.patterns import PatternRead
 from ...core.limits import MAX_KNOCKOUT_RUNS, MAX_KNOCKOUTS, MAX_NAMED
 from ...core.model_spec import ModelSpec
 from ...core.unsupported import UnsupportedModelError
-from ..positions import Positions, Window, checked_positions, is_whole, selected, windows_of
+from ...utils.arguments import is_whole
+from ..positions import Positions, Window, checked_positions, selected, windows_of
 from ..registry import op
 from ..spec import PlacedSpec
 from .op import Op

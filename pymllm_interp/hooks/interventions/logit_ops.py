@@ -10,8 +10,9 @@ import torch
 
 from ...core.model_spec import LOGITS, inner_site
 from ...utils.upload import upload
-from ..declared import Fires, PlacedOp
+from ..declared import PlacedOp
 from .device_tables import DeviceTables
+from .fires import Fires
 from .host_ops import RequestRows, counted
 from .op import Op
 

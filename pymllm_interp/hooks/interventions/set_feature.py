@@ -16,7 +16,8 @@ from torch import Tensor
 from ...core.model_spec import ModelSpec
 from ...kernels import edit_codes as codes
 from ...kernels.edit_codes import OpWords
-from ..positions import Positions, is_whole
+from ...utils.arguments import is_whole
+from ..positions import Positions
 from ..registry import op
 from ..saes.sae import SAE
 from ..site import Site

@@ -8,8 +8,7 @@ import threading
 import torch
 
 from ...core.step import VectorRow
-from ..declared import Declared
-from ..demands import Demands
+from ..declared import Declared, Demands
 from ..vectors.files import content_hash
 
 

@@ -52,20 +52,29 @@ class RowWise(NamedTuple):
 
 RowFunction = Added | RowWise | Callable[[torch.Tensor], torch.Tensor]
 """An op on a request's rows: [rows, width] -> [rows, width], or one that is computed with other requests' ops."""
-CaptureSink = Callable[[torch.Tensor], None]
-"""Receives a request's rows [rows, width]."""
 
 
-class RowSink(NamedTuple):
-    """What keeps a request's one row as it is. NumPy sees the rows of all requests as one view.
+class RowTaker(Protocol):
+    """What keeps the states of a request (`hooks/captures/rows.py`)."""
 
-    Attributes:
-        keep: takes `column`, `ordinal` and the row [width], as integers.
-    """
+    def put(
+        self, column: int, first: int, states: torch.Tensor, integers: np.ndarray | None, row: int, count: int
+    ) -> None:
+        """Keep states [tokens, width] of a site: `count` rows from `row` on, of the positions from `first` on.
 
-    keep: Callable[[int, int, np.ndarray], None]
+        `integers` are the same memory, as NumPy sees it; None on a device.
+        """
+        ...
+
+
+class RowCapture(NamedTuple):
+    """Captured rows of a request at a site. `first` is the position of `row`, and `column` is the taker's."""
+
+    row: int
+    size: int
+    first: int
+    taker: RowTaker
     column: int
-    ordinal: int
 
 
 NO_INNER: frozenset[str] = frozenset()
@@ -77,7 +86,7 @@ class HostOps:
 
     Args:
         by_site: site -> (rows, op): the first op of each request in batch order, then the second ones, and so on.
-        capture_sinks: site -> (rows, sink).
+        captures: site -> captured rows.
         num_layers: of the model.
 
     Rows are token rows; at the logits' site they are rows of the logits.
@@ -86,29 +95,31 @@ class HostOps:
     def __init__(
         self,
         by_site: dict[int, list[tuple[RowRange, RowFunction]]],
-        capture_sinks: dict[int, list[tuple[RowRange, CaptureSink | RowSink]]],
+        captures: dict[int, list[RowCapture]],
         num_layers: int,
     ) -> None:
-        self.by_site, self.capture_sinks, self.num_layers = by_site, capture_sinks, num_layers
+        self.by_site, self.captures, self.num_layers = by_site, captures, num_layers
         self.final_site = final_norm_site(num_layers)
-        sites = {*by_site, *capture_sinks}
+        sites = {*by_site, *captures}
         self._adds = {
             min(site, self.final_site - 1) // 2 for site in sites if site <= self.final_site
         }  # a delta, a sum
         inner = [site - self.final_site - 1 for site in sites if site > self.final_site]
         self._layers_within = {place // len(INNER_SITES) for place in inner}
-        self.inner = ALL_INNER if any(site > self.final_site for site in (*by_site, *capture_sinks)) else NO_INNER
+        self.inner = ALL_INNER if any(site > self.final_site for site in (*by_site, *captures)) else NO_INNER
 
     def rows_from(self, start: int, stop: int) -> HostOps:
         """The ops and captures of the token rows from `start` to `stop`, which are whole requests."""
 
-        def cut(by_site: dict[int, list[Any]]) -> dict[int, list[Any]]:
-            return {
-                site: [((first - start, size), found) for (first, size), found in entries if start <= first < stop]
-                for site, entries in by_site.items()
-            }
-
-        return HostOps(cut(self.by_site), cut(self.capture_sinks), self.num_layers)
+        ops = {
+            site: [((first - start, size), op) for (first, size), op in found if start <= first < stop]
+            for site, found in self.by_site.items()
+        }
+        captures = {
+            site: [each._replace(row=each.row - start) for each in found if start <= each.row < stop]
+            for site, found in self.captures.items()
+        }
+        return HostOps(ops, captures, self.num_layers)
 
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
         ops = self.by_site.get(site)
@@ -129,17 +140,12 @@ class HostOps:
         return value
 
     def capture(self, site: int, value: torch.Tensor) -> None:
-        states = None
-        for (start, size), sink in self.capture_sinks.get(site, ()):
-            if isinstance(sink, RowSink):
-                if value.is_cuda:  # of one request, with gradients
-                    sink.keep(sink.column, sink.ordinal, as_integers(value[0, start].detach().cpu()))
-                    continue
-                if states is None:
-                    states = as_integers(value[0].detach())
-                sink.keep(sink.column, sink.ordinal, states[start])
-            else:
-                sink(value[0, start : start + size])
+        found = self.captures.get(site)
+        if found:
+            states = value[0].detach()
+            integers = None if states.is_cuda else as_integers(states)  # one view for all requests
+            for row, count, first, taker, column in found:
+                taker.put(column, first, states, integers, row, count)
 
     def acts_at(self, residual_add: int, delta: Delta) -> bool:
         """Whether there is an op or a capture at a residual add."""

@@ -28,7 +28,7 @@ from ...utils.upload import upload
 from ..device_memory import MAX_DERIVED_REQUESTS
 from ..input_batch import InputBatch
 from ..model_runner import ModelRunner
-from ..stage import PassDemands, Stage
+from ..stages.stage import PassDemands, Stage
 from .draft_model import DraftTask, ModelDrafter, draft_server_config
 from .eagle_checkpoint import read_config, read_weights
 

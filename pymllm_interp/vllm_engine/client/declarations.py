@@ -75,7 +75,7 @@ class VllmDeclarations(Declarations):
         if found is None or self._ring_bytes is None:
             return
         rows = min(request.max_total_tokens, self._step_tokens)
-        needed = found.max_reserved_size * rows * self._model.dtype.itemsize
+        needed = found.layout.max_reserved_size * rows * self._model.dtype.itemsize
         if needed > self._ring_bytes:
             raise ValueError(
                 f"the captures of this request may take {needed} bytes in a step of {rows} positions, and the ring that they leave "

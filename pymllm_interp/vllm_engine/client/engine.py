@@ -17,7 +17,7 @@ from ...core.step import DeclaredResult, ModelRunnerOutput, RequestHooks
 from ...engine.callbacks import Callbacks
 from ...engine.step_results import Progress, finished_event
 from ...engine.stopping import take
-from ...hooks.binding import fingerprint_of
+from ...hooks.bind import fingerprint_of
 from ..payloads import TensorKey
 from .core import VllmCore, closed
 from .sampling import follows, salt_of, vllm_params

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...core.step import ScheduledRequest
-from ...hooks.captures.captures import Captures
+from ...hooks.captures.rows import CapturedRows
 from .hooked_request import HookedRequest
 
 
@@ -38,9 +38,9 @@ class StepBatch:
         self.hooked = [(i, one) for i, one in enumerate(self.found) if one is not None]
         self.rows = np.array([-1 if one is None else one.row for one in self.found], dtype=np.int64)
         captures = [None if one is None else one.captures for one in self.found]
-        self.captures: list[Captures | None] = captures if any(captures) else []
+        self.captures: list[CapturedRows | None] = captures if any(captures) else []
         self.largest_records = np.array(
-            [0 if one is None else one.max_reserved_size for one in captures], dtype=np.int64
+            [0 if one is None else one.layout.max_reserved_size for one in captures], dtype=np.int64
         )
         self.all_logits = np.array([one is not None and one.reads_all_logits for one in self.found], dtype=np.bool_)
         self.touches_logits = any(one.touches(logits_site) for _, one in self.hooked)
@@ -73,7 +73,7 @@ class StepBatch:
 
 @dataclass
 class VllmStep:
-    """The token rows of a step. A `hooks.declared_stage.StepRows`.
+    """The token rows of a step. A `core.step.StepRows`.
 
     Attributes:
         query_start_loc: [reqs + 1] int32, first token row of each request.
@@ -105,7 +105,7 @@ class VllmStep:
         return np.repeat(shifts, self.counts) + np.arange(self.num_tokens)
 
     @property
-    def parts(self) -> list[tuple[Captures | None, int, int]]:
+    def parts(self) -> list[tuple[CapturedRows | None, int, int]]:
         """(captures, first position, positions) of each request."""
         return list(zip(self.batch.captures, self.first.tolist(), self.counts.tolist(), strict=True))
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ...core.step import DeclaredResult, RequestHooks
-from ...hooks.captures.captures import Captures
+from ...hooks.captures.rows import CapturedRows
 from ...hooks.declared import Declared
 
 
@@ -36,7 +36,7 @@ class HookedRequest:
     """vLLM has removed it."""
 
     @property
-    def captures(self) -> Captures | None:
+    def captures(self) -> CapturedRows | None:
         """What it captures through the ring."""
         return None if self.declared is None else self.declared.captures
 
@@ -49,7 +49,7 @@ class HookedRequest:
         """Whether it has an op or a capture at a site."""
         captures = self.captures
         return self.declared is not None and (
-            site in self.declared.ops or (captures is not None and site in captures.by_site)
+            site in self.declared.ops or (captures is not None and site in captures.layout.by_site)
         )
 
 

@@ -9,7 +9,7 @@ from ...utils.upload import upload
 
 
 class VllmRowBuffers:
-    """A `hooks.declared_stage.RowBuffers`. Rows behind a step's own have no owner: a captured graph may be longer than its step.
+    """By token row (`TableOps`). Rows behind a step's own have no owner: a captured graph may be longer than its step.
 
     Args:
         tokens: most token rows of a pass, padding included.

@@ -22,9 +22,10 @@ from ...hooks.captures.egress.result_memory import Memory
 from ...hooks.captures.egress.ring import CaptureRing
 from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.declarations import BoundHooks
-from ...hooks.declared_stage import DeclaredStage
 from ...hooks.interventions.logit_ops import logit_ops
+from ...kernels.edit_codes import TokenRows
 from ...layers.edits.table import TableOps
+from ...runner.stages.declared_stage import DeclaredStage
 from ...utils.stage_times import TIMES
 from ...utils.upload import upload
 from ..settings import limits_of, uses_tables
@@ -60,11 +61,11 @@ class TappedStage(DeclaredStage):
 
     def logit_table_ops(self, rows: VllmStep, num_rows: int) -> TableOps | None:
         """The ops at the logits of a step."""
-        assert self.device_tables is not None, "on a CPU `site_ops` has them"
+        assert self.device_tables is not None and self.table_ops is not None, "on a CPU `site_ops` has them"
         if not any(found is not None and found.declared and found.declared.edits_logits for found in rows.batch.found):
             return None
         logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
-        return self._table_ops(self.device_tables, num_rows, logits)
+        return self.table_ops.first_rows(num_rows, logits)
 
 
 class RankStage:
@@ -94,7 +95,8 @@ class RankStage:
         self.stage.results = self.arena
         self.stage.limits = limits_of(config, device.type)
         self.buffers = VllmRowBuffers(tokens, rows + 1, device)
-        self.stage.init_tables(self.buffers, self.buffers)
+        own = self.buffers
+        self.stage.make_tables(own.edited, TokenRows(own.op_rows, own.positions, own.blocks, own.flags))
         self.bindings = BoundHooks(model, self.stage.limits, readout)
         self.lock = threading.RLock()
         self.calls = 0
@@ -112,13 +114,7 @@ class RankStage:
         self._calls_before = 0
         self._marked = (0.0, 0.0)
         self._held = False
-        self.static: TableOps | None = None
-        if self.in_tables:
-            assert self.stage.device_tables is not None
-            self.static = TableOps(
-                self.stage.device_tables.tables, self.buffers.op_rows, self.buffers.positions, self.buffers.blocks,
-                self.buffers.flags,
-            )  # fmt: skip
+        self.static = self.stage.table_ops
 
     # -- requests ----------------------------------------------------------------------------
 

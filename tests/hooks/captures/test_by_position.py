@@ -15,7 +15,7 @@ from helpers_runner import random_ids
 
 from pymllm_interp import Capture, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import ModelSpec
-from pymllm_interp.hooks.binding import bind, resolved
+from pymllm_interp.hooks.bind import bind, resolved
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
 from pymllm_interp.wire.specs import intervention_of, to_json

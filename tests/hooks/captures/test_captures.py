@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS, VOCAB, held
-from helpers_declared import INNER, SITES, WAYS, lms, ops_at, place_of, prompt_of, random_specs, states_of, vector
+from helpers_declared import (
+    INNER,
+    SITES,
+    WAYS,
+    captured_rows,
+    copy_records,
+    lms,
+    ops_at,
+    place_of,
+    prompt_of,
+    random_specs,
+    states_of,
+    vector,
+)  # fmt: skip
 from helpers_heads import in_double
 from helpers_runner import random_ids
 from helpers_simulation import POLICIES, Simulation
@@ -29,20 +41,18 @@ from helpers_simulation import POLICIES, Simulation
 from pymllm_interp import LM, Capture, Generated, SamplingParams, Steer, open_harvest
 from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec, site_index
 from pymllm_interp.core.request import Request
-from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.activations import Activations, CaptureError
-from pymllm_interp.hooks.captures.captures import Captures
 from pymllm_interp.hooks.captures.egress.admission import ring_captures
 from pymllm_interp.hooks.captures.egress.result_memory import FRESH, SMALL, FreshMemory, ResultMemory
 from pymllm_interp.hooks.captures.egress.ring import CaptureRing
 from pymllm_interp.hooks.captures.egress.ring_allocator import RingAllocator
 from pymllm_interp.hooks.captures.group import Group
-from pymllm_interp.hooks.captures.kept_rows import WORDS
+from pymllm_interp.hooks.captures.rows import CapturedRows
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared import Declared
-from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.hooks.site import Site, expand
-from pymllm_interp.utils.integers import INTEGERS
+from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
@@ -785,10 +795,8 @@ def test_an_engine_that_is_shut_down_answers_with_what_was_captured(ring_lm: Any
 # -- a request's captures -----------------------------------------------------------------------------
 
 
-def captures_of(specs: list[Any], prompt_len: int, longest: int, dtype: torch.dtype = torch.float32) -> Captures:
-    bounds = [b for s in specs for b in bind(Capture(s) if isinstance(s, str) else s, INFO, prompt_len)]
-    numbered = [(site_index(b.site, INFO.num_hidden_layers), b, INFO.shape(b.site.kind)) for b in bounds]
-    return Captures(numbered, dtype, prompt_len, longest, INFO.num_hidden_layers)
+def captures_of(specs: list[Any], prompt_len: int, longest: int, dtype: torch.dtype = torch.float32) -> CapturedRows:
+    return captured_rows(specs, INFO, prompt_len, longest, dtype)
 
 
 def random_captures(rng: random.Random) -> list[Any]:
@@ -829,15 +837,14 @@ class UsedMemory(FreshMemory):
 def test_records_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Captures of random positions, in chunks of random sizes, some computed twice, the end somewhere before the last row."""
     rng = random.Random(seed)
-    monkeypatch.setattr("pymllm_interp.hooks.captures.record_sizes.MAX_RUNS", rng.choice([0, 3, 16]))
+    monkeypatch.setattr("pymllm_interp.hooks.captures.layout.MAX_RUNS", rng.choice([0, 3, 16]))
     prompt_len = rng.randrange(3, 20)
     longest = prompt_len + rng.randrange(1, 12)
     specs = random_captures(rng)
     by_function, by_record = (captures_of(specs, prompt_len, longest, dtype) for _ in range(2))
-    states = {site: vector(INFO.hidden_size, site, longest).to(dtype) for site in by_record.by_site}
-    for group in by_function.groups:  # all at once: of what comes in pieces, the sums are the same
-        for column, site in enumerate(group.sites):
-            group.capture(column, states[site], torch.from_numpy(group.ordinals))
+    states = {site: vector(INFO.hidden_size, site, longest).to(dtype) for site in by_record.layout.by_site}
+    for site, rows in states.items():  # all at once: of what comes in pieces, the sums are the same
+        by_function.put(0, site, rows)
     start = 0
     while start < longest:
         count = min(rng.choice([1, 1, 2, 5, 9]), longest - start)
@@ -845,29 +852,26 @@ def test_records_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, m
         record = torch.full((int(sizes.sum()) + 8,), torch.nan, dtype=dtype)[8:]  # a slice of a ring
         stored = record.view(torch.uint8)
         for i, first in enumerate((np.cumsum(sizes) - sizes).tolist()):
-            for site, offset in by_record.offsets.items():
+            for site, offset in by_record.layout.offsets.items():
                 if offset < sizes[i]:
-                    part = what_leaves(by_record.by_site[site][0].spec, states[site][start + i])
+                    part = what_leaves(by_record.layout.by_site[site][0].spec, states[site][start + i])
                     stored[(at := (first + offset) * dtype.itemsize) : at + len(part)] = part
         by_record.prepare(UsedMemory())
-        integers = INTEGERS[dtype.itemsize]
         if sizes.any() and by_record.packs(start):
             packed = torch.full((8 + by_record.reserved_size(start, count) - len(record),), torch.nan, dtype=dtype)[8:]
-            by_record.pack(record, packed, start, sizes)
-            by_record.unpack(packed.view(integers).numpy(), start, sizes)
-        elif sizes.all() and (rows := by_record.direct_rows(start, count)) is not None:
-            rows[:] = record.view(WORDS).numpy().reshape(count, -1)
+            by_record.layout.pack(record, packed, start, sizes)
+            copy_records(by_record, packed, start, sizes, packed=True)
         else:
-            by_record.copy(record.view(integers).numpy(), start, sizes)
+            copy_records(by_record, record, start, sizes)
         by_record.next_position = max(by_record.next_position, start + count)
         by_record.mark_copied(by_record.next_position)
         start = rng.randrange(start) if start and rng.random() < 0.15 else start + count
     tokens = list(range(100, 100 + longest - rng.randrange(2)))
-    found, wanted = by_record.activations(tokens), by_function.activations(tokens)
+    found, wanted = by_record.result(tokens), by_function.result(tokens)
     assert list(found) == list(wanted)
     for site, rows in wanted.items():
         number = site_index(Site.parse(site), INFO.num_hidden_layers)
-        spec, whole = by_record.by_site[number][0].spec, states[number][found.positions[site]]
+        spec, whole = by_record.layout.by_site[number][0].spec, states[number][found.positions[site]]
         if isinstance(spec.reduce, Project):
             whole = whole.float() @ spec.reduce.directions.T
             whole = whole if spec.reduce.top_k is None else whole.topk(2).values
@@ -884,76 +888,62 @@ def test_records_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, m
         assert site not in wanted.indexes or torch.equal(found.indexes[site], wanted.indexes[site])
 
 
-def test_records_that_are_kept_unchanged_have_rows() -> None:
-    """Others have to be taken apart."""
-    captured = [1, 3, 4]
-    whole = captures_of([Capture("resid_post.*", positions=captured)], 5, 9)
-    whole.prepare(FRESH)
-    for first, stop in combinations(range(9), 2):
-        rows, count = whole.direct_rows(first, stop - first), stop - first
-        assert (rows is not None) == (set(range(first, stop)) <= set(captured))
-        assert rows is None or rows.nbytes == count * RECORD
-    apart = [
+def test_records_that_are_kept_as_they_were_sent_are_copied_as_blocks() -> None:
+    """Others are converted, or folded."""
+    whole: list[list[Any]] = [
+        [Capture("resid_post.*", positions=[1, 3, 4])],
         [Capture("resid_post.0", positions="prompt"), Capture("mlp_out.0")],
-        [Capture("resid_post.0", dtype=torch.float32)],
-        [Capture("resid_post.0", reduce="mean")],
-        [Capture("resid_post.0", reduce="last")],
         [Capture("resid_post.0", reduce=Project(vector(INFO.hidden_size, 3, 2)))],
     ]
-    for specs in apart:
-        captures = captures_of(specs, 5, 9, torch.bfloat16)
-        captures.prepare(FRESH)
-        assert captures.direct_rows(3, 1) is None, specs
+    for specs in whole:
+        assert captures_of(specs, 5, 9, torch.bfloat16).layout.copied, specs
+    for spec in (
+        Capture("resid_post.0", dtype=torch.float32),
+        Capture("resid_post.0", reduce="mean"),
+        Capture("resid_post.0", reduce="last"),
+    ):
+        assert not captures_of([spec, "mlp_out.0"], 5, 9, torch.bfloat16).layout.copied, spec
 
 
 @pytest.mark.parametrize("reduce", ["mean", "last"])
 def test_a_request_that_ends_before_what_is_kept_has_nothing_of_it(reduce: Any) -> None:
     """It was preempted, and finished before it had recomputed all. The extra row of an overlapped step is left out."""
     captures = captures_of([Capture("resid_post.0", reduce=reduce)], 8, 14)
-    states, (group,) = vector(INFO.hidden_size, 1, 10), captures.groups
-    group.capture(0, states, torch.from_numpy(group.ordinals[:10]))
+    states, (site,) = vector(INFO.hidden_size, 1, 10), captures.layout.by_site
+    captures.put(0, site, states)
     for count in (10, 9):
         wanted = states[:count].mean(0) if reduce == "mean" else states[count - 1]
-        found = captures.activations(range(count))
+        found = captures.result(range(count))
         torch.testing.assert_close(found["resid_post.0"], wanted[None])
         assert found.positions["resid_post.0"].tolist() == list(range(count))[-1 if reduce == "last" else 0 :]
     for count in (8, 5, 0):
-        found = captures.activations(range(count))
+        found = captures.result(range(count))
         assert found["resid_post.0"].shape == (0, INFO.hidden_size) and not len(found.positions["resid_post.0"])
 
 
 def test_no_row_of_a_prompt_is_taken_back_from_its_sum() -> None:
     """It came with others of its chunk."""
     captures = captures_of([Capture("resid_post.0", reduce="mean")], 12, 14)
-    states, (group,) = vector(INFO.hidden_size, 1, 10), captures.groups
-    group.capture(0, states, torch.arange(10))
-    torch.testing.assert_close(captures.activations(range(10))["resid_post.0"], states.mean(0, keepdim=True))
-    assert not len(captures.activations(range(9))["resid_post.0"])
+    states, (site,) = vector(INFO.hidden_size, 1, 10), captures.layout.by_site
+    captures.put(0, site, states)
+    torch.testing.assert_close(captures.result(range(10))["resid_post.0"], states.mean(0, keepdim=True))
+    assert not len(captures.result(range(9))["resid_post.0"])
 
 
 @pytest.mark.parametrize("reduce", [None, "mean", "last"])
-def test_sums_and_last_rows_are_copied_in_the_order_of_the_positions(reduce: Any, monkeypatch: Any) -> None:
-    """By one thread; rows that have places of their own by several."""
+def test_sums_and_last_rows_are_copied_in_the_order_of_the_positions(reduce: Any) -> None:
     ring = CaptureRing(1 << 16, torch.float32, DEVICE, "block")
     ring.open()
     request = capturing_request(1, ["embed", Capture("resid_post.0", positions="generated", reduce=reduce)], 41)
-    captures, copied = request.declared.captures, []
-    copy = captures.copy
-
-    def spy(records: np.ndarray, first: int, sizes: np.ndarray) -> None:
-        copied.append((first, len(sizes)))
-        copy(records, first, sizes)
-
-    monkeypatch.setattr(captures, "copy", spy)
+    captures = request.declared.captures
     for start, count in ((0, 31), (31, 10)):
         ring.lay_out([(ring_captures(request), start, count)])
         ring.memory.fill_(float(start))
         ring.send()
         ring.wait()
     ring.close()
-    assert sorted(copied) == [(0, 31), (31, 10)] if reduce else len(copied) > 2
     wanted = {None: [0.0] * 30 + [31.0] * 10, "mean": [7.75], "last": [31.0]}[reduce]
-    assert captures.activations(range(41))["resid_post.0"][:, 0].tolist() == wanted
+    assert captures.result(range(41))["resid_post.0"][:, 0].tolist() == wanted
 
 
 def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> None:
@@ -971,7 +961,7 @@ def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> No
             ring.wait()
             sent.append(ring.bytes_sent)
         ring.close()
-        return sent[2], sent[3] - sent[2], request.declared.captures.num_bytes
+        return sent[2], sent[3] - sent[2], request.declared.captures.layout.num_bytes
 
     def rounded(size: int, itemsize: int = 4) -> int:
         return -(-size // (8 * itemsize)) * 8 * itemsize
@@ -1011,7 +1001,7 @@ def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> No
 @pytest.mark.parametrize("max_runs", [0, 16])
 def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: int, monkeypatch: Any) -> None:
     """Of a step with requests that are packed and others; what is packed takes room for its records as well, which stay."""
-    monkeypatch.setattr("pymllm_interp.hooks.captures.record_sizes.MAX_RUNS", max_runs)
+    monkeypatch.setattr("pymllm_interp.hooks.captures.layout.MAX_RUNS", max_runs)
     ring, width = CaptureRing(1 << 17, torch.float32, DEVICE, "block"), INFO.hidden_size
     ring.open()
     mean = Capture("embed", reduce="mean", positions=slice(1, None, 2))
@@ -1026,7 +1016,7 @@ def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: i
     records = ring.lay_out(parts)
     ring.memory.fill_(torch.nan)
     for row, (start, stop) in enumerate(records.T.tolist()):
-        offsets = requests[row // 6].declared.captures.offsets if start < stop else {}
+        offsets = requests[row // 6].declared.captures.layout.offsets if start < stop else {}
         for site, offset in offsets.items():
             if start + offset < stop:
                 ring.memory[start + offset : start + offset + width] = 100 * site + row
@@ -1042,12 +1032,12 @@ def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: i
     assert not ring.allocator.in_use
     embed = site_index(Site.parse("embed"), INFO.num_hidden_layers)
     for number, request in enumerate(requests):
-        found, first = request.declared.captures.activations([1] * 6), 100 * embed + 6 * number
+        found, first = request.declared.captures.result([1] * 6), 100 * embed + 6 * number
         wanted = [[first + i] for i in range(6)] if number in (0, 3) else [[first + 3]]
         assert found["embed"][:, :1].tolist() == wanted and (found["embed"] == found["embed"][:, :1]).all()
         assert found.positions["embed"].tolist() == ([*range(6)] if number in (0, 3) else [1, 3, 5])
     site = site_index(Site.parse("mlp_out.1"), INFO.num_hidden_layers)
-    found = requests[2].declared.captures.activations([1] * 6)["mlp_out.1"]
+    found = requests[2].declared.captures.result([1] * 6)["mlp_out.1"]
     assert found[:, -1].tolist() == [100 * site + row for row in (12, 14, 17)]
     ring.close()
 
@@ -1182,17 +1172,17 @@ def test_nothing_of_others_lies_behind_the_rows_of_a_request_that_ended_early(po
     for ended in (positions, 1, positions // 2, positions - 1, 0, positions):
         captures = captures_of(["resid_post.*"], 1, positions)
         captures.prepare(memory)
-        (group,), sizes = captures.groups, captures.record_sizes(0, ended)
-        captures.copy(np.full(ended * width, 1 + ended, np.int32), 0, sizes)
+        records = torch.full((ended * width,), 1 + ended, dtype=torch.int32).view(torch.float32)
+        copy_records(captures, records, 0, captures.record_sizes(0, ended))
         captures.mark_copied(ended)
-        found = captures.activations(range(ended)).as_arrived("resid_post.0")
+        found = captures.result(range(ended)).as_arrived("resid_post.0")
         assert found.shape == (ended, INFO.hidden_size) and (found.view(torch.int32) == 1 + ended).all()
         stored = torch.empty(0).set_(found.untyped_storage())
         assert stored.shape == (positions * width,), "all that was taken"
         assert (stored[ended * width :] == 0).all(), ended
         addresses.add(stored.data_ptr())
         stored.fill_(77.0)
-        del found, stored, captures, group
+        del found, stored, captures
     assert len(addresses) == 1 or positions * width * 4 < SMALL, "of what is large the memory is used again"
 
 
@@ -1238,7 +1228,7 @@ def test_captures_that_are_lost_while_their_step_is_laid_out_take_nobody_s_place
     ring.wait()
     ring.allocator.check_integrity()
     for number, request in ((0, before), (2, behind)):
-        found = request.declared.captures.activations([1] * 4)
+        found = request.declared.captures.result([1] * 4)
         assert all(rows.shape[0] == 4 and (rows == number).all() for rows in found.values())
     ring.close()
 
@@ -1253,9 +1243,10 @@ def test_captured_rows_are_tensors_as_any_other(reduce: Any) -> None:
     }
     captures = captures_of([Capture("resid_post.*", reduce=projects.get(reduce, reduce))], 5, 9)
     captures.prepare(FRESH)
-    captures.copy(np.zeros(int(captures.record_sizes(0, 5).sum()), np.int32), 0, captures.record_sizes(0, 5))
+    sizes = captures.record_sizes(0, 5)
+    copy_records(captures, torch.zeros(int(sizes.sum())), 0, sizes)
     captures.mark_copied(5)
-    found = captures.activations(range(5))
+    found = captures.result(range(5))
     factor = torch.ones((), requires_grad=True)
     for site, rows in found.items():
         assert rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
@@ -1265,11 +1256,11 @@ def test_captured_rows_are_tensors_as_any_other(reduce: Any) -> None:
         factor.grad = None
 
 
-@pytest.mark.parametrize("where", ["prepare", "copy", "direct_rows"])
+@pytest.mark.parametrize("where", ["prepare", "copy_rows", "keep"])
 def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str, monkeypatch: Any) -> None:
     ring = CaptureRing(400 * RECORD, torch.float32, DEVICE, "block")
     ring.open()
-    taken_apart = [Capture("resid_post.*", dtype=torch.bfloat16)] if where == "copy" else CAPTURE
+    taken_apart = [Capture("resid_post.*", reduce="last")] if where == "keep" else CAPTURE
     before, unlucky, behind = requests = [capturing_request(21, specs) for specs in (CAPTURE, taken_apart, CAPTURE)]
     monkeypatch.setattr(unlucky.declared.captures.groups[0], where, raises(MemoryError("no memory")))
     for start, count in ((0, 20), (20, 1)):
@@ -1280,10 +1271,10 @@ def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str,
         ring.send()
         ring.wait()
     for request in (before, behind):
-        found = request.declared.captures.activations([1] * 21)
+        found = request.declared.captures.result([1] * 21)
         assert found["resid_post.0"].shape == (21, INFO.hidden_size) and found["resid_post.0"].max() > 0
     with pytest.raises(CaptureError, match="no memory"):
-        unlucky.declared.captures.activations([1] * 21)["resid_post.0"]
+        unlucky.declared.captures.result([1] * 21)["resid_post.0"]
     assert not ring.allocator.in_use
     ring.close()
 
@@ -1299,7 +1290,7 @@ class Capturing(Simulation):
         self.ring = CaptureRing(ring_rows * 3 * INFO.hidden_size * 4, torch.float32, "cpu", "block")
         self.scheduler.ring_admission = self.ring.admission
         self.capturing: list[Request] = []
-        self.captures: dict[str, Captures] = {}  # the worker's, by request
+        self.captures: dict[str, CapturedRows] = {}  # the worker's, by request
         self.refused = 0
         self.compared: Counter[str | None] = Counter()
         self.goes_on = threading.Event()
@@ -1350,7 +1341,7 @@ class Capturing(Simulation):
             request = self.by_id[rid]
             for position in range(first, first + count):
                 start, stop = records[:, row].tolist()
-                offsets = self.captures[rid].offsets if start < stop else {}
+                offsets = self.captures[rid].layout.offsets if start < stop else {}
                 for site, offset in offsets.items():
                     if start + offset < stop:
                         at = start + offset
@@ -1378,10 +1369,10 @@ class Capturing(Simulation):
         for request in self.capturing:
             ids = request.all_token_ids[: request.computed_once]
             captures = self.captures[request.request_id]
-            found = captures.activations(ids)
+            found = captures.result(ids)
             for name in found:
                 site = 4 * int(name.split(".")[1]) + 5
-                group, _ = captures.by_site[site]
+                group, _ = captures.layout.by_site[site]
                 reduce, wanted = group.spec.reduce, np.flatnonzero(group.captured[: len(ids)])
                 rows = [self.state_of(request, int(position), site) for position in wanted]
                 if not len(found[name]):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pymllm_interp.hooks.captures.activations import Activations
-from pymllm_interp.hooks.captures.pieces import SitePiece
+from pymllm_interp.hooks.captures.by_site import SitePiece
 
 ROWS, WIDTH = 6, 5
 AT, TOKENS = torch.arange(ROWS), torch.arange(ROWS) + 10
@@ -30,7 +30,7 @@ def pieces() -> list[SitePiece]:
 
 
 def made() -> Activations:
-    return Activations.of_pieces(2, pieces(), ORDER)
+    return Activations(2, pieces(), ORDER)
 
 
 def added() -> Activations:
@@ -67,7 +67,7 @@ def test_they_travel_undivided_and_divided(read: bool) -> None:
         assert len(sent)
     count = len(sent.as_pieces()[1])
     assert count == (5 if read else 3)  # divided, no two neighbours of the order are columns side by side
-    assert_same(Activations.of_pieces(*sent.as_pieces()), added())
+    assert_same(Activations(*sent.as_pieces()), added())
 
 
 @pytest.mark.parametrize("way", [lambda found: pickle.loads(pickle.dumps(found)), copy.deepcopy, copy.copy])

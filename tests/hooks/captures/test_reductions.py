@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS
-from helpers_declared import lms, prompt_of, vector
+from helpers_declared import captured_rows, lms, prompt_of, vector
 from helpers_paths import GOLDEN
 from helpers_saes import random_sae
 from safetensors.torch import load_file, save_file
@@ -30,11 +30,10 @@ from pymllm_interp import (
     TunedLens,
     open_harvest,
 )  # fmt: skip
-from pymllm_interp.core.model_spec import ModelSpec, site_index
-from pymllm_interp.hooks.binding import bind
-from pymllm_interp.hooks.captures.captures import Captures
+from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.captures.egress.ring import CaptureRing
 from pymllm_interp.hooks.captures.reductions.reduction import Reduction
+from pymllm_interp.hooks.captures.rows import CapturedRows
 from pymllm_interp.hooks.site import Site, expand
 from pymllm_interp.utils.arguments import PromptError
 
@@ -491,7 +490,7 @@ class HalvedReadout:
 def test_steps_of_alike_and_of_other_requests_send_what_each_alone_would(seed: int, dtype: torch.dtype) -> None:
     """Steps in which all requests are alike, some are, and prompts come between; some positions are computed twice."""
     rng, model = random.Random(seed), ModelSpec.of(CONFIGS["llama"](), dtype)
-    width, layers = model.hidden_size, model.num_hidden_layers
+    width = model.hidden_size
     sae = random_sae(width, "resid_post.1", 24).to(dtype=dtype)
     kinds: list[list[Capture]] = [
         [Capture("resid_post.1", reduce=Features(sae, top_k=7))],
@@ -507,24 +506,17 @@ def test_steps_of_alike_and_of_other_requests_send_what_each_alone_would(seed: i
     chosen = [rng.choice(kinds[: rng.choice([1, 2, 7])]) for _ in range(7)]
     prompt_lens, longest = [rng.randrange(1, 9) for _ in chosen], 16
 
-    def captures_of(specs: list[Capture], prompt_len: int) -> Captures:
-        bounds = [bound for spec in specs for bound in bind(spec, model, prompt_len)]
-        numbered = [(number_of(b.site, layers), b, (width,)) for b in bounds]
-        return Captures(numbered, dtype, prompt_len, longest, layers, HalvedReadout())
-
-    def number_of(site: Site, layers: int) -> int:
-        before = {"attn_in": "resid_pre", "mlp_in": "resid_mid"}.get(site.kind, site.kind)
-        return site_index(Site(before, site.layer), layers)
+    def captures_of(specs: list[Capture], prompt_len: int) -> CapturedRows:
+        return captured_rows(specs, model, prompt_len, longest, dtype, HalvedReadout())
 
     alone, sent = ([captures_of(specs, n) for specs, n in zip(chosen, prompt_lens, strict=True)] for _ in range(2))
     states = [
-        {site: vector(width, 100 * i + site, longest).to(dtype) for site in captures.by_site}
+        {site: vector(width, 100 * i + site, longest).to(dtype) for site in captures.layout.by_site}
         for i, captures in enumerate(sent)
     ]
     for captures, own in zip(alone, states, strict=True):
-        for group in captures.groups:
-            for column, name in enumerate(group.names):
-                group.capture(column, own[number_of(name, layers)], torch.from_numpy(group.ordinals))
+        for site, rows in own.items():
+            captures.put(0, site, rows)
     ring = CaptureRing(1 << 20, dtype, "cpu", "block")
     ring.open()
     at = [0] * len(sent)
@@ -542,7 +534,7 @@ def test_steps_of_alike_and_of_other_requests_send_what_each_alone_would(seed: i
             continue
         starts, stops = ring.lay_out(parts).tolist()
         for (i, position), start, stop in zip(rows, starts, stops, strict=True):
-            for site, offset in sent[i].offsets.items():
+            for site, offset in sent[i].layout.offsets.items():
                 if start + offset < stop:  # as kernels store it
                     ring.memory[start + offset : start + offset + width] = states[i][site][position]
         ring.send()
@@ -550,7 +542,7 @@ def test_steps_of_alike_and_of_other_requests_send_what_each_alone_would(seed: i
     for i, (found, wanted) in enumerate(zip(sent, alone, strict=True)):
         found.mark_copied(longest)
         tokens = list(range(longest))
-        ours, theirs = found.activations(tokens), wanted.activations(tokens)
+        ours, theirs = found.result(tokens), wanted.result(tokens)
         assert list(ours) == list(theirs) and list(ours), i
         for site in ours:
             assert torch.equal(ours.positions[site], theirs.positions[site])

@@ -1,4 +1,4 @@
-"""Decode steps of requests that capture alike leave the ring together (hooks/captures/egress/step_block.py)."""
+"""Decode steps of requests that capture alike leave the ring together (hooks/captures/egress/copier.py)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS
-from helpers_declared import vector
+from helpers_declared import captured_rows, vector
 
 from pymllm_interp import Capture, Project
-from pymllm_interp.core.model_spec import ModelSpec, site_index
-from pymllm_interp.hooks.binding import bind
+from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.captures.activations import CaptureError
-from pymllm_interp.hooks.captures.captures import Captures
-from pymllm_interp.hooks.captures.egress import copier, step_block
+from pymllm_interp.hooks.captures.egress import copier
+from pymllm_interp.hooks.captures.egress.copier import AlikeStep
 from pymllm_interp.hooks.captures.egress.ring import CaptureRing, StatesOf
-from pymllm_interp.hooks.captures.egress.step_block import AlikeStep
-from pymllm_interp.kernels.cpu.block_copies import load_block_copies
+from pymllm_interp.hooks.captures.rows import CapturedRows
+from pymllm_interp.kernels.cpu.block_copies import copy_by_torch, load_block_copies
 
 INFO = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 SPECS: dict[str, Any] = {
@@ -34,11 +33,13 @@ SPECS: dict[str, Any] = {
 WAYS = [
     pytest.param(
         "compiled",
-        marks=pytest.mark.skipif(load_block_copies() is None, reason="there is no compiler for block_copies.cpp"),
+        marks=pytest.mark.skipif(
+            load_block_copies() is copy_by_torch, reason="there is no compiler for block_copies.cpp"
+        ),
     ),
     "torch",
 ]
-Own = tuple[Captures, dict[int, torch.Tensor]]
+Own = tuple[CapturedRows, dict[int, torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
@@ -46,26 +47,24 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What copies."""
     found = getattr(request, "param", "compiled")
     if found == "torch":
-        monkeypatch.setattr(copier, "load_block_copies", lambda: None)
+        monkeypatch.setattr(copier, "load_block_copies", lambda: copy_by_torch)
     return found
 
 
-def captures_of(specs: list[Capture], prompt_len: int, longest: int) -> Captures:
-    bounds = [bound for spec in specs for bound in bind(spec, INFO, prompt_len)]
-    numbered = [(site_index(b.site, INFO.num_hidden_layers), b, INFO.shape(b.site.kind)) for b in bounds]
-    return Captures(numbered, torch.float32, prompt_len, longest, INFO.num_hidden_layers)
+def captures_of(specs: list[Capture], prompt_len: int, longest: int) -> CapturedRows:
+    return captured_rows(specs, INFO, prompt_len, longest)
 
 
 def run_step(ring: CaptureRing, parts: list[tuple[Own, int, int]]) -> bool:
     """A pass of (request, first position, positions) each. Whether its rows were alike."""
     ring.lay_out([(captures, first, count) for (captures, _), first, count in parts])
     layout = ring._layout
-    sites = sorted({site for (captures, _), *_ in parts for site in captures.by_site})
+    sites = sorted({site for (captures, _), *_ in parts for site in captures.layout.by_site})
     for site in sites:
         rows, states, row, token = [], [], 0, 0
         for (captures, own), first, count in parts:
-            if site in captures.by_site:
-                group = captures.by_site[site][0]
+            if site in captures.layout.by_site:
+                group = captures.layout.by_site[site][0]
                 rows.append(StatesOf(captures, row, token, count, group.probes))
                 states.append(own[site][first : first + count])
                 row += count
@@ -82,7 +81,6 @@ def run_step(ring: CaptureRing, parts: list[tuple[Own, int, int]]) -> bool:
         ("torch", "a block"),
         ("torch", "small blocks"),
         ("torch", "no block"),
-        ("torch", "threads"),
         ("compiled", "a block"),
         ("compiled", "no block"),
     ],
@@ -92,13 +90,10 @@ def run_step(ring: CaptureRing, parts: list[tuple[Own, int, int]]) -> bool:
 def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory: str, monkeypatch: Any) -> None:
     rng = random.Random(f"{kinds} {memory}")
     if memory == "small blocks":
-        monkeypatch.setattr(step_block, "MAX_STEPS", 3)
-        monkeypatch.setattr(step_block, "FEWEST_STEPS", 2)
+        monkeypatch.setattr(copier, "MAX_STEPS", 3)
+        monkeypatch.setattr(copier, "FEWEST_STEPS", 2)
     elif memory == "no block":
-        monkeypatch.setattr(step_block, "MAX_BYTES", 0)
-    elif memory == "threads":
-        monkeypatch.setattr(step_block, "PART_BYTES", 64)
-        monkeypatch.setattr(step_block, "MAX_WORDS", 1)
+        monkeypatch.setattr(copier, "MAX_BYTES", 0)
     ring = CaptureRing(1 << 22, torch.float32, "cpu", "block")
     ring.open()
     made: list[tuple[Own, int, int]] = []  # with its prompt's length and its last position
@@ -110,7 +105,7 @@ def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory:
                 prompt_len = rng.randrange(3, 9)
                 longest = prompt_len + rng.randrange(1, 30)
                 captures = captures_of(SPECS[rng.choice(kinds)](), prompt_len, longest)
-                states = {site: torch.randn(longest, INFO.hidden_size) for site in captures.by_site}
+                states = {site: torch.randn(longest, INFO.hidden_size) for site in captures.layout.by_site}
                 made.append(((captures, states), prompt_len, longest))
                 running.append([made[-1], 0])
         parts = []
@@ -130,10 +125,10 @@ def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory:
     assert not ring.allocator.in_use
     for (captures, states), _, longest in made:
         stop = captures.next_position
-        found = captures.activations(range(stop))
+        found = captures.result(range(stop))
         assert found
-        for site in captures.by_site:
-            group, column = captures.by_site[site]
+        for site in captures.layout.by_site:
+            group, column = captures.layout.by_site[site]
             name = str(group.names[column])
             rows = states[site][found.positions[name]]
             if group.probes is not None:
@@ -153,24 +148,23 @@ def test_results_are_the_states_whoever_comes_and_goes(kinds: list[str], memory:
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_rows_of_large_steps_are_found_once_for_many_steps(monkeypatch: Any) -> None:
-    monkeypatch.setattr(step_block, "MAX_BYTES", 0)
-    monkeypatch.setattr(step_block, "STEPS_AHEAD", 4)
-    found: list[tuple[int, int]] = []
-    direct_rows = Captures.direct_rows
-    monkeypatch.setattr(Captures, "direct_rows", lambda self, *span: found.append(span) or direct_rows(self, *span))
+    monkeypatch.setattr(copier, "MAX_BYTES", 0)
+    found: list[int] = []
+    prepare = CapturedRows.prepare
+    monkeypatch.setattr(CapturedRows, "prepare", lambda self, memory: found.append(1) or prepare(self, memory))
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
     ring.open()
     captures = captures_of(SPECS["whole"](), 2, 12)
-    own = captures, {site: torch.randn(12, INFO.hidden_size) for site in captures.by_site}
+    own = captures, {site: torch.randn(12, INFO.hidden_size) for site in captures.layout.by_site}
     for first, count in ((0, 2), *((position, 1) for position in range(2, 12))):
         assert run_step(ring, [(own, first, count)]) == (first > 0)
     ring.wait()
-    assert found[-3:] == [(2, 4), (6, 4), (10, 2)]
-    states = captures.activations(range(12))
-    for site, (group, column) in captures.by_site.items():
+    assert len(found) == 2, "for the prompt, and for the steps"
+    states = captures.result(range(12))
+    for site, (group, column) in captures.layout.by_site.items():
         assert torch.equal(states[str(group.names[column])], own[1][site])
     del states
-    assert ring._copier._steps._ahead is None  # results are not held
+    assert ring._copier._places is None  # results are not held
     ring.close()
 
 
@@ -179,9 +173,9 @@ def test_a_block_of_one_step_holds_no_results_after_a_request_ends() -> None:
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
     ring.open()
     captures = captures_of(SPECS["whole"](), 1, 4)
-    run_step(ring, [((captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.by_site}), 1, 1)])
+    run_step(ring, [((captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.layout.by_site}), 1, 1)])
     ring.wait()
-    assert ring._copier._steps._ahead is None
+    assert ring._copier._places is None
     ring.close()
 
 
@@ -192,7 +186,7 @@ def test_a_request_without_memory_loses_its_own_states_only(monkeypatch: Any) ->
     owns: list[Own] = []
     for _ in range(3):
         captures = captures_of(SPECS["whole"](), 2, 8)
-        owns.append((captures, {site: torch.randn(8, INFO.hidden_size) for site in captures.by_site}))
+        owns.append((captures, {site: torch.randn(8, INFO.hidden_size) for site in captures.layout.by_site}))
 
     def fails(*_: Any) -> None:
         raise MemoryError("no memory")
@@ -203,11 +197,11 @@ def test_a_request_without_memory_loses_its_own_states_only(monkeypatch: Any) ->
     ring.wait()
     assert not ring.allocator.in_use
     for captures, states in (owns[0], owns[2]):
-        found = captures.activations(range(8))
-        for site, (group, column) in captures.by_site.items():
+        found = captures.result(range(8))
+        for site, (group, column) in captures.layout.by_site.items():
             assert torch.equal(found[str(group.names[column])], states[site])
     with pytest.raises(CaptureError, match="no memory"):
-        owns[1][0].activations(range(8))["resid_post.0"]
+        owns[1][0].result(range(8))["resid_post.0"]
     ring.close()
 
 
@@ -216,12 +210,12 @@ def test_states_in_a_block_are_there_when_the_ring_is_closed() -> None:
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
     ring.open()
     captures = captures_of(SPECS["whole"](), 1, 4)
-    own = captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.by_site}
+    own = captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.layout.by_site}
     for position in range(3):
         run_step(ring, [(own, position, 1)])
     ring.close()
-    found = captures.activations(range(3))
-    for site, (group, column) in captures.by_site.items():
+    found = captures.result(range(3))
+    for site, (group, column) in captures.layout.by_site.items():
         assert torch.equal(found[str(group.names[column])], own[1][site][:3])
 
 
@@ -234,14 +228,15 @@ def test_a_copy_that_fails_costs_its_requests_and_the_ring_serves_the_next(way: 
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory")
 
+    ring.wait()  # the thread has what it copies with
     for works in (False, True):
         captures = captures_of(SPECS["whole"](), 1, 4)
-        own = captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.by_site}
+        own = captures, {site: torch.randn(4, INFO.hidden_size) for site in captures.layout.by_site}
         with monkeypatch.context() as patch:
             if not works and way == "torch":
-                patch.setattr(torch, "split_with_sizes_copy", fails)
+                patch.setattr(torch, "_foreach_copy_", fails)
             elif not works:
-                patch.setattr(ring._copier._steps, "copy_blocks", fails)
+                patch.setattr(ring._copier, "_copy", fails)
             for position in range(1, 4):
                 captures.next_position = position
                 run_step(ring, [(own, position, 1)])
@@ -249,8 +244,8 @@ def test_a_copy_that_fails_costs_its_requests_and_the_ring_serves_the_next(way: 
         assert not ring.allocator.in_use
         if works:
             captures.mark_copied(4)
-            assert len(captures.activations(range(4))["resid_post.0"]) == 4
+            assert len(captures.result(range(4))["resid_post.0"]) == 4
         else:
             with pytest.raises(CaptureError, match="no memory"):
-                captures.activations(range(4))["resid_post.0"]
+                captures.result(range(4))["resid_post.0"]
     ring.close()

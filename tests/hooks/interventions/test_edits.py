@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS
+from helpers_declared import copy_records
 from helpers_paths import ROOT
 
 from pymllm_interp.core.model_spec import ModelSpec, final_norm_site, num_sites, site_index
-from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.bind import DeclaredLimits, bind, for_each_prompt
 from pymllm_interp.hooks.captures.egress.result_memory import FreshMemory
+from pymllm_interp.hooks.captures.rows import CapturedRows
 from pymllm_interp.hooks.captures.spec import Capture, Project
-from pymllm_interp.hooks.declared import Declared, DeclaredLimits, for_each_prompt
+from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.device_tables import DeviceTables
 from pymllm_interp.hooks.interventions.host_ops import RequestRows, host_ops
 from pymllm_interp.hooks.interventions.op import Gate, Op
@@ -225,7 +227,7 @@ def test_a_row_that_captures_has_the_states_that_go_on_in_its_block_and_nobody_e
     expected = torch.full_like(edits.tables.ring, torch.nan)
     for row, (owner, (start, stop)) in enumerate(zip(rows, blocks, strict=True)):
         captures = None if owner < 0 or requests[owner] is None else requests[owner].captures
-        for site, offset in {} if captures is None else captures.offsets.items():
+        for site, offset in {} if captures is None else captures.layout.offsets.items():
             if start + offset < stop:
                 expected[start + offset : start + offset + WIDTH] = went_on[site][0, row]
     assert int((~expected.isnan()).sum()) == (sites - 1 + 1 + 2) * WIDTH  # nothing is added at place 0
@@ -311,7 +313,7 @@ def test_dot_products_of_states_that_are_narrower_or_wider_than_the_streams(fami
     _, edits = tables_of([*requests], [0, 0], [0, 1], blocks, info=info, pool=pool)
     assert pool.used == 1 + 3 * -(-width // hidden)
     assert requests[0].captures is not None
-    states = {site: vector(rng, 1, 2, width).to(DEVICE) for site in requests[0].captures.offsets}
+    states = {site: vector(rng, 1, 2, width).to(DEVICE) for site in requests[0].captures.layout.offsets}
     for site, value in states.items():
         edits.capture(site, value)
     assert_left(edits.tables.ring.cpu(), requests, [0, 0], [0, 1], blocks, lambda site, row: states[site][0, row])
@@ -322,20 +324,19 @@ def assert_left(
     state_of: Callable[[int, int], torch.Tensor],
 ) -> None:  # fmt: skip
     """What is copied out of the ring is what functions take of the states."""
-    integers = ring.view({2: torch.int16, 4: torch.int32}[ring.itemsize]).numpy()
     for number, declared in enumerate(requests):
         assert declared.captures is not None
         captures, found = declared.captures, {}
         mine = [row for row, owner in enumerate(rows) if owner == number]
         captures.prepare(FreshMemory())
         for row in mine:
-            captures.copy(integers[slice(*blocks[row])], positions[row], captures.record_sizes(positions[row], 1))
+            copy_records(captures, ring[slice(*blocks[row])], positions[row], captures.record_sizes(positions[row], 1))
         captures.mark_copied(len(mine))
-        found = {site: rows.clone() for site, rows in captures.activations([1] * len(mine)).items()}
-        for site, (group, column) in captures.by_site.items():
-            states = torch.stack([state_of(site, row) for row in mine])
-            group.capture(column, states, torch.arange(len(mine)))
-        wanted = captures.activations([1] * len(mine))
+        found = {site: rows.clone() for site, rows in captures.result([1] * len(mine)).items()}
+        by_function = CapturedRows(captures.layout)
+        for site in captures.layout.by_site:
+            by_function.put(0, site, torch.stack([state_of(site, row) for row in mine]))
+        wanted = by_function.result([1] * len(mine))
         assert found.keys() == wanted.keys()
         for site, value in wanted.items():
             assert len(value) == len(mine) and found[site].dtype is value.dtype

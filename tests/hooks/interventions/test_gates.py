@@ -16,8 +16,8 @@ from helpers_runner import random_ids
 
 from pymllm_interp import Ablate, Gate, Generated, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import ModelSpec
-from pymllm_interp.hooks.binding import bind, resolved
-from pymllm_interp.hooks.declared import Declared, DeclaredLimits
+from pymllm_interp.hooks.bind import DeclaredLimits, bind, resolved
+from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.gates import is_before, share_kernel
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.positions import ordinals_of

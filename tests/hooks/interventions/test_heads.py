@@ -16,8 +16,7 @@ from helpers_heads import in_double
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, Project, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec
-from pymllm_interp.hooks.binding import bind, fingerprint_of
-from pymllm_interp.hooks.declared import DeclaredLimits
+from pymllm_interp.hooks.bind import DeclaredLimits, bind, fingerprint_of
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pymllm_interp.core.model_spec import FAMILIES, Family, ModelSpec
-from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.spec import Capture, Project
 from pymllm_interp.hooks.interventions.op import Gate, Op
 from pymllm_interp.hooks.interventions.projections import MAX_RANK, Ablate, Clamp

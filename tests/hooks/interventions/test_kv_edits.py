@@ -13,7 +13,8 @@ from helpers_declared import vector
 
 from pymllm_interp import LM, Generated, Knockout, Patch, SamplingParams, Steer
 from pymllm_interp.core.model_spec import ModelSpec, site_index
-from pymllm_interp.hooks.declared import Declared, DeclaredLimits
+from pymllm_interp.hooks.bind import DeclaredLimits
+from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.kv_edits import changes_kv
 from pymllm_interp.hooks.site import Site
 

@@ -21,7 +21,7 @@ from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.core.receipt import Receipt
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.result import HarvestError
-from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.group import Group
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.interventions import device_tables, host_ops, logit_ops

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pymllm_interp import Capture, Gate, SamplingParams
 from pymllm_interp.core.model_spec import ModelSpec
-from pymllm_interp.hooks.declared import Declared, DeclaredLimits, for_each_prompt
+from pymllm_interp.hooks.bind import DeclaredLimits, for_each_prompt
+from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.host_ops import RequestRows, host_ops
 from pymllm_interp.hooks.interventions.op import Op, row_dots
 from pymllm_interp.hooks.positions import Positions

@@ -18,8 +18,9 @@ from helpers_runner import random_ids
 
 from pymllm_interp import SAE, Capture, Features, Gate, Lens, SamplingParams, SetFeature, Steer
 from pymllm_interp.core.model_spec import ModelSpec
+from pymllm_interp.hooks.bind import DeclaredLimits
 from pymllm_interp.hooks.captures.lens_files import TunedLens
-from pymllm_interp.hooks.declared import Declared, DeclaredLimits
+from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.saes.registry import SAERegistry
 from pymllm_interp.wire.specs import intervention_of, to_json

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from pymllm_interp import Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Steer
-from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.vectors.files import load_layer_vectors, load_vector, save_layer_vectors
 from pymllm_interp.hooks.vectors.registry import VectorRegistry

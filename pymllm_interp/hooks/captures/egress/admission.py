@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ....core.request import Request
-from ..record_sizes import RecordSizes
+from ..layout import CaptureProgress
 from .ring_allocator import RingAllocator
 
 PROMPTS_SHARE = 4
@@ -98,7 +98,7 @@ class RingAdmission:
         """Whether `take` would not refuse `tokens` tokens of each request."""
         return self._when_full == "fail" or sum(map(_reserved_size, requests, tokens)) <= self._free
 
-    def check(self, wanted: Sequence[tuple[RecordSizes, int]], what: str) -> None:
+    def check(self, wanted: Sequence[tuple[CaptureProgress, int]], what: str) -> None:
         """Check that an empty ring holds what requests capture in one step.
 
         Args:
@@ -108,7 +108,7 @@ class RingAdmission:
         Raises:
             ValueError: the ring is too small.
         """
-        sizes = [max(captures.reserved_size(0, n), captures.max_reserved_size) for captures, n in wanted]
+        sizes = [max(captures.reserved_size(0, n), captures.layout.max_reserved_size) for captures, n in wanted]
         needed = sum(sizes) * self._itemsize
         if needed > self._size_bytes:
             raise ValueError(
@@ -157,7 +157,7 @@ class RingAdmission:
             request.warnings.append(why)
 
 
-def ring_captures(request: Request) -> RecordSizes | None:
+def ring_captures(request: Request) -> CaptureProgress | None:
     """The sizes of the captures of a request that use the ring; None for none. A pass with gradients does not use it."""
     return None if request.declared is None or request.differentiable else request.declared.captures
 

@@ -1,39 +1,49 @@
-"""`RingCopier`: the thread that copies captured states from the host ring to the results of their requests."""
+"""`RingCopier`: the thread that copies captured states from the host ring to the results of their requests.
+
+Rows that are kept as they were sent are copied by one call for all requests of a span. So the engine's thread gets the GIL. Small
+decode steps of the same requests are held, and copied together. Rows are folded, or converted, request by request.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby, pairwise
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ....kernels.cpu.block_copies import CopyBlocks, load_block_copies
-from ....utils.integers import INTEGERS
+from ....kernels.cpu.block_copies import PART_BYTES, CopyBlocks, load_block_copies
+from ....utils.integers import as_integers
 from ....utils.stage_times import TIMES
 from ..activations import CaptureError
-from ..captures import Captures
-from ..group import SmallRow
-from ..kept_rows import WORDS
+from ..layout import RecordKind
+from ..rows import CapturedRows
 from .result_memory import Memory
 from .ring_allocator import RingAllocator
-from .step_block import MAX_WORDS, NUM_COPIERS, AlikeStep, StepBlock
 
 logger = logging.getLogger(__name__)
 
 NO_MEMORY = (MemoryError, OSError, RuntimeError)
 """What a failed allocation or copy raises. Only the captures of the affected request are lost."""
+MAX_STEPS = 32
+"""Upper bound of the steps that are held."""
+MAX_BYTES = 256 << 20
+"""Upper bound of the memory of held steps."""
+FEWEST_STEPS = 8
+"""Fewest steps that are held. Where fewer fit, each step is copied to the results at once."""
+NUM_COPIERS = 8
+"""Threads that copy from the host ring to results."""
 
 
 class RequestSlice(NamedTuple):
     """The slice of a step's span that holds the records of one request, or what its records are packed to."""
 
-    captures: Captures
+    rows: CapturedRows
     first: int
     """First position."""
     sizes: np.ndarray
@@ -45,16 +55,22 @@ class RequestSlice(NamedTuple):
     records_at: int | None = None
     """First element of the records that are packed on the device, from the start of the span. None: no record is packed."""
 
-    def split(self, parts: int) -> list[RequestSlice]:
-        """At most `parts` slices with equal numbers of positions. A packed slice is not split."""
-        if parts <= 1 or self.records_at is not None or len(self.sizes) == 1:
-            return [self]
-        slices, offset, count = [], self.offset, -(-len(self.sizes) // parts)
-        for i in range(0, len(self.sizes), count):
-            sizes = self.sizes[i : i + count]
-            slices.append(RequestSlice(self.captures, self.first + i, sizes, offset, int(sizes.sum())))
-            offset += slices[-1].size
-        return slices
+
+class AlikeStep(NamedTuple):
+    """A decode step of requests with records of one kind, a position each: their records are side by side."""
+
+    rows: list[CapturedRows]
+    firsts: list[int]
+    """Position of each request."""
+    kind: RecordKind
+
+    def follows(self, other: AlikeStep, steps: int) -> bool:
+        """Whether it is the same requests' step, `steps` after the `other`."""
+        return (
+            self.kind == other.kind
+            and self.rows == other.rows
+            and self.firsts == [first + steps for first in other.firsts]
+        )
 
 
 class SentSpan(NamedTuple):
@@ -67,11 +83,84 @@ class SentSpan(NamedTuple):
     began: torch.cuda.Event | None = None
     """Recorded before it, where it is measured."""
 
+    @property
+    def rows(self) -> Sequence[CapturedRows]:
+        """The rows of each request."""
+        return self.slices.rows if isinstance(self.slices, AlikeStep) else [part.rows for part in self.slices]
 
-_Copy = tuple[RequestSlice, torch.Tensor | None]
-"""A slice to copy, and the rows of its result, [words], where its records are kept unchanged."""
-_SmallCopy = tuple[RequestSlice, SmallRow]
-T = TypeVar("T", _Copy, _SmallCopy)
+
+class _KeptAt(NamedTuple):
+    """Where the records of a step, and of those that follow it, are kept as they are.
+
+    Attributes:
+        addresses: of each group, [requests] int64; 0 for a request without memory.
+    """
+
+    step: AlikeStep
+    addresses: list[np.ndarray]
+
+
+class BlockCopies:
+    """Copies out of host memory that are made together. See `rows.SentRecords`.
+
+    Args:
+        memory: [elements].
+    """
+
+    def __init__(self, memory: torch.Tensor, copy: CopyBlocks) -> None:
+        self._values, self._copy = as_integers(memory), copy
+        self._address, self._itemsize = memory.data_ptr(), memory.itemsize
+        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._steps: list[tuple[np.ndarray, np.ndarray, int]] = []
+
+    def values(self, offset: int, count: int) -> np.ndarray:
+        """[count] of the elements from `offset` on, as integers of their width."""
+        return self._values[offset : offset + count]
+
+    def add(self, to: int, offset: int, count: int, size: int, stride: int) -> None:
+        """Copy `count` rows of `size` bytes to adjacent places. Thread-safe.
+
+        Args:
+            to: address of the first place.
+            offset: first element of the first row.
+            stride: elements from one row to the next.
+        """
+        stride *= self._itemsize
+        if size == stride:
+            count, size, stride = 1, count * size, count * size
+        self._rows.append((to, self._address + offset * self._itemsize, count, size, stride))
+
+    def add_steps(self, to: np.ndarray, offset: int, steps: int, size: int, stride: int) -> None:
+        """`add` for each request of some steps.
+
+        Args:
+            to: [requests] int64, addresses of the first step; 0 for none.
+            offset: first element of the first request.
+            stride: elements from one request to the next.
+        """
+        step = np.arange(steps, dtype=np.int64)[:, None]
+        source = self._address + (step * (len(to) * stride) + np.arange(len(to)) * stride + offset) * self._itemsize
+        places = to + step * size
+        if not to.all():
+            places, source = places[:, to > 0], source[:, to > 0]
+        self._steps.append((places.ravel(), source.ravel(), size))
+
+    def make(self) -> None:
+        """Make all copies."""
+        parts = [(to, source, np.full(len(to), size, np.int64)) for to, source, size in self._steps]
+        if self._rows:
+            places: list[int] = []
+            sources: list[int] = []
+            sizes: list[int] = []
+            for to, source, count, size, stride in self._rows:
+                places += range(to, to + count * size, size)
+                sources += range(source, source + count * stride, stride)
+                sizes += [size] * count
+            parts.append((np.array(places), np.array(sources), np.array(sizes)))
+        if parts:
+            to, source, sizes_of = map(np.concatenate, zip(*parts, strict=True))
+            with TIMES.of("copier: copies to results", int(sizes_of.sum())):
+                self._copy(to, source, sizes_of, NUM_COPIERS)
 
 
 class RingCopier:
@@ -89,10 +178,12 @@ class RingCopier:
         self.on_freed: Callable[[], None] | None = None
         self._allocator, self._results = allocator, results
         self._queue: queue.SimpleQueue[SentSpan | Callable[[], None] | None] = queue.SimpleQueue()
-        self._steps = StepBlock(results, _lose)
         self._host = torch.empty(0)
-        self._copy_blocks: CopyBlocks | None = None
         self._thread: threading.Thread | None = None
+        self._block = torch.empty((0, 0))
+        self._held: AlikeStep | None = None  # the first step of the block
+        self._count = 0
+        self._places: _KeptAt | None = None
 
     @property
     def started(self) -> bool:
@@ -106,7 +197,7 @@ class RingCopier:
             host: [elements], the host ring.
         """
         self._host = host
-        self._pool = self._steps.pool = ThreadPoolExecutor(NUM_COPIERS, "pymllm-interp-captures")
+        self._pool = ThreadPoolExecutor(NUM_COPIERS, "pymllm-interp-captures")
         self._thread = threading.Thread(target=self._run, name="pymllm-interp-captures", daemon=True)
         self._thread.start()
 
@@ -141,10 +232,10 @@ class RingCopier:
         return self._queue.empty()
 
     def _run(self) -> None:
-        self._copy_blocks = self._steps.copy_blocks = load_block_copies()
+        self._copy = load_block_copies()
         while (item := self._queue.get()) is not None:
             if not isinstance(item, SentSpan):
-                self._steps.flush()
+                self._flush()
                 with TIMES.of("copier: results of ended requests"):
                     item()
                 continue
@@ -155,155 +246,128 @@ class RingCopier:
                     if item.began is not None:
                         TIMES.add("device: ring to host", item.began.elapsed_time(item.copied) / 1e3)
                 if isinstance(item.slices, AlikeStep):
-                    self._steps.add(self._host[item.start :], item.slices)
+                    self._hold(self._host[item.start :], item.slices)
                 else:
-                    self._steps.flush()
-                    with TIMES.of("copier: steps that are not alike"):
-                        self._copy_out(self._host[item.start :], item.slices)
+                    self._flush()
+                    self._copy_slices(self._host[item.start :], item.slices)
             except NO_MEMORY as error:  # of CUDA; later spans must still be served
-                for captures in captures_of(item.slices):
-                    _lose(captures, error)
+                _lose_all(item.rows, error)
             self._allocator.free_oldest()
             if self.on_freed is not None:
                 self.on_freed()
-        self._steps.flush()
+        self._flush()
 
-    def _copy_out(self, host: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
-        copies, small = [], []
-        for request_slice in slices:
-            found = self._small_copy(request_slice)
-            if found is not None:
-                small.append(found)
-            else:
-                copies += self._copies_of(request_slice)
-        if self._copy_blocks is not None:
-            copies = _copy_unchanged(self._copy_blocks, host, copies)
-        if copies:
-            list(self._pool.map(lambda dealt: _copy_measured(host, dealt), _dealt(copies)))
-        _copy_small(host, small)
-        for request_slice in slices:
-            request_slice.captures.mark_copied(request_slice.first + len(request_slice.sizes))
+    def _hold(self, host: torch.Tensor, step: AlikeStep) -> None:
+        """Hold a step, or copy it where it is large.
 
-    def _small_copy(self, request_slice: RequestSlice) -> _SmallCopy | None:
-        """The copy of a slice that is one small record, kept unchanged; else None."""
-        if len(request_slice.sizes) > 1:
-            return None
-        captures = request_slice.captures
+        Args:
+            host: the ring from the step's first element on.
+        """
+        size = len(step.rows) * step.kind.sent_size
+        if self._held is not None and not step.follows(self._held, self._count):
+            self._flush()
+        size_bytes = size * host.itemsize
+        steps = min(MAX_STEPS, MAX_BYTES // size_bytes)
+        if steps < FEWEST_STEPS or size_bytes >= PART_BYTES:
+            self._copy_steps(host[None, :size], step)
+            return
+        if self._held is None:
+            if self._block.shape[1] != size:
+                self._block = torch.empty((steps, size), dtype=host.dtype)
+            self._held = step
+        # By NumPy: torch would start its intra-op threads.
+        with TIMES.of("copier: ring to block", size_bytes):
+            np.copyto(as_integers(self._block[self._count]), as_integers(host[:size]))
+        self._count += 1
+        if self._count == len(self._block):
+            self._flush()
+
+    def _flush(self) -> None:
+        """Copy what is held to the results. Nothing of them is held any more."""
+        first, count = self._held, self._count
+        self._held, self._count = None, 0
+        if first is not None:
+            self._copy_steps(self._block[:count], first)
+        self._places = None
+
+    def _copy_steps(self, block: torch.Tensor, step: AlikeStep) -> None:
+        """Copy records [steps, requests * size]. Requests lose theirs where that fails; others are still served."""
+        size, packed = step.kind.sent_size, step.kind.packed_size > 0
+        copies = BlockCopies(block.view(-1), self._copy)
+        places = self._places_of(step)
+        before = step.firsts[0] - places.step.firsts[0]
+        for (group, start), to in zip(step.rows[0].layout.sent_places(packed), places.addresses, strict=True):
+            if group.copied:
+                own = np.where(to > 0, to + before * group.row_bytes, 0) if before else to
+                copies.add_steps(own, start, len(block), group.row_bytes, size)
+                continue
+            for i, (rows, first) in enumerate(zip(step.rows, step.firsts, strict=True)):
+                own_rows = rows.groups[group.index]
+                where = own_rows.group.ordinals.item(first), i * size + start, len(block), block.shape[1]
+                self._guarded(rows, partial(own_rows.copy_block, copies, *where))
+        self._make(copies, step.rows)
+        for rows, first in zip(step.rows, step.firsts, strict=True):
+            rows.mark_copied(first + len(block))
+
+    def _places_of(self, step: AlikeStep) -> _KeptAt:
+        known = self._places
+        if known is not None:
+            steps = step.firsts[0] - known.step.firsts[0]
+            if steps >= 0 and step.follows(known.step, steps):
+                return known
+        addresses = np.zeros((len(step.rows[0].groups), len(step.rows)), dtype=np.int64)
+        with TIMES.of("copier: find rows of results"):
+            for i, (rows, first) in enumerate(zip(step.rows, step.firsts, strict=True)):
+                try:
+                    rows.prepare(self._results)
+                except NO_MEMORY as error:
+                    _lose(rows, error)
+                    continue
+                for index, own in enumerate(rows.groups):
+                    addresses[index, i] = own.address + own.group.ordinals.item(first) * own.group.row_bytes
+        self._places = _KeptAt(step, list(addresses))
+        return self._places
+
+    def _copy_slices(self, host: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
+        copies = BlockCopies(host, self._copy)
+
+        def keep(part: RequestSlice) -> None:
+            part.rows.prepare(self._results)
+            part.rows.copy_rows(copies, part.first, part.sizes, part.offset, part.records_at is not None)
+
+        def copy(part: RequestSlice) -> None:
+            self._guarded(part.rows, partial(keep, part))
+
+        with TIMES.of("copier: steps that are not alike"):
+            slow = [part for part in slices if len(part.sizes) > 1 and not part.rows.layout.copied]
+            for part in slices:
+                if len(part.sizes) == 1 or part.rows.layout.copied:
+                    copy(part)
+            list(self._pool.map(copy, slow) if len(slow) > 1 else map(copy, slow))
+            self._make(copies, [part.rows for part in slices])
+        for part in slices:
+            part.rows.mark_copied(part.first + len(part.sizes))
+
+    def _guarded(self, rows: CapturedRows, keep: Callable[[], None]) -> None:
+        """Call `keep`. Its request loses its states where that fails."""
         try:
-            captures.prepare(self._results)
-        except NO_MEMORY:  # `_copies_of` says so
-            return None
-        row = captures.small_row(request_slice.first)
-        if row is None or row[0].itemsize != request_slice.size * self._host.itemsize:
-            return None
-        return request_slice, row
-
-    def _copies_of(self, request_slice: RequestSlice) -> list[_Copy]:
-        """The copies of a slice: several where several threads may copy it."""
-        captures = request_slice.captures
-        try:
-            captures.prepare(self._results)
-            whole = None if self._copy_blocks is None else self._direct_rows(request_slice)
-            if whole is not None:
-                return [(request_slice, whole)]
-            parts = request_slice.split(1 if captures.in_order else NUM_COPIERS)
-            return [(part, self._direct_rows(part)) for part in parts]
+            if rows.error is None:
+                keep()
         except NO_MEMORY as error:
-            _lose(captures, error)
-            return [(request_slice, None)]
+            _lose(rows, error)
 
-    def _direct_rows(self, part: RequestSlice) -> torch.Tensor | None:
-        rows = part.captures.direct_rows(part.first, len(part.sizes))
-        # Positions that were computed again have no record, and sums come before the rows.
-        fits = rows is not None and rows.nbytes == part.size * self._host.itemsize
-        return torch.from_numpy(rows.reshape(-1)) if rows is not None and fits else None
-
-
-def _copy_unchanged(copy_blocks: CopyBlocks, host: torch.Tensor, copies: list[_Copy]) -> list[_Copy]:
-    """Copy slices with records that are kept unchanged, in one call. Returns the others."""
-    unchanged = [(part, rows) for part, rows in copies if rows is not None]
-    if unchanged:
-        sizes = np.array([rows.nbytes for _, rows in unchanged])
-        to = np.array([rows.data_ptr() for _, rows in unchanged])
-        source = host.data_ptr() + host.itemsize * np.array([part.offset for part, _ in unchanged])
-        with TIMES.of("copier: steps that are not alike, unchanged", int(sizes.sum())):
-            copy_blocks(to, source, sizes, NUM_COPIERS)
-    return [copy for copy in copies if copy[1] is None]
+    def _make(self, copies: BlockCopies, rows: Sequence[CapturedRows]) -> None:
+        try:
+            copies.make()
+        except NO_MEMORY as error:
+            _lose_all(rows, error)
 
 
-def _dealt(copies: list[_Copy]) -> list[list[_Copy]]:
-    """Consecutive copies for each thread, with about equally many elements."""
-    ends = np.cumsum([part.size for part, _ in copies])
-    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, NUM_COPIERS) / NUM_COPIERS, side="right").tolist()
-    return [dealt for begin, end in pairwise((0, *cuts, len(copies))) if (dealt := copies[begin:end])]
+def _lose_all(rows: Sequence[CapturedRows], error: Exception) -> None:
+    for own in rows:
+        _lose(own, error)
 
 
-def _copy_measured(host: torch.Tensor, copies: list[_Copy]) -> None:
-    with TIMES.of("copiers: ring to results", sum(part.size for part, _ in copies) * host.itemsize):
-        _copy(host, copies)
-
-
-def _copy(host: torch.Tensor, copies: list[_Copy]) -> None:
-    """Copy slices of a span to their results.
-
-    Consecutive records that are kept unchanged are one call of torch, which releases the GIL: the engine's thread needs it.
-    """
-    for unchanged, run in groupby(copies, key=lambda copy: copy[1] is not None):
-        if unchanged:
-            for adjacent in _adjacent(list(run)):
-                _copy_rows(host, adjacent)
-            continue
-        integers = host.view(INTEGERS[host.dtype.itemsize]).numpy()
-        for (captures, first, sizes, offset, size, records_at), _ in run:
-            try:
-                if captures.error is None:
-                    copy = captures.copy if records_at is None else captures.unpack
-                    copy(integers[offset : offset + size], first, sizes)
-            except NO_MEMORY as error:
-                _lose(captures, error)
-
-
-def _copy_small(host: torch.Tensor, copies: list[_SmallCopy]) -> None:
-    """Copy small records to their rows. NumPy takes a tenth of torch's time for a row, and does not hand the GIL over."""
-    values = host.view(INTEGERS[host.dtype.itemsize]).numpy()
-    for adjacent in _adjacent(copies):
-        for _, run in groupby(adjacent, key=lambda copy: copy[0].size):
-            alike = list(run)
-            (first, (rows, _)), count = alike[0], len(alike)
-            records = values[first.offset : first.offset + count * first.size].reshape(count, -1).view(rows.dtype)[:, 0]
-            for (_, (target, ordinal)), record in zip(alike, records, strict=True):
-                target[ordinal] = record
-
-
-def _adjacent(copies: list[T]) -> Iterator[list[T]]:
-    """Lists of copies with adjacent slices."""
-    start = 0
-    for i in range(1, len(copies) + 1):
-        before = copies[i - 1][0]
-        if i == len(copies) or copies[i][0].offset != before.offset + before.size:
-            yield copies[start:i]
-            start = i
-
-
-def _copy_rows(host: torch.Tensor, copies: list[_Copy]) -> None:
-    """Copy adjacent records to their rows."""
-    first, last = copies[0][0], copies[-1][0]
-    rows = [row for _, row in copies if row is not None]
-    try:
-        if max(map(len, rows)) > MAX_WORDS:
-            rows = [some for row in rows for some in row.split(MAX_WORDS)]
-        records = host[first.offset : last.offset + last.size].view(WORDS)
-        torch.split_with_sizes_copy(records, [len(row) for row in rows], out=rows)
-    except NO_MEMORY as error:
-        for part, _ in copies:
-            _lose(part.captures, error)
-
-
-def captures_of(slices: Sequence[RequestSlice] | AlikeStep) -> Sequence[Captures]:
-    """The captures of each request of a span."""
-    return slices.captures if isinstance(slices, AlikeStep) else [each.captures for each in slices]
-
-
-def _lose(captures: Captures, error: Exception) -> None:
+def _lose(rows: CapturedRows, error: Exception) -> None:
     logger.warning("captured states are lost: %r", error)
-    captures.error = CaptureError(f"captured states are lost: {error!r}")
+    rows.error = CaptureError(f"captured states are lost: {error!r}")

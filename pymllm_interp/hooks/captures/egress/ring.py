@@ -24,14 +24,14 @@ import numpy as np
 import torch
 
 from ....utils.stage_times import TIMES
-from ..captures import Captures, RecordLayout
 from ..group import Group
+from ..layout import RecordKind
 from ..reductions.reading import Pending, read_all
+from ..rows import CapturedRows
 from .admission import RingAdmission
-from .copier import NO_MEMORY, RequestSlice, RingCopier, SentSpan
+from .copier import NO_MEMORY, AlikeStep, RequestSlice, RingCopier, SentSpan
 from .result_memory import Memory, ResultMemory
 from .ring_allocator import RingAllocator
-from .step_block import AlikeStep
 
 
 class _StepLayout(NamedTuple):
@@ -47,7 +47,7 @@ class _StepLayout(NamedTuple):
 class StatesOf(NamedTuple):
     """The rows of a tensor of states that one request captures. They are of consecutive positions."""
 
-    captures: Captures
+    captures: CapturedRows
     row: int
     """First row of the tensor."""
     token: int
@@ -150,7 +150,7 @@ class CaptureRing:
 
     # -- a step ------------------------------------------------------------------------
 
-    def lay_out(self, parts: Sequence[tuple[Captures | None, int, int]]) -> np.ndarray:
+    def lay_out(self, parts: Sequence[tuple[CapturedRows | None, int, int]]) -> np.ndarray:
         """Place the records of a step's token rows.
 
         Args:
@@ -175,7 +175,7 @@ class CaptureRing:
             if captures is not None and size:
                 if captures.packs(first):
                     packed.append((len(slices), rows, size))
-                    size = captures.packed_size(first, sizes[rows])
+                    size = captures.layout.packed_size(first, sizes[rows])
                 elif sent != ends[row]:  # after a packed slice
                     stops[rows] += sent - ends[row]
                 slices.append(RequestSlice(captures, first, sizes[rows], sent, size))
@@ -192,20 +192,20 @@ class CaptureRing:
         self._records = np.stack((stops - sizes, stops))
         return self._records
 
-    def _lay_out_alike(self, parts: Sequence[tuple[Captures | None, int, int]], layout: RecordLayout) -> np.ndarray:
-        """`lay_out` of a position each for requests that are `alike`: what they are packed to, then their records."""
-        count, size = len(parts), layout.record_size
-        sent = count * layout.sent_size
-        records_at = count * layout.packed_size
+    def _lay_out_alike(self, parts: Sequence[tuple[CapturedRows | None, int, int]], kind: RecordKind) -> np.ndarray:
+        """`lay_out` of a position each, with records of one kind: what they are packed to, then their records."""
+        count, size = len(parts), kind.record_size
+        sent = count * kind.sent_size
+        records_at = count * kind.packed_size
         total = records_at + count * size
         start = self.allocator.find(total)
-        captures: list[Captures] = [part[0] for part in parts]  # pyright: ignore[reportAssignmentType]
-        self._layout = _StepLayout(start, total, sent, AlikeStep(captures, [part[1] for part in parts], layout))
+        captures: list[CapturedRows] = [part[0] for part in parts]  # pyright: ignore[reportAssignmentType]
+        self._layout = _StepLayout(start, total, sent, AlikeStep(captures, [part[1] for part in parts], kind))
         starts = start + records_at + size * np.arange(count)
         self._records = np.stack((starts, starts + size))
         return self._records
 
-    def _lay_out_single(self, parts: Sequence[tuple[Captures | None, int, int]], sizes: list[int]) -> np.ndarray:
+    def _lay_out_single(self, parts: Sequence[tuple[CapturedRows | None, int, int]], sizes: list[int]) -> np.ndarray:
         """`lay_out` of a position each, with records that are not packed."""
         each = np.array(sizes, dtype=np.int64)
         stops = np.cumsum(each)
@@ -233,7 +233,7 @@ class CaptureRing:
         """
         runs: list[_Run] = []
         for captures, row, token, rows, probes in parts:
-            group, column = captures.by_site[site]
+            group, column = captures.layout.by_site[site]
             alike = group.width, group.converted, None if probes is None else probes.data_ptr()
             for i, (start, stop) in enumerate(self._records[:, token : token + rows].T.tolist()):
                 place = start + group.offset_of(column)
@@ -275,7 +275,7 @@ class CaptureRing:
         self.allocator.allocate(start, size)
         self.bytes_sent += num_sent * self.memory.itemsize
         if isinstance(slices, AlikeStep):
-            for captures, first in zip(slices.captures, slices.firsts, strict=True):
+            for captures, first in zip(slices.rows, slices.firsts, strict=True):
                 captures.next_position = first + 1
         else:
             for captures, first, sizes, *_ in slices:
@@ -287,20 +287,18 @@ class CaptureRing:
         self._layout = None
 
 
-def _all_alike(parts: Sequence[tuple[Captures | None, int, int]]) -> RecordLayout | None:
-    """What `alike` returns for the captures of one position each. None: they differ, or a position is not captured (again)."""
+def _all_alike(parts: Sequence[tuple[CapturedRows | None, int, int]]) -> RecordKind | None:
+    """The kind of the records of one position each. None: they differ, or a position is not captured (again)."""
     found = None
     for captures, first, count in parts:
-        if captures is None or count != 1 or first < captures.next_position or captures.error is not None:
+        kind = captures.kind(first) if captures is not None and count == 1 else None
+        if kind is None or (found is not None and kind is not found and kind != found):
             return None
-        alike = captures.alike(first)
-        if alike is None or alike is not (found or alike):
-            return None
-        found = alike
+        found = kind
     return found
 
 
-def _sizes_of_single(parts: Sequence[tuple[Captures | None, int, int]]) -> list[int] | None:
+def _sizes_of_single(parts: Sequence[tuple[CapturedRows | None, int, int]]) -> list[int] | None:
     """Elements of each request's record, where all have one position and no record is packed; else None."""
     sizes = []
     for captures, first, count in parts:
@@ -318,14 +316,14 @@ def _pack(span: torch.Tensor, slices: Sequence[RequestSlice] | AlikeStep) -> Non
     """
     pending: list[Pending] = []
     if isinstance(slices, AlikeStep):
-        count, layout = len(slices.captures), slices.layout
-        if not layout.packed_size:
+        count, kind = len(slices.rows), slices.kind
+        if not kind.packed_size:
             return
-        packed, records = span.split([count * layout.packed_size, count * layout.record_size])
-        pending += slices.captures[0].pack_rows(records.view(count, -1), packed.view(count, -1))
+        packed, records = span.split([count * kind.packed_size, count * kind.record_size])
+        pending += slices.rows[0].layout.pack_rows(records.view(count, -1), packed.view(count, -1))
     else:
         for captures, first, sizes, offset, size, records_at in slices:
             if records_at is not None:
                 stop = records_at + int(sizes.sum())
-                pending += captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
+                pending += captures.layout.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
     read_all(pending)  # rows of all requests at once: weights are read once

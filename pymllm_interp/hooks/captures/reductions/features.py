@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....core.model_spec import ModelSpec
-from ...positions import is_whole
+from ....utils.arguments import is_whole
 from ...registry import reduction
 from ...saes.registry import check_fits
 from ...saes.sae import SAE

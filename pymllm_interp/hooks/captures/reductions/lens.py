@@ -12,8 +12,8 @@ from torch import Tensor
 from ....core.limits import MAX_NAMED
 from ....core.model_spec import ModelSpec
 from ....sampling.top_k import top_k
+from ....utils.arguments import is_whole
 from ....utils.upload import upload
-from ...positions import is_whole
 from ...registry import reduction
 from ...site import Site
 from ..lens_files import JacobianLens, TunedLens

@@ -17,8 +17,8 @@ from ....core.model_spec import PATTERN, ModelSpec
 from ....core.unsupported import UnsupportedModelError
 from ...heads import heads_in
 from ...positions import missing_of, selected, windows_of
-from ...site import Site, expand
-from ..activations import Activations
+from ...site import expand
+from ..layer_rows import LayerCaptures, LayerRows
 from ..spec import Capture
 
 
@@ -27,23 +27,20 @@ def is_pattern(spec: Capture) -> bool:
     return str(spec.site).partition(".")[0] == PATTERN
 
 
-class _Layer:
-    """The wanted rows of a layer, and those that came.
+class _LayerPatterns(LayerRows):
+    """The rows [heads, keys up to some position at or after it] of a layer, by position.
 
     Attributes:
-        wanted: [longest] bool, by position.
         heads: query heads; None: all.
-        rows: position -> [heads, keys up to some position at or after it], on the CPU.
     """
 
     def __init__(
         self, wanted: np.ndarray, heads: tuple[int, ...] | None, num_heads: int, dtype: torch.dtype, missing: int
     ) -> None:
-        self.wanted, self.heads, self.dtype, self.missing = wanted, heads, dtype, missing
-        self.num_heads = num_heads if heads is None else len(heads)
-        self.rows: dict[int, torch.Tensor] = {}
+        self.heads, self.num_heads = heads, num_heads if heads is None else len(heads)
+        super().__init__(wanted, self.num_heads * len(wanted), dtype, missing)
 
-    def is_like(self, other: _Layer) -> bool:
+    def is_like(self, other: _LayerPatterns) -> bool:
         """Whether both want the same rows, heads and dtype."""
         same = (self.heads, self.dtype, self.missing) == (other.heads, other.dtype, other.missing)
         return same and np.array_equal(self.wanted, other.wanted)
@@ -54,24 +51,21 @@ class _Layer:
         for position, row in zip(positions, rows, strict=True):
             self.rows[position] = row[:, : position + 1].clone()
 
-    def result(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """([positions, heads, keys], [positions] int64) of the first `num_positions` positions."""
-        positions = sorted(position for position in self.rows if position < num_positions)
+    def result(self, num_positions: int) -> torch.Tensor:
+        """[positions, heads, keys]."""
+        positions = self.before(num_positions)
         padded = torch.zeros(len(positions), self.num_heads, num_positions, dtype=self.dtype)
         for row, position in zip(padded, positions, strict=True):
             row[:, : position + 1] = self.rows[position]
-        return padded, torch.tensor(positions, dtype=torch.int64)
+        return padded
 
 
-class PatternCaptures:
+class PatternCaptures(LayerCaptures[_LayerPatterns]):
     """The patterns that one request captures.
 
     Args:
         specs: at `pattern` sites.
         longest: upper bound of the request's positions.
-
-    Attributes:
-        num_layers: of the model.
 
     Raises:
         ValueError: a layer or head that the model lacks, a layer in two ways, later positions, or a reduction.
@@ -79,8 +73,7 @@ class PatternCaptures:
     """
 
     def __init__(self, specs: Iterable[Capture], model: ModelSpec, prompt_len: int, longest: int) -> None:
-        self._layers: dict[int, _Layer] = {}
-        self.num_layers, self._prompt_len, self._longest = model.num_hidden_layers, prompt_len, longest
+        super().__init__(PATTERN, model.num_hidden_layers, prompt_len)
         for spec in specs:
             if model.has_states:
                 raise UnsupportedModelError(
@@ -105,65 +98,28 @@ class PatternCaptures:
             wanted = selected(windows, longest)
             dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else model.dtype
             for site in sites:
-                layer = _Layer(wanted, heads, model.num_attention_heads, dtype, missing_of(spec.positions, prompt_len))
-                if not self._layers.setdefault(site.layer or 0, layer).is_like(layer):
+                layer = _LayerPatterns(
+                    wanted, heads, model.num_attention_heads, dtype, missing_of(spec.positions, prompt_len)
+                )
+                if not self.layers.setdefault(site.layer or 0, layer).is_like(layer):
                     raise ValueError(
                         f"{site} is captured twice, in two ways: name it once, with all positions and heads that you want"
                     )
-
-    @property
-    def num_bytes(self) -> int:
-        """Upper bound of the results' bytes."""
-        return sum(
-            int(layer.wanted.sum()) * layer.num_heads * self._longest * layer.dtype.itemsize
-            for layer in self._layers.values()
-        )
-
-    @property
-    def wanted(self) -> np.ndarray:
-        """[longest] bool, by position: whether its pattern is captured at some layer."""
-        return np.logical_or.reduce([layer.wanted for layer in self._layers.values()])
 
     def reads(self, start: int, num_rows: int) -> dict[int, PatternRead]:
         """layer -> what it computes in a pass over `num_rows` positions from `start` on. What came before is left out."""
         return dict(self._reads(start, num_rows))
 
     def _reads(self, start: int, num_rows: int) -> Iterator[tuple[int, PatternRead]]:
-        for number, layer in self._layers.items():
+        for number, layer in self.layers.items():
             rows = np.flatnonzero(layer.wanted[start : start + num_rows])
             rows = rows[[start + row not in layer.rows for row in rows.tolist()]]
             if len(rows):
                 positions = (start + rows).tolist()
 
-                def keep(weights: torch.Tensor, layer: _Layer = layer, positions: list[int] = positions) -> None:
+                def keep(
+                    weights: torch.Tensor, layer: _LayerPatterns = layer, positions: list[int] = positions
+                ) -> None:
                     layer.keep(positions, weights)
 
                 yield number, PatternRead(rows, layer.heads, keep)
-
-    def counts(self, num_positions: int) -> list[tuple[str, int, int, int, int]]:
-        """(site, rows of the prompt, rows of generated tokens, missing positions, 0) of the first `num_positions` positions."""
-        return [
-            (
-                f"{PATTERN}.{number}",
-                int(layer.wanted[: min(self._prompt_len, num_positions)].sum()),
-                int(layer.wanted[self._prompt_len : num_positions].sum()),
-                layer.missing,
-                0,
-            )
-            for number, layer in sorted(self._layers.items())
-        ]
-
-    def shortfalls(self, num_positions: int) -> Iterator[tuple[Site, int, int]]:
-        """(site, delivered rows, expected rows) of each layer with too few rows of the first `num_positions` positions."""
-        for number, layer in sorted(self._layers.items()):
-            delivered = sum(position < num_positions for position in layer.rows)
-            expected = int(layer.wanted[:num_positions].sum())
-            if delivered < expected:
-                yield Site(PATTERN, number), delivered, expected
-
-    def add_to(self, found: Activations, token_ids: Sequence[int]) -> None:
-        """Add the patterns of a request's positions to its activations."""
-        tokens = torch.tensor(token_ids, dtype=torch.int64)
-        for number, layer in sorted(self._layers.items()):
-            rows, positions = layer.result(len(tokens))
-            found.add(f"{PATTERN}.{number}", rows, positions, tokens[positions])

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 import torch
 
-from ..attention.cut_edges import PassCuts, pass_cuts
-from ..config import ServerConfig
-from ..core.forward_batch import ForwardBatch, SiteOps
-from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
-from ..core.step import (
+from ...attention.cut_edges import PassCuts, pass_cuts
+from ...config import ServerConfig
+from ...core.forward_batch import ForwardBatch, SiteOps
+from ...core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
+from ...core.step import (
     DeclaredResult,
     LogitsProcessorOutput,
     ModelRunnerOutput,
@@ -27,71 +27,28 @@ from ..core.step import (
     RequestHooks,
     ScheduledRequest,
     SchedulerOutput,
+    StepRows,
 )
-from ..layers.edits.table import LogitSiteOps, TableOps
-from ..utils.out_of_memory import within_memory
-from ..utils.upload import upload
-from .captures.captures import Captures
-from .captures.egress.result_memory import Memory, ResultMemory
-from .captures.egress.ring import CaptureRing, StatesOf
-from .captures.reductions.reduction import Readout
-from .declared import Declared, DeclaredLimits
-from .interventions.device_tables import DeviceTables
-from .interventions.host_ops import RequestRows, host_ops
-from .interventions.logit_ops import logit_ops
-from .saes.sae import SAE
+from ...hooks.bind import DeclaredLimits
+from ...hooks.captures.egress.result_memory import Memory, ResultMemory
+from ...hooks.captures.egress.ring import CaptureRing, StatesOf
+from ...hooks.captures.reductions.reduction import Readout
+from ...hooks.captures.rows import CapturedRows
+from ...hooks.declared import Declared
+from ...hooks.interventions.device_tables import DeviceTables
+from ...hooks.interventions.host_ops import RequestRows, host_ops
+from ...hooks.interventions.logit_ops import logit_ops
+from ...hooks.saes.sae import SAE
+from ...kernels.edit_codes import TokenRows
+from ...layers.edits.table import TableOps
+from ...utils.out_of_memory import within_memory
+from ...utils.upload import upload
+from ..input_batch import InputBuffers
+from ..request_state import RequestState
+from .stage import PassDemands, Stage
 
 
-class StepRows(Protocol):
-    """A step's requests, and the rows of each in the flat batch (`runner.input_batch.InputBatch`)."""
-
-    @property
-    def entries(self) -> Sequence[ScheduledRequest]:
-        """The requests."""
-        ...
-
-    @property
-    def query_start_loc(self) -> np.ndarray:
-        """[reqs + 1] int32, first token row of each request."""
-        ...
-
-    @property
-    def cu_num_logits(self) -> np.ndarray:
-        """[reqs + 1] int32, first logit row of each request."""
-        ...
-
-    @property
-    def sample_rows(self) -> list[int]:
-        """Logit row of each request that samples."""
-        ...
-
-
-class StepDemands(Protocol):
-    """What the ops of a step's requests demand of its pass (`runner.stage.PassDemands`)."""
-
-    grouped: bool
-
-
-class RowBuffers(Protocol):
-    """Input memory of the passes, by token row (`runner.input_batch.InputBuffers`)."""
-
-    op_rows: torch.Tensor
-    positions: torch.Tensor
-    blocks: torch.Tensor
-    flags: torch.Tensor
-
-
-class EditedRows(Protocol):
-    """The request table (`runner.request_state.RequestState`).
-
-    Attributes:
-        edited: [rows] int32 on the device, marks rows that declared something.
-    """
-
-    edited: torch.Tensor
-
-
-class DeclaredStage:
+class DeclaredStage(Stage):
     """What the requests of a runner declared, from their first step to their results.
 
     Args:
@@ -104,6 +61,7 @@ class DeclaredStage:
     Attributes:
         device_tables: ops and captures that kernels read; None on a CPU.
         capture_ring: ring that captured states leave the device through, beside the tables.
+        table_ops: the ops and captures of all rows of the input buffers, beside the tables.
     """
 
     def __init__(
@@ -122,7 +80,7 @@ class DeclaredStage:
         )  # fmt: skip
         self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None
-        self._buffers: RowBuffers | None = None
+        self.table_ops: TableOps | None = None
         self._config, self.readout = config, readout
         self._logits_site = inner_site(model.num_hidden_layers, 0, LOGITS)
         self._live: dict[str, Declared] = {}
@@ -141,13 +99,22 @@ class DeclaredStage:
         """Whether captured passes encode with SAEs."""
         return bool(self.limits.encoders)
 
-    def init_tables(self, states: EditedRows, buffers: RowBuffers) -> None:
+    def init_tables(self, states: RequestState, buffers: InputBuffers) -> None:
         """Make the tables and the ring, where passes read them.
 
         Raises:
             torch.OutOfMemoryError: the ring does not fit.
         """
-        self._buffers = buffers
+        rows = TokenRows(buffers.op_rows, buffers.positions, buffers.blocks, buffers.flags)
+        self.make_tables(states.edited, rows)
+
+    def make_tables(self, edited: torch.Tensor, token_rows: TokenRows) -> None:
+        """`init_tables` for a request table and input buffers of any class.
+
+        Args:
+            edited: [rows] int32 on the device, marks rows of the request table that declared something.
+            token_rows: memory of all token rows.
+        """
         if not self.has_tables:
             return
         config = self._config
@@ -156,7 +123,8 @@ class DeclaredStage:
             lambda: CaptureRing(size, self.model.dtype, self.device, config.capture_when_full, self.result_memory()),
             f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
         )
-        self.device_tables = DeviceTables(states.edited, self.model, self.limits, self.capture_ring.memory)
+        self.device_tables = DeviceTables(edited, self.model, self.limits, self.capture_ring.memory)
+        self.table_ops = TableOps(self.device_tables.tables, *token_rows)
 
     def result_memory(self) -> Memory:
         """What results are allocated from."""
@@ -166,7 +134,7 @@ class DeclaredStage:
         """Empty the ring, and release the tables."""
         if self.capture_ring is not None:
             self.capture_ring.close()
-        self.device_tables = self.capture_ring = self.readout = self._buffers = None
+        self.device_tables = self.capture_ring = self.readout = self.table_ops = None
         self.limits = replace(self.limits, encoders={})
         self._live.clear()
         self._cutting.clear()
@@ -174,7 +142,7 @@ class DeclaredStage:
 
     # -- requests in and out -----------------------------------------------------------------
 
-    def begin(self, step: SchedulerOutput, demands: StepDemands) -> None:
+    def begin(self, step: SchedulerOutput, demands: PassDemands) -> None:
         """Preempted requests leave the tables; bind the specs of those that enter."""
         for request_id in step.preempted_req_ids:
             self.leave_tables(request_id)
@@ -254,24 +222,12 @@ class DeclaredStage:
         self.leave_tables(end.request_id)
         if declared.captures is not None and end.captures_lost is not None:
             declared.captures.lose(end.captures_lost)
-        counted = end.num_computed
-        declared.settle(counted)
-        result = DeclaredResult(declared.applied(counted))
+        answer = declared.answer(end)
         arrived: Future[DeclaredResult] = Future()
-
-        def complete() -> None:
-            try:
-                result.activations = declared.activations(end.all_token_ids[:counted], end.expected_len)
-                if result.activations is None or result.activations.error is None:
-                    result.captured = declared.captured(counted)  # which counts what results leave out
-                arrived.set_result(result)
-            except Exception as error:
-                arrived.set_exception(error)
-
         if self.capture_ring is None or declared.captures is None:
-            complete()
+            answer(arrived)
         else:
-            self.capture_ring.after(complete)
+            self.capture_ring.after(partial(answer, arrived))
         return arrived
 
     def forget(self, request_id: str) -> None:
@@ -351,21 +307,16 @@ class DeclaredStage:
         declared = [self._live.get(entry.request_id) for entry in rows.entries]
         if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
             (records,) = upload(self.device, self.capture_ring.lay_out(self._captured_parts(rows)))
-            assert self._buffers is not None, "init_tables() comes first"
-            self._buffers.blocks[:, : records.shape[1]].copy_(records)
+            self._tables.token_rows.records[:, : records.shape[1]].copy_(records)
         logits = None
         if any(d is not None and d.edits_logits for d in declared):
             logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
-        return self._table_ops(self.device_tables, num_rows, logits)
+        return self._tables.first_rows(num_rows, logits)
 
-    def _table_ops(self, tables: DeviceTables, num_rows: int, logits: LogitSiteOps | None = None) -> TableOps:
-        """The ops and captures of the first rows of the input buffers."""
-        own = self._buffers
-        assert own is not None, "init_tables() comes first"
-        return TableOps(
-            tables.tables, own.op_rows[:num_rows], own.positions[:num_rows], own.blocks[:, :num_rows], own.flags[:num_rows],
-            logits,
-        )  # fmt: skip
+    @property
+    def _tables(self) -> TableOps:
+        assert self.table_ops is not None, "init_tables() comes first"
+        return self.table_ops
 
     def attention_cuts(self, rows: StepRows) -> PassCuts | None:
         """The edges of attention that the requests of a step cut, and the patterns that they capture; None for none."""
@@ -380,7 +331,7 @@ class DeclaredStage:
 
     def captured_site_ops(self, rows: int) -> TableOps | None:
         """The ops and captures that a captured pass of so many rows reads from the tables."""
-        return None if self.device_tables is None else self._table_ops(self.device_tables, rows)
+        return None if self.table_ops is None else self.table_ops.first_rows(rows)
 
     def capture_logits(self, rows: StepRows, logits: torch.Tensor, sampled_from: torch.Tensor) -> None:
         """Capture logits for the requests that want them.
@@ -398,7 +349,7 @@ class DeclaredStage:
         ):
             # A request that ended since the pass began has released the vectors of its reductions.
             declared = self._live.get(entry.request_id)
-            if declared is not None and declared.captures is not None and site in declared.captures.by_site:
+            if declared is not None and declared.captures is not None and site in declared.captures.layout.by_site:
                 wanted.append((entry, declared, token, row))
         if not wanted:
             return
@@ -410,12 +361,10 @@ class DeclaredStage:
         parts: list[StatesOf] = []
         for entry, declared, token, row in wanted:
             assert declared.captures is not None
-            group, column = declared.captures.by_site[site]
+            group, _ = declared.captures.layout.by_site[site]
             count, before = entry.logit_rows, entry.num_tokens - entry.logit_rows
             if self.device_tables is None or entry.request_id in self._with_gradients:
-                first = entry.start + before
-                ordinals = torch.from_numpy(group.ordinals[first : first + count])
-                group.capture(column, logits[row : row + count], ordinals)
+                declared.captures.put(entry.start + before, site, logits[row : row + count])
             else:
                 probes = None if group.probes is None else self.device_tables.pool_view(declared, group.probes)
                 parts.append(StatesOf(declared.captures, row, token + before, count, probes))
@@ -423,7 +372,7 @@ class DeclaredStage:
             assert self.capture_ring is not None
             self.capture_ring.put(site, logits, parts)
 
-    def _captured_parts(self, rows: StepRows) -> list[tuple[Captures | None, int, int]]:
+    def _captured_parts(self, rows: StepRows) -> list[tuple[CapturedRows | None, int, int]]:
         parts = []
         for entry in rows.entries:
             declared = self._live.get(entry.request_id)

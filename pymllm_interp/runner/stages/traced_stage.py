@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..core.forward_batch import ForwardBatch
-from ..core.model_spec import ModelSpec
-from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
-from ..hooks.traces.serving.batch_groups import NNsightRequestHelper
-from ..hooks.traces.serving.interleaver import EngineInterleaver
-from ..hooks.traces.serving.step_outputs import offer_tokens, serve_outputs
-from ..models.transformers.transformers_pass import TransformersPass
-from .input_batch import InputBatch
+from ...core.forward_batch import ForwardBatch
+from ...core.model_spec import ModelSpec
+from ...core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ...hooks.traces.serving.batch_groups import NNsightRequestHelper
+from ...hooks.traces.serving.interleaver import EngineInterleaver
+from ...hooks.traces.serving.step_outputs import offer_tokens, serve_outputs
+from ...models.transformers.transformers_pass import TransformersPass
+from ..input_batch import InputBatch
 from .stage import PassDemands, Stage
 
 

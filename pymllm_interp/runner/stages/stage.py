@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.forward_batch import ForwardBatch
-from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
-from .input_batch import InputBatch, InputBuffers
-from .request_state import RequestState
+from ...core.forward_batch import ForwardBatch
+from ...core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ..input_batch import InputBatch, InputBuffers
+from ..request_state import RequestState
 
 
 @dataclass(slots=True)

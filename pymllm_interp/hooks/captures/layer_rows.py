@@ -1,0 +1,97 @@
+"""`LayerCaptures`: captures of a value of a layer that is no row of a record: attention patterns, and recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from ..site import Site
+from .activations import Activations
+
+
+class LayerRows:
+    """The wanted positions of a layer, and what came of them.
+
+    Args:
+        wanted: [longest] bool, by position.
+        size: upper bound of the values of a position.
+        missing: positions that the prompt does not have.
+
+    Attributes:
+        rows: position -> its value, on the CPU.
+    """
+
+    def __init__(self, wanted: np.ndarray, size: int, dtype: torch.dtype, missing: int) -> None:
+        self.wanted, self.size, self.dtype, self.missing = wanted, size, dtype, missing
+        self.rows: dict[int, torch.Tensor] = {}
+
+    def before(self, stop: int) -> list[int]:
+        """Positions before `stop` that came, ascending."""
+        return sorted(position for position in self.rows if position < stop)
+
+    def result(self, num_positions: int) -> torch.Tensor:
+        """[positions, ...], the values of `before(num_positions)`."""
+        raise NotImplementedError
+
+
+Rows = TypeVar("Rows", bound=LayerRows)
+
+
+class LayerCaptures(Generic[Rows]):
+    """The values of one kind that one request captures.
+
+    Args:
+        kind: of the sites.
+        num_layers: of the model.
+
+    Attributes:
+        layers: by number.
+    """
+
+    def __init__(self, kind: str, num_layers: int, prompt_len: int) -> None:
+        self.kind, self.num_layers, self.prompt_len = kind, num_layers, prompt_len
+        self.layers: dict[int, Rows] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Upper bound of the results' bytes."""
+        return sum(int(own.wanted.sum()) * own.size * own.dtype.itemsize for own in self.layers.values())
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """[longest] bool, by position: whether it is captured at some layer."""
+        return np.logical_or.reduce([own.wanted for own in self.layers.values()])
+
+    def counts(self, num_positions: int) -> list[tuple[str, int, int, int, int]]:
+        """(site, rows of the prompt, rows of generated tokens, missing positions, 0) of the first `num_positions` positions."""
+        prompt = min(self.prompt_len, num_positions)
+        return [
+            (
+                str(site),
+                int(own.wanted[:prompt].sum()),
+                int(own.wanted[self.prompt_len : num_positions].sum()),
+                own.missing,
+                0,
+            )
+            for site, own in self._by_site()
+        ]
+
+    def shortfalls(self, num_positions: int) -> Iterator[tuple[Site, int, int]]:
+        """(site, delivered rows, expected rows) of each layer with too few rows of the first `num_positions` positions."""
+        for site, own in self._by_site():
+            delivered, expected = len(own.before(num_positions)), int(own.wanted[:num_positions].sum())
+            if delivered < expected:
+                yield site, delivered, expected
+
+    def add_to(self, found: Activations, token_ids: Sequence[int]) -> None:
+        """Add the values of a request's positions to its activations."""
+        tokens = torch.tensor(token_ids, dtype=torch.int64)
+        for site, own in self._by_site():
+            positions = torch.tensor(own.before(len(tokens)), dtype=torch.int64)
+            found.add(str(site), own.result(len(tokens)), positions, tokens[positions])
+
+    def _by_site(self) -> Iterator[tuple[Site, Rows]]:
+        return ((Site(self.kind, layer), own) for layer, own in sorted(self.layers.items()))
