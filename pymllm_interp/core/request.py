@@ -73,7 +73,7 @@ class Request:
     hooks: RequestHooks | None = None
     """What the worker is told of its hooks; None for none."""
     declared: Any = None
-    """What its interventions and captures ask of the scheduler (hooks.demands.Demands); None for none."""
+    """What its interventions and captures ask of the scheduler (hooks.declared.Demands); None for none."""
     forward_only: bool = False
     """One forward pass that computes the logits of all positions, and no generation."""
     prompt_logits: bool = False
