@@ -20,8 +20,9 @@ from ..hooks.traces.nnsight_compat import Mediator
 from ..hooks.traces.syntax.envoy import TracedModel
 from ..hooks.traces.syntax.pass_options import NONE, PassOptions
 from ..hooks.traces.syntax.session import SessionTracer
-from ..hooks.traces.syntax.tracer import EngineTracer
+from ..hooks.traces.syntax.tracer import EngineTracer, TraceInput
 from ..runner.interp_model_runner import RunnerCommand
+from .calls.lowered import Lowered
 from .chat import RenderedPrompt
 from .facts import ModelFacts
 from .generation_defaults import GenerationDefaults
@@ -65,6 +66,8 @@ class Backend(ABC):
         facts: the model, the engine's limits, and the defaults of requests.
         module: the model's modules (`nn.Module`), which traces are written against; on the meta device where the weights are
             elsewhere.
+        lowered: finds the blocks of traces that can run after their requests; None: none can.
+        runs_code: blocks may be sent to where the model is.
         interleaver: an `EngineInterleaver`, which serves the blocks of traces; None where they do not run in this process.
         tokenizer: a transformers tokenizer, or None: prompts are then token ids.
         vectors: by name, for interventions that give a name in a vector's place. Assignment uploads a vector.
@@ -76,6 +79,8 @@ class Backend(ABC):
     engine: Any
     facts: ModelFacts
     module: Any
+    lowered: Lowered | None = None
+    runs_code = False
     interleaver: Any = None
     tokenizer: Any
     vectors: MutableMapping[str, Any]
@@ -119,23 +124,30 @@ class Backend(ABC):
 
     @abstractmethod
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of a trace without a block, on the CPU. Raises what `run_traces` raises, and what its edits do."""
+        """The result of a trace without a block, on the CPU. Raises what `run_blocks` raises, and what its edits do."""
 
     @abstractmethod
     def session(self, model: TracedModel, device: Any, **kwargs: Any) -> SessionTracer:
         """The ``with`` block around several traces of `model`. What it saves is on `device` afterwards."""
 
-    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
-        """Serve the requests of traces with blocks in this process. Returns when all have ended.
+    def run_blocks(
+        self,
+        mode: str,
+        traces: list[RequestTrace],
+        inputs: Sequence[TraceInput | None],
+        why: str,
+        refused: Exception | None = None,
+    ) -> None:
+        """Serve traces of a ``with`` whose blocks cannot all run after their requests. Returns when all have ended.
 
         Args:
-            mode: "trace" (one forward pass), "generate" or "pipe".
-            inputs: ``(args, kwargs)`` of each trace's prompts; None for a trace that sees the prompts of all others.
+            mode, inputs: as of `traces.run`.
+            why: what prevents it; "" with ``lower_traces="off"``.
+            refused: what the engine refused their declared requests with.
 
         Raises:
             PromptError, TypeError, ValueError: an invoke that cannot be served.
-            RuntimeError: called inside a block: the engine would wait for itself.
-            NotImplementedError: blocks run elsewhere.
+            NotImplementedError: no block runs here.
         """
         self.require_process("a block of this process")
 

@@ -29,7 +29,7 @@ class FactoryBackend(Backend):
         """The same engine with another factory.
 
         Args:
-            sent: called with the requests of a trace before they are submitted.
+            sent: called with requests before they are submitted.
         """
         found = copy.copy(self)
         found._use(factory, sent)
@@ -74,6 +74,8 @@ class FactoryBackend(Backend):
 
     def send(self, groups: Sequence[tuple[Sequence[Request], Subscriber]]) -> None:
         """Queue requests, all at once, with the subscriber to their events."""
+        if self._sent is not None:
+            self._sent([request for requests, _ in groups for request in requests])
         try:
             self.engine.submit_all(groups)
         except BaseException:

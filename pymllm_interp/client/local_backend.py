@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from traceback import clear_frames
 from typing import Any, ClassVar
 
@@ -10,15 +11,14 @@ import torch
 from .. import __version__
 from ..config import ModelConfig, ServerConfig
 from ..core.limits import EngineLimits
-from ..core.request import Request
 from ..engine.engine import Engine
 from ..hooks.captures.activations import NOTHING
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.nnsight_compat import apply
 from ..hooks.traces.saves.save_transfer import SaveTransfer
 from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
-from ..hooks.traces.syntax.scanned import current_scan
 from ..hooks.traces.syntax.session import SessionTracer
+from ..hooks.traces.syntax.tracer import TraceInput
 from ..layers.seal import seal
 from ..models.registry import is_native
 from ..models.weights.source import load_tokenizer
@@ -26,7 +26,8 @@ from ..runner.adapters.commands import InstallAdapter, RemoveAdapter
 from ..runner.device_memory import keeps_scores
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from . import open_engines
-from .calls.lowered import Ended, Lowered, LoweringError
+from .calls.lowered import Lowered
+from .calls.traces import Running, check_outside, error_of
 from .factory_backend import FactoryBackend
 from .facts import HOOK_LIMITS, ModelFacts
 from .generation_defaults import GenerationDefaults
@@ -38,9 +39,6 @@ HOOKS = {
     "traces": "Python at module boundaries, between graph segments on CUDA",
 }
 """How hooks run, in words."""
-MADE_TOGETHER = 128
-"""Requests of lowered traces that are submitted together. A trace of many invokes has several such parts."""
-
 
 class LocalBackend(FactoryBackend):
     """A `Backend` with its engine, runner and weights in this process.
@@ -119,78 +117,40 @@ class LocalBackend(FactoryBackend):
     def session(self, model: TracedModel, device: Any, **kwargs: Any) -> SessionTracer:
         return SessionTracer(device, **kwargs)
 
-    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
-        if self.engine.on_engine_thread or current_scan() is not None:
-            raise RuntimeError(
-                "a trace cannot be opened inside the block of another, of this LM or of another: use a session, or invokes"
-            )
+    def run_blocks(
+        self,
+        mode: str,
+        traces: list[RequestTrace],
+        inputs: Sequence[TraceInput | None],
+        why: str = "",
+        refused: Exception | None = None,
+    ) -> None:
         self.engine.check_open()
-        submitted = _Submitted()
-        for trace in traces:
-            trace.cancel = submitted.cancel
+        requests = self.factory.for_traces(mode, traces, inputs)
+        handles = [RequestHandle(None, [request], None, self.engine) for request in requests]
+        running = Running(traces)
         try:
-            self._submit_traces(mode, traces, inputs, submitted)
-            submitted.wait()
+            self.send([(handle.requests, handle) for handle in handles])
+            running.add(handles)
+            running.wait()
         except BaseException:
-            submitted.end()
+            running.end()
             raise
-        requests = submitted.requests
         saves = {key: names for request in requests for key, names in request.saves.items()}
         for trace in traces:
             trace.saves.collected = saves.get(trace.key, {})
-        owners = {request_id: trace for trace in traces if trace.plan is not None for request_id in trace.request_ids}
-        self.lowered.replay([_ended(owners[r.request_id], r) for r in requests if r.request_id in owners])
-        for request in requests:
-            trace = owners.get(request.request_id) or request.trace
-            if trace.plan is not None:
-                trace.activations.append(NOTHING)
-                trace.error = _ended_early(request) or request.error or trace.error
-                continue
+        for request, handle in zip(requests, handles, strict=True):
+            trace = request.trace
             trace.activations.append(NOTHING if request.activations is None else request.activations)
-            # Why it ended comes before what its block, which still waited, made of that.
-            trace.error = _ended_early(request) or request.error or trace.error
-
-    def _submit_traces(
-        self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None], submitted: _Submitted
-    ) -> None:
-        """Submit the requests of the traces, with captures and ops in the place of blocks that can run afterwards.
-
-        Requests of such blocks need not wait for each other: the first ones run while the others are made.
-        """
-        self.lowered.lower(mode, traces, inputs)
-        size = MADE_TOGETHER if all(trace.plan is not None for trace in traces) else len(traces)
-        for first in range(0, len(traces), size):
-            part = slice(first, first + size)
-            try:
-                requests = self.factory.for_traces(mode, traces[part], inputs[part], first, len(traces))
-            except Exception as error:
-                if traces[0].plan is None:
-                    raise
-                submitted.end()
-                self.lowered.unlower(traces, error)
-                requests = self.factory.for_traces(mode, traces, inputs)  # raises what is wrong in any case
-                if self.lowered.mode == "require":
-                    self.factory.release(requests)
-                    raise LoweringError(
-                        f"lower_traces='require', but what this block reads cannot be captured: {error}"
-                    ) from error
-                submitted.add(self._submit(requests))
-                return
-            submitted.add(self._submit(requests))
-
-    def _submit(self, requests: list[Request]) -> list[RequestHandle]:
-        handles = [RequestHandle(None, [request], None, self.engine) for request in requests]
-        if self._sent is not None:
-            self._sent(requests)
-        self.send([(handle.requests, handle) for handle in handles])
-        return handles
+            trace.error = error_of(handle.ends[0]) or trace.error
 
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         blocks = model.edits_of(kwargs.pop("edits", None))
         options = model.pass_options(blocks, kwargs)
         trace = RequestTrace(None, blocks, options=options, transfer=SaveTransfer(None))
         trace.keeps_result = True
-        self.run_traces(mode, [trace], [(inputs, kwargs)])
+        check_outside(self)
+        self.run_blocks(mode, [trace], [(inputs, kwargs)])
         trace.saves.queue()
         result, error = trace.result, trace.take_error()
         trace.release_blocks()
@@ -228,48 +188,3 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
         page_size=settings.page_size, longest_pass=len(runner.input_buffers.input_ids),
         keeps_scores=keeps_scores(runner.get_model(), runner.attn_backend), speculates=settings.speculative is not None,
     )  # fmt: skip
-
-
-class _Submitted:
-    """The requests of a trace that are submitted so far. Another thread may cancel them."""
-
-    def __init__(self) -> None:
-        self._handles: list[RequestHandle] = []
-        self._cancelled = False
-
-    @property
-    def requests(self) -> list[Request]:
-        return [request for handle in self._handles for request in handle.requests]
-
-    def add(self, handles: list[RequestHandle]) -> None:
-        self._handles += handles
-        if self._cancelled:
-            self.cancel()
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        for handle in list(self._handles):
-            handle.cancel()
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
-
-    def end(self) -> None:
-        """Cancel and forget them, when they have ended."""
-        for handle in self._handles:
-            handle.cancel()
-        self.wait()
-        self._handles = []
-
-
-def _ended(trace: RequestTrace, request: Request) -> Ended:
-    trace.receipt.preemptions = request.num_preemptions
-    states = NOTHING if request.activations is None else request.activations
-    return Ended(trace, request.all_token_ids, request.prompt_len, states, request.error)
-
-
-def _ended_early(request: Request) -> BaseException | None:
-    if request.finish_reason == "timeout":
-        return TimeoutError(f"request {request.request_id} ran into its timeout")
-    return None

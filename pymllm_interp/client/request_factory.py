@@ -26,12 +26,12 @@ from ..hooks.declarations import Declarations
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace
-from ..hooks.traces.lowering.plan import BlockPlan
+from ..hooks.traces.syntax.tracer import TraceInput
 from ..hooks.vectors.registry import VectorRegistry
 from ..models.adapters.slots import AdapterHold, unknown_adapter
 from ..models.weights.model_state import ModelState
 from ..runner.device_memory import free_bytes, long_pass_bytes
-from ..utils.arguments import PromptError, shown
+from ..utils.arguments import DeclarationError, PromptError, shown
 from ..utils.gc_threshold import LiveObjects
 from .backend import Submission
 from .calls.known_names import KnownNames
@@ -248,12 +248,12 @@ class RequestFactory:
             fingerprint: of the weights, for the receipt; None: as they are now.
 
         Raises:
-            PromptError: what the model does not have, or the tables, the ring and results do not hold.
+            DeclarationError: what the model does not have, or the tables, the ring and results do not hold.
         """
         try:
             self._declarations.declare(interventions, captures, request)
         except ValueError as error:
-            raise PromptError(f"{what}: {error}") from error
+            raise DeclarationError(f"{what}: {error}") from error
         if request.declared is None:
             return
         receipt = request.receipt = request.receipt or Receipt()
@@ -307,38 +307,33 @@ class RequestFactory:
 
     # -- traces ---------------------------------------------------------------------------------
 
-    def for_traces(
-        self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None], first: int = 0, count: int = 0,
-    ) -> list[Request]:  # fmt: skip
+    def for_traces(self, mode: str, traces: list[RequestTrace], inputs: Sequence[TraceInput | None]) -> list[Request]:
         """The requests of a ``with`` block: one for each prompt of its traces.
 
         Args:
             mode: "trace" (one forward pass), "generate" or "pipe".
             inputs: ``(args, kwargs)`` of each trace's prompts; None for a trace that sees the prompts of all others.
-            first, count: these are the traces from `first` on, of so many. By default they are all.
 
         Raises:
             PromptError, TypeError, ValueError: an invoke that cannot be served.
         """
         made: list[Request] = []
         sampling: dict[tuple, Any] = {}
-        weights: dict[str | None, str] = {}
         grad = any(trace.grad for trace in traces) if traces[0].gang else False
         text = GeneratedText(self.tokenizer) if mode == "pipe" else None
-        for i, (trace, given) in enumerate(zip(traces, inputs, strict=True), first):
+        for i, (trace, given) in enumerate(zip(traces, inputs, strict=True)):
             trace.grad, trace.pad_token_id = trace.grad or grad, self.pad_token_id
             if given is not None:
-                what = f"invoke {i}" if max(count, len(traces)) > 1 else "the prompt"
-                own = self._of_trace(mode, trace, given, what, sampling, weights)
+                what = f"invoke {i}" if len(traces) > 1 else "the prompt"
+                own = self._of_trace(mode, trace, given, what, sampling)
                 trace.request_ids = tuple(request.request_id for request in own)
                 made += own
                 if text is not None:
                     text.add(given, own)
                 if len(own) > 1 and not trace.gang:
                     self._form_gang(own)
-        in_passes = sum(request.trace is not None for request in made)
         for trace in traces:
-            trace.num_prompts, trace.postprocess = in_passes, text
+            trace.num_prompts, trace.postprocess = len(made), text
             if not trace.request_ids:
                 trace.request_ids = tuple(request.request_id for request in made)
         check_gang(traces)
@@ -349,23 +344,14 @@ class RequestFactory:
         return made
 
     def _of_trace(
-        self,
-        mode: str,
-        trace: RequestTrace,
-        given: tuple[tuple, dict],
-        what: str,
-        sampling: dict[tuple, Any],
-        weights: dict[str | None, str],
+        self, mode: str, trace: RequestTrace, given: TraceInput, what: str, sampling: dict[tuple, Any]
     ) -> list[Request]:
         """The requests of one trace, in the order of its prompts.
 
         Args:
             sampling: see `_traced`.
-            weights: fingerprints that are known, by adapter; added to.
         """
         batch, kwargs = prompts_of(*given, what)
-        if trace.plan is not None:  # one prompt, without interventions and captures of its own
-            return [self._of_lowered(mode, trace, batch.prompts[0], kwargs, what, sampling, weights)]
         copies = 1
         if mode != "trace":  # which takes no sampling parameters, and says so
             asked = [kwargs.pop(name) for name in ("n", "num_return_sequences") if kwargs.get(name) is not None]
@@ -383,7 +369,7 @@ class RequestFactory:
         adapters = [name for name in adapters_of(given_adapters, len(prompts) // copies) for _ in range(copies)]
         for i, (prompt, this) in enumerate(zip(prompts, names, strict=True)):
             own = {**kwargs, "lora": adapters[i]}
-            request = self._traced(mode, prompt, own, this, sampling, trace.plan)
+            request = self._traced(mode, prompt, own, this, sampling)
             request.receipt, request.sample_index = trace.receipt, i % copies
             requests.append(request)
             request.trace = trace
@@ -397,20 +383,6 @@ class RequestFactory:
                 )
             self._check_pass([request], this)
         return requests
-
-    def _of_lowered(
-        self, mode: str, trace: RequestTrace, prompt: Any, kwargs: dict[str, Any], what: str,
-        sampling: dict[tuple, Any], weights: dict[str | None, str],
-    ) -> Request:  # fmt: skip
-        """The request of a trace with a block that runs after it. See `_of_trace`."""
-        for name in ("interventions", "capture"):
-            kwargs.pop(name, None)
-        request = self._traced(mode, prompt, kwargs, what, sampling, trace.plan)
-        request.receipt = trace.receipt
-        if request.adapter not in weights:
-            weights[request.adapter] = self.model_state.fingerprint(request.adapter)
-        self.declare(request, trace.plan.interventions, trace.plan.captures, what, weights[request.adapter])
-        return request
 
     def _check_pass(self, requests: Sequence[Request], what: str) -> None:
         """Check that traced prompts can run in one pass, and none again. One above `max_num_tokens` needs the memory now.
@@ -462,23 +434,18 @@ class RequestFactory:
         for request in requests:
             request.gang, request.exclusive = gang, exclusive
 
-    def _traced(
-        self, mode: str, prompt: Any, kwargs: dict[str, Any], what: str, sampling: dict[tuple, Any],
-        plan: BlockPlan | None,
-    ) -> Request:  # fmt: skip
+    def _traced(self, mode: str, prompt: Any, kwargs: dict[str, Any], what: str, sampling: dict[tuple, Any]) -> Request:
         """The request of one prompt.
 
         Args:
             sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
         """
-        found = traced_prompt(self, mode, prompt, kwargs, what, sampling, plan is not None)
-        forward_only = mode == "trace" and plan is None
+        found = traced_prompt(self, mode, prompt, kwargs, what, sampling, lowered=False)
         (request,) = self.requests(
-            found.token_ids, found.params, what=what, timeout=found.timeout, forward_only=forward_only
+            found.token_ids, found.params, what=what, timeout=found.timeout, forward_only=mode == "trace"
         )
         request.priority, request.cache_salt = found.priority, found.cache_salt
         request.adapter = self._known_adapter(found.adapter, what)
-        request.prompt_logits = mode == "trace" and plan is not None and plan.reads_logits
         return request
 
 

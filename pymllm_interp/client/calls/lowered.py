@@ -25,6 +25,7 @@ from ...hooks.traces.lowering.plan import BlockPlan, LoweringModel, NotLowered, 
 from ...hooks.traces.lowering.replay import Replay, replay
 from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
 from ...hooks.traces.syntax.pass_options import NONE
+from ...hooks.traces.syntax.tracer import TraceInput
 from ...models.native.decoder import DecoderForCausalLM
 from ..prompt_batch import prompts_of
 
@@ -41,7 +42,6 @@ MAX_ITEMS, MAX_KNOWN = 64, 512
 """Most items of a list in a key, and most blocks of which the lowering is kept."""
 MISSING = object()
 """In place of the value of a name that has none."""
-TraceInput = tuple[tuple, dict[str, Any]] | None
 
 
 class LoweringError(ValueError):
@@ -52,7 +52,7 @@ class Ended(NamedTuple):
     """The request of a lowered trace, when it has ended.
 
     Attributes:
-        trace: a trace with a `plan`.
+        plan: of its block.
         token_ids: of prompt and generation.
         prompt_len: in tokens.
         states: what its captures delivered.
@@ -60,6 +60,7 @@ class Ended(NamedTuple):
     """
 
     trace: RequestTrace
+    plan: BlockPlan
     token_ids: Sequence[int]
     prompt_len: int
     states: Activations
@@ -90,38 +91,34 @@ class Lowered:
         widths = {kind: module.spec.width(kind) for kind in NUMBERED_SITES if kind not in module.spec.family.missing}
         self.model = LoweringModel(points, widths, module.spec.dtype, device, runs_rows)
 
-    def lower(self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput]) -> None:
-        """Set the `plan` of each trace with a block that can run after its request.
+    def lower(
+        self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput | None]
+    ) -> list[BlockPlan] | str:
+        """The plans of blocks that can all run after their requests. Else why not; "" where none may.
 
         Raises:
             LoweringError: a block cannot, and must.
         """
         if self.mode == "off":
-            return
+            return ""
         has_modes, same = _has_modes(), {}
-        for trace, given in zip(traces, inputs, strict=True):
-            found = self._lowering(mode, trace, given, has_modes, same)
-            if isinstance(found, BlockPlan):
-                trace.plan, trace.receipt.lowered, trace.single = found, True, mode == "trace"
-            elif self.mode == "require":
-                raise LoweringError(f"lower_traces='require', but this block runs in the forward passes: {found}")
-            else:
-                trace.receipt.not_lowered = str(found)
-        if any(trace.plan is None for trace in traces):  # which may fill or read what a lowered one reads or fills
-            for trace in traces:
-                if trace.plan is not None:
-                    self._leave(trace, ANOTHER_INVOKE)
-
-    @staticmethod
-    def _leave(trace: RequestTrace, reason: str) -> None:
-        trace.plan, trace.single = None, False
-        trace.receipt.lowered, trace.receipt.not_lowered = False, reason
+        found = [
+            self._lowering(mode, trace, given, has_modes, same) for trace, given in zip(traces, inputs, strict=True)
+        ]
+        prevented = next((each for each in found if isinstance(each, NotLowered)), None)
+        if prevented is None:
+            return [each for each in found if isinstance(each, BlockPlan)]
+        if self.mode == "require":
+            raise LoweringError(f"lower_traces='require', but this block runs in the forward passes: {prevented}")
+        for trace, each in zip(traces, found, strict=True):  # one may fill or read what another reads or fills
+            trace.receipt.not_lowered = str(each) if isinstance(each, NotLowered) else ANOTHER_INVOKE
+        return str(prevented)
 
     def _lowering(
         self,
         mode: str,
         trace: RequestTrace,
-        given: TraceInput,
+        given: TraceInput | None,
         has_modes: bool,
         same: dict[Any, BlockPlan | NotLowered],
     ) -> BlockPlan | NotLowered:
@@ -178,12 +175,6 @@ class Lowered:
                 self._known[key] = found
         return found[0]
 
-    def unlower(self, traces: Sequence[RequestTrace], error: BaseException) -> None:
-        """Run the blocks in the passes after all: the request with captures was refused with `error`."""
-        for trace in traces:
-            if trace.plan is not None:
-                self._leave(trace, str(error))
-
     def replay(self, ended: Sequence[Ended]) -> None:
         """Run the blocks of requests that have ended. Blocks that fill a list of their ``with`` run together."""
         ready = [each for each in ended if self._may_run(each)]
@@ -206,20 +197,22 @@ class Lowered:
     def _appended(self, ready: Sequence[Ended]) -> bool:
         """Whether these blocks only append to lists of their ``with``, which then have their rows."""
         traces = [each.trace for each in ready]
-        if len(ready) < 2 or not all(trace.saves.outer for trace in traces):
+        if len(ready) < 2 or any(each.plan is not ready[0].plan for each in ready):
+            return False
+        if not all(trace.saves.outer for trace in traces):
             return False
         states, lengths = [each.states for each in ready], [each.prompt_len for each in ready]
-        return append_rows(traces, states, lengths, [each.passes for each in ready], self._device_of(traces[0].plan))
+        device = self._device_of(ready[0].plan)
+        return append_rows(ready[0].plan, traces, states, lengths, [each.passes for each in ready], device)
 
     @staticmethod
     def _may_run(ended: Ended) -> bool:
         """Whether the block can run. Else its trace has the error."""
-        trace, plan = ended.trace, ended.trace.plan
+        trace, plan = ended.trace, ended.plan
         trace.receipt.edits = len(plan.edits)
         if plan.edits:
             programs = {edit.operand for edit in plan.edits if isinstance(edit.operand, RowProgram)}
             trace.receipt.nan_edits += sum(program.nan_edits for program in programs)
-        trace.warnings += trace.receipt.warnings
         if (error := ended.error or ended.states.error) is not None:
             trace.error = error
             return False
@@ -230,7 +223,7 @@ class Lowered:
         return self.model.device if plan.computes and self.model.device.type != "cpu" else None
 
     def _replay_of(self, ended: Ended) -> Replay:
-        trace, plan = ended.trace, ended.trace.plan
+        trace, plan = ended.trace, ended.plan
         device = self._device_of(plan)
         return Replay(trace, plan, self.model.points, ended.states, ended.token_ids, ended.prompt_len, device)
 

@@ -18,6 +18,7 @@ from ..notebook.signatures import OF_TRACES, names_options
 from ..prompt_batch import prompts_of
 from .backed import BackedModel
 from .scan import FakeModel, ScanTracer
+from .traces import run
 
 PIPELINE = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
 """Parameters of transformers' text-generation pipeline, where nobody says otherwise."""
@@ -103,8 +104,8 @@ class TraceCalls(BackedModel):
                 told.append(f"invoke {number} runs in the forward passes: {reason}")
         return "\n".join(told)
 
-    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
-        self.backend.run_traces(mode, traces, inputs)
+    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> list[Any]:
+        return run(self.backend, mode, traces, inputs)
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
         """Prompts in an invoke's input. Without any, a trace's block holds invokes, and an invoke's sees all others' prompts."""

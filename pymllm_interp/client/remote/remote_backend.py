@@ -6,6 +6,7 @@ import base64
 import io
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from ...core.sampling_params import SamplingParams
 from ...core.structured.structured_outputs import StructuredOutputs
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.envoy import TracedModel
-from ...hooks.traces.syntax.tracer import EngineTracer
+from ...hooks.traces.syntax.tracer import EngineTracer, TraceInput
 from ...layers.seal import seal
 from ...models.registry import NATIVE, architecture_of, spec_of
 from ...utils.arguments import PromptError
@@ -33,8 +34,7 @@ from ..facts import ModelFacts
 from ..handle import RequestHandle
 from ..request_limits import max_tokens_of, truncated
 from .remote_engine import RemoteEngine
-from .remote_lowered import run_declared
-from .remote_tracer import RemoteSession, RemoteTracer, edits_payload, run_remotely
+from .remote_tracer import NotDeclaredError, RemoteSession, RemoteTracer, edits_payload, run_remotely
 from .remote_vectors import RemoteVectors
 
 MOST_IN_FLIGHT = 64
@@ -56,7 +56,6 @@ class RemoteBackend(Backend):
         PermissionError: the key is missing or not known.
 
     Attributes:
-        lowered: lowers traces to declared requests.
         runs_code: the key may run code on the server.
     """
 
@@ -129,8 +128,16 @@ class RemoteBackend(Backend):
     def adapters(self) -> dict[str, str]:
         return self.engine.ask("GET", "/v1/interp/capabilities").json()["adapters"]
 
-    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
-        run_declared(self, mode, traces, inputs)
+    def run_blocks(
+        self,
+        mode: str,
+        traces: list[RequestTrace],
+        inputs: Sequence[TraceInput | None],
+        why: str,
+        refused: Exception | None = None,
+    ) -> None:
+        """Raises NotDeclaredError: `RemoteTracer` sends the whole ``with``, of which the blocks are parts."""
+        raise NotDeclaredError(why) from refused
 
     def session(self, model: TracedModel, device: Any, **kwargs: Any) -> RemoteSession:
         return RemoteSession(model, device, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 from ...hooks.traces.lowering.invokes import opens_invokes_only
 from ...hooks.traces.nnsight_compat import EditingTracer, Mediator, mark, push_result
 from ...hooks.traces.syntax.caller_frames import warn_at_caller
-from ...hooks.traces.syntax.scanned import current_scan
+from ...hooks.traces.syntax.scanned import check_outside_scan
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ...wire.gate_words import TRACE_PATH, TRACE_TYPE
@@ -20,7 +20,6 @@ from ...wire.values import ValueDecoder, tensors_of
 from ..calls.backed import BackedModel
 from ..calls.lowered import LoweringError
 from .remote_engine import Frames, RemoteEngine
-from .remote_lowered import IN_SCAN, NotDeclaredError
 
 
 class _Names:
@@ -73,8 +72,7 @@ def post(engine: RemoteEngine, payload: bytes) -> Frames:
     Raises:
         RuntimeError: the call is inside the block of a scan, which makes the tensors of an answer fake.
     """
-    if current_scan() is not None:
-        raise RuntimeError(IN_SCAN)
+    check_outside_scan()
     return engine.frames(TRACE_PATH, content=payload, headers={"Content-Type": TRACE_TYPE})
 
 
@@ -88,6 +86,13 @@ class _Cancel:
         """End it, once the server has said its number."""
         if self._frames.call is not None:
             self._engine.abort_call(self._frames.call)
+
+
+class NotDeclaredError(Exception):
+    """A block cannot run after its request: it is sent to the server. The message says why.
+
+    Its cause is what the server refused the declared requests with, if it has refused them.
+    """
 
 
 class RemoteTracer(EngineTracer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,6 @@ from ...client.factory_backend import FactoryBackend
 from ...client.facts import HOOK_LIMITS, ModelFacts
 from ...client.generation_defaults import GenerationDefaults
 from ...client.remote.remote_backend import tree_of
-from ...client.remote.remote_lowered import NotDeclaredError, run_declared
 from ...client.request_factory import RequestFactory
 from ...config import ModelConfig, ServerConfig
 from ...core.limits import EngineLimits
@@ -24,6 +23,7 @@ from ...hooks.saes.registry import SAERegistry
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.session import SessionTracer
+from ...hooks.traces.syntax.tracer import TraceInput
 from ...models.registry import architecture_of, check_supported, is_native
 from ...models.weights.source import load_tokenizer, resolve_model
 from ...utils.arguments import PromptError
@@ -59,13 +59,8 @@ class VllmBackend(FactoryBackend):
         ModuleNotFoundError, ImportError: vLLM is not installed, or a version that was not tested.
         NotImplementedError: a setting, a model or a structure that hooks cannot be served with; or the canary has failed.
         FileNotFoundError, ValueError: no such model, or one that cannot be served.
-
-    Attributes:
-        lowered: lowers traces to declared requests.
-        runs_code: blocks of traces never run in the passes.
     """
 
-    runs_code = False
 
     def __init__(self, model: ModelConfig, server: ServerConfig, arguments: Mapping[str, Any] | None = None) -> None:
         open_engines.wait_for_released()
@@ -130,19 +125,17 @@ class VllmBackend(FactoryBackend):
 
     # -- traces ----------------------------------------------------------------------------
 
-    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
-        """See `Backend.run_traces`.
-
-        Raises:
-            VllmRefusalError: a block cannot run after its request. The message has the line that prevents it.
-        """
-        try:
-            run_declared(self, mode, traces, inputs)
-        except NotDeclaredError as error:
-            for trace in traces:
-                trace.release_blocks()
-            why = str(error) or "lower_traces='off'"
-            raise VllmRefusalError(f"{TRACES}, and this one cannot: {why}. {INSTEAD}") from error.__cause__
+    def run_blocks(
+        self,
+        mode: str,
+        traces: list[RequestTrace],
+        inputs: Sequence[TraceInput | None],
+        why: str,
+        refused: Exception | None = None,
+    ) -> None:
+        """Raises VllmRefusalError: no block runs in the passes. The message has the line that prevents it."""
+        why = why or "lower_traces='off'"
+        raise VllmRefusalError(f"{TRACES}, and this one cannot: {why}. {INSTEAD}") from refused
 
     def session(self, model: TracedModel, device: Any, **kwargs: Any) -> SessionTracer:
         raise VllmRefusalError(

@@ -13,7 +13,8 @@ from helpers_idle import left_behind
 from test_lowering import GENERATION, ONE_PASS, PROMPT, assert_equal, same
 
 from pymllm_interp import LM
-from pymllm_interp.client import local_backend
+from pymllm_interp.client.backend import Submission
+from pymllm_interp.client.calls import traces
 from pymllm_interp.hooks.traces.blocks.trace import RequestTrace
 from pymllm_interp.hooks.traces.lowering.analysis import lower
 from pymllm_interp.hooks.traces.lowering.plan import BlockPlan, NotLowered
@@ -278,7 +279,7 @@ def test_a_wrong_prompt_of_an_invoke_is_the_same_error(lms):
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_backend, "MADE_TOGETHER", 2)
+    monkeypatch.setattr(traces, "MADE_TOGETHER", 2)
 
 
 def many_invokes(lm: LM, prompts: list[Any], max_new_tokens: int = 3) -> tuple[Any, list[Any]]:
@@ -311,23 +312,28 @@ def test_a_wrong_prompt_of_a_later_part_is_the_same_error_and_leaves_nothing(lms
 
 
 def test_a_trace_that_is_cancelled_between_its_parts_ends_with_all_of_them(lms, in_parts, monkeypatch):
-    lm, calls = lms[0], []
-    factory = lm.backend.factory
-    make = factory.for_traces
+    lm, made = lms[0], []
+    served: list[RequestTrace] = []
+    submit, lower = lm.backend.submit, lm.backend.lowered.lower
 
-    def for_traces(mode: str, traces: list[RequestTrace], *args: Any) -> Any:
-        calls.append(traces[0])
-        if len(calls) == 2:
-            calls[0].cancel()
-        return make(mode, traces, *args)
+    def lowers(mode: str, found: list[RequestTrace], inputs: Any) -> Any:
+        served.extend(found)
+        return lower(mode, found, inputs)
 
-    monkeypatch.setattr(factory, "for_traces", for_traces)
+    def submits(submission: Submission) -> Any:
+        made.append(submission)
+        if len(made) == 2:
+            served[0].cancel()
+        return submit(submission)
+
+    monkeypatch.setattr(lm.backend.lowered, "lower", lowers)
+    monkeypatch.setattr(lm.backend, "submit", submits)
     before = lm.engine.stats()["steps"]
     try:
         many_invokes(lm, [PROMPT] * 6, max_new_tokens=100)
     except Exception as error:
         assert "context holds" not in str(error)
-    assert len(calls) == 3 and lm.engine.stats()["steps"] - before < 100
+    assert len(made) == 3 and lm.engine.stats()["steps"] - before < 100
     assert not left_behind(lm)
 
 

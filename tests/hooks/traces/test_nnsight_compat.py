@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,9 +182,9 @@ def test_a_serialised_block_names_its_envoys_by_path(lm_of) -> None:
     captured = []
     original = type(lm).run_traces
 
-    def keep(self, mode, traces, inputs) -> None:
+    def keep(self, mode, traces, inputs) -> Any:
         captured.extend(dumps(block) for block in (trace.main_block for trace in traces))
-        original(self, mode, traces, inputs)
+        return original(self, mode, traces, inputs)
 
     type(lm).run_traces = keep
     try:

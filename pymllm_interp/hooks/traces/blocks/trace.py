@@ -122,7 +122,6 @@ class RequestTrace:
         cancel: ends the requests; set once they are submitted.
         postprocess: makes ``tracer.result`` once all requests of the ``with`` block have finished; None for token ids.
         keeps_result: the result is wanted though no block reads it.
-        plan: what its block reads, where that runs after the request (lowering/plan.py); None where it runs in the passes.
         last_edit: pass in which a block last edited a value (`NaNCheck.pass_number`); None before that.
     """
 
@@ -167,7 +166,6 @@ class RequestTrace:
         self.cancel: Callable[[], Any] = _nothing
         self.postprocess: Callable[[], Any] | None = None
         self.keeps_result = False
-        self.plan: Any = None
 
     def _block(self, source: Mediator, scope: Any) -> Block:
         code = with_loop_ends(source.node, source.code) if source.node is not None else source.code

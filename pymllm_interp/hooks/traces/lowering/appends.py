@@ -19,6 +19,7 @@ from .step_loop import part_of
 
 
 def append_rows(
+    plan: BlockPlan,
     traces: Sequence[RequestTrace],
     states: Sequence[Activations],
     prompt_lens: Sequence[int],
@@ -28,6 +29,7 @@ def append_rows(
     """Append what the blocks append, place after place, request after request: the order of a forward pass.
 
     Args:
+        plan: of all blocks.
         traces: of requests that have ended.
         states: what the request of each captured.
         prompt_lens: positions of each prompt.
@@ -35,11 +37,10 @@ def append_rows(
         device: where values are computed; None leaves them on the CPU.
 
     Returns:
-        False, and nothing is appended, if a block has to run: they have several plans, do more, or raise.
+        False, and nothing is appended, if a block has to run: they do more, or raise.
     """
-    plan: BlockPlan = traces[0].plan
     appends = plan.appends
-    if appends is None or any(trace.plan is not plan for trace in traces):
+    if appends is None:
         return False
     if len({row.site for row in appends.rows}) < len(appends.appends):
         return False

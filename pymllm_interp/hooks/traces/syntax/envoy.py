@@ -359,8 +359,8 @@ class TracedModel(TracedEnvoy):
         eager = options.eager_attention or reads_attention_source(lambda: self._attention_words, codes)
         return options._replace(eager_attention=True) if eager else options
 
-    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
-        """Serve the traces' requests, and return when all have ended.
+    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> list[Any]:
+        """Serve the traces' requests. Returns when all have ended: the plans of blocks that ran after them, or none.
 
         Args:
             mode: "trace" (one forward pass) or "generate".

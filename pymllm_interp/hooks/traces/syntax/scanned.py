@@ -34,6 +34,12 @@ def current_scan() -> ScanInterleaver | None:
     return interleaver if isinstance(interleaver, ScanInterleaver) else None
 
 
+def check_outside_scan() -> None:
+    """Raises RuntimeError inside the block of a scan, which makes all tensors fake."""
+    if current_scan() is not None:
+        raise RuntimeError("a trace cannot be opened inside the block of a scan: use a session")
+
+
 def scanned(envoy: Envoy) -> Envoy:
     """The double of a module's envoy inside the block of a scan; elsewhere, the envoy itself."""
     scan = current_scan()

@@ -63,7 +63,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
     Attributes:
         mode: "trace" (one forward pass) or "generate".
         receipts: the receipt of each invoke, in their order. Set when the block has run.
-        plans: what was declared in the place of each block; None for blocks that ran in the passes.
+        plans: what was declared in the place of each block; empty where the blocks ran elsewhere.
         captures: the activations that each prompt's request captured (`capture=`), in order; empty for a request without
             captures. A state is captured after the block's edits.
     """
@@ -163,9 +163,8 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         self.served = traces
         transfer = traces[0].saves.transfer
         try:
-            self._model.run_traces(self.mode, traces, inputs)
+            self.plans = self._model.run_traces(self.mode, traces, inputs)
             self.receipts = [trace.receipt for trace in traces]
-            self.plans = [trace.plan for trace in traces]
             self.captures = [found for trace in traces for found in trace.activations]
             for trace in traces:
                 trace.saves.queue()

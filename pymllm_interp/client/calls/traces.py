@@ -1,0 +1,206 @@
+"""`run`: serves the blocks of a ``with``, after declared requests where they can be lowered, else by `Backend.run_blocks`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from ...core.events import FinishedEvent
+from ...hooks.captures.activations import NOTHING
+from ...hooks.traces.blocks.trace import RequestTrace
+from ...hooks.traces.lowering.plan import BlockPlan
+from ...hooks.traces.syntax.scanned import check_outside_scan
+from ...hooks.traces.syntax.tracer import TraceInput
+from ...utils.arguments import DeclarationError, PromptError
+from ..backend import Backend, Submission
+from ..chat import RenderedPrompt
+from ..handle import RequestHandle
+from ..prompt_batch import prompts_of
+from .lowered import Ended, LoweringError
+from .traced_prompts import TracedPrompt, traced_prompt
+
+MADE_TOGETHER = 128
+"""Most requests of a trace that are submitted together. The first ones run while others are made."""
+TOO_MUCH = (413, 429)
+"""Statuses of a server that has no room for the requests. A trace of many invokes counts as one."""
+
+
+def run(
+    backend: Backend, mode: str, traces: list[RequestTrace], inputs: Sequence[TraceInput | None]
+) -> list[BlockPlan]:
+    """Serve the traces of a ``with``. Returns when all of their requests have ended.
+
+    Args:
+        mode: "trace" (one forward pass), "generate" or "pipe".
+        inputs: ``(args, kwargs)`` of each trace's prompts; None for a trace that sees the prompts of all others.
+
+    Returns:
+        The plan of each block that ran after its request; an empty list where `Backend.run_blocks` has served them.
+
+    Raises:
+        PromptError, TypeError, ValueError: an invoke that cannot be served.
+        LoweringError: a block cannot run after its request, with ``lower_traces="require"``.
+        RuntimeError: called inside a block: the engine would wait for itself.
+    """
+    check_outside(backend)
+    lowered = backend.lowered
+    plans = "" if lowered is None else lowered.lower(mode, traces, inputs)
+    if lowered is None or isinstance(plans, str):
+        backend.run_blocks(mode, traces, inputs, str(plans))
+        return []
+    if backend.runs_code and lowered.mode != "require" and any(plan.computes for plan in plans):
+        why = "it computes with what it reads, which the server does before it answers"
+        backend.run_blocks(mode, traces, inputs, why)
+        return []
+    running = Running(traces)
+    try:
+        refused = _submit(backend, mode, traces, inputs, plans, running)
+        running.wait()
+    except BaseException:
+        running.end()
+        raise
+    if refused is not None:
+        running.end()
+        for trace in traces:
+            trace.receipt.not_lowered = str(refused)
+        _check_may_run(backend, refused)
+        backend.run_blocks(mode, traces, inputs, str(refused), refused)
+        return []
+    lowered.replay([_ended(*each, mode == "trace") for each in zip(traces, plans, running.handles, strict=True)])
+    return plans
+
+
+def check_outside(backend: Backend) -> None:
+    """Raises RuntimeError where the caller is inside a block, of a trace or of a scan."""
+    if backend.engine.on_engine_thread:
+        raise RuntimeError(
+            "a trace cannot be opened inside the block of another, of this LM or of another: use a session, or invokes"
+        )
+    check_outside_scan()
+
+
+class Running:
+    """The requests of a ``with`` that are submitted so far. Another thread may cancel them, by `RequestTrace.cancel`."""
+
+    def __init__(self, traces: Sequence[RequestTrace]) -> None:
+        self.handles: list[RequestHandle] = []
+        self._cancelled = False
+        for trace in traces:
+            trace.cancel = self.cancel
+
+    def add(self, handles: list[RequestHandle]) -> None:
+        """Requests were submitted."""
+        self.handles += handles
+        if self._cancelled:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End them, and those that come."""
+        self._cancelled = True
+        for handle in list(self.handles):
+            handle.cancel()
+
+    def wait(self, besides: int = 0) -> None:
+        """Wait until all have ended but the last ones, so many."""
+        for handle in self.handles[: len(self.handles) - besides]:
+            handle.wait()
+
+    def end(self) -> None:
+        """Cancel them, and wait until they have ended."""
+        for handle in self.handles:
+            handle.cancel()
+        self.wait()
+
+
+class _Shared(NamedTuple):
+    """What the requests of one `Submission` have in common."""
+
+    timeout: float | None
+    cache_salt: str | None
+    reads_logits: bool
+
+
+def _submit(
+    backend: Backend,
+    mode: str,
+    traces: Sequence[RequestTrace],
+    inputs: Sequence[TraceInput | None],
+    plans: Sequence[BlockPlan],
+    running: Running,
+) -> Exception | None:
+    """Submit the requests, as many at a time as the engine runs together, and twice as many in all.
+
+    Returns:
+        what some of them were refused with, so that their blocks must run elsewhere; None where all were submitted.
+
+    Raises:
+        PromptError, TypeError, ValueError: a prompt or a keyword that no trace takes.
+    """
+    most = min(MADE_TOGETHER, backend.facts.limits.max_running)
+    known: dict[tuple, Any] = {}
+    for first in range(0, len(traces), most):
+        part = range(first, min(first + most, len(traces)))
+        names = ["the prompt" if len(traces) == 1 else f"invoke {i}" for i in part]
+        read = [_read(backend, mode, inputs[i], what, known) for i, what in zip(part, names, strict=True)]
+        shared = [_Shared(p.timeout, p.cache_salt, plans[i].reads_logits) for i, p in zip(part, read, strict=True)]
+        running.wait(besides=max(2 * backend.facts.limits.max_running - len(part), 0))
+        for common, places in groupby(range(len(part)), key=shared.__getitem__):
+            own = list(places)
+            prompts, cut = [read[i] for i in own], [plans[first + i] for i in own]
+            submission = Submission(
+                prompts=[RenderedPrompt(None, prompt.token_ids) for prompt in prompts],
+                params=[prompt.params for prompt in prompts],
+                interventions=[list(plan.interventions) for plan in cut],
+                captures=[list(plan.captures) for plan in cut],
+                priority=[prompt.priority for prompt in prompts],
+                adapters=[prompt.adapter for prompt in prompts],
+                names=[names[i] for i in own],
+                cache_salt=common.cache_salt,
+                timeout=common.timeout,
+                prompt_logits=mode == "trace" and common.reads_logits,
+            )
+            try:
+                running.add(backend.submit(submission))
+            except Exception as error:
+                refused = backend.in_process or isinstance(error, ValueError | TypeError)
+                if refused or getattr(error, "status", None) in TOO_MUCH:
+                    return error
+                raise
+    return None
+
+
+def _read(backend: Backend, mode: str, given: TraceInput | None, what: str, known: dict[tuple, Any]) -> TracedPrompt:
+    assert given is not None  # else it would not be lowered
+    (prompts, _), kwargs = prompts_of(*given, what)
+    for name in ("interventions", "capture"):  # which are None
+        kwargs.pop(name, None)
+    return traced_prompt(backend, mode, prompts[0], kwargs, what, known, lowered=True)
+
+
+def _check_may_run(backend: Backend, refused: Exception) -> None:
+    """Raises what the requests were refused with, if their blocks may not run elsewhere."""
+    if backend.lowered is None or backend.lowered.mode != "require":
+        return
+    if backend.in_process and isinstance(refused, PromptError) and not isinstance(refused, DeclarationError):
+        raise refused
+    raise LoweringError(f"lower_traces='require', but what this block reads cannot be captured: {refused}") from refused
+
+
+def _ended(trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, single: bool) -> Ended:
+    (event,), (request,) = handle.ends, handle.requests
+    trace.receipt = event.receipt or trace.receipt
+    trace.receipt.lowered, trace.receipt.preemptions = True, max(trace.receipt.preemptions, request.num_preemptions)
+    trace.warnings += event.warnings
+    trace.request_ids, trace.single = (request.request_id,), single
+    trace.activations.append(NOTHING)
+    states = NOTHING if event.activations is None else event.activations
+    token_ids = [*request.prompt_token_ids, *event.token_ids]
+    return Ended(trace, plan, token_ids, request.prompt_len, states, error_of(event))
+
+
+def error_of(event: FinishedEvent) -> BaseException | None:
+    """What ended a request: why it ended early comes before what its block, which still waited, made of that."""
+    if event.finish_reason == "timeout":
+        return TimeoutError(f"request {event.request_id} ran into its timeout")
+    return event.error
