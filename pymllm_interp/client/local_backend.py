@@ -88,7 +88,7 @@ class LocalBackend(FactoryBackend):
         assert source is not None
         seal(self.module)
         device = torch.device(runner.device)
-        self.lowered = Lowered(self.module, runner.server_config.lower_traces, device, runs_rows=device.type == "cpu")
+        self.lowered = Lowered(self.module, runner.server_config.lower_traces, device)
         self.tokenizer = load_tokenizer(source)
         self.facts = facts_of(runner)
         weights, saes, declarations, adapters = runner.model_state, runner.saes, runner.declarations, runner.adapters

@@ -15,7 +15,6 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from ...core.families import NUMBERED_SITES
 from ...hooks.captures.activations import Activations
-from ...hooks.interventions.row_edit import RowProgram
 from ...hooks.traces.blocks.block_analysis import variables_of
 from ...hooks.traces.blocks.torch_modes import is_any_autocast_enabled
 from ...hooks.traces.blocks.trace import Block, RequestTrace
@@ -79,17 +78,16 @@ class Lowered:
         module: the model that is served.
         mode: `ServerConfig.lower_traces`.
         device: of the model.
-        runs_rows: the engine runs `RowEdit`.
     """
 
-    def __init__(self, module: Any, mode: str, device: torch.device, runs_rows: bool = False) -> None:
+    def __init__(self, module: Any, mode: str, device: torch.device) -> None:
         self.mode = mode
         self._known: dict[tuple[Any, ...], tuple[BlockPlan | NotLowered, Any]] = {}
         self._native = isinstance(module, DecoderForCausalLM)
         softcap = getattr(module.config, "final_logit_softcapping", None) if self._native else None
         points = points_of(ROOT, module.spec.family, module.spec.num_hidden_layers, softcap)
         widths = {kind: module.spec.width(kind) for kind in NUMBERED_SITES if kind not in module.spec.family.missing}
-        self.model = LoweringModel(points, widths, module.spec.dtype, device, runs_rows)
+        self.model = LoweringModel(points, widths, module.spec.dtype, device)
 
     def lower(
         self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput | None]
@@ -210,9 +208,6 @@ class Lowered:
         """Whether the block can run. Else its trace has the error."""
         trace, plan = ended.trace, ended.plan
         trace.receipt.edits = len(plan.edits)
-        if plan.edits:
-            programs = {edit.operand for edit in plan.edits if isinstance(edit.operand, RowProgram)}
-            trace.receipt.nan_edits += sum(program.nan_edits for program in programs)
         if (error := ended.error or ended.states.error) is not None:
             trace.error = error
             return False

@@ -10,14 +10,13 @@ from typing import NamedTuple
 import torch
 
 from ...core.model_spec import LOGITS, inner_site
-from ...layers.edits.host import Added, HostOps, RowCapture, RowFunction, RowRange, RowWise
+from ...layers.edits.host import Added, HostOps, RowCapture, RowFunction, RowRange
 from ..declared import Declared, PlacedOp
 from ..positions import Window, ordinal_of, ordinals_of
 from .fires import Fires
 from .gates import GateRead, PassFlags
 from .op import Op
 from .reference import act, gated
-from .row_edit import RowEdit, run_rows
 
 
 class RequestRows(NamedTuple):
@@ -107,8 +106,6 @@ def _row_function(
     if isinstance(spec, GateRead):
         assert flag is not None and flags is not None
         return flags.reader(spec, flag)
-    if isinstance(spec, RowEdit):
-        return RowWise(spec.program, run_rows, selected.rows, selected.all)
     if spec.when is None and spec.addend is not None:
         return Added(spec.addend, selected.rows, selected.all)
 

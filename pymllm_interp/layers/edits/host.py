@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,29 +28,7 @@ class Added(NamedTuple):
     all_selected: bool
 
 
-class Program(Protocol):
-    """What changes rows in torch, each by itself (`hooks/interventions/row_edit.py`)."""
-
-    def is_like(self, other: Any) -> bool:
-        """Whether one call can run both."""
-        ...
-
-
-class RowWise(NamedTuple):
-    """An op that runs a program on rows. Like programs of several requests are one call.
-
-    Attributes:
-        run: takes states [rows, width], which it changes, programs, and the number of rows of each.
-        selected: [rows] bool, on the CPU: the rows that it acts on.
-    """
-
-    program: Program
-    run: Callable[[torch.Tensor, Sequence[Any], Sequence[int]], None]
-    selected: torch.Tensor
-    all_selected: bool
-
-
-RowFunction = Added | RowWise | Callable[[torch.Tensor], torch.Tensor]
+RowFunction = Added | Callable[[torch.Tensor], torch.Tensor]
 """An op on a request's rows: [rows, width] -> [rows, width], or one that is computed with other requests' ops."""
 
 
@@ -125,18 +103,18 @@ class HostOps:
         ops = self.by_site.get(site)
         if ops:
             value = value.clone()
-            together: list[tuple[RowRange, Added | RowWise]] = []
+            together: list[tuple[RowRange, Added]] = []
             for (start, size), op in ops:
-                if together and not _joins(together[-1], start, op):
-                    _act(value[0], together)
+                if together and not (isinstance(op, Added) and start == sum(together[-1][0])):
+                    _add(value[0], together)
                     together = []
-                if isinstance(op, Added | RowWise):
+                if isinstance(op, Added):
                     together.append(((start, size), op))
                 else:
                     rows = value[0, start : start + size]
                     rows.copy_(op(rows))
             if together:
-                _act(value[0], together)
+                _add(value[0], together)
         return value
 
     def capture(self, site: int, value: torch.Tensor) -> None:
@@ -164,42 +142,11 @@ class HostOps:
         return add_norm_apart(self, residual_add, h, delta, norm)
 
 
-def _joins(before: tuple[RowRange, Added | RowWise], start: int, op: RowFunction) -> bool:
-    """Whether an op on rows from `start` on is computed together with the one before it."""
-    (first, size), last = before
-    if isinstance(last, Added):
-        return isinstance(op, Added) and start == first + size
-    return isinstance(op, RowWise) and start >= first + size and last.program.is_like(op.program)
-
-
-def _act(value: torch.Tensor, together: Sequence[tuple[RowRange, Added | RowWise]]) -> None:
-    """Apply ops of several requests to `value` [rows, width], in place."""
-    (first, _), op = together[0]
-    (last, size), _ = together[-1]
-    if isinstance(op, Added):
-        _add(value[: last + size], [op for _, op in together if isinstance(op, Added)])
-        return
-    ops = [(at, op) for at, op in together if isinstance(op, RowWise)]
-    if all(op.all_selected for _, op in ops):
-        counts = [count for (_, count), _ in ops]
-        places = None if sum(counts) == last + size - first else _ranges([at for at, _ in ops])
-    else:
-        found = [op.selected.nonzero()[:, 0] + start for (start, _), op in ops]
-        counts, places = [len(rows) for rows in found], torch.cat(found)
-    states = value[first : last + size] if places is None else value.index_select(0, places)
-    op.run(states, [op.program for _, op in ops], counts)
-    if places is not None:
-        value.index_copy_(0, places, states)
-
-
-def _ranges(ranges: Sequence[RowRange]) -> torch.Tensor:
-    return torch.tensor([row for start, count in ranges for row in range(start, start + count)])
-
-
-def _add(value: torch.Tensor, ops: Sequence[Added]) -> None:
-    """Apply the ops of adjacent requests to the last rows of `value` [rows, width], in place."""
-    counts = [op.selected.shape[0] for op in ops]
-    rows = value[-sum(counts) :]
+def _add(value: torch.Tensor, together: Sequence[tuple[RowRange, Added]]) -> None:
+    """Apply the ops of adjacent requests to their rows of `value` [rows, width], in place."""
+    ops, counts = [op for _, op in together], [count for (_, count), _ in together]
+    first = together[0][0][0]
+    rows = value[first : first + sum(counts)]
     if len(counts) == sum(counts):
         added = torch.stack([op.vector for op in ops])
     else:

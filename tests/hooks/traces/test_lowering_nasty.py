@@ -69,9 +69,9 @@ def test_a_block_gives_what_it_gives_in_the_pass(what, lms):
 
 
 LOOPS = {
-    "programs": ["h = lm.model.layers[0].output", "h[:] = h - h.mean(-1, keepdim=True) * known['V'][0]"],
-    "the last row": ["h = lm.model.layers[0].output", "h[:, -1] *= known['V'][1]"],
-    "keys": ["lm.model.layers[0].self_attn.k_proj.output[:] *= known['Z']['k'][0]"],
+    "all rows": ["h = lm.model.layers[0].output", "h[:] -= known['V'][0]"],
+    "the last row": ["h = lm.model.layers[0].output", "h[:, -1] += known['V'][1]"],
+    "keys": ["lm.model.layers[0].self_attn.k_proj.output[:] *= 1.5"],
     "inputs": ["lm.model.layers[1].input[:] += known['V'][2]"],
     "logits": [],
 }
@@ -115,7 +115,7 @@ def test_an_early_end_and_several_answers(lms):
                 kept = list().save()
                 for _ in tracer.iter[:]:
                     h = lm.model.layers[0].output
-                    h[:] = h * h.norm(dim=-1, keepdim=True)
+                    h[:] *= 1.5
                     kept.append(h[0, -1])
                 out = tracer.result.save()
             tokens = out
@@ -140,3 +140,46 @@ def test_a_list_that_other_threads_edit_with_is_read_once(lms):
             kept.append(lm.model.layers[0].output[0, -1])
     v.zero_()
     assert tracer.receipt.lowered and all(bool(row.isfinite().all()) for row in kept)
+
+
+KEPT = {
+    "a norm": ["h = {x}", "h[:] = h / h.norm(dim=-1, keepdim=True)"],
+    "a vector by its row": ["h = {x}", "h[:] = h - (h * known['V'][0]).sum(-1, keepdim=True) * known['V'][1]"],
+    "a vector": ["{x}[:, -1] *= known['V'][5]"],
+    "a division": ["{x}[:] /= 3"],
+    "a bound": ["h = {x}", "h[:, -1] = h[:, -1].clamp(-0.5, 0.25)"],
+    "a value that is saved before": ["h = {x}", "g = h.norm(dim=-1).save()", "h[:] = h / 2.5 * h"],
+    "a value of the edit that has a name": ["h = {x}", "n = h.norm(dim=-1, keepdim=True)", "h[:] = h / n"],
+    "a row by another row": ["h = {x}", "h[:, -1] = h[:, 0] * h[:, 0]"],
+    "a sum over tokens": ["h = {x}", "h[:] = h - h.mean(dim=1, keepdim=True)"],
+    "no dimension is kept": ["h = {x}", "h[:, -1] *= h[0, -1].norm()"],
+    "a product": ["h = {x}", "h[0, -1] -= (h[0, -1] @ known['V'][0]) * known['V'][0]"],
+    "exp": ["h = {x}", "h[:] = h.exp()"],
+    "another place": ["g = lm.model.layers[0].output", "lm.model.layers[1].output[:] = g * 2"],
+    "another dtype": ["{x} = {x}.double() * 2"],
+    "a value for all": ["{x} = {x}.sum(-1, keepdim=True)"],
+    "a matrix": ["{x}[:] *= torch.ones(1, 1)"],
+    "an assignment behind a name": ["h = {x}", "{x} = {x} * known['V'][0]", "h.save()"],
+    "a name that is changed": ["h = {x}", "h[:] = h * h", "h[:] = h + h"],
+    "a zero norm": ["{x}[:] *= 0.0", "g = lm.model.layers[2].output.save()"],
+    "infinity": ["{x}[:] = {x}.abs() / ({x} - {x})", "g = lm.model.layers[1].output.save()"],
+    "a power": ["{x}[:] **= 2"],
+    "a truth value": ["{x}[:] = {x} * True"],
+    "a division by zero": ["{x}[:] = {x} * (1 / 0)"],
+    "a number beside the states": ["n = 3", "{x}[:] = n * {x} - n / 7", "g = lm.model.layers[2].output.save()"],
+    "an order of the norm": ["{x}[:] = {x}.norm(1, dim=-1, keepdim=True) + {x}"],
+    "maximum": ["{x}[:] = {x}.max(dim=-1, keepdim=True)[0] - {x}"],
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+@pytest.mark.parametrize("opening", [ONE_PASS, GENERATION])
+def test_edits_by_their_own_values_give_the_same(lm_of, what, opening):
+    lms = lm_of("llama", lower_traces="auto"), lm_of("llama", lower_traces="off")
+    lines = [line.format(x="lm.model.layers[1].output") for line in KEPT[what]]
+    after = "lm.model.layers[2].output[0, -1]"
+    after = "lm.model.layers[1].output[0, -1]" if what == "infinity" else after
+    same(lms, [*lines, f"z = {after}.save()"], opening)
+    body = [f"    {line}" for line in (*lines, f"kept.append({after})") if ".save()" not in line]
+    if opening is GENERATION:
+        same(lms, ["kept = list().save()", "for s in tracer.iter[:]:", *body], opening)

@@ -15,8 +15,7 @@ from ...site import Site
 from ..blocks.loops import AST_LOCK, with_loop_ends
 from ..nnsight_compat import Envoy
 from .plan import LAST, Edit, NotStatic, same_state
-from .row_expressions import RowExpression
-from .values import SiteRead
+from .values import RowRead, SiteRead, Unknown
 
 if TYPE_CHECKING:
     from .expressions import Expressions
@@ -27,6 +26,7 @@ KINDS = frozenset(
 """Kinds of sites where an edit of the module's value is an edit of the site."""
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 IN_PLACE = "an edit in place"
+PRODUCTS = frozenset({"bmm", "dot", "einsum", "inner", "matmul", "mm", "mv", "outer"})
 MAX_MADE = 512
 """Most blocks of which the code without edits is kept."""
 _MADE: dict[tuple[str, CodeType, frozenset[tuple[int, int]]], CodeType] = {}
@@ -114,7 +114,7 @@ class Edits:
             raise NotStatic(f"an edit of `{location}`")
         self._stands_apart(point.site)
         self._comes_first(point.site, point.site in (walk.read if assigned or not walk.stands_at(point) else walk.used))
-        operator, operand = self._what(node, point.site, index, operator, value, assigned)
+        operand = self._operand_of(point.site, operator, value, assigned)
         walk.reach(location)
         walk.plan.edits += [Edit(point.site, operator, operand, where) for where in self._positions(index)]
         walk.edited.add((node.lineno, node.col_offset))
@@ -132,29 +132,43 @@ class Edits:
         self._stands_apart(read.site)
         late = not walk.stands_at(point) or read.steps is not walk.steps
         self._comes_first(read.site, late or read.site in walk.used)
-        operator, operand = self._what(node, read.site, index, operator, value, assigned=False)
+        operand = self._operand_of(read.site, operator, value, assigned=False)
         walk.plan.edits += [Edit(read.site, operator, operand, where) for where in self._positions(index)]
         walk.edited.add((node.lineno, node.col_offset))
 
-    def _what(
-        self, node: ast.stmt, site: str, index: ast.expr | None, operator: str, value: ast.expr, assigned: bool
-    ) -> tuple[str, Any]:
-        """(operator, operand) of an edit: of a declared op, or of a program of the rows."""
+    def _operand_of(self, site: str, operator: str, value: ast.expr, assigned: bool) -> Any:
+        """The operand of the declared op that does what the edit does. Raises NotStatic where there is none."""
         walk = self._walk
-        width = walk.model.widths[Site.parse(site).kind]
-        rows = RowExpression(walk, site, index, self._row)
         try:
-            if not rows.reads(value) and operator:
-                try:
-                    return operator, self._operand(walk.value(value), width, operator, assigned)
-                except NotStatic:
-                    if not walk.model.runs_rows:
-                        raise
-            if not walk.model.runs_rows:
-                raise NotStatic("an assignment to a module" if assigned and not operator else IN_PLACE)
-            return "", rows.program(node, whole=assigned)
+            if not operator:
+                raise NotStatic("an assignment to a module" if assigned else IN_PLACE)
+            return self._operand(walk.value(value), walk.model.widths[Site.parse(site).kind], operator, assigned)
         except NotStatic as refused:
-            raise NotStatic(rows.cause(value) or str(refused)) from None
+            raise NotStatic(self._cause(site, value) or str(refused)) from None
+
+    def _cause(self, site: str, value: ast.expr) -> str:
+        """What of a value no declared op computes, and the one that does the same; "" for other causes."""
+        steps = made = ""
+        for part in ast.walk(value):
+            function = part.func if isinstance(part, ast.Call) else None
+            name = getattr(function, "attr", getattr(function, "id", ""))
+            if (isinstance(part, ast.BinOp) and isinstance(part.op, ast.MatMult)) or name in PRODUCTS:
+                return f"`{ast.unparse(part)}` is a product: Ablate({site!r}, directions) removes directions"
+            found = self._walk.names.get(part.id) if isinstance(part, ast.Name) else None
+            if isinstance(found, SiteRead | RowRead) and not self._is_edited(found, site):
+                return f"`{ast.unparse(part)}` is a value of the pass at another place"
+            if isinstance(part, ast.Name) and isinstance(found, Unknown) and not self._is_edited(found, site):
+                steps, made = (part.id, made) if found.step else (steps, part.id)
+        if steps:
+            return (
+                f"`{steps}` depends on the step: Steer({site!r}, vectors, positions=Generated(0, n)) has a vector for each "
+                "position"
+            )
+        return f"`{made}` is made in the block: above the `with`, if nothing of the pass is in it" if made else ""
+
+    def _is_edited(self, found: Unknown, site: str) -> bool:
+        """Whether a name stands for the whole value that is edited."""
+        return isinstance(found, SiteRead) and (found.site, found.in_tuple) == (site, False)
 
     def _comes_first(self, site: str, used: bool) -> None:
         """Refuse an edit that is not the first thing that the block does with a value."""

@@ -14,7 +14,6 @@ from ....core.families import EXPERTS, LOGITS, Family, LayerPath
 from ....core.receipt import layer_ranges
 from ...captures.spec import Capture
 from ...interventions.op import Op
-from ...interventions.row_edit import RowEdit, RowProgram
 from ...interventions.specs import Patch, Scale, Steer
 from ...positions import Generated, Positions, Window, windows_of
 
@@ -117,8 +116,8 @@ class Edit(NamedTuple):
     """An edit of a site.
 
     Attributes:
-        operator: "+", "-", "*" or "="; "" with a program.
-        operand: a number, a tensor [width], or a `RowProgram`.
+        operator: "+", "-", "*" or "=".
+        operand: a number, or a tensor [width].
         positions: where it acts.
     """
 
@@ -129,8 +128,6 @@ class Edit(NamedTuple):
 
     def op(self) -> Op:
         """The declared op that does the same."""
-        if isinstance(self.operand, RowProgram):
-            return RowEdit(self.site, self.operand, positions=self.positions)
         number = not isinstance(self.operand, torch.Tensor)
         if self.operator == "*":
             return Scale(self.site, float(self.operand), positions=self.positions)
@@ -266,14 +263,12 @@ class LoweringModel(NamedTuple):
         points: locations that are sites.
         widths: kind of site -> width of its states.
         dtype, device: of its states.
-        runs_rows: it runs `RowEdit`.
     """
 
     points: Points
     widths: Mapping[str, int]
     dtype: torch.dtype
     device: torch.device
-    runs_rows: bool = False
 
 
 Lowering = BlockPlan | NotLowered
