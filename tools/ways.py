@@ -43,11 +43,10 @@ WAYS = (
     Concept("run a block", 3, (
         "hooks/traces/blocks/block_runner.py:BlockRunner", "hooks/traces/lowering/replay.py:Replay",
         "hooks/traces/lowering/step_loop.py:TakenLoop", "hooks/traces/lowering/appends.py:append_rows",
-        "hooks/interventions/row_edit.py:RowProgram", "client/remote/remote_tracer.py:RemoteTracer._send",
+        "client/remote/remote_tracer.py:RemoteTracer._send",
     )),
     Concept("serve a `with`", 2, (
-        "client/local_backend.py:LocalBackend.run_traces", "client/remote/remote_lowered.py:run_declared",
-        "client/remote/remote_tracer.py:RemoteTracer",
+        "client/calls/traces.py:run", "client/remote/remote_tracer.py:RemoteTracer",
     )),
     Concept("compute an op", 3, (
         "hooks/interventions/reference.py", "layers/edits/host.py:HostOps", "kernels/edit_ops.py",
@@ -68,8 +67,8 @@ WAYS = (
 )  # fmt: skip
 AT_MOST = {
     "keep a captured row": 3,
-    "run a block": 6,
-    "serve a `with`": 3,
+    "run a block": 5,
+    "serve a `with`": 2,
     "compute an op": 5,
     "captured graphs": 7,
     "facts of a model for clients": 1,

@@ -36,12 +36,14 @@ from .jobs import (
     random_prompt,
 )
 from .results import Differs, short
-from .traces import CallsAnother, Gang, Gradient, OnStep, Stuck, Traced
+from .traces import CallsAnother, Gang, Gradient, OnStep, Static, Stuck, Traced
 from .world import World, sae_of
 
 THREADS = 6
 WITH_LLAMAS_NAMES = ("llama", "qwen3", "mistral", "olmo2")
 """Families whose modules have the names that `Gang` uses."""
+NATIVE_WITH_LLAMAS_NAMES = ("llama", "qwen3", "mistral", "gemma2")
+"""Those with blocks that `Static` has lowered."""
 
 
 def makers(rng: random.Random, model: ModelSpec, family: str) -> list[tuple[int, Callable[[], Job]]]:
@@ -58,6 +60,7 @@ def makers(rng: random.Random, model: ModelSpec, family: str) -> list[tuple[int,
         (1, lambda: Called.random(rng, model)),
         (6, lambda: Traced.random(rng, model)),
         (2, lambda: Gang.random(rng) if family in WITH_LLAMAS_NAMES else Traced.long(rng, model)),
+        (3, lambda: Static.random(rng, model) if family in NATIVE_WITH_LLAMAS_NAMES else Traced.random(rng, model)),
         (1, lambda: Gradient(random_prompt(rng), rng.randrange(model.num_hidden_layers))),
         (1, lambda: OnStep(random_prompt(rng))),
         (1, lambda: Stuck(random_prompt(rng, 12))),

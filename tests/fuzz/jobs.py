@@ -14,7 +14,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from pymllm_interp import Capture, SamplingParams, open_harvest
 from pymllm_interp.core.model_spec import ModelSpec
 
-from .results import Differs, compare, of_activations, of_output, of_receipt
+from .results import Differs, compare, of_activations, of_output, of_receipt, sharing_of
 from .world import OF_PROMPTS, OfSAE, World, captures_of_prompts, random_captures, random_ops
 
 WORDS = 90
@@ -60,6 +60,8 @@ class Job:
 
     def check(self, got: Any, alone: Any) -> None:
         compare(got, alone)
+        if not torch.cuda.is_available() and (ours := sharing_of(got)) != (other := sharing_of(alone)):
+            raise Differs(f"its tensors share storage as {ours}, alone as {other}")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,9 +83,29 @@ def compare(got: Any, wanted: Any, where: str = "result") -> None:
         raise Differs(f"{where}: {short(got)}, alone {short(wanted)}")
 
 
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a reader can tell of a tensor besides its values."""
+    storage = tensor.untyped_storage().nbytes()
+    return tensor.dtype, list(tensor.shape), tensor.stride(), tensor.is_contiguous(), storage, tensor.requires_grad
+
+
+def sharing_of(found: Any) -> list[int]:
+    """For each tensor of a result, the number of the first one with its storage."""
+    seen: dict[int, int] = {}
+
+    def numbers(value: Any) -> Iterator[int]:
+        if isinstance(value, torch.Tensor):
+            yield seen.setdefault(value.untyped_storage().data_ptr() or id(value), len(seen))
+        elif isinstance(value, dict | list | tuple):
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from numbers(item)
+
+    return list(numbers(found))
+
+
 def compare_tensors(got: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
-    if got.shape != wanted.shape or got.dtype != wanted.dtype:
-        raise Differs(f"{where}: {got.dtype} {list(got.shape)}, alone {wanted.dtype} {list(wanted.shape)}")
+    if (ours := layout_of(got)) != (other := layout_of(wanted)):
+        raise Differs(f"{where}: {ours}, alone {other}")
     if not wanted.numel():
         return
     if not wanted.is_floating_point():

@@ -15,7 +15,7 @@ from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.site import Site
 
 from .jobs import WAIT, WORDS, Job, raise_system_exit, random_prompt
-from .results import of_activations, of_receipt
+from .results import Differs, of_activations, of_receipt
 from .world import World, random_captures, random_ops
 
 KINDS = ("attn_out", "mlp_out", "resid_post")
@@ -161,6 +161,67 @@ class Gang(Job):
 
     def run(self, world: World) -> Any:
         return played(world.lm, self.invokes, generates=True)
+
+
+@dataclass
+class Static(Job):
+    """Two sites of a block that runs after its request, as they are and with what their reader does next."""
+
+    prompt: list[int]
+    layers: tuple[int, int]
+    new_tokens: int
+    """0: a forward pass."""
+
+    @classmethod
+    def random(cls, rng: random.Random, model: ModelSpec) -> Static:
+        first, second = sorted(rng.choices(range(model.num_hidden_layers), k=2))
+        return cls(random_prompt(rng), (first, second), rng.choice([0, 0, 3, 9]))
+
+    def run(self, world: World) -> Any:
+        return (self.generation if self.new_tokens else self.forward)(world.lm)
+
+    def forward(self, lm: Any) -> Any:
+        i, j = self.layers
+        with lm.trace(self.prompt) as tracer:
+            a = lm.model.layers[i].output.save()
+            last = a[0, -1].save()
+            rows = a[0, 1:].save()
+            b = lm.model.layers[j].output
+            flat = b.view(-1).save()
+            turned = b.transpose(1, 2).save()
+            mean = b.mean().save()
+        self.is_lowered(lm, tracer)
+        return {
+            "a": a,
+            "last": last,
+            "rows": rows,
+            "flat": flat,
+            "turned": turned,
+            "mean": mean,
+            "tail": a[0, -1].view(-1),
+        }
+
+    def generation(self, lm: Any) -> Any:
+        i, j = self.layers
+        with lm.generate(self.prompt, max_new_tokens=self.new_tokens, ignore_eos=True) as tracer:
+            kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+            norms = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+            for _ in tracer.iter[:]:
+                a = lm.model.layers[i].output
+                kept.append(a[0, -1])
+                b = lm.model.layers[j].output
+                kept.append(b.view(-1))
+                kept.append(b)
+                norms.append(b[0, -1].norm())
+            ids = tracer.result.save()
+        self.is_lowered(lm, tracer)
+        return {"kept": list(kept), "norms": list(norms), "ids": ids}
+
+    @staticmethod
+    def is_lowered(lm: Any, tracer: Any) -> None:
+        """Where the engine lowers blocks, this one is: else it compares nothing."""
+        if lm.backend.lowered.mode == "auto" and not tracer.receipt.lowered:
+            raise Differs(f"the block ran in the passes: {tracer.receipt.not_lowered}")
 
 
 @dataclass

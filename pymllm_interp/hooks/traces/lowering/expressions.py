@@ -157,6 +157,7 @@ class Expressions:
         if self.single:
             self.reach("result")
             self._need("logits", None, None)
+            self.plan.needs["logits"].whole = True
         self._looped = True
         return UNKNOWN
 
@@ -198,10 +199,11 @@ class Expressions:
         """Whether the block has reached this location last."""
         return self._order == point.order
 
-    def use(self, read: SiteRead, row: int | None = None) -> None:
+    def use(self, read: SiteRead, row: int | None = None, whole: bool = True) -> None:
         """Need a row of what was read; None: all of them."""
         self.used.add(read.site)
         self._need(read.site, row, read.steps)
+        self.plan.needs[read.site].whole |= whole
 
     def _need(self, site: str, row: int | None, steps: Steps | None) -> None:
         need = self.plan.needs.setdefault(site, Need())
@@ -251,7 +253,8 @@ class Expressions:
             self.use(read)
             return UNKNOWN
         row = values[1] if len(values) > 1 and type(values[0]) in (int, slice) and type(values[1]) is int else None
-        self.use(read, row if read.steps is None or row == LAST else None)
+        one_row = len(values) > 1 and type(values[0]) is int and type(values[1]) is int
+        self.use(read, row if read.steps is None or row == LAST else None, whole=not one_row)
         basic = all(type(value) in (int, slice, type(None), type(...)) for value in values)
         if not basic:
             return UNKNOWN

@@ -83,11 +83,13 @@ class Need:
     Attributes:
         rows: rows of the prompt, negative ones from its end; None for all of them.
         start, stop: generated positions; `start` None for none, `stop` None for no end.
+        whole: its values are used otherwise than one row at a time, so that strides and storage can be told.
     """
 
     rows: set[int] | None = field(default_factory=set)
     start: int | None = None
     stop: int | None = 0
+    whole: bool = False
 
     def add_rows(self, row: int | None) -> None:
         """Read a row of the prompt; None reads all."""

@@ -216,7 +216,8 @@ class Replay:
     def _rows(self, site: str, step: int) -> torch.Tensor:
         """[1, tokens, width]: what the pass of this step computed. It is one tensor, under whatever name it is read."""
         if self._last is None or self._last[:2] != (site, step):
-            self._last = site, step, self._site_rows(site).of_step(step, self._has_taken)
+            whole = self.plan.needs[site].whole
+            self._last = site, step, self._site_rows(site).of_step(step, self._has_taken, whole)
         return self._last[2]
 
     def _site_rows(self, site: str) -> SiteRows:

@@ -63,15 +63,16 @@ class SiteRows:
         """Whether `prompt` has rows that were not captured, so that it is no view of the captured ones."""
         return not self._last_only and len(self._states) < self._prompt_len
 
-    def of_step(self, step: int, taken: bool) -> torch.Tensor:
-        """[1, tokens, width] of one step: contiguous, in storage of its own, as a pass computes it.
+    def of_step(self, step: int, taken: bool, whole: bool) -> torch.Tensor:
+        """[1, tokens, width] of one step.
 
         Args:
             taken: most steps are not asked for.
+            whole: contiguous, in storage of its own, as a pass computes it. A single row looks the same without that copy.
         """
-        if step == 0 and self._is_filled:
-            return self.prompt
         rows = self.prompt if step == 0 else (self.generated if taken else self.by_step)[step - 1 - self.first]
+        if not whole or (step == 0 and self._is_filled):
+            return rows
         return rows.clone(memory_format=torch.contiguous_format)
 
     @cached_property
