@@ -85,7 +85,9 @@ def compare(got: Any, wanted: Any, where: str = "result") -> None:
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What a reader can tell of a tensor besides its values."""
-    steps = [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]  # others depend on the batch
+    steps = [
+        step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ]  # others depend on the batch
     storage = tensor.untyped_storage().nbytes()
     return tensor.dtype, list(tensor.shape), steps, tensor.is_contiguous(), storage, tensor.requires_grad
 

@@ -156,10 +156,7 @@ class Lowered:
         values = _values_of(block)
         own = block.code, frozenset(saved), *map(id, values.values())
         if own not in same:
-            found = self._lowered(block, saved, values, mode)
-            if isinstance(found, BlockPlan) and found.edits:  # which counts what it did
-                return found
-            same[own] = found
+            same[own] = self._lowered(block, saved, values, mode)
         return same[own]
 
     def _lowered(self, block: Block, saved: set[int], values: dict[str, Any], mode: str) -> BlockPlan | NotLowered:
@@ -167,7 +164,7 @@ class Lowered:
         found = self._known.get(key) if key is not None else None
         if found is None:
             found = lower(block, saved, self.model, mode == "trace"), key
-            if key is not None and not (isinstance(found[0], BlockPlan) and found[0].edits):
+            if key is not None and not (isinstance(found[0], BlockPlan) and found[0].has_vectors):
                 if len(self._known) == MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = found

@@ -337,6 +337,32 @@ def test_a_trace_that_is_cancelled_between_its_parts_ends_with_all_of_them(lms, 
     assert not left_behind(lm)
 
 
+def test_a_plan_with_edits_is_made_once_for_equal_blocks(lms, monkeypatch):
+    """For one vector once a ``with``: its values may change between two of them. For a number once."""
+    lm, made = lms[0], []
+    monkeypatch.setattr(lm.backend.lowered, "_known", {})
+    monkeypatch.setattr("pymllm_interp.client.calls.lowered.lower", lambda *args: made.append(lower(*args)) or made[-1])
+    v, found = torch.ones(lm.cfg.hidden_size), []
+    for factor in (1.0, 3.0):
+        v.fill_(factor)
+        for by_vector in (True, False):
+            before = len(made)
+            with lm.trace() as tracer:
+                rows = list().save()
+                for i in range(4):
+                    with tracer.invoke(PROMPT[: 2 + i]):
+                        if by_vector:
+                            lm.model.layers[0].output[:] += v
+                        else:
+                            lm.model.layers[0].output[:] *= 2
+                        rows.append(lm.model.layers[0].output[0, -1])
+            found.append((len(made) - before, torch.stack(rows)))
+            assert all(receipt.lowered for receipt in tracer.receipts)
+    assert [count for count, _ in found] == [1, 1, 1, 0]
+    torch.testing.assert_close(found[2][1] - found[0][1], torch.full_like(found[0][1], 2.0))
+    assert torch.equal(found[1][1], found[3][1])
+
+
 def test_a_list_of_the_with_that_another_invoke_fills(lms):
     found = []
     for lm in lms:

@@ -213,6 +213,7 @@ class Edits:
             raise NotStatic("an edit by a tensor that no declared op takes")
         if not bool(torch.isfinite(value).all()):
             raise NotStatic("an edit by NaN or infinity")
+        self._walk.plan.has_vectors = True
         return value.reshape(-1).float().cpu()
 
     def _positions(self, index: ast.expr | None) -> list[Positions]:

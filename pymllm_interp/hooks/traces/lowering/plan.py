@@ -188,6 +188,7 @@ class BlockPlan:
         edits: in the order of the block.
         code: the block to run after the request, with a read in place of each edit; None: its own code.
         computes: the block computes with what it reads, and not only moves it.
+        has_vectors: an edit has the values of a tensor from outside, which may change.
         loop: its loop over steps, if all of its steps can be taken at once.
         appends: all that the block does, if it only appends parts of one step's values to lists.
     """
@@ -196,6 +197,7 @@ class BlockPlan:
     edits: list[Edit] = field(default_factory=list)
     code: CodeType | None = None
     computes: bool = False
+    has_vectors: bool = False
     loop: StepLoop | None = None
     appends: StepLoop | None = None
     _windows: dict[tuple[str, int], tuple[Window, ...]] = field(default_factory=dict, repr=False)
