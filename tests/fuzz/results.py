@@ -88,7 +88,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     steps = [
         step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
     ]  # others depend on the batch
-    storage = tensor.untyped_storage().nbytes()
+    storage = tensor.untyped_storage().nbytes() if tensor.numel() else 0
     return tensor.dtype, list(tensor.shape), steps, tensor.is_contiguous(), storage, tensor.requires_grad
 
 
