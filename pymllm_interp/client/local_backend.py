@@ -40,6 +40,7 @@ HOOKS = {
 }
 """How hooks run, in words."""
 
+
 class LocalBackend(FactoryBackend):
     """A `Backend` with its engine, runner and weights in this process.
 

@@ -61,7 +61,6 @@ class VllmBackend(FactoryBackend):
         FileNotFoundError, ValueError: no such model, or one that cannot be served.
     """
 
-
     def __init__(self, model: ModelConfig, server: ServerConfig, arguments: Mapping[str, Any] | None = None) -> None:
         open_engines.wait_for_released()
         source = resolve_model(model, quantised=True)
