@@ -31,7 +31,7 @@ from ..hooks.vectors.registry import VectorRegistry
 from ..models.adapters.slots import AdapterHold, unknown_adapter
 from ..models.weights.model_state import ModelState
 from ..runner.device_memory import free_bytes, long_pass_bytes
-from ..utils.arguments import DeclarationError, PromptError, shown
+from ..utils.arguments import PromptError, shown
 from ..utils.gc_threshold import LiveObjects
 from .backend import Submission
 from .calls.known_names import KnownNames
@@ -248,12 +248,12 @@ class RequestFactory:
             fingerprint: of the weights, for the receipt; None: as they are now.
 
         Raises:
-            DeclarationError: what the model does not have, or the tables, the ring and results do not hold.
+            PromptError: what the model does not have, or the tables, the ring and results do not hold.
         """
         try:
             self._declarations.declare(interventions, captures, request)
         except ValueError as error:
-            raise DeclarationError(f"{what}: {error}") from error
+            raise PromptError(f"{what}: {error}") from error
         if request.declared is None:
             return
         receipt = request.receipt = request.receipt or Receipt()

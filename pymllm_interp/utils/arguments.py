@@ -15,10 +15,6 @@ class PromptError(ValueError):
     """A prompt, or a parameter beside it, that cannot be served."""
 
 
-class DeclarationError(PromptError):
-    """Interventions or captures that the model does not have, or the tables, the ring and results do not hold."""
-
-
 def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere: Mapping[str, str]) -> None:
     """Look for a keyword that is not `known`.
 

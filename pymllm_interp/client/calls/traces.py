@@ -12,7 +12,7 @@ from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.lowering.plan import BlockPlan
 from ...hooks.traces.syntax.scanned import check_outside_scan
 from ...hooks.traces.syntax.tracer import TraceInput
-from ...utils.arguments import DeclarationError, PromptError
+from ...utils.arguments import PromptError
 from ..backend import Backend, Submission
 from ..chat import RenderedPrompt
 from ..handle import RequestHandle
@@ -182,7 +182,8 @@ def _check_may_run(backend: Backend, refused: Exception) -> None:
     """Raises what the requests were refused with, if their blocks may not run elsewhere."""
     if backend.lowered is None or backend.lowered.mode != "require":
         return
-    if backend.in_process and isinstance(refused, PromptError) and not isinstance(refused, DeclarationError):
+    declares = isinstance(refused.__cause__, ValueError)  # `RequestFactory.declare`; else a limit or a name
+    if backend.in_process and isinstance(refused, PromptError) and not declares:
         raise refused
     raise LoweringError(f"lower_traces='require', but what this block reads cannot be captured: {refused}") from refused
 
