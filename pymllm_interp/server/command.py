@@ -64,6 +64,8 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
 
 def _check_paths(args: argparse.Namespace) -> None:
     """Refuse adapters and autoencoders that are not there, before the model is loaded."""
+    if args.lora_modules and args.engine == "vllm":
+        raise ValueError("--lora-modules: adapters are not served with --engine vllm; leave one of the two out")
     for name, folder in args.lora_modules or ():
         if not (Path(folder) / "adapter_config.json").is_file():
             raise ValueError(

@@ -51,6 +51,8 @@ class ServeLimits:
     """How long a response can be continued."""
     trace_timeout: float = 600.0
     """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
+    order_seconds: float = 120.0
+    """How long a client waits until the engine has stored a vector, or has loaded an adapter; then a 504."""
     engine_message_seconds: float = 60.0
     """How long the engine process may take to answer a question of the server's; then it is ended (liveness.py)."""
     engine_start_seconds: float = 300.0

@@ -87,7 +87,11 @@ def load_experts(
                 continue
             weight = _joined(whole, module, kind, pieces, stored)
             del apart[whole]
-        if not module.set_quantized(kind, weight, device):
+        try:
+            kept = module.set_quantized(kind, weight, device)
+        except ValueError as error:
+            raise WeightsError(f"{whole} is quantised: {error}") from error
+        if not kept:
             logger.warning("%s is dequantised: no kernel takes its shape", whole)
         loaded.add(whole)
     _refuse_incomplete(modules, waiting, apart)
