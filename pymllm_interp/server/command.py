@@ -64,8 +64,6 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
 
 def _check_paths(args: argparse.Namespace) -> None:
     """Refuse adapters and autoencoders that are not there, before the model is loaded."""
-    if args.lora_modules and args.engine == "vllm":
-        raise ValueError("--lora-modules: adapters are not served with --engine vllm; leave one of the two out")
     for name, folder in args.lora_modules or ():
         if not (Path(folder) / "adapter_config.json").is_file():
             raise ValueError(
@@ -98,6 +96,8 @@ def _vllm_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
     """
     named = {name: value for name in VLLM_OPTIONS if (value := getattr(args, name)) is not None}
     given = dict(args.vllm_option or ()) | named
+    if args.engine == "vllm" and args.lora_modules:
+        raise ValueError("--lora-modules: adapters are not served with --engine vllm; leave one of the two out")
     if args.engine == "vllm":
         return given
     if given:

@@ -14,9 +14,9 @@ SAMPLES = 3
 def share_cores() -> None:
     """Let torch's OpenMP threads sleep at barriers where other processes run; call it before torch is imported.
 
-    They spin by default, which is fastest on a quiet machine. Beside busy processes each barrier waits for a thread without a core:
-    beside 8 of them on 2 cores, the demo model's 24 tokens took over a minute, and 3.3 s with threads that sleep. The runtime reads the
-    variable once, so nothing changes after torch's import, or where the user has chosen.
+    They spin by default, which is fastest on a quiet machine. On a busy one each barrier waits for a thread without a core.
+    With 8 busy processes on 2 cores, 24 tokens of the demo model took over a minute, and 3.3 s with sleeping threads.
+    OpenMP reads the variable once, so nothing changes after torch's import. What the user has set is kept.
     """
     chosen = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys()
     if "torch" not in sys.modules and not chosen and others_running() >= max(1, (os.cpu_count() or 1) // 4):
