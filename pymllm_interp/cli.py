@@ -205,6 +205,10 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         "--sae", type=_named_path, action="append", metavar="NAME=PATH",
         help="a sparse autoencoder that captures may name, a file or folder of SAE.load; repeatable",
     )  # fmt: skip
+    serve.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="send a span for each request there, by OTLP over HTTP, such as http://localhost:4318/v1/traces (extra otel)",
+    )  # fmt: skip
     serve.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template in place of the model's")
     serve.add_argument(
         "--tool-call-parser", metavar="NAME",

@@ -112,6 +112,8 @@ class ServeSettings:
     log_level: str = "info"
     log_format: str = "json"
     """A line a record: "json" or "text"."""
+    otlp_traces_endpoint: str | None = None
+    """URL that OpenTelemetry spans of requests are sent to, by OTLP over HTTP; None: there are none."""
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's."""
     tool_call_parser: str | None = None
@@ -148,6 +150,10 @@ class ServeSettings:
                 )
         if not 0 <= self.drain_seconds < math.inf:
             raise ValueError(f"drain_seconds={self.drain_seconds}: expected a number of seconds from 0 on")
+        if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r}: expected a URL such as http://localhost:4318/v1/traces"
+            )
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: expected 0 (any free one) to 65535")
         self._check_tls()

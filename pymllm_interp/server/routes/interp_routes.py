@@ -209,7 +209,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
             )  # fmt: skip
 
         state.metrics.totals["hooked_requests"] += _trust_of(body) > Trust.PLAIN
-        measure = partial(state.call_metrics, request.state.started, list(map(len, body.prompts)), counts)
+        measure = partial(state.call_metrics, request.state.started, list(map(len, body.prompts)), counts, body.lora)
         return _streamed(_generated(state, client, make, measure, count))
 
     @router.post("/v1/interp/abort")
