@@ -52,7 +52,7 @@ class ServeLimits:
     trace_timeout: float = 600.0
     """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
     order_seconds: float = 120.0
-    """How long a client waits until the engine has stored a vector, or has loaded an adapter; then a 504."""
+    """Time limit of a vector upload or an adapter load, after which the client gets a 504."""
     engine_message_seconds: float = 60.0
     """How long the engine process may take to answer a question of the server's; then it is ended (liveness.py)."""
     engine_start_seconds: float = 300.0
@@ -113,7 +113,7 @@ class ServeSettings:
     log_format: str = "json"
     """A line a record: "json" or "text"."""
     otlp_traces_endpoint: str | None = None
-    """URL that OpenTelemetry spans of requests are sent to, by OTLP over HTTP; None: there are none."""
+    """OTLP/HTTP endpoint that receives OpenTelemetry spans; None disables tracing."""
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's."""
     tool_call_parser: str | None = None

@@ -15,7 +15,7 @@ def share_cores() -> None:
     """Let torch's OpenMP threads sleep at barriers where other processes run; call it before torch is imported.
 
     They spin by default, which is fastest on a quiet machine. On a busy one each barrier waits for a thread without a core.
-    With 8 busy processes on 2 cores, 24 tokens of the demo model took over a minute, and 3.3 s with sleeping threads.
+    Beside 8 processes on 2 cores, 24 tokens of the demo model took over a minute. Sleeping threads took 3.3 s.
     OpenMP reads the variable once, so nothing changes after torch's import. What the user has set is kept.
     """
     chosen = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys()

@@ -15,7 +15,7 @@ _late: set[asyncio.Future[Any]] = set()
 async def taken(state: ServerState, order: Awaitable[Any]) -> Any:
     """The engine's answer to an order.
 
-    An order that is late goes on, so that this process knows what the engine has in the end.
+    A late order is not cancelled, so this process still learns what the engine stored.
 
     Raises:
         ApiError: the engine refuses it, or does not answer within `order_seconds`.
