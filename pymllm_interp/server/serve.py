@@ -136,6 +136,8 @@ async def _serve(settings: ServeSettings, bound: socket.socket, engine: MakeEngi
         for task in tasks:
             task.cancel()
         await state.engine.shutdown()
+        if state.spans is not None:
+            await asyncio.to_thread(state.spans.close)
         state.store.close()
 
 

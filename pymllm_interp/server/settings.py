@@ -51,6 +51,8 @@ class ServeLimits:
     """How long a response can be continued."""
     trace_timeout: float = 600.0
     """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
+    order_seconds: float = 120.0
+    """Time limit of a vector upload or an adapter load, after which the client gets a 504."""
     engine_message_seconds: float = 60.0
     """How long the engine process may take to answer a question of the server's; then it is ended (liveness.py)."""
     engine_start_seconds: float = 300.0
@@ -110,6 +112,8 @@ class ServeSettings:
     log_level: str = "info"
     log_format: str = "json"
     """A line a record: "json" or "text"."""
+    otlp_traces_endpoint: str | None = None
+    """OTLP/HTTP endpoint that receives OpenTelemetry spans; None disables tracing."""
     chat_template: str | None = None
     """A Jinja template in place of the tokenizer's."""
     tool_call_parser: str | None = None
@@ -146,6 +150,10 @@ class ServeSettings:
                 )
         if not 0 <= self.drain_seconds < math.inf:
             raise ValueError(f"drain_seconds={self.drain_seconds}: expected a number of seconds from 0 on")
+        if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r}: expected a URL such as http://localhost:4318/v1/traces"
+            )
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: expected 0 (any free one) to 65535")
         self._check_tls()

@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.layers.quantization.expert_tiles import ExpertTiles
+from pymllm_interp.layers.quantization.experts import QuantizableExperts
+from pymllm_interp.layers.quantization.weight import QuantizedWeight
 from pymllm_interp.models.registry import described
 from pymllm_interp.models.weights.loading import WeightsError
 
@@ -118,6 +121,26 @@ def test_layers_that_are_not_quantised_stay_so(folders: tuple[Path, Path], tmp_p
         torch.testing.assert_close(
             lm.forward(PROMPTS)[0].logits, other.forward(PROMPTS)[0].logits, rtol=1e-5, atol=1e-5
         )
+
+
+def test_scales_that_no_tile_holds_name_their_weight(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU stores experts, whose tiles hold scales within 2^127 of each other."""
+
+    def as_tiles(self: QuantizableExperts, name: str, weight: QuantizedWeight, device: str) -> bool:
+        return bool(ExpertTiles.of(weight, self.num_experts, name == "gate_up_proj", self.interleaved))
+
+    monkeypatch.setattr(QuantizableExperts, "set_quantized", as_tiles)
+    tensors = load_file(folders[0] / "model.safetensors")
+    scales = tensors[f"{EXPERTS}.down_proj_scales"]
+    scales.view(-1)[0], scales.view(-1)[1] = 0, 254
+    (tmp_path / "config.json").write_text((folders[0] / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        WeightsError, match=rf"{EXPERTS}.down_proj is quantised: scales of experts are 2\^-127 to 2\^127"
+    ):
+        LM(tmp_path, **SIZES)
 
 
 def test_what_cannot_be_quantised_at_load_says_so(folders: tuple[Path, Path]) -> None:

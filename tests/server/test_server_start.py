@@ -29,6 +29,10 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["--drain-seconds", "-1"], "drain_seconds=-1.0"),
         (["--drain-seconds", "nan"], "drain_seconds=nan"),
+        (
+            ["--lora-modules", "x=/nope", "--engine", "vllm"],
+            "--lora-modules: adapters are not served with --engine vllm",
+        ),
         (["--lora-modules", "x=/nope"], "--lora-modules x=/nope: there is no adapter_config.json"),
         (["--sae", "x=/nope"], "--sae x=/nope: no such file"),
         (["--keys", "/nope"], "/nope"),

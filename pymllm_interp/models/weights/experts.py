@@ -51,8 +51,7 @@ def load_experts(
         WeightsError: parts that are missing, or do not fit.
     """
     modules = experts_of(model)
-    waiting: dict[str, dict[str, Tensor]] = {}
-    apart: dict[str, Pieces] = {}
+    waiting, apart = dict[str, dict[str, Tensor]](), dict[str, Pieces]()
     for name, tensor in weights:
         path, _, leaf = name.rpartition(".")
         part = next((part for part in PARTS if leaf.endswith(part)), "")
@@ -87,8 +86,11 @@ def load_experts(
                 continue
             weight = _joined(whole, module, kind, pieces, stored)
             del apart[whole]
-        if not module.set_quantized(kind, weight, device):
-            logger.warning("%s is dequantised: no kernel takes its shape", whole)
+        try:
+            if not module.set_quantized(kind, weight, device):
+                logger.warning("%s is dequantised: no kernel takes its shape", whole)
+        except ValueError as error:
+            raise WeightsError(f"{whole} is quantised: {error}") from error
         loaded.add(whole)
     _refuse_incomplete(modules, waiting, apart)
 
@@ -183,9 +185,7 @@ def _mxfp4(
     name: str, shape: tuple[int, int, int], blocks: Tensor, scales: Tensor, dtype: torch.dtype
 ) -> QuantizedWeight:
     if blocks.dtype is not torch.uint8 or scales.dtype is not torch.uint8:
-        raise WeightsError(
-            f"{name} is quantised: its blocks are {blocks.dtype}, its scales {scales.dtype}; uint8 is read"
-        )
+        raise WeightsError(f"{name} is quantised: blocks are {blocks.dtype}, scales {scales.dtype}; uint8 is read")
     experts, rows, width = shape
     groups = width // MXFP4_GROUP
     expected = (experts, rows, groups, MXFP4_GROUP // 2), (experts, rows, groups)

@@ -45,6 +45,8 @@ class RequestGate:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if self._state.spans is not None:
+            self._state.spans.arrived(headers)
         given = headers.get("x-request-id", "")
         request_id = uuid.uuid4().hex
         given = given if _REQUEST_ID.fullmatch(given) else ""

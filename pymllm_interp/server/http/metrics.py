@@ -7,10 +7,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...wire.messages import Finished
 from .families import FAMILIES, REASONS
+
+if TYPE_CHECKING:
+    from .spans import CallSpans
 
 PREFIX = "pymllm_interp_"
 TOTALS = (
@@ -124,13 +127,20 @@ class CallMetrics:
         started: `time.perf_counter()` at which the call's HTTP request arrived.
         prompt_tokens: length of each request's prompt.
         generated: is told of new tokens.
+        spans: records each request's span; None without tracing.
     """
 
     def __init__(
-        self, metrics: Metrics, started: float, prompt_tokens: Sequence[int], generated: Callable[[int], None]
+        self,
+        metrics: Metrics,
+        started: float,
+        prompt_tokens: Sequence[int],
+        generated: Callable[[int], None],
+        spans: CallSpans | None = None,
     ) -> None:
         self._metrics, self._started = metrics, started
         self._prompt_tokens, self._generated = prompt_tokens, generated
+        self._spans, self._first = spans, dict[int, float]()  # request -> seconds until its first token
         self._last: dict[int, float] = {}  # request -> when its newest token came
         self._seen: Counter[int] = Counter()
         self._left = set(range(len(prompt_tokens)))
@@ -141,10 +151,14 @@ class CallMetrics:
         self._generated(count)
         self._seen[request] += count
         if (last := self._last.get(request)) is None:
-            self._metrics.add("time_to_first_token_seconds", now - self._started)
+            self._first_token(request, now - self._started)
         else:
             self._metrics.add("inter_token_latency_seconds", (now - last) / count, count)
         self._last[request] = now
+
+    def _first_token(self, request: int, seconds: float) -> None:
+        self._first[request] = seconds
+        self._metrics.add("time_to_first_token_seconds", seconds)
 
     def ended(self, request: int, end: Finished) -> None:
         """Count the end of a request, with the tokens that come with it."""
@@ -157,7 +171,9 @@ class CallMetrics:
         else:
             self._generated(count)
             if times is not None and times.first_token is not None:
-                add("time_to_first_token_seconds", now - self._started - (times.total - times.first_token))
+                self._first_token(request, now - self._started - (times.total - times.first_token))
+        if self._spans is not None:
+            self._spans.ended(self._prompt_tokens[request], end, total, self._first.get(request))
         add("e2e_request_latency_seconds", now - self._started)
         add("request_prompt_tokens", self._prompt_tokens[request])
         add("request_generation_tokens", total)
@@ -175,6 +191,9 @@ class CallMetrics:
     def close(self) -> None:
         """The call is over. What has not ended was aborted."""
         self._metrics.ends["abort"] += len(self._left)
+        if self._spans is not None:
+            for request in self._left:
+                self._spans.ended(self._prompt_tokens[request], None, self._seen[request], self._first.get(request))
         self._left.clear()
 
 

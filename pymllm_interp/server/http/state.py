@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -24,6 +24,9 @@ from .metrics import CallMetrics, Metrics
 from .threads import FairThreads
 from .trust import STRANGERS, Client, Trust
 from .uploads import Uploads
+
+if TYPE_CHECKING:
+    from .spans import Spans
 
 MakeEngine = Callable[[ServeSettings, Callable[[], Any]], Door]
 RATE_SECONDS = 5.0
@@ -46,6 +49,7 @@ class ServerState:
     def __init__(self, settings: ServeSettings, engine: MakeEngine) -> None:
         self.settings, self.limits = settings, settings.limits
         self.metrics = Metrics(settings.name)
+        self.spans = _spans_to(settings.otlp_traces_endpoint)
         self.engine = engine(settings, self._engine_exited)
         shared = settings.shared_store
         self.store = ActivationStore(self.engine.store, settings.limits, shared=shared)
@@ -138,23 +142,36 @@ class ServerState:
         while self._tokens and self._tokens[0][0] < now - RATE_SECONDS:
             self._tokens.popleft()
 
-    def call_metrics(self, started: float, prompt_tokens: Sequence[int], n: Sequence[int]) -> CallMetrics:
+    def call_metrics(
+        self, started: float, prompt_tokens: Sequence[int], n: Sequence[int], model: str | None = None
+    ) -> CallMetrics:
         """Count an accepted call, and what becomes of its requests.
 
         Args:
             started: `time.perf_counter()` at which its HTTP request arrived.
             prompt_tokens: length of each prompt.
             n: completions of each prompt.
+            model: name of an adapter; None: the model's own.
         """
         self.metrics.totals["prompt_tokens"] += sum(prompt_tokens)
         lengths = [length for length, count in zip(prompt_tokens, n, strict=True) for _ in range(count)]
-        return CallMetrics(self.metrics, started, lengths, self.generated)
+        spans = None if self.spans is None else self.spans.call(model or self.settings.name, started)
+        return CallMetrics(self.metrics, started, lengths, self.generated, spans)
 
     @property
     def tokens_per_second(self) -> float:
         """New tokens a second, over the last seconds."""
         since = time.monotonic() - RATE_SECONDS
         return sum(count for at, count in self._tokens if at >= since) / RATE_SECONDS
+
+
+def _spans_to(endpoint: str | None) -> Spans | None:
+    """Where spans are sent; None without an endpoint, and then nothing of OpenTelemetry is imported."""
+    if endpoint is None:
+        return None
+    from .spans import Spans
+
+    return Spans(endpoint)
 
 
 def client_of(request: Request) -> Client:

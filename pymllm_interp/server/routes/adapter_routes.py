@@ -6,9 +6,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from ..http.body import JsonRoute
-from ..http.errors import ApiError, api_error
+from ..http.errors import ApiError
 from ..http.state import ServerState, require_operator
 from ..protocol import LoadAdapterRequest, UnloadAdapterRequest
+from .orders import taken
 
 
 def adapter_routes(state: ServerState) -> APIRouter:
@@ -23,10 +24,7 @@ def adapter_routes(state: ServerState) -> APIRouter:
             raise ApiError(
                 400, f"{body.lora_name!r} is the model's own name: give the adapter another one", "lora_name"
             )
-        try:
-            await state.engine.load_adapter(body.lora_name, body.lora_path)
-        except Exception as error:
-            raise api_error(error, refused=True) from error
+        await taken(state, state.engine.load_adapter(body.lora_name, body.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter")
@@ -35,10 +33,7 @@ def adapter_routes(state: ServerState) -> APIRouter:
         require_operator(request)
         if body.lora_name not in state.engine.adapters:
             raise ApiError(404, f"there is no adapter {body.lora_name!r}", "lora_name", "not_found")
-        try:
-            await state.engine.unload_adapter(body.lora_name)
-        except Exception as error:
-            raise api_error(error, refused=True) from error
+        await taken(state, state.engine.unload_adapter(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router

@@ -34,6 +34,7 @@ from ..http.trust import Client, Trust
 from ..protocol import AbortRequest, EmptyRequest, LensRequest, TokenRequest
 from .lens import logit_lens
 from .openai_routes import DisconnectedError, while_connected
+from .orders import taken
 
 FRAMES = "application/x-pymllm-frames"
 """Content type of streams of frames (`values.framed`)."""
@@ -132,10 +133,7 @@ def _vector_routes(router: APIRouter, state: ServerState) -> None:
         with state.uploads.reserved(client.name, name) as upload:
             body = await state.uploads.body(upload, request)
             kind = "gguf" if body[:4] == b"GGUF" else "safetensors"
-            try:
-                return await state.engine.put_vector(client.name, name, body, kind)
-            except Exception as error:
-                raise api_error(error, refused=True) from error
+            return await taken(state, state.engine.put_vector(client.name, name, body, kind))
 
     @router.get("/v1/interp/vectors/{name:path}")
     async def get(name: str, request: Request) -> Response:
@@ -151,7 +149,7 @@ def _vector_routes(router: APIRouter, state: ServerState) -> None:
         client = require(request, Trust.DECLARED)
         if name not in state.engine.vectors(client.name):
             raise ApiError(404, f"this key has no vector {name!r}")
-        await state.engine.drop_vector(client.name, name)
+        await taken(state, state.engine.drop_vector(client.name, name))
         return {"deleted": name}
 
 
@@ -211,7 +209,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
             )  # fmt: skip
 
         state.metrics.totals["hooked_requests"] += _trust_of(body) > Trust.PLAIN
-        measure = partial(state.call_metrics, request.state.started, list(map(len, body.prompts)), counts)
+        measure = partial(state.call_metrics, request.state.started, list(map(len, body.prompts)), counts, body.lora)
         return _streamed(_generated(state, client, make, measure, count))
 
     @router.post("/v1/interp/abort")

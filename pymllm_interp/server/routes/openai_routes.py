@@ -281,7 +281,9 @@ class Work:
             found = await Generation.start(
                 self._state.engine, self._state.tokenizer, prompts, self._client.name, stream, options=options, **hooks
             )
-            self._metrics = self._state.call_metrics(self._started, lengths, [self._n] * len(prompts))
+            self._metrics = self._state.call_metrics(
+                self._started, lengths, [self._n] * len(prompts), self._asked.adapter
+            )
             return found
         except Exception as error:
             raise api_error(error, refused=True) from error
