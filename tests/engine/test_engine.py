@@ -996,7 +996,7 @@ def test_an_error_in_winding_up_a_trace_is_its_own_requests(
     assert "boom in winding up" in str(caught[0])
     assert len(plain.result(WAIT).token_ids) == 120
     lm.shutdown()
-    assert lm.runner.model is None and not lm.engine._subscribers
+    assert lm.runner.model is None and not lm.engine.ends.subscribers
 
 
 def test_after_shutdown_nothing_is_taken(model_folder: Callable[[str], Path]) -> None:
