@@ -257,7 +257,7 @@ def methods_of(module: str, cls: str) -> set[str]:
 def test_hooks_enter_a_runner_by_its_stages():
     """`InterpModelRunner` overrides at most five methods; the rest of a step's hooks is what its stages do."""
     runner = "pymllm_interp.runner."
-    plain = methods_of(runner + "model_runner", "ModelRunner") | methods_of(runner + "forward_passes", "ForwardPasses")
+    plain = methods_of(runner + "model_runner", "ModelRunner") | methods_of(runner + "seed_names", "SeedNames")
     overridden = (methods_of(runner + "interp_model_runner", "InterpModelRunner") & plain) - {"__init__"}
     assert {"load_model", "execute_model"} <= overridden and len(overridden) <= 5, sorted(overridden)
 
