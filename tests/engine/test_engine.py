@@ -761,7 +761,7 @@ def test_a_thousand_requests_leave_nothing_behind(lm_of: LmOf) -> None:
 
     def batch(seed: int, size: int) -> None:
         prompts = prompts_of([1 + i % 3 for i in range(size)], seed)
-        handles = lm._submit_all(prompts, [params[i % 3] for i in range(size)], {})
+        handles = lm._requests.submit(prompts, [params[i % 3] for i in range(size)], {})
         refs.extend(weakref.ref(request) for handle in handles for request in handle.requests)
         for handle in handles:
             handle.result(WAIT)

@@ -17,8 +17,8 @@ from ...wire.gate_words import TRACE_PATH, TRACE_TYPE
 from ...wire.receipts import receipt_of
 from ...wire.trace_payload import block_to_data, dump, edit_to_data
 from ...wire.values import ValueDecoder, tensors_of
-from ..calls.backed import BackedModel
 from ..calls.lowered import LoweringError
+from ..calls.model import ClientModel
 from .remote_engine import Frames, RemoteEngine
 from .remote_lowered import IN_SCAN, NotDeclaredError
 
@@ -40,7 +40,7 @@ class _Names:
             raise TypeError(
                 "the block reads the tracer of another trace, whose results are its saved values: read those"
             )
-        if isinstance(obj, BackedModel) and not obj.backend.in_process:
+        if isinstance(obj, ClientModel) and not obj.backend.in_process:
             return "model", self.number(obj)
         return None
 
