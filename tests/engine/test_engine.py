@@ -33,7 +33,7 @@ from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.sampling_params import ELSEWHERE as SAMPLING_ELSEWHERE
 from pymllm_interp.core.step import SchedulerOutput
-from pymllm_interp.lm import ELSEWHERE
+from pymllm_interp.client.calls.lm_arguments import ELSEWHERE
 
 LmOf = Callable[..., LM]
 Oracle = Callable[[str], Any]
