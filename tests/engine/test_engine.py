@@ -28,12 +28,12 @@ from conftest import CONFIGS, VOCAB, held
 from helpers_waits import WAIT, assert_idle, until
 
 from pymllm_interp import LM, RequestOutput, SamplingParams
+from pymllm_interp.client.calls.lm_arguments import ELSEWHERE
 from pymllm_interp.client.detokenizer import StopStrings
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.sampling_params import ELSEWHERE as SAMPLING_ELSEWHERE
 from pymllm_interp.core.step import SchedulerOutput
-from pymllm_interp.client.calls.lm_arguments import ELSEWHERE
 
 LmOf = Callable[..., LM]
 Oracle = Callable[[str], Any]

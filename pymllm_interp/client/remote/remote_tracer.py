@@ -138,7 +138,7 @@ class RemoteTracer(EngineTracer):
         if self._model._batch_size(*self.args, **self.kwargs):
             return True
         frame: Any = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
-        return opens_invokes_only(self.node.body, ChainMap(frame.f_locals, frame.f_globals))
+        return opens_invokes_only(self.node.body, ChainMap(frame.f_locals, frame.f_globals))  # pyright: ignore[reportOptionalMemberAccess]
 
     def _withdraw(self) -> None:
         """Forget the traces that were to be declared."""
