@@ -55,7 +55,7 @@ WAYS = (
     )),
     Concept("captured graphs", 5, (
         "runner/graphs/cuda_graph_runner.py:CudaGraphRunner", "models/transformers/graph_check.py",
-        "runner/adapters/adapted_passes.py:AdapterGraphs", "runner/graphs/prefill_graphs.py:PrefillGraphs",
+        "runner/graphs/captured_passes.py:AdapterGraphs", "runner/graphs/prefill_graphs.py:PrefillGraphs",
         "runner/graphs/segments.py:DecodeSegments", "runner/graphs/prompt_segments.py:PromptSegments",
         "runner/drafting/draft_graphs.py:DraftGraphs",
     )),

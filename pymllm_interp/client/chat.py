@@ -107,7 +107,7 @@ def render(
 
 
 def rendered_conversations(tokenizer: Any, messages: Any, **how: Any) -> list[RenderedPrompt]:
-    """The prompts of one conversation, or of each of a list. The keywords are those of `render`.
+    """The prompts of one conversation, or of each of a list. Keywords as `render`.
 
     Raises:
         PromptError: neither, or what `render` refuses.

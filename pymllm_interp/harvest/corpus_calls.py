@@ -21,7 +21,7 @@ def harvest(
     lm: Any, inputs: Iterable[Any], out: str | Path, cluster: str | None, workers: int | None, unit_documents: int,
     column: str | None, progress: bool | None, **asked: Any,
 ) -> HarvestResult:  # fmt: skip
-    """Write the states of a corpus to a folder. See `LM.harvest`, whose other arguments `asked` are."""
+    """Write the states of a corpus to a folder. `asked` has the other arguments of `LM.harvest`."""
     check_corpus(lm, "lm.harvest", "or capture with lm.imap")
     model = cast("HarvestModel", lm)
     if cluster is None:

@@ -74,7 +74,7 @@ class ModelRunner(SeedNames):
         demands: what they demand of the pass of the step under way.
         executions: how passes of steps run.
         rows_of_request: most rows of a request in a decode pass: with drafts, one more than these.
-        draft: the runner of a draft model, whose memory counts with this runner's; None without.
+        draft: the runner of a draft model, or None. Its memory counts with this runner's.
         gdn_pool: the recurrent states of requests; None where no layer has any.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
@@ -486,7 +486,7 @@ class ModelRunner(SeedNames):
     ) -> torch.Tensor:
         """Next token ids, int32 [batch], by the sampler of the engine's steps. Greedy without temperatures, or where they are 0.
 
-        The arguments are those of `SamplingBatch.of_tensors`. A batch with `return_logprob` gets
+        See `SamplingBatch.of_tensors` for the arguments. A batch with `return_logprob` gets
         `logits_output.next_token_logprobs`, under the raw logits.
         """
         logits = logits_output.next_token_logits

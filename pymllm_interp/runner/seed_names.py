@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import wraps
 from typing import Any
 
 import torch
@@ -80,12 +81,12 @@ class SeedNames:
         """The same for padding rows: the dummy row, and the dummy slot."""
         return dummy_attn(num_reqs, num_tokens, self.device)
 
+    @wraps(BatchBuilder.extend)
     def prepare_forward_batch_extend(self, *args: Any, **kwargs: Any) -> ForwardBatch:
-        """A batch that extends requests by new tokens: `BatchBuilder.extend`."""
         return self.batches.extend(*args, **kwargs)
 
+    @wraps(BatchBuilder.decode)
     def prepare_forward_batch_decode(self, *args: Any, **kwargs: Any) -> ForwardBatch:
-        """A batch of one new token for each request: `BatchBuilder.decode`."""
         return self.batches.decode(*args, **kwargs)
 
     @property

@@ -532,8 +532,8 @@ def test_r17_a_rope_that_depends_on_the_lengths_is_not_captured(runner):
     for config, reason in ((dynamic, "RoPE depends on the lengths"), (CONFIGS["llama"](), None)):
         other = make_runner(config)
         other.device = "cuda"  # no CUDA call is made here
-        assert (other._why_no_graphs() is None) == (reason is None)
-        assert reason is None or reason in other._why_no_graphs()
+        assert (other.graphs.why_none() is None) == (reason is None)
+        assert reason is None or reason in other.graphs.why_none()
         assert (other.profile_cudagraph_memory() == 0) == (reason is not None)
 
 

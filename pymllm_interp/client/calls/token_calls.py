@@ -41,7 +41,7 @@ def to_str_tokens(tokenizer: Any, text: Any, prepend_bos: bool | None = None) ->
 
 
 def to_single_token(tokenizer: Any, text: str) -> int:
-    """The token id of a text. Raises PromptError: it is none, or several."""
+    """The token id of a text. Raises PromptError: the text is not one token."""
     ids = _ids(tokenizer, text, prepend_bos=False)
     if len(ids) != 1:
         raise PromptError(f"{text!r} is {len(ids)} tokens, not one: {to_str_tokens(tokenizer, ids)}")
