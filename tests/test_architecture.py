@@ -178,8 +178,7 @@ def test_the_rooms_of_hooks_have_an_order(first, then):
         if any(f"{name}.".startswith(f"{hooks}{room}.") for room in then)
     ]
     allowed = {
-        (hooks + "interventions." + name, hooks + "declared")
-        for name in ("device_tables", "host_ops", "logit_ops", "vector_pool")
+        (hooks + "interventions." + name, hooks + "declared") for name in ("device_tables", "host_ops", "vector_pool")
     }
     assert not set(wrong) - allowed, wrong
 
