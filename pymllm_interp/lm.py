@@ -300,8 +300,8 @@ class LM(ClientModel):
             on_error: "raise"; "skip": leave out documents that fail, and name them in the result and the manifest.
             progress: show documents, rates and the time left on standard error: a bar on a terminal, lines elsewhere. None: no
                 lines in the first seconds. False: nothing.
-            cluster: compute by workers on a Ray cluster (docs/engine/cluster.md): "auto" (of this machine, or of RAY_ADDRESS), or its
-                address. `out` is on shared storage. `inputs` may be `Path`s of JSONL or Parquet files, or a `ray.data.Dataset`.
+            cluster: compute by workers on a Ray cluster (docs/engine/cluster.md): "auto" (of this machine, or of RAY_ADDRESS), or
+                its address. `out` is on shared storage. `inputs` may be `Path`s of JSONL or Parquet files, or a `ray.data.Dataset`.
             workers: each with a model of its own; None: one for each GPU of the cluster, or for each CPU.
             unit_documents: documents that a worker gets at a time, at most.
             column: of the files; None: "text", or else "input_ids".

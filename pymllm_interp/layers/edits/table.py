@@ -41,7 +41,7 @@ class TableOps:
         self.final_site = final_norm_site(self.num_layers)
         self.inner = tables.inner if logits is None else tables.inner | {LOGITS}
 
-    def first_rows(self, count: int, logits: LogitSiteOps | None = None) -> TableOps:
+    def first_rows(self, count: int, logits: HostOps | None = None) -> TableOps:
         """The ops and captures of the first token rows, in the same memory, with these ops at the logits."""
         return TableOps(self.tables, *(tensor[..., :count] for tensor in self.token_rows), logits=logits)
 
