@@ -100,7 +100,7 @@ def small_model(rounds: int = 200) -> dict[str, float]:
     torch.set_num_threads(1)
     theirs = _nnsight_model()
     with LM("small", load_format="dummy", hf_config=CONFIG, device="cpu", dtype="float32") as lm, torch.no_grad():
-        ours_took, theirs_took = PassTimer(lm.runner, "call_model"), PassTimer(theirs._module, "forward")
+        ours_took, theirs_took = PassTimer(lm.runner.executions, "call_model"), PassTimer(theirs._module, "forward")
 
         def modules_called(run: Callable[[LM, list[int]], None]) -> Callable[[], None]:
             def side() -> None:
@@ -151,8 +151,8 @@ def _untouched_module(lm: LM, timer: PassTimer, rounds: int) -> float:
     """Microseconds a module of a trace that waits at the logits, against the same modules without the handover."""
     modules = [module for module in lm.runner.get_model().modules() if "forward" in module.__dict__]
     handovers = {id(module): module.__dict__["forward"] for module in modules}
-    call = lm.runner.call_model
-    lm.runner.call_model = lambda batch, _: call(batch, Execution.MODULES)  # pyright: ignore[reportAttributeAccessIssue]
+    call = lm.runner.executions.call_model
+    lm.runner.executions.call_model = lambda batch, _: call(batch, Execution.MODULES)  # pyright: ignore[reportAttributeAccessIssue]
     watch = lm.interleaver
     watch.hook_position = lambda layer: "within"
     watch.try_fuse = lambda layer, module="", but="": False

@@ -10,7 +10,6 @@ with lm.trace("The Eiffel Tower is in") as tracer:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -19,18 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
-from .client.backend import Backend, Submission
+from .client.backend import Backend
 from .client.calls.activation_cache import NamesFilter
+from .client.calls.lm_arguments import check_arguments, check_unused, vllm_arguments
 from .client.calls.model import ClientModel
-from .client.calls.traced_prompts import PREFILL
-from .client.chat import RenderedPrompt
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
 from .config import ModelConfig, ServerConfig
-from .core import unsupported
-from .harvest.corpus_calls import CorpusCalls
+from .core.sampling_params import SamplingParams
+from .harvest.corpus_calls import generate_outputs, harvest
 from .harvest.on_ray.address import SCHEME, url_of
+from .harvest.on_ray.workers import Corpus
+from .harvest.result import HarvestResult
 from .hooks.bind import captures_for_each_prompt, for_each_prompt
 from .hooks.captures.spec import Capture
 from .hooks.heads import Heads
@@ -39,31 +39,14 @@ from .hooks.positions import Positions
 from .hooks.site import Site
 from .hooks.traces.syntax.pass_options import take_options
 from .lens.bridge_of import bridge_of
-from .utils.arguments import check_names
 
 if TYPE_CHECKING:
     from .runner.interp_model_runner import InterpModelRunner
     from .toolkit.attribution_result import Attribution
     from .toolkit.sweep_result import PatchSweep
 
-ELSEWHERE = {
-    "device_map": "one device holds the model, device='cuda' or 'cpu'",
-    "dispatch": "the weights are always loaded; leave it out",
-    "torch_dtype": "here it is dtype",
-    "max_num_seqs": "here it is max_running_requests",
-    "max_num_batched_tokens": "here it is max_num_tokens",
-    "enforce_eager": "here it is disable_cuda_graph=True",
-    **dict.fromkeys(
-        ("speculative_config", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
-        "here it is speculative={'method': 'ngram', 'num_speculative_tokens': k}",
-    ),
-    "tensor_parallel_size": "one device holds the model, unless engine='vllm' is given",
-    **unsupported.OPTIONS,
-}
-"""What nnsight's and vLLM's users write -> what to do."""
 
-
-class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodOverride]
+class LM(ClientModel):
     """A language model, its engine, and the tree that traces are written against.
 
     Args:
@@ -122,23 +105,19 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         engine: str = "own",
         **server: Any,
     ) -> None:
-        vllm = _vllm_arguments(engine, server)
-        _check_arguments(model, server)
+        vllm = vllm_arguments(engine, server)
+        check_arguments(model, server)
         self.default_options = take_options({"attn_implementation": attn_implementation})
         model_config = ModelConfig(
             model=str(model), dtype=dtype, load_format=load_format, impl=impl, seed=seed, hf_config=hf_config,
             generation_config=str(generation_config), saes=saes or {}, quantize=quantize,
         )  # fmt: skip
         server_config = ServerConfig(
-            device=device,
-            max_model_len=max_model_len,
-            max_running_requests=max_running_requests,
-            max_num_tokens=max_num_tokens,
-            kv_cache_tokens=kv_cache_tokens,
-            **server,
-        )
+            device=device, max_model_len=max_model_len, max_running_requests=max_running_requests,
+            max_num_tokens=max_num_tokens, kv_cache_tokens=kv_cache_tokens, **server,
+        )  # fmt: skip
         if backend is not None:
-            _check_unused(model_config, server_config)
+            check_unused(model_config, server_config)
         made = backend
         try:
             if made is None and vllm is not None:
@@ -202,20 +181,12 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         self.backend.load_adapter(name, fspath(folder))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter.
-
-        Raises:
-            ValueError: no adapter has this name, or requests in flight use it.
-        """
+        """Forget a LoRA adapter. Raises ValueError: no adapter has this name, or requests in flight use it."""
         self._check_outside()
         self.backend.unload_adapter(name)
 
     def fingerprint_with(self, lora: str | None) -> str:
-        """`model_fingerprint` with the weights of a LoRA adapter, which receipts name.
-
-        Raises:
-            ValueError: there is no such adapter.
-        """
+        """`model_fingerprint` with a LoRA adapter's weights, which receipts name. Raises ValueError: there is no such adapter."""
         return self.backend.fingerprint(lora)
 
     @property
@@ -286,13 +257,87 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
             PromptError: the prompt or its specs cannot be served.
             ValueError: the vector pool is full.
         """
-        self.engine.check_open()
-        prefill = Submission(
-            prompts=[RenderedPrompt(None, token_ids)], params=[PREFILL], interventions=[list(interventions)],
-            captures=[list(captures)], priority=[0], names=[what], adapters=[lora],
+        return self._requests.prefill(token_ids, captures, interventions, what, lora)
+
+    # -- corpora ----------------------------------------------------------------------------
+
+    def harvest(
+        self,
+        inputs: Iterable[Any],
+        *,
+        capture: Sequence[Capture | Site | str],
+        out: str | Path,
+        interventions: Sequence[Intervention] | None = None,
+        lora: str | None = None,
+        shard_bytes: int = 1 << 29,
+        max_length: int | None = None,
+        too_long: str = "error",
+        on_error: str = "raise",
+        progress: bool | None = None,
+        cluster: str | None = None,
+        workers: int | None = None,
+        unit_documents: int = 1024,
+        column: str | None = None,
+    ) -> HarvestResult:
+        """Write the states of a corpus to the folder `out`, as safetensors shards that `open_harvest` reads.
+
+        Each document is one forward pass without generation; many run at once. The same call resumes a run that was killed or
+        failed: it skips the documents in whole shards, and deletes all other files of the run.
+
+        Args:
+            inputs: an iterable of documents (texts or token ids), which may be lazy and endless. Or one stream of tokens: a tensor
+                [n], an array, an iterable of integers. It is cut into documents of `max_length` tokens.
+            capture: sites and `Capture`s. Positions and reductions apply to one pass.
+            out: a new folder, or a folder of the same harvest.
+            interventions: applied to each document.
+            lora: a LoRA adapter that each document runs with, by name; None: the model itself.
+            shard_bytes: upper bound of a shard, in bytes. A document is never split over shards, so a larger document makes a
+                larger shard. About twice this much is held in host memory.
+            max_length: upper bound of a pass, in tokens; None: max_model_len.
+            too_long: of a longer document: "error"; "truncate": read its beginning; "split": read it in several passes.
+                Passes have `max_length` tokens, and do not attend to each other. Positions still count from the start of the
+                document, so the position in the pass is ``position % max_length``.
+            on_error: "raise"; "skip": leave out documents that fail, and name them in the result and the manifest.
+            progress: show documents, rates and the time left on standard error: a bar on a terminal, lines elsewhere. None: no
+                lines in the first seconds. False: nothing.
+            cluster: compute by workers on a Ray cluster (docs/engine/cluster.md): "auto" (of this machine, or of RAY_ADDRESS), or
+                its address. `out` is on shared storage. `inputs` may be `Path`s of JSONL or Parquet files, or a `ray.data.Dataset`.
+            workers: each with a model of its own; None: one for each GPU of the cluster, or for each CPU.
+            unit_documents: documents that a worker gets at a time, at most.
+            column: of the files; None: "text", or else "input_ids".
+
+        Raises:
+            ValueError: invalid captures, a folder of another harvest or input, or `lora` with `cluster`: workers load no adapters.
+            FileExistsError: the folder holds other files.
+            HarvestError: the run stopped before the end of the input. The message names the document, and what was kept.
+        """
+        return harvest(
+            self, inputs, out, cluster, workers, unit_documents, column, progress, capture=capture,
+            interventions=interventions, lora=lora, shard_bytes=shard_bytes, max_length=max_length, too_long=too_long,
+            on_error=on_error,
         )  # fmt: skip
-        (handle,) = self.backend.submit(prefill)
-        return handle
+
+    def generate_corpus(
+        self, inputs: Iterable[Any], sampling_params: SamplingParams | None = None, *, out: str | Path,
+        interventions: Sequence[Intervention] | None = None, unit_documents: int = 256, column: str | None = None,
+        cluster: str | None = None, workers: int | None = None, progress: bool | None = None,
+    ) -> HarvestResult:  # fmt: skip
+        """Generate from each document of a corpus, into Parquet files in the folder `out`.
+
+        Their columns are `document` (its index in the input), `sample` (of `n`), `token_ids`, `text` and `finish_reason`. A
+        document has the seed of the parameters, or 0, plus its index. The same call continues after any end. Each document is
+        there once.
+
+        Args:
+            inputs, out, unit_documents, column, cluster, workers, progress: as of `harvest`. Without `cluster`, this `LM` computes.
+            sampling_params: of all documents.
+            interventions: applied to each.
+
+        Raises:
+            ValueError, FileExistsError, HarvestError: as `harvest`.
+        """
+        corpus = Corpus(inputs, Path(out), unit_documents, column, cluster, workers, progress)
+        return generate_outputs(self, corpus, sampling_params, interventions)
 
     # -- experiments -------------------------------------------------------------------------
 
@@ -386,16 +431,8 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         self.backend.require_process("lm.attribute", "lm.patch_sweep runs here, as requests")
         self._check_outside()
         return attribute(
-            self,
-            clean,
-            corrupted,
-            metric=metric,
-            sites=sites,
-            steps=steps,
-            neurons=neurons,
-            progress=progress,
-            lora=lora,
-        )
+            self, clean, corrupted, metric=metric, sites=sites, steps=steps, neurons=neurons, progress=progress, lora=lora
+        )  # fmt: skip
 
     def _check_outside(self) -> None:
         self.engine.check_open()
@@ -458,36 +495,3 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
 def _worker_model(model: ModelConfig, server: ServerConfig) -> LM:
     """The model of a harvest's worker, in another process."""
     return LM(backend=LocalBackend(model, server))
-
-
-def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
-    """Raises TypeError where `LM` cannot take them, with what it takes instead."""
-    if not isinstance(model, str | PathLike):
-        raise TypeError(
-            f"model is a {type(model).__name__}: 'demo', a folder, a .gguf file or a hub id is expected; one that is loaded "
-            "already becomes a folder by model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"
-        )
-    known = [*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__, "rename", "attn_implementation"]
-    check_names("LM", keywords, known, ELSEWHERE)
-
-
-def _vllm_arguments(engine: str, server: dict[str, Any]) -> dict[str, Any] | None:
-    """vLLM's arguments, taken out of the keywords; None for our own engine.
-
-    Raises:
-        ValueError: another engine.
-    """
-    if engine == "own":
-        return None
-    if engine != "vllm":
-        raise ValueError(f"LM(engine={engine!r}): expected 'own' or 'vllm'")
-    known = {*ServerConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
-    return {name: server.pop(name) for name in list(server) if name not in known}
-
-
-def _check_unused(model: ModelConfig, server: ServerConfig) -> None:
-    """Raises TypeError where arguments of an engine of our own come with a backend, which has its own."""
-    for given, default in ((model, ModelConfig()), (server, ServerConfig())):
-        for field in fields(default):
-            if getattr(given, field.name) != getattr(default, field.name):
-                raise TypeError(f"LM(backend=..., {field.name}=...): the backend's engine has its settings already")

@@ -178,8 +178,7 @@ def test_the_rooms_of_hooks_have_an_order(first, then):
         if any(f"{name}.".startswith(f"{hooks}{room}.") for room in then)
     ]
     allowed = {
-        (hooks + "interventions." + name, hooks + "declared")
-        for name in ("device_tables", "host_ops", "logit_ops", "vector_pool")
+        (hooks + "interventions." + name, hooks + "declared") for name in ("device_tables", "host_ops", "vector_pool")
     }
     assert not set(wrong) - allowed, wrong
 
@@ -203,9 +202,9 @@ def test_no_two_classes_have_one_name():
 
 
 LINES = {
-    "attention": 1600, "bench": 3200, "client": 6100, "cluster": 700, "core": 3100, "engine": 3600, "evals": 500,
+    "attention": 1600, "bench": 3200, "client": 6300, "cluster": 700, "core": 3100, "engine": 3600, "evals": 500,
     "harvest": 2850, "hooks": 18850, "kernels": 3900, "layers": 3400, "lens": 1650, "mem_cache": 1000, "models": 8500,
-    "plots": 600, "runner": 5850, "sampling": 1050, "server": 10000, "speculative": 250, "toolkit": 1600, "top": 1800,
+    "plots": 600, "runner": 5850, "sampling": 1100, "server": 10000, "speculative": 250, "toolkit": 1600, "top": 1800,
     "utils": 1000, "vllm_engine": 3750, "wire": 1500,
 }  # fmt: skip
 """Most lines of each folder, to the next 50: what grows is seen here. See docs/decisions, 137."""
@@ -257,7 +256,7 @@ def methods_of(module: str, cls: str) -> set[str]:
 def test_hooks_enter_a_runner_by_its_stages():
     """`InterpModelRunner` overrides at most five methods; the rest of a step's hooks is what its stages do."""
     runner = "pymllm_interp.runner."
-    plain = methods_of(runner + "model_runner", "ModelRunner") | methods_of(runner + "forward_passes", "ForwardPasses")
+    plain = methods_of(runner + "model_runner", "ModelRunner") | methods_of(runner + "seed_names", "SeedNames")
     overridden = (methods_of(runner + "interp_model_runner", "InterpModelRunner") & plain) - {"__init__"}
     assert {"load_model", "execute_model"} <= overridden and len(overridden) <= 5, sorted(overridden)
 

@@ -50,11 +50,11 @@ WAYS = (
     )),
     Concept("compute an op", 3, (
         "hooks/interventions/reference.py", "layers/edits/host.py:HostOps", "kernels/edit_ops.py",
-        "hooks/interventions/logit_ops.py:LogitOps", "kernels/edit_pair.py",
+        "kernels/edit_pair.py",
     )),
     Concept("captured graphs", 5, (
         "runner/graphs/cuda_graph_runner.py:CudaGraphRunner", "models/transformers/graph_check.py",
-        "runner/adapters/adapted_passes.py:AdapterGraphs", "runner/graphs/prefill_graphs.py:PrefillGraphs",
+        "runner/graphs/captured_passes.py:AdapterGraphs", "runner/graphs/prefill_graphs.py:PrefillGraphs",
         "runner/graphs/segments.py:DecodeSegments", "runner/graphs/prompt_segments.py:PromptSegments",
         "runner/drafting/draft_graphs.py:DraftGraphs",
     )),

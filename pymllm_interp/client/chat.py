@@ -106,6 +106,21 @@ def render(
     return RenderedPrompt(text, tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def rendered_conversations(tokenizer: Any, messages: Any, **how: Any) -> list[RenderedPrompt]:
+    """The prompts of one conversation, or of each of a list. Keywords as `render`.
+
+    Raises:
+        PromptError: neither, or what `render` refuses.
+    """
+    conversations = [messages] if is_conversation(messages) else messages
+    if not isinstance(conversations, list | tuple) or not all(map(is_conversation, conversations)):
+        raise PromptError("messages: expected a list of {'role': ..., 'content': ...}, or a list of such lists")
+    names = (
+        ["the conversation"] if len(conversations) == 1 else [f"conversation {i}" for i in range(len(conversations))]
+    )
+    return [render(tokenizer, own, name, **how) for own, name in zip(conversations, names, strict=True)]
+
+
 def template_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
     """Messages as chat templates read them: text as content, and objects as the arguments of tool calls.
 

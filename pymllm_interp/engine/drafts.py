@@ -48,8 +48,8 @@ class Drafts:
         if config is None:
             return None
         k, rows = config.num_speculative_tokens, runner.max_num_tokens
-        if runner.prefill_graphs is not None:
-            rows = min(rows, runner.prefill_graphs.sizes[-1])
+        if runner.graphs.prefill is not None:
+            rows = min(rows, runner.graphs.prefill.sizes[-1])
         if config.model and k >= rows:
             raise ValueError(
                 f"speculative: num_speculative_tokens={k} takes {k + 1} rows of a step, which has {rows}: lower it, or raise "

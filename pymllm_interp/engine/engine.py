@@ -11,6 +11,7 @@ import gc
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..core.events import EngineClosedError, Event, Subscriber
+from ..core.events import EngineClosedError, Subscriber
 from ..core.request import Request
 from ..core.step import SchedulerOutput
 from ..hooks.traces.blocks.watchdog import Watchdog
@@ -46,7 +47,7 @@ class EngineThread(threading.Thread):
     """The thread of an engine. Nothing that runs on it may wait for a request, of whichever engine."""
 
 
-class Engine(RequestEnds):
+class Engine:
     """Serves requests on a thread of its own, which the runner is initialised on too.
 
     This matters on a CPU, where each thread that computes in parallel has OpenMP workers of its own. Two such threads on two cores
@@ -56,6 +57,7 @@ class Engine(RequestEnds):
         runner: not yet initialised. `start` does that.
 
     Attributes:
+        ends: the requests from submission to their last event.
         forked: what calls raise in a forked child, where the thread does not exist; None in the engine's own process.
     """
 
@@ -65,11 +67,6 @@ class Engine(RequestEnds):
         self.runner = runner
         self.num_steps = self.num_overlapped_steps = self.num_turns = 0
         self._in_flight: tuple[SchedulerOutput, AsyncOutput] | None = None
-        self._subscribers: dict[str, tuple[Request, Subscriber]] = {}
-        self._events: list[tuple[Subscriber, Event]] = []
-        self._declared: set[str] = set()
-        self._streaming, self._constrained = set[str](), set[str]()
-        self._answers, self._answers_lock = [], threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing: BaseException | None = None
@@ -79,9 +76,9 @@ class Engine(RequestEnds):
         self._async = self._waits_for_room = False
         self._pacing = StepPacing(StepTimes())
         self._callbacks = Callbacks()
-        self._watchdog = Watchdog(
-            config.trace_step_warning, config.trace_step_timeout, self._end_waits, self._end_stuck
-        )
+        engine = weakref.proxy(self)  # which holds the ends: a cycle would keep a deleted model
+        ends = self.ends = RequestEnds(runner, self._callbacks, lambda command: engine._call_soon(command))
+        self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout, ends.end_waits, ends.end_stuck)
         self._ready: Future[None] = Future()
         self._thread = EngineThread(target=self._start, name="pymllm-interp-engine", daemon=True)
 
@@ -93,7 +90,7 @@ class Engine(RequestEnds):
         """In words: "shut down", or how many requests are live."""
         if self._closing is not None or self.forked is not None:
             return "shut down" if self.forked is None else "of the parent process"
-        return f"live requests: {len(self._subscribers)}" if self._subscribers else "idle"
+        return f"live requests: {len(self.ends.subscribers)}" if self.ends.subscribers else "idle"
 
     def start(self) -> None:
         """Initialise the runner on the thread, and serve. What the runner's `initialize` raises, this raises.
@@ -118,12 +115,12 @@ class Engine(RequestEnds):
 
         # Known from now on: a block may hold up the thread for longer than they wait.
         known = {request.request_id: (request, subscriber) for requests, subscriber in groups for request in requests}
-        self._subscribers |= known
+        self.ends.subscribers |= known
         try:
             self._post(add)
         except BaseException:
             for request_id in known:
-                self._subscribers.pop(request_id, None)
+                self.ends.subscribers.pop(request_id, None)
             raise
 
     def call_back(self, function: Callable[[], None]) -> None:
@@ -134,7 +131,7 @@ class Engine(RequestEnds):
         """End requests with finish_reason "abort". Finished and unknown ones are left as they are."""
 
         def end() -> None:
-            self._end(self._known(request_ids), "abort")
+            self.ends.end(self.ends.known(request_ids), "abort")
 
         with contextlib.suppress(EngineClosedError):  # closing ends them all
             self._post(end)
@@ -186,7 +183,12 @@ class Engine(RequestEnds):
         a layer that sent part of a step off its graph. `block_seconds` is the time for which steps waited for blocks of traces.
         """
         steps = {"steps": self.num_steps, "overlapped_steps": self.num_overlapped_steps}
-        return steps | {"flat_logits": self.num_flat_logits} | runner_counters(self.runner) | self.scheduler.counters()
+        return (
+            steps
+            | {"flat_logits": self.ends.num_flat_logits}
+            | runner_counters(self.runner)
+            | self.scheduler.counters()
+        )
 
     def progress(self) -> Progress:
         """How far the engine is, for those that look whether it is stuck. Takes no lock, and may be called from any thread."""
@@ -232,7 +234,7 @@ class Engine(RequestEnds):
 
     def wait_if_released(self) -> None:
         """Wait until a released engine has ended, so that its memory is free. An engine with requests is not waited for."""
-        while self._released and self._thread.is_alive() and not (self._subscribers or self.on_engine_thread):
+        while self._released and self._thread.is_alive() and not (self.ends.subscribers or self.on_engine_thread):
             self._thread.join(0.1)
 
     def after_fork(self, error: EngineClosedError) -> None:
@@ -266,7 +268,7 @@ class Engine(RequestEnds):
         runner.initialize()
         if runner.device.startswith("cuda"):
             warm_up(runner)
-        runner.interleaver.watchdog, runner.interleaver.call_back = self._watchdog, self._call_on_step
+        runner.interleaver.watchdog, runner.interleaver.call_back = self._watchdog, self.ends.call_on_step
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
@@ -276,15 +278,16 @@ class Engine(RequestEnds):
         admission = None if ring is None else ring.admission
         self._drafts, times = Drafts.of(runner), self._pacing.times
         self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, times, self._drafts)
+        self.ends.scheduler = self.scheduler
         if ring is not None:
-            ring.notify_when_freed(self._wake_up)
+            ring.notify_when_freed(partial(self._call_soon, lambda: None))  # it looks for work
 
     def _run(self) -> None:
         try:
             while self._take_commands():
                 self.num_turns += 1
-                self._expire()
-                self._send_events()
+                self.ends.expire()
+                self.ends.send_events()
                 if self._has_work():
                     self.step()
         except BaseException as error:
@@ -299,7 +302,7 @@ class Engine(RequestEnds):
             while not (self._inbox or self._closing) and (seconds := self._seconds_left()):
                 self._wake.wait(seconds)
             while not (self._inbox or self._closing or self._has_work()):
-                if self._released and not self._subscribers:
+                if self._released and not self.ends.subscribers:
                     self._closing = EngineClosedError("the engine ended with its LM, which was deleted or replaced")
                     break
                 if logger.isEnabledFor(logging.DEBUG):
@@ -322,13 +325,13 @@ class Engine(RequestEnds):
             logger.exception("a command of the engine failed")
 
     def _add(self, requests: Sequence[Request]) -> None:
-        self._note(requests)
+        self.ends.note(requests)
         self.scheduler.add(requests)
         try:
             for trace in {request.trace for request in requests if request.trace is not None}:
                 self.runner.attach(trace)
         except BaseException as error:
-            self._fail(list(requests), error)
+            self.ends.fail(list(requests), error)
 
     def _seconds_left(self) -> float:
         """Seconds to wait for requests before the next step: the device has enough to do. Blocks of traces need them."""
@@ -349,13 +352,13 @@ class Engine(RequestEnds):
         """
         started, step = time.perf_counter(), self.scheduler.schedule()
         while self.scheduler.lost:
-            self._finished(self.scheduler.lost.pop())
+            self.ends.finished(self.scheduler.lost.pop())
         # Room that was freed since then has woken the thread up.
         self._waits_for_room = not (step.scheduled or self._in_flight) and self.scheduler.waits_for_room
         launched = self._launch(step)
         if launched is not None:
             self._pacing.launched(step, started, idle=self._in_flight is None or self._in_flight[1].done)
-        self._send_events()
+        self.ends.send_events()
         before, self._in_flight = self._in_flight, launched
         if before is not None:
             self._collect(*before)
@@ -364,7 +367,7 @@ class Engine(RequestEnds):
             self._collect(*launched)
         elif launched is not None:
             self.num_overlapped_steps += 1
-        self._send_events()
+        self.ends.send_events()
 
     def _launch(self, step: SchedulerOutput) -> tuple[SchedulerOutput, AsyncOutput] | None:
         """Run a step as far as the host's part goes. None: it was empty, or failed."""
@@ -372,7 +375,7 @@ class Engine(RequestEnds):
         try:
             if self.runner.execute_model(step) is not None:
                 return None
-            if self._constrained:
+            if self.ends.constrained:
                 self._constrain(step)
             output = self.runner.sample_tokens_async()
         except Exception as error:
@@ -391,10 +394,11 @@ class Engine(RequestEnds):
 
     def _constrain(self, step: SchedulerOutput) -> None:
         """Make the masks of the step's constrained requests while its pass runs: they follow the tokens of the step before."""
-        ids = [entry.request_id for entry in step.scheduled if entry.samples and entry.request_id in self._constrained]
-        if any(request.num_pending for request in self._known(ids)):
+        constrained = self.ends.constrained
+        ids = [entry.request_id for entry in step.scheduled if entry.samples and entry.request_id in constrained]
+        if any(request.num_pending for request in self.ends.known(ids)):
             self._sync_previous_step()
-        masks = masks_of(self._known(ids), self.runner.vocab_size, self._fail, step.drafts)
+        masks = masks_of(self.ends.known(ids), self.runner.vocab_size, self.ends.fail, step.drafts)
         if masks is not None:
             self.runner.constrain(masks)
 
@@ -418,17 +422,17 @@ class Engine(RequestEnds):
             logger.warning("the tokens of a step could not be read: %r", error)
             self._pacing.forget()
             self.scheduler.kv.reset_prefix_cache()
-            self._fail([requests[e.request_id] for e in step.scheduled if e.request_id in requests], error)
+            self.ends.fail([requests[e.request_id] for e in step.scheduled if e.request_id in requests], error)
             return
-        if self._declared:
+        if self.ends.declared:
             count_step(requests, step, output)
         if output.prompt_logprobs or any(output.logprobs):
             append_logprobs(requests, step, output)
         ended = self.scheduler.update(step, output)
-        if self._streaming:
-            self._emit_tokens(step, output)
+        if self.ends.streaming:
+            self.ends.emit_tokens(step, output)
         for request in ended:
-            self._finished(request)
+            self.ends.finished(request)
 
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
         """A pass failed. Its traced requests cannot be run again, so they end; the others are run again.
@@ -444,7 +448,7 @@ class Engine(RequestEnds):
             if isinstance(error, torch.OutOfMemoryError):
                 ending = [request for entry, request in live if request is not None and not entry.decodes]
             ending = ending or requests
-        self._fail(ending, error)
+        self.ends.fail(ending, error)
         if isinstance(error, torch.OutOfMemoryError):
             gc.collect()
             torch.cuda.empty_cache()
@@ -459,15 +463,11 @@ class Engine(RequestEnds):
             self._inbox.append(command)
             self._wake.notify()
 
-    def _wake_up(self) -> None:
-        """Have the thread look for work: room in the ring was freed."""
-        self._call_soon(lambda: None)
-
     def _close(self) -> None:
         self._end_all()
         self._empty_inbox()  # handles that came too late still get their answer
         self._end_all()
-        self._send_events()
+        self.ends.send_events()
         try:
             if self.runner.capture_ring is not None:
                 self.runner.capture_ring.wait()
@@ -475,10 +475,10 @@ class Engine(RequestEnds):
             logger.exception("captured states of the closing engine are lost")
         self._callbacks.close(CLOSING_SECONDS)
         self._empty_inbox()
-        for request, _ in list(self._subscribers.values()):  # something failed between its end and the answer
+        for request, _ in list(self.ends.subscribers.values()):  # something failed between its end and the answer
             request.error = self._closed_error(request)
-            self._answer(request)
-        self._send_events()
+            self.ends.answer(request)
+        self.ends.send_events()
         self._watchdog.close()
         self.runner.interleaver.sync_previous_step = self.runner.interleaver.call_back = None  # which hold this engine
         self.runner.shutdown()
@@ -487,7 +487,7 @@ class Engine(RequestEnds):
         for request in self.scheduler.live:
             try:
                 request.error = self._closed_error(request)
-                self._end([request], "abort")
+                self.ends.end([request], "abort")
             except BaseException:
                 logger.exception("request %s could not be wound up", request.request_id)
 

@@ -1,4 +1,4 @@
-"""`RequestEnds`: the part of an engine that ends requests, and tells their subscribers."""
+"""`RequestEnds`: ends the requests of an engine, and tells their subscribers."""
 
 from __future__ import annotations
 
@@ -30,57 +30,66 @@ OVERDUE_SECONDS = 0.5
 
 
 class RequestEnds:
-    """Ends of requests, one by one: what goes wrong with one is its own error. Part of `Engine`, whose attributes these are."""
+    """Ends requests one at a time, so that an error affects only its own request, and tells their subscribers.
 
-    runner: InterpModelRunner
+    Args:
+        runner: releases what an ended request holds.
+        callbacks: calls callers' functions beside the engine's thread.
+        call_soon: runs a command on the engine's thread.
+
+    Attributes:
+        scheduler: set when the engine has made it; all but `subscribers` needs it.
+        subscribers: request id -> the request and its subscriber, from submission to the last event.
+        declared, streaming, constrained: ids of the live requests with declared hooks, with token events, with a constraint.
+        num_flat_logits: sum of the receipts' `flat_logits`.
+    """
+
     scheduler: Scheduler
-    _callbacks: Callbacks
-    _subscribers: dict[str, tuple[Request, Subscriber]]
-    _events: list[tuple[Subscriber, Event]]
-    _declared: set[str]
-    _streaming: set[str]
-    _constrained: set[str]
-    _answers: list[tuple[Request, Future[DeclaredResult]]]
-    _answers_lock: threading.Lock
-    num_flat_logits = 0
-    """Sum of the receipts' `flat_logits`."""
 
-    def _call_soon(self, command: Callable[[], None]) -> None:
-        raise NotImplementedError
+    def __init__(
+        self, runner: InterpModelRunner, callbacks: Callbacks, call_soon: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self.runner, self._callbacks, self._call_soon = runner, callbacks, call_soon
+        self.subscribers: dict[str, tuple[Request, Subscriber]] = {}
+        self.declared, self.streaming, self.constrained = set[str](), set[str](), set[str]()
+        self.num_flat_logits = 0
+        self._events: list[tuple[Subscriber, Event]] = []
+        self._answers: list[tuple[Request, Future[DeclaredResult]]] = []
+        self._answers_lock = threading.Lock()
 
-    def _note(self, requests: Iterable[Request]) -> None:
+    def note(self, requests: Iterable[Request]) -> None:
         """Note what steps must do for these requests, so that they look for it in no others."""
         for request in requests:
             for ids, concerned in (
-                (self._declared, request.declared is not None),
-                (self._streaming, request.stream),
-                (self._constrained, request.constraint is not None),
+                (self.declared, request.declared is not None),
+                (self.streaming, request.stream),
+                (self.constrained, request.constraint is not None),
             ):
                 if concerned:
                     ids.add(request.request_id)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         now = time.monotonic()
         late = [r for r in self.scheduler.live if r.deadline is not None and r.deadline < now]
-        self._end(late, "timeout")
+        self.end(late, "timeout")
 
-    def _fail(self, requests: list[Request], error: BaseException) -> None:
+    def fail(self, requests: list[Request], error: BaseException) -> None:
         for request in requests:
             if not request.finished:
                 request.error = error
-        self._end(requests, "error")
+        self.end(requests, "error")
 
-    def _end(self, requests: list[Request], reason: str) -> None:
+    def end(self, requests: list[Request], reason: str) -> None:
         for request in requests:
             if not request.finished:
                 self.scheduler.finish(request, reason)
-                self._finished(request)
+                self.finished(request)
 
-    def _known(self, request_ids: Iterable[str]) -> list[Request]:
+    def known(self, request_ids: Iterable[str]) -> list[Request]:
         """Those of the requests that the scheduler has."""
         return [found for rid in request_ids if (found := self.scheduler.requests.get(rid)) is not None]
 
-    def _finished(self, request: Request) -> None:
+    def finished(self, request: Request) -> None:
         """Wind up a request that the scheduler has ended, and tell its caller."""
         if request.gang is not None:
             if not all(member.finished for member in request.gang):
@@ -112,16 +121,16 @@ class RequestEnds:
             request.error = request.error or request.trace.error
             request.warnings += request.trace.warnings
         if request.declared is None:
-            self._answer(request)
+            self.answer(request)
             return
         try:
             arrived = self._finish_declared(request)
         except BaseException as error:
             request.error = request.error or error
-            self._answer(request)
+            self.answer(request)
             return
         if arrived.done():
-            self._answer(request, arrived)
+            self.answer(request, arrived)
         else:
             arrived.add_done_callback(partial(self._arrived, request))
 
@@ -138,7 +147,7 @@ class RequestEnds:
             answers, self._answers = self._answers, []
         for request, results in answers:
             try:
-                self._answer(request, results)
+                self.answer(request, results)
             except BaseException:  # the answers behind it are others'
                 logger.exception("request %s could not be answered", request.request_id)
 
@@ -156,7 +165,7 @@ class RequestEnds:
             receipt.drafted, receipt.accepted = request.drafts.drafted, request.drafts.accepted
         return arrived
 
-    def _answer(self, request: Request, arrived: Future[DeclaredResult] | None = None) -> None:
+    def answer(self, request: Request, arrived: Future[DeclaredResult] | None = None) -> None:
         """Emit the request's last event.
 
         Args:
@@ -167,16 +176,16 @@ class RequestEnds:
             request.error = request.error or error
             if error is None:
                 _take_result(request, arrived.result())
-        for ids in (self._declared, self._streaming, self._constrained):
+        for ids in (self.declared, self.streaming, self.constrained):
             ids.discard(request.request_id)
         if request.adapter_hold is not None:
             request.adapter_hold.release()
         note_masked(request)
         self.num_flat_logits += request.num_flat
         self._emit(request.request_id, finished_event(request))
-        self._subscribers.pop(request.request_id, None)
+        self.subscribers.pop(request.request_id, None)
 
-    def _emit_tokens(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    def emit_tokens(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Emit an event for each token of a request that streams and goes on."""
         for entry, tokens in zip(step.scheduled, output.sampled_token_ids, strict=True):
             request = self.scheduler.requests.get(entry.request_id)
@@ -187,12 +196,12 @@ class RequestEnds:
                 self._emit(request.request_id, TokenEvent(request.request_id, token, logprobs))
 
     def _emit(self, request_id: str, event: Event) -> None:
-        """Queue an event; `_send_events` sends it."""
-        found = self._subscribers.get(request_id)
+        """Queue an event; `send_events` sends it."""
+        found = self.subscribers.get(request_id)
         if found is not None:
             self._events.append((found[1], event))
 
-    def _send_events(self) -> None:
+    def send_events(self) -> None:
         events, self._events = self._events, []
         for subscriber, event in events:
             try:
@@ -200,7 +209,7 @@ class RequestEnds:
             except BaseException:  # SystemExit of a subscriber, too: the events behind it are others'
                 logger.exception("an event of request %s could not be delivered", event.request_id)
 
-    def _call_on_step(self, trace: RequestTrace, call: Callable[[], None]) -> None:
+    def call_on_step(self, trace: RequestTrace, call: Callable[[], None]) -> None:
         """Call a trace's `on_step` beside the engine's thread. Its error ends the trace's requests."""
         if self._callbacks.num_waiting(trace) >= MAX_STEPS_BEHIND:
             raise RuntimeError(
@@ -219,26 +228,26 @@ class RequestEnds:
     def _fail_trace(self, trace: RequestTrace, error: BaseException) -> None:
         if trace.error is None:
             trace.fail(error)
-        self._end(self._known(trace.request_ids), "error")
+        self.end(self.known(trace.request_ids), "error")
 
     # -- while a block holds up the thread, on the watchdog's ------------------------------------
 
-    def _end_waits(self) -> None:
+    def end_waits(self) -> None:
         """End the waits for requests whose time is over. The thread winds them up when it comes to it."""
         now = time.monotonic() - OVERDUE_SECONDS
-        for request, _ in list(self._subscribers.values()):
+        for request, _ in list(self.subscribers.values()):
             if request.deadline is not None and request.deadline < now:
                 self._end_wait(request, "timeout")
 
-    def _end_stuck(self, trace: RequestTrace, error: BaseException) -> None:
+    def end_stuck(self, trace: RequestTrace, error: BaseException) -> None:
         """End the waits for the requests of a block that cannot be ended."""
-        for request, _ in list(self._subscribers.values()):
+        for request, _ in list(self.subscribers.values()):
             if request.trace is trace:
                 request.error = error
                 self._end_wait(request, "error")
 
     def _end_wait(self, request: Request, reason: str) -> None:
-        found = self._subscribers.pop(request.request_id, None)
+        found = self.subscribers.pop(request.request_id, None)
         if found is not None:  # else the thread has answered it meanwhile
             request.finish_reason = reason
             event = finished_event(request)

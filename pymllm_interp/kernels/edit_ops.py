@@ -1,6 +1,10 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false
-"""Triton kernels for declared ops and captures, on rows held in registers. The tables' layout is in edit_codes.py."""
+"""Triton kernels for declared ops and captures, on rows held in registers. The tables' layout is in edit_codes.py.
+
+Their functions take rows and tables as tuples. The compiled code is that of single arguments. Launched kernels keep flat
+parameters: `Launcher` passes addresses to compiled kernels by position, and the layout of tuples there changes with Triton.
+"""
 
 from __future__ import annotations
 
@@ -98,9 +102,8 @@ def _set_features(
 
 @triton.jit
 def _apply_ops(
-    value, owner, position, site, kind, vector, ops, fires, vectors, row, flags, first_fired, thresholds, column, mask, inside,
-    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ENCODERS: tl.constexpr, dtype: tl.constexpr,
+    value, rows, site, kind, vector, tables, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops of each row's owner at `site`, rounded after each op.
 
@@ -108,10 +111,14 @@ def _apply_ops(
     shares the cache with the model's weights.
 
     Args:
+        rows: (owner, position, row, column, mask, inside).
         kind: [rows, 1], the first word of each row's first op.
+        tables: (ops, fires, vectors, flags, first_fired, thresholds).
         vector: [rows, block], the first vector of that op.
         HEAD_DIM: channels of a head, or 0 for a state without heads. An op sees zeros at heads that are not its own.
     """
+    owner, position, row, column, mask, inside = rows
+    ops, fires, vectors, flags, first_fired, thresholds = tables
     fresh = 1  # whether `vector` is the current op's first vector
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     op = (owner * SITES + site) * DEPTH
@@ -272,19 +279,26 @@ _capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
 
 @triton.jit
 def _apply_site(
-    value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired, thresholds, row,
-    column, mask, inside, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
-    AFTER: tl.constexpr, CAPTURES: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr,
+    value, rows, site, tables, captured, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    dtype: tl.constexpr, AFTER: tl.constexpr, CAPTURES: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ENCODERS: tl.constexpr,
 ):  # fmt: skip
-    """`value` [rows, block] float32 after the ops at ``site + AFTER``; with CAPTURES also captured."""
+    """`value` [rows, block] float32 after the ops at ``site + AFTER``; with CAPTURES also captured.
+
+    Args:
+        rows, tables: as `_apply_ops`.
+        captured: (captures, records, record_stride, ring).
+    """
+    owner, _, row, column, mask, inside = rows
+    ops, _, vectors, _, _, _ = tables
+    captures, records, record_stride, ring = captured
     owned = inside & (owner >= 0)
     place = owner * SITES + site + AFTER
     kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
     vector = _first_vector(ops + place * DEPTH * WORDS, kind, vectors, column, mask, WIDTH)
     value = _apply_ops(
-        value, owner, position, site + AFTER, kind, vector, ops, fires, vectors, row, flags, first_fired, thresholds, column,
-        mask, inside, SIZE, SITES, DEPTH, WIDTH, HEAD_DIM, ENCODERS, dtype,
-    )  # fmt: skip
+        value, rows, site + AFTER, kind, vector, tables, SIZE, SITES, DEPTH, WIDTH, HEAD_DIM, ENCODERS, dtype
+    )
     if CAPTURES:
         words = captures + place * CAPTURE_WORDS
         offset = tl.load(words, mask=owned, other=-1)
@@ -320,6 +334,9 @@ def _edit_kernel(
     source = row * SIZE + column
     owner = tl.load(owners + row, mask=inside, other=-1, eviction_policy="evict_last")
     position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
+    rows = owner, position, row, column, mask, inside
+    tables = ops, fires, vectors, flags, first_fired, thresholds
+    captured = captures, records, record_stride, ring
     if not PDL:
         state = tl.load(h + source, mask=mask, other=0.0)
     if NORM:
@@ -355,15 +372,13 @@ def _edit_kernel(
             attention = tl.load(total + source, mask=mask, other=0.0).to(tl.float32)
             if tl.max(owner) >= 0:
                 attention = _apply_site(
-                    attention, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags,
-                    first_fired, thresholds, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, -2, True, ALIGNED, 0, 0,
-                )  # fmt: skip
+                    attention, rows, site, tables, captured, SIZE, SITES, DEPTH, WIDTH, dtype, -2, True, ALIGNED, 0, 0
+                )
         if tl.max(owner) >= 0:
             for step in range(0, 2):  # delta, then the sum, by the same code
                 value = _apply_ops(
-                    value, owner, position, site + step, kind, vector, ops, fires, vectors, row, flags, first_fired, thresholds,
-                    column, mask, inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
-                )  # fmt: skip
+                    value, rows, site + step, kind, vector, tables, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype
+                )
                 _capture(
                     value, offset, way, capture_words + step * CAPTURE_WORDS, first, stop, vectors, ring, column, mask, SIZE, WIDTH,
                     ALIGNED,
@@ -384,8 +399,7 @@ def _edit_kernel(
     if LAST or not NORM:
         if tl.max(owner) >= 0:
             value = _apply_site(
-                value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired,
-                thresholds, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM,
+                value, rows, site, tables, captured, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM,
                 ENCODERS,
             )  # fmt: skip
     tl.store(out + source, value.to(dtype), mask=mask)

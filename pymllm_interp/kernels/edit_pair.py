@@ -41,6 +41,8 @@ def _pair_kernel(
         mask = owned & (column < SIZE)
         source = row * SIZE + column
         position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
+        rows = owner, position, row, column, mask, inside
+        tables = ops, fires, vectors, flags, first_fired, vectors
         place = owner * SITES + site
         word = ops + place * DEPTH * WORDS
         kind = tl.load(word, mask=owned, other=0, eviction_policy="evict_last")
@@ -63,9 +65,8 @@ def _pair_kernel(
             changed_delta, total = value, value
             for step in range(0, 2):  # delta, then the sum, by the same code
                 value = _apply_ops(
-                    value, owner, position, site + step, kind, vector, ops, fires, vectors, row, flags, first_fired, vectors,
-                    column, mask, inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
-                )  # fmt: skip
+                    value, rows, site + step, kind, vector, tables, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype
+                )
                 _capture(
                     value,
                     offset,
@@ -90,10 +91,7 @@ def _pair_kernel(
             tl.store(stream + source, value.to(dtype), mask=mask & changed)
             value = tl.where(changed, 0.0, changed_delta)
         else:
-            value = _apply_ops(
-                value, owner, position, site, kind, vector, ops, fires, vectors, row, flags, first_fired, vectors, column, mask,
-                inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
-            )  # fmt: skip
+            value = _apply_ops(value, rows, site, kind, vector, tables, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype)
             _capture(value, offset, way, words, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
         tl.store(delta + source, value.to(dtype), mask=mask)
     else:

@@ -54,8 +54,7 @@ class Bridge(Weights, RemoteBridge):
         )
         self.lm = lm
         self._caching: set[int] | None = None
-        self._stop: int | None = None
-        self._unfiltered = False
+        self._unfiltered, self._stop = False, None
         super().__init__(adapter, tokenizer, driver)
         self._hook_registry = {name: BridgePoint(name) for name in driver.places}
 

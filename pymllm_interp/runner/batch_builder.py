@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -14,24 +16,17 @@ from ..mem_cache.state_pool import StatePool
 from ..utils.upload import upload
 
 
+@dataclass(frozen=True)
 class BatchBuilder:
-    """Makes batches over some pools. A `ModelRunner` is one, over its own."""
+    """Makes batches over some pools."""
 
-    gdn_pool: StatePool | None
+    model_spec: ModelSpec
+    req_to_token_pool: ReqToTokenPool | None
+    token_to_kv_pool: KVPool | None
+    attn_backend: AttentionBackend | None
+    gdn_pool: StatePool | None = None
 
-    def __init__(
-        self,
-        model_spec: ModelSpec,
-        req_to_token_pool: ReqToTokenPool | None,
-        token_to_kv_pool: KVPool | None,
-        attn_backend: AttentionBackend | None,
-        gdn_pool: StatePool | None = None,
-    ) -> None:
-        self.model_spec, self.attn_backend = model_spec, attn_backend
-        self.req_to_token_pool, self.token_to_kv_pool = req_to_token_pool, token_to_kv_pool
-        self.gdn_pool = gdn_pool
-
-    def prepare_forward_batch_extend(
+    def extend(
         self,
         input_ids: torch.Tensor,
         req_pool_indices: torch.Tensor,
@@ -96,7 +91,7 @@ class BatchBuilder:
             rope_lens=rope_lens if self.model_spec.rope_depends_on_length else None,
         )
 
-    def prepare_forward_batch_decode(
+    def decode(
         self,
         input_ids: torch.Tensor,
         req_pool_indices: torch.Tensor,

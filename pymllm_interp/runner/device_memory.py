@@ -10,7 +10,8 @@ import ctypes
 import gc
 import logging
 import os
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from ..utils.device import resolve_dtype
 from ..utils.out_of_memory import within_memory
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 DEFAULT_NUM_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Token rows of one step at most, by kind of device."""
@@ -99,6 +101,12 @@ def memory_left(device: str, gpu_id: int) -> str:
         return ""
     free, total = get_available_gpu_memory(gpu_id=gpu_id), get_total_gpu_memory(gpu_id=gpu_id)
     return f" ({free:.1f} of {total:.1f} GiB are free)"
+
+
+def fitting(runner: PoolOwner, make: Callable[[], T], what: str, helps: str) -> T:
+    """What `make` returns. A lack of memory becomes a `torch.OutOfMemoryError` with what does not fit, and what helps."""
+    where = f"{runner.device}{memory_left(runner.device, runner.gpu_id)}"
+    return within_memory(make, f"{what} on {where}; what helps: {helps}")
 
 
 def smaller_pool(config: ServerConfig) -> str:
@@ -216,6 +224,19 @@ def num_kv_tokens(runner: PoolOwner) -> int:
     return tokens
 
 
+def num_served_tokens(runner: PoolOwner) -> int:
+    """The longest sequence that is served: `context_len`, or a derived KV pool's length where that is shorter."""
+    config, longest = runner.server_config, runner.max_total_num_tokens
+    if config.max_model_len is not None or config.kv_cache_tokens is not None or longest >= runner.context_len:
+        return runner.context_len
+    logger.warning(
+        "max_model_len is %d, what the KV pool has room for; the model's positions end at %d",
+        longest,
+        runner.context_len,
+    )
+    return longest
+
+
 def make_kv_pool(runner: PoolOwner) -> KVPool:
     """The KV pool of `max_total_num_tokens` slots.
 
@@ -223,7 +244,8 @@ def make_kv_pool(runner: PoolOwner) -> KVPool:
         torch.OutOfMemoryError: it does not fit.
     """
     tokens = runner.max_total_num_tokens
-    return within_memory(
+    return fitting(
+        runner,
         lambda: KVPool(
             num_layers=runner.num_kv_layers,
             size=tokens,
@@ -234,8 +256,8 @@ def make_kv_pool(runner: PoolOwner) -> KVPool:
             page_size=runner.server_config.page_size,
             scales=None if runner.model is None else runner.model.kv_scales,
         ),
-        f"{_described_pool(runner, tokens)} does not fit on {runner.device}{memory_left(runner.device, runner.gpu_id)}; what "
-        f"helps: {smaller_pool(runner.server_config)}",
+        f"{_described_pool(runner, tokens)} does not fit",
+        smaller_pool(runner.server_config),
     )
 
 
@@ -304,7 +326,9 @@ def state_dtype(config: ServerConfig) -> torch.dtype:
 
 def num_served_requests(runner: PoolOwner) -> int:
     """Requests in one step at most: `num_running_requests`, or fewer where the states of so many have no room."""
-    asked = num_running_requests(runner)
+    asked, largest = num_running_requests(runner), runner.get_model().largest_step
+    if largest is not None:
+        asked = min(asked, largest[0])
     state_bytes = slot_bytes(runner.get_model().state_layouts, state_dtype(runner.server_config))
     if not state_bytes:
         return asked
@@ -333,10 +357,11 @@ def make_state_pool(runner: PoolOwner) -> StatePool | None:
             f"speculative={config.speculative!r}: {runner.get_model().spec.family.name} models have recurrent states, which cannot "
             "take drafts back: use speculative=None"
         )
-    return within_memory(
+    return fitting(
+        runner,
         lambda: StatePool(layouts, size, dtype, runner.device, num_snapshots(runner, slot_bytes(layouts, dtype))),
-        f"the recurrent states of {size} requests do not fit on {runner.device}{memory_left(runner.device, runner.gpu_id)}; what "
-        "helps: a lower max_running_requests, a lower state_cache_bytes, or state_dtype='bfloat16'",
+        f"the recurrent states of {size} requests do not fit",
+        "a lower max_running_requests, a lower state_cache_bytes, or state_dtype='bfloat16'",
     )
 
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..core.forward_batch import ForwardBatch, HookQuery, Waits
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import LOGITS, ModelSpec
 from ..core.pass_parts import AttentionCuts
 from ..core.step import LogitsProcessorOutput, SchedulerOutput
+from ..layers.edits.base import apply_inner
 from ..layers.edits.table import TableOps
-from .graphs.cuda_graph_runner import CudaGraphRunner
-from .graphs.prefill_graphs import PrefillGraphs
-from .graphs.prompt_segments import PromptSegments
-from .graphs.segments import DecodeSegments
+from ..models.base import CausalLM
+from .batch_builder import BatchBuilder
+from .graphs.captured_passes import CapturedPasses
 from .input_batch import PassLayout
 from .partition import BatchExecutionDescriptor, Execution
-from .stages.stage import PassDemands
+from .stages.stage import PassDemands, Stage
 
 MAX_ROW_POSITIONS = 1 << 16
 """Most positions that the rows of a decode pass with drafts read. Each row reads its request's K and V on its own."""
@@ -64,24 +64,15 @@ class PassRunner(Protocol):
     forward_pass_id: int
     demands: PassDemands
     model_spec: ModelSpec
-    graph_runner: CudaGraphRunner | None
-    prefill_graphs: PrefillGraphs | None
+    graphs: CapturedPasses
+    stages: Sequence[Stage]
+
+    @property
+    def batches(self) -> BatchBuilder: ...
 
     def forward(self, forward_batch: ForwardBatch, execution: Execution = ...) -> LogitsProcessorOutput: ...
 
-    def decode_graphs(self, batch: ForwardBatch) -> CudaGraphRunner | None: ...
-
-    def is_laid_out(self, batch: ForwardBatch) -> bool: ...
-
-    def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput: ...
-
-    def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput: ...
-
-    def call_model(self, batch: ForwardBatch, execution: Execution) -> torch.Tensor: ...
-
-    def enter_pass(self, batch: ForwardBatch, first: int = 0) -> None: ...
-
-    def prepare_forward_batch_decode(self, *args: Any, **kwargs: Any) -> ForwardBatch: ...
+    def get_model(self) -> CausalLM: ...
 
 
 class Executions:
@@ -89,30 +80,10 @@ class Executions:
 
     Args:
         runner: runs the parts of a pass.
-
-    Attributes:
-        segments: CUDA graphs of what lies between blocks in decode passes; None where they are not captured.
-        prompt_segments: the same of passes with prompts.
     """
 
     def __init__(self, runner: PassRunner) -> None:
         self.runner: PassRunner = weakref.proxy(runner)  # which holds this object
-        self.segments: DecodeSegments | None = None
-        self.prompt_segments: PromptSegments | None = None
-
-    def open_segments(self, kept: int) -> None:
-        """Make room for `kept` graph segments of each kind of pass that the runner has captured."""
-        if self.runner.graph_runner is not None:
-            self.segments = DecodeSegments(self.runner.graph_runner, kept)
-        if self.runner.prefill_graphs is not None:
-            self.prompt_segments = PromptSegments(self.runner.prefill_graphs, kept)
-
-    def release_segments(self) -> None:
-        """Release the graph segments and their memory."""
-        for segments in (self.segments, self.prompt_segments):
-            if segments is not None:
-                segments.shutdown()
-        self.segments = self.prompt_segments = None
 
     def can(self, execution: Execution, batch: ForwardBatch) -> bool:
         """Whether the pass can run so."""
@@ -128,9 +99,9 @@ class Executions:
         if self.runner.demands.unpadded:
             return PassLayout(decodes, None)
         if decodes:
-            graphs = self.runner.graph_runner
+            graphs = self.runner.graphs.decode
             return PassLayout(True, None if graphs is None or rows > graphs.max_bs else graphs.padded_size(rows))
-        prefill = self.runner.prefill_graphs
+        prefill = self.runner.graphs.prefill
         return PassLayout(False, None if prefill is None else prefill.padded_size(rows))
 
     def _is_decode(self, step: SchedulerOutput) -> bool:
@@ -139,11 +110,51 @@ class Executions:
             return True
         if not step.by_row or self.runner.demands.grouped:
             return False
-        graphs = self.runner.graph_runner
+        graphs = self.runner.graphs.decode
         if graphs is not None and step.total_num_scheduled_tokens > graphs.max_bs:
             return False
         positions = sum(entry.num_tokens * (entry.start + entry.num_tokens) for entry in step.scheduled)
         return positions <= MAX_ROW_POSITIONS
+
+    # -- the parts of a pass ------------------------------------------------------------
+
+    def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
+        """Run a pass from its CUDA graphs.
+
+        Args:
+            in_place: return a decode graph's own output, which the next replay overwrites.
+        """
+        if batch.forward_mode.is_extend():
+            assert self.runner.graphs.prefill is not None
+            return self.runner.graphs.prefill.replay(batch)
+        graphs = self.runner.graphs.for_decode(batch)
+        assert graphs is not None
+        output = graphs.replay(batch, in_place)
+        if batch.site_ops is not None:  # captured decode passes end before the ops at the logits
+            logits = apply_inner(output.next_token_logits.unsqueeze(0), batch.site_ops, 0, LOGITS)[0]
+            output = LogitsProcessorOutput(logits, output.hidden_states)
+        return output
+
+    def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
+        """Plan attention for the pass, and run it: PLAIN fused, MODULES module by module."""
+        assert batch.attn_backend is not None
+        batch.attn_backend.init_forward_metadata(batch)
+        logits = self.call_model(batch, execution)[0]
+        return LogitsProcessorOutput(logits, hidden_states=batch.hidden_states)
+
+    def call_model(self, batch: ForwardBatch, execution: Execution) -> torch.Tensor:
+        """Logits [1, logit rows, vocab] of a planned pass."""
+        assert batch.positions is not None
+        model = self.runner.get_model()
+        input_ids, positions = batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0)
+        if execution is Execution.PLAIN:
+            return model.forward_fused(input_ids, positions, batch)
+        return model(input_ids=input_ids, position_ids=positions, forward_batch=batch).logits  # pyright: ignore[reportReturnType]
+
+    def _enter(self, batch: ForwardBatch, first: int = 0) -> None:
+        """Have the stages serve the modules of a pass. See `Stage.enter_pass`."""
+        for stage in self.runner.stages:
+            stage.enter_pass(batch, first)
 
     # -- whether it can -----------------------------------------------------------------
 
@@ -152,19 +163,14 @@ class Executions:
 
     def _is_captured(self, batch: ForwardBatch) -> bool:
         """Whether CUDA graphs serve the whole pass."""
-        graphs = self.runner.prefill_graphs if batch.forward_mode.is_extend() else self.runner.decode_graphs(batch)
+        graphs = self.runner.graphs.prefill if batch.forward_mode.is_extend() else self.runner.graphs.for_decode(batch)
         return graphs is not None and batch.attention_cuts is None and graphs.can_run(batch)
 
     def _has_segments(self, batch: ForwardBatch) -> bool:
+        graphs = self.runner.graphs
         if batch.forward_mode.is_extend():
-            return self.prompt_segments is not None and self.prompt_segments.graphs.can_run(batch)
-        graphs = self.runner.graph_runner
-        return (
-            self.segments is not None
-            and graphs is not None
-            and graphs.can_run(batch)
-            and self.runner.is_laid_out(batch)
-        )
+            return graphs.prompt_segments is not None and graphs.prompt_segments.graphs.can_run(batch)
+        return graphs.segments is not None and graphs.segments.graph_runner.can_run(batch) and graphs.is_laid_out(batch)
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         return batch.forward_mode.is_decode()
@@ -177,30 +183,31 @@ class Executions:
             return self.runner.forward(batch, descriptor.execution)
         self.runner.forward_pass_id += 1
         with torch.enable_grad():
-            return self.runner.plan_and_call(batch, descriptor.execution)
+            return self.plan_and_call(batch, descriptor.execution)
 
     def _replay(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         """The whole batch from its CUDA graphs. What is sampled from before the next replay needs no memory of its own."""
         self.runner.forward_pass_id += 1
-        return self.runner.replay(batch, in_place=not self.runner.demands.keeps_logits)
+        return self.replay(batch, in_place=not self.runner.demands.keeps_logits)
 
     def _by_modules(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         """The whole batch, module by module."""
         # Blocks may save what modules read: not the input buffers, which the next step overwrites.
         assert batch.positions is not None
         batch.input_ids, batch.positions = batch.input_ids.clone(), batch.positions.clone()
-        self.runner.enter_pass(batch)
+        self._enter(batch)
         return self._forward(batch, descriptor)
 
     def _in_segments(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         """The whole batch, module by module. The parts between its blocks are replayed."""
         if batch.forward_mode.is_extend():
             return self._prompts_in_segments(batch)
-        assert self.segments is not None
+        segments = self.runner.graphs.segments
+        assert segments is not None
         self.runner.forward_pass_id += 1
-        padded = self.segments.begin(batch)
+        padded = segments.begin(batch)
         padded.adapters = batch.adapters
-        self.runner.enter_pass(padded)
+        self._enter(padded)
         if batch.attention_cuts is not None:
             padded.attention_cuts = batch.attention_cuts
             attention = self.runner.model_spec.family.attention
@@ -211,19 +218,20 @@ class Executions:
             assert isinstance(padded.site_ops, TableOps)
             padded.site_ops = padded.site_ops.with_logits(batch.site_ops.logits)
         try:
-            logits = self.runner.call_model(padded, Execution.MODULES)[0]
+            logits = self.call_model(padded, Execution.MODULES)[0]
         finally:
-            self.segments.end()
+            segments.end()
         return LogitsProcessorOutput(logits[: batch.batch_size])
 
     def _prompts_in_segments(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        assert self.prompt_segments is not None
+        segments = self.runner.graphs.prompt_segments
+        assert segments is not None
         self.runner.forward_pass_id += 1
-        self.runner.enter_pass(batch)
+        self._enter(batch)
         try:
-            output = self.runner.plan_and_call(self.prompt_segments.begin(batch), Execution.SEGMENTS)
+            output = self.plan_and_call(segments.begin(batch), Execution.SEGMENTS)
         finally:
-            self.prompt_segments.end()
+            segments.end()
         if output.hidden_states is not None:
             output.hidden_states = batch.hidden_states = output.hidden_states[: batch.num_request_tokens]
         return output
@@ -236,7 +244,7 @@ class Executions:
         plain, rows = batch.batch_size - descriptor.num_hooked, batch.req_pool_indices.clone()
         halves = self._rows(batch, 0, plain), self._rows(batch, plain, batch.batch_size)
         output = self.runner.forward(halves[0])
-        self.runner.enter_pass(halves[1], plain)
+        self._enter(halves[1], plain)
         hooked_output = self.runner.forward(halves[1], Execution.MODULES)
         batch.req_pool_indices.copy_(rows)  # the input buffers', which the replay wrote to; sampling reads them
         return LogitsProcessorOutput(torch.cat((output.next_token_logits, hooked_output.next_token_logits)))
@@ -244,7 +252,7 @@ class Executions:
     def _rows(self, batch: ForwardBatch, start: int, stop: int) -> ForwardBatch:
         """Rows of a decode batch as a batch of their own, in fresh memory."""
         assert batch.positions is not None and batch.seq_lens_cpu is not None
-        half = self.runner.prepare_forward_batch_decode(
+        half = self.runner.batches.decode(
             batch.input_ids[start:stop].clone(),
             batch.req_pool_indices[start:stop].clone(),
             batch.seq_lens[start:stop].clone(),

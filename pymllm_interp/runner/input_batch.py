@@ -13,7 +13,7 @@ from ..core.forward_batch import ForwardBatch
 from ..core.pass_parts import AdapterRows, RowTiles, max_tiles, tiles_of
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..layers.edits.table import TableOps
-from ..sampling import RejectionSampler, TokenMasks
+from ..sampling import RejectionSampler, SamplingBatch, TokenMasks
 from ..utils.upload import upload
 from .partition import BatchExecutionDescriptor
 from .request_state import RequestState
@@ -251,3 +251,14 @@ class ExecuteModelState:
     logits_output: LogitsProcessorOutput
     token_masks: TokenMasks | None = None
     """Of constrained requests (`ModelRunner.constrain`)."""
+
+    def sampling_batch(self, table: RequestState, vocab_size: int, device: str) -> SamplingBatch:
+        """Sampling parameters of the step's sampled rows."""
+        sampling, drafted = self.input_batch.sampling, self.input_batch.verifier is not None
+        rows = table.sampled_rows(sampling) if drafted else [table.requests[entry.row] for entry in sampling]
+        batch = SamplingBatch.from_requests(rows, vocab_size, device)  # pyright: ignore[reportArgumentType]
+        if self.token_masks is not None:
+            batch.constrained = self.token_masks.for_rows([entry.request_id for entry in sampling], device)
+        if editing := table.editing:
+            batch.checked = [i for i, entry in enumerate(sampling) if entry.request_id in editing]
+        return batch

@@ -157,12 +157,12 @@ class InterpModelRunner(ModelRunner):
     @property
     def segments(self) -> DecodeSegments | None:
         """CUDA graphs of what lies between blocks in decode passes; None where they are not captured."""
-        return self.executions.segments
+        return self.graphs.segments
 
     @property
     def prompt_segments(self) -> PromptSegments | None:
         """The same of passes with prompts."""
-        return self.executions.prompt_segments
+        return self.graphs.prompt_segments
 
     def get_mtp_target_hidden_states(self) -> torch.Tensor | None:
         """[rows, width], the states of the last pass that an EAGLE-3 head reads; None without a head. Passes overwrite them."""

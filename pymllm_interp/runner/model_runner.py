@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +24,13 @@ import torch
 from ..attention import create_attention_backend
 from ..attention.attention_backend import AttentionBackend
 from ..config import ModelConfig, ServerConfig
-from ..core.forward_batch import ForwardBatch
+from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.model_spec import ModelSpec
 from ..core.step import LogitsProcessorOutput as LogitsProcessorOutput
 from ..core.step import ModelRunnerOutput, SchedulerOutput
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from ..mem_cache.state_pool import StatePool
 from ..models.adapters.slots import AdapterSlots
 from ..models.base import CausalLM
 from ..models.registry import check_supported, load_model, spec_of
@@ -37,17 +39,14 @@ from ..models.weights.source import ModelSource, resolve_model
 from ..sampling import Sampler, SamplerOutput, SamplingBatch, TokenMasks
 from ..utils.device import resolve_device, resolve_dtype
 from ..utils.kv_rows import resolve_kv_dtype
-from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
 from . import device_memory
-from .adapters.adapted_passes import AdaptedPasses
 from .async_output import AsyncOutput
-from .device_memory import get_available_gpu_memory, memory_left, return_freed_memory
+from .batch_builder import BatchBuilder
+from .device_memory import get_available_gpu_memory, return_freed_memory
 from .device_memory import get_total_gpu_memory as get_total_gpu_memory
 from .executions import Executions
-from .graphs.cuda_graph_runner import CudaGraphRunner
-from .graphs.graph_capture import capture_batch_sizes, capture_token_counts
-from .graphs.prefill_graphs import PrefillGraphs
+from .graphs.captured_passes import CapturedPasses
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
@@ -58,7 +57,7 @@ from .step_inputs import StepInputs
 logger = logging.getLogger(__name__)
 
 
-class ModelRunner(AdaptedPasses, SeedNames):
+class ModelRunner(SeedNames):
     """Runs the forward passes of one model on one device.
 
     Args:
@@ -69,11 +68,13 @@ class ModelRunner(AdaptedPasses, SeedNames):
         model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
             after `shutdown`.
         model_state: version and fingerprint of the model; None while `model` is.
-        graph_runner, prefill_graphs: None where passes are not captured (a CPU, `disable_cuda_graph`).
+        graphs: CUDA graphs of its passes.
+        adapters: loaded LoRA adapters, and their slots; None where no model is loaded.
         stages: what serves hooks; empty in a runner without.
         demands: what they demand of the pass of the step under way.
         executions: how passes of steps run.
-        plain_graphs: of decode passes without declared ops, where `wants_plain_graphs`; else None.
+        rows_of_request: most rows of a request in a decode pass: with drafts, one more than these.
+        draft: the runner of a draft model, or None. Its memory counts with this runner's.
         gdn_pool: the recurrent states of requests; None where no layer has any.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
@@ -95,19 +96,19 @@ class ModelRunner(AdaptedPasses, SeedNames):
         self.req_to_token_pool: ReqToTokenPool | None = None
         self.token_to_kv_pool: KVPool | None = None
         self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
-        self.gdn_pool = None
+        self.gdn_pool: StatePool | None = None
         self.attn_backend: AttentionBackend | None = None
-        self.graph_runner: CudaGraphRunner | None = None
-        self.plain_graphs: CudaGraphRunner | None = None
-        self.prefill_graphs: PrefillGraphs | None = None
+        self.adapters: AdapterSlots | None = None
+        self.draft: ModelRunner | None = None
+        self.rows_of_request = 1
         self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
         self.num_hidden_layers = self.num_kv_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
         self.hidden_size = self.vocab_size = self.context_len = self.forward_pass_id = 0
-        self.is_capturing = False
-        self.model_memory_usage = 0.0
+        self.is_capturing, self.model_memory_usage = False, 0.0
         self.stages: Sequence[Stage] = ()
         self.demands = PassDemands()
         self.executions = Executions(self)
+        self.graphs = CapturedPasses(self)
         self.partition = Partition(self.server_config.hook_execution)
         self.execute_model_state: ExecuteModelState | None = None
         self.sampler = Sampler(self.server_config.logprobs_mode)
@@ -130,7 +131,6 @@ class ModelRunner(AdaptedPasses, SeedNames):
         check_supported(self.source.hf_config)
         self._init_metadata(spec_of(self.source.hf_config, self.model_config.impl, self.dtype))
         self.load_model()
-        self._init_kv_cache_dtype()
 
     def open(self) -> None:
         """The second half: memory, attention and graphs."""
@@ -153,15 +153,15 @@ class ModelRunner(AdaptedPasses, SeedNames):
         kind = self.device.partition(":")[0]
         started, free = time.perf_counter(), get_available_gpu_memory(kind, self.gpu_id)
         narrower = "dtype='bfloat16', " if self.dtype.itemsize > 2 else ""
-        model = within_memory(
-            lambda: self._model(load_dummy_weights or self.model_config.load_format == "dummy"),
-            f"the weights of {self.model_config.model!r} as {self.dtype} do not fit on {self.device}"
-            f"{memory_left(self.device, self.gpu_id)}; what helps: {narrower}a smaller model, or to end what else holds the "
-            "memory (an LM that was not shut down, another process)",
-        )
+        model = device_memory.fitting(
+            self, lambda: self._model(load_dummy_weights or self.model_config.load_format == "dummy"),
+            f"the weights of {self.model_config.model!r} as {self.dtype} do not fit",
+            f"{narrower}a smaller model, or to end what else holds the memory (an LM that was not shut down, another process)",
+        )  # fmt: skip
         self.model = model.eval().requires_grad_(False)
         self.partition.can_split = self.model.fuses_ops
         self._init_metadata(self.model.spec)  # of what is loaded
+        self.kv_cache_dtype = resolve_kv_dtype(self.server_config.kv_cache_dtype, self.dtype, self.device)
         self.num_kv_layers = len(self.model.attention_layers()) + self.model.num_index_layers
         self.model_state = ModelState(self.model, self.source.hf_config)
         config = self.server_config
@@ -189,23 +189,14 @@ class ModelRunner(AdaptedPasses, SeedNames):
             torch.OutOfMemoryError: the tables, the largest step or the KV pool do not fit.
         """
         self.max_running_requests = device_memory.num_served_requests(self)
-        if (largest := self.get_model().largest_step) is not None:
-            self.max_running_requests = min(self.max_running_requests, largest[0])
         # The tables first: the KV pool gets what they leave.
-        within_memory(
-            self._init_tables,
-            f"the tables of {self.max_running_requests} requests of {self.context_len} tokens do not fit on "
-            f"{self.device}{memory_left(self.device, self.gpu_id)}; what helps: a lower max_running_requests, or a lower "
-            "max_model_len",
-        )
+        device_memory.fitting(
+            self, self._init_tables,
+            f"the tables of {self.max_running_requests} requests of {self.context_len} tokens do not fit",
+            "a lower max_running_requests, or a lower max_model_len",
+        )  # fmt: skip
         self.max_total_num_tokens = device_memory.num_kv_tokens(self)
-        config, longest = self.server_config, self.max_total_num_tokens
-        if config.max_model_len is None and config.kv_cache_tokens is None and longest < self.context_len:
-            logger.warning(
-                "max_model_len is %d, what the KV pool has room for; the model's positions end at %d",
-                longest,
-                self.context_len,
-            )
+        if (longest := device_memory.num_served_tokens(self)) < self.context_len:
             self.update_max_model_len(longest)
         self.token_to_kv_pool = device_memory.make_kv_pool(self)
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
@@ -235,90 +226,29 @@ class ModelRunner(AdaptedPasses, SeedNames):
             torch.OutOfMemoryError: its workspace does not fit beside the pools.
         """
         name = self.server_config.attention_backend
-        self.attn_backend = within_memory(
-            lambda: create_attention_backend(name, self.device, self.dtype, self.head_dim, self.kv_cache_dtype),
-            f"the workspace of attention does not fit on {self.device}{memory_left(self.device, self.gpu_id)}; what "
-            f"helps: {device_memory.smaller_pool(self.server_config)}",
-        )
+        self.attn_backend = device_memory.fitting(
+            self, lambda: create_attention_backend(name, self.device, self.dtype, self.head_dim, self.kv_cache_dtype),
+            "the workspace of attention does not fit", device_memory.smaller_pool(self.server_config),
+        )  # fmt: skip
 
     def init_cuda_graphs(self) -> None:
         """Capture passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
-        self.graph_runner = self.plain_graphs = self.prefill_graphs = None
-        if self._why_no_graphs() is None:
+        self.graphs = CapturedPasses(self)
+        if self.graphs.why_none() is None:
             self.capture_model()
 
     def capture_model(self) -> int:
         """Capture decode passes and small prefills; returns the graphs' memory in bytes: 0, with a warning, where skipped."""
-        why_not = self._why_no_graphs()
-        if why_not is not None:
-            logger.warning("no CUDA graphs are captured: %s", why_not)
-            return 0
-        try:
-            self.graph_runner = CudaGraphRunner(self)
-            if self.wants_plain_graphs:
-                self.plain_graphs = CudaGraphRunner(self, declares=False)
-        except RuntimeError as error:
-            if self.get_model().fuses_ops or isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise
-            self._release_graphs()
-            self.get_model().why_no_graphs = f"its modules cannot be captured ({error.__cause__ or error})"
-            logger.warning("passes run eagerly: %s", self.get_model().why_no_graphs)
-            return 0
-        taken = self.graph_runner.memory_usage + (
-            self.plain_graphs.memory_usage if self.plain_graphs is not None else 0
-        )
-        if sizes := self._prefill_sizes():
-            self.prefill_graphs = PrefillGraphs(self, sizes)
-            taken += self.prefill_graphs.memory_usage
-        self.executions.open_segments(self.server_config.max_segments)
-        return taken
+        return self.graphs.capture()
 
     @property
     def max_decode_rows(self) -> int:
         """Rows of the largest decode pass."""
         return device_memory.num_decode_rows(self)
 
-    @property
-    def wants_plain_graphs(self) -> bool:
-        """Whether kernels of declared ops take so long, even without an op, that other passes get graphs of their own."""
-        return not self.get_model().fuses_ops or any(stage.wants_plain_graphs for stage in self.stages)
-
-    def _prefill_sizes(self) -> list[int]:
-        if not self.get_model().fuses_ops or self.get_model().state_layouts:
-            return []
-        limit = min(self.server_config.prefill_graph_tokens, self.max_num_tokens)
-        return capture_token_counts(limit) if limit else []
-
-    def profile_cudagraph_memory(self) -> int:
-        """Device memory to leave for the graphs when the KV pool is sized, in bytes: each keeps its outputs."""
-        if self._why_no_graphs() is not None:
-            return 0
-        rows = sum(capture_batch_sizes(self.max_decode_rows)) * (2 if self.wants_plain_graphs else 1)
-        outputs = rows * (self.vocab_size + self.hidden_size) + sum(self._prefill_sizes()) * self.hidden_size
-        return outputs * self.dtype.itemsize + device_memory.GRAPH_OVERHEAD_BYTES
-
-    def _why_no_graphs(self) -> str | None:
-        if not self.device.startswith("cuda"):
-            return f"device={self.device!r}"
-        if self.server_config.disable_cuda_graph:
-            return "disable_cuda_graph=True"
-        if not self.is_generation:
-            return "the model does not generate"
-        if self.model is not None and self.model.why_no_graphs is not None:
-            return self.model.why_no_graphs
-        return "its RoPE depends on the lengths in the batch" if self.model_spec.rope_depends_on_length else None
-
-    def _release_graphs(self) -> None:
-        self.release_adapter_graphs()
-        self.executions.release_segments()
-        for graphs in (self.prefill_graphs, self.plain_graphs, self.graph_runner):
-            if graphs is not None:
-                graphs.shutdown()
-        self.graph_runner = self.plain_graphs = self.prefill_graphs = None
-
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
-        self._release_graphs()
+        self.graphs.release()
         for part in (self.model_state, self.adapters, *self.stages):
             if part is not None:
                 part.close()
@@ -351,8 +281,17 @@ class ModelRunner(AdaptedPasses, SeedNames):
         if self.model is not None and self.model.largest_step is not None:
             self.max_num_tokens = min(self.max_num_tokens, self.model.largest_step[1])
 
-    def _init_kv_cache_dtype(self) -> None:
-        self.kv_cache_dtype = resolve_kv_dtype(self.server_config.kv_cache_dtype, self.dtype, self.device)
+    def get_model(self) -> CausalLM:
+        """The loaded model."""
+        assert self.model is not None, "call initialize() first"
+        return self.model
+
+    def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]:
+        """Layer -> (kv heads, head_dim, dtype) of its KV. The last ones may hold keys of indexers."""
+        model = self.get_model()
+        heads = [(layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers()]
+        heads += [(model.spec.num_key_value_heads, model.spec.head_dim)] * model.num_index_layers
+        return {layer: (*sizes, self.kv_cache_dtype) for layer, sizes in enumerate(heads)}
 
     # -- steps ------------------------------------------------------------------------
 
@@ -465,15 +404,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
 
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
         """logits [sampled rows, vocab]."""
-        sampling, table = state.input_batch.sampling, self.req_states
-        drafted = state.input_batch.verifier is not None
-        rows = table.sampled_rows(sampling) if drafted else [table.requests[e.row] for e in sampling]
-        batch = SamplingBatch.from_requests(rows, self.vocab_size, self.device)  # pyright: ignore
-        if state.token_masks is not None:
-            batch.constrained = state.token_masks.for_rows([entry.request_id for entry in sampling], self.device)
-        if editing := table.editing:
-            batch.checked = [i for i, entry in enumerate(sampling) if entry.request_id in editing]
-        return self.sampler(logits, batch)
+        return self.sampler(logits, state.sampling_batch(self.req_states, self.vocab_size, self.device))
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Enter requests that are scheduled for the first time, or resume, into the table."""
@@ -493,7 +424,77 @@ class ModelRunner(AdaptedPasses, SeedNames):
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
-        batch = self.step_inputs.forward_batch(input_batch, self)
+        batch = self.step_inputs.forward_batch(input_batch, self.batches)
         for stage in self.stages:
             stage.prepare(batch, input_batch)
         return batch
+
+    def captured_site_ops(self, bs: int) -> Any:
+        """`ForwardBatch.site_ops` of a decode pass that is captured for `bs` rows of the input buffers."""
+        found = (stage.captured_site_ops(bs) for stage in self.stages)
+        return next((ops for ops in found if ops is not None), None)
+
+    # -- passes by hand -----------------------------------------------------------------
+
+    @property
+    def batches(self) -> BatchBuilder:
+        """Makes batches over this runner's pools."""
+        pools = self.req_to_token_pool, self.token_to_kv_pool
+        return BatchBuilder(self.model_spec, *pools, self.attn_backend, self.gdn_pool)
+
+    @torch.no_grad()
+    def forward(self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN) -> LogitsProcessorOutput:
+        """Run one pass of the model.
+
+        Args:
+            execution: PLAIN runs the fused pass, from its CUDA graphs where there are any; MODULES goes module by module.
+
+        Raises:
+            ValueError: an unknown forward mode.
+        """
+        self.forward_pass_id += 1
+        mode = forward_batch.forward_mode
+        if mode == ForwardMode.IDLE:
+            return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device))
+        if mode == ForwardMode.DECODE:
+            return self.forward_decode(forward_batch, execution)
+        if mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+            return self.forward_extend(forward_batch, execution)
+        raise ValueError(f"unknown forward mode {mode!r}: expected one of {[m.name for m in ForwardMode]}")
+
+    def forward_decode(
+        self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
+    ) -> LogitsProcessorOutput:
+        """One new token for each request."""
+        if execution is Execution.REPLAY or (
+            execution is Execution.PLAIN and self.executions.can(Execution.REPLAY, forward_batch)
+        ):
+            return self.executions.replay(forward_batch)
+        return self.executions.plan_and_call(forward_batch, execution)
+
+    forward_extend = forward_decode
+    """New tokens behind cached ones, for each request."""
+
+    def sample(
+        self,
+        logits_output: LogitsProcessorOutput,
+        forward_batch: ForwardBatch,
+        temperatures: torch.Tensor | None = None,
+        top_ps: torch.Tensor | None = None,
+        top_ks: torch.Tensor | None = None,
+        penalty_params: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """Next token ids, int32 [batch], by the sampler of the engine's steps. Greedy without temperatures, or where they are 0.
+
+        See `SamplingBatch.of_tensors` for the arguments. A batch with `return_logprob` gets
+        `logits_output.next_token_logprobs`, under the raw logits.
+        """
+        logits = logits_output.next_token_logits
+        batch = SamplingBatch.of_tensors(logits, temperatures, top_ps, top_ks, penalty_params)
+        if forward_batch.return_logprob:
+            batch.num_logprobs = list(forward_batch.top_logprobs_nums or [0] * len(logits))
+        output = self.sampler(logits, batch)
+        if output.logprobs is not None:
+            entries = output.logprobs.tolists()
+            logits_output.next_token_logprobs = [entry for entry in entries if entry is not None]
+        return output.token_ids

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import gc
+from functools import wraps
+from typing import Any
+
 import torch
 
+from ..core.forward_batch import ForwardBatch
 from ..core.model_spec import ModelSpec
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..sampling import RejectionSampler as DraftTokensHandler
+from . import dummy_run
+from .batch_builder import BatchBuilder
+from .graphs.captured_passes import CapturedPasses
+from .graphs.cuda_graph_runner import CudaGraphRunner
 from .input_batch import ExecuteModelState, InputBatch
 from .request_state import RequestState
-from .step_inputs import StepInputs
+from .step_inputs import StepInputs, dummy_attn
 
 
 class SeedNames:
     """For code that is written against those runners. Part of `ModelRunner`, which has these attributes."""
 
     context_len: int
+    device: str
+    graphs: CapturedPasses
+    max_num_tokens: int
     execute_model_state: ExecuteModelState | None
     model_spec: ModelSpec
     req_states: RequestState
     req_to_token_pool: ReqToTokenPool | None
     step_inputs: StepInputs
+
+    @property
+    def batches(self) -> BatchBuilder:
+        """Makes batches over this runner's pools."""
+        raise NotImplementedError
 
     @property
     def max_model_len(self) -> int:
@@ -59,3 +76,40 @@ class SeedNames:
     def prepare_attn(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
         return self.step_inputs.prepare_attn(input_batch)
+
+    def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for padding rows: the dummy row, and the dummy slot."""
+        return dummy_attn(num_reqs, num_tokens, self.device)
+
+    @wraps(BatchBuilder.extend)
+    def prepare_forward_batch_extend(self, *args: Any, **kwargs: Any) -> ForwardBatch:
+        return self.batches.extend(*args, **kwargs)
+
+    @wraps(BatchBuilder.decode)
+    def prepare_forward_batch_decode(self, *args: Any, **kwargs: Any) -> ForwardBatch:
+        return self.batches.decode(*args, **kwargs)
+
+    @property
+    def graph_runner(self) -> CudaGraphRunner | None:
+        """The captured decode passes; None where passes are not captured (a CPU, `disable_cuda_graph`)."""
+        return self.graphs.decode
+
+    def profile_cudagraph_memory(self) -> int:
+        """Device memory to leave for the graphs when the KV pool is sized, in bytes."""
+        return self.graphs.expected_bytes()
+
+    def profile_run(self) -> None:
+        """Run the largest step, so that its peak of memory is known."""
+        _, sampled_from = self._dummy_run(self.max_num_tokens, skip_attn=True, is_profile=True)
+        self._dummy_sampler_run(sampled_from)
+        gc.collect()
+
+    def _dummy_run(self, num_tokens: int, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dummy_run.dummy_run`."""
+        runner: Any = self
+        return dummy_run.dummy_run(runner, num_tokens, **options)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `dummy_run.dummy_sampler_run`."""
+        runner: Any = self
+        return dummy_run.dummy_sampler_run(runner, hidden_states)

@@ -157,14 +157,14 @@ class StepInputs:
         rows, slots = self.prepare_attn(batch)
         sizes, lens = batch.num_scheduled_tokens, batch.seq_lens_cpu
         if batch.decodes:
-            found = builder.prepare_forward_batch_decode(
+            found = builder.decode(
                 batch.input_ids, rows, self.buffers.seq_lens[: batch.num_tokens], slots, positions=batch.positions,
                 seq_lens_cpu=lens,
             )  # fmt: skip
         else:
             prefixes = lens.numpy() - sizes
             seq_lens, extend_lens, prefix_lens = upload(self.device, lens, sizes, prefixes)
-            found = builder.prepare_forward_batch_extend(
+            found = builder.extend(
                 batch.input_ids, rows, seq_lens, extend_lens, prefix_lens, slots,
                 extend_seq_lens_cpu=sizes.tolist(), extend_prefix_lens_cpu=prefixes.tolist(),
             )  # fmt: skip

@@ -66,6 +66,35 @@ class PenaltyBatch:
     # fmt: on
 
     @classmethod
+    def of_histories(
+        cls, logits: torch.Tensor, token_histories: Sequence[Sequence[int]], **penalties: torch.Tensor | None
+    ) -> PenaltyBatch:
+        """The penalties of all rows of logits [rows, vocab], for sampling by hand.
+
+        Args:
+            token_histories: token ids by row.
+            penalties: `repetition_penalties`, `frequency_penalties` and `presence_penalties`, [rows] each.
+
+        Raises:
+            ValueError: a list or a penalty does not have one entry for each row.
+        """
+        rows, vocab = logits.shape
+        if len(token_histories) != rows:
+            raise ValueError(
+                f"token_histories has {len(token_histories)} lists, logits has {rows} rows: give one for each"
+            )
+        strengths = torch.tensor([[1.0, 0.0, 0.0]], device=logits.device).repeat(rows, 1)
+        for column, name in enumerate(("repetition_penalties", "frequency_penalties", "presence_penalties")):
+            if (values := penalties.get(name)) is not None:
+                if values.shape != (rows,):
+                    raise ValueError(
+                        f"{name} has shape {tuple(values.shape)}, expected ({rows},): one value for each row"
+                    )
+                strengths[:, column] = values
+        every = torch.arange(rows, device=logits.device)
+        return cls.of_tokens(every, strengths, [[]] * rows, token_histories, vocab)
+
+    @classmethod
     def from_requests(
         cls, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
     ) -> PenaltyBatch | None:

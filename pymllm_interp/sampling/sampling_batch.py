@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,6 +68,31 @@ class SamplingBatch:
     def any_logprobs(self) -> bool:
         """Whether a row asks for log probabilities."""
         return any(num is not None for num in self.num_logprobs)
+
+    @classmethod
+    def of_tensors(
+        cls,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor | None = None,
+        top_ps: torch.Tensor | None = None,
+        top_ks: torch.Tensor | None = None,
+        penalty_params: dict[str, Any] | None = None,
+    ) -> SamplingBatch:
+        """The batch that samples from logits [rows, vocab] by hand, with random seeds.
+
+        Args:
+            temperatures, top_ps, top_ks: [rows]; a top_k of -1 or 0 keeps all tokens.
+            penalty_params: `repetition_penalties`, `frequency_penalties`, `presence_penalties` ([rows] each) and
+                `token_histories` (a list of token ids for each row).
+        """
+        batch = cls(rows=len(logits), temperatures=temperatures, top_ps=top_ps, top_ks=top_ks)
+        if temperatures is not None:
+            zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            batch.seeds = torch.randint(2**62, zeros.shape, device=logits.device)
+            batch.sample_indices = batch.gen_indices = zeros
+        if penalty_params is not None:
+            batch.penalties = PenaltyBatch.of_histories(logits, **penalty_params)
+        return batch
 
     @classmethod
     def from_requests(

@@ -118,7 +118,7 @@ def _planned(
     """The pass of sequences that compute positions `starts` up to `lens`, [batch] on the host each."""
     sizes, device = lens - starts, input_ids.device
     on_device = [numbers.to(torch.int32).to(device) for numbers in (lens, sizes, starts)]
-    batch = BatchBuilder(runner.model_spec, table, kv, runner.attn_backend).prepare_forward_batch_extend(
+    batch = BatchBuilder(runner.model_spec, table, kv, runner.attn_backend).extend(
         input_ids,
         torch.arange(len(sizes), device=device),
         seq_lens=on_device[0],

@@ -337,9 +337,9 @@ def test_captured_passes(model_folder: Callable[[str], Path], adapter: Adapted, 
         use_eager_graphs(monkeypatch)
         with LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=2048, max_running_requests=8,
                 lower_traces="off", hook_execution="segments") as lm:  # fmt: skip
-            assert lm.runner.adapter_graphs is None and lm.runner.input_buffers.adapter_tiles is None
+            assert lm.runner.graphs.adapted is None and lm.runner.input_buffers.adapter_tiles is None
             lm.load_adapter("a", folders["a"])
-            graphs = lm.runner.adapter_graphs
+            graphs = lm.runner.graphs.adapted
             assert graphs is not None and graphs.declared.graphs.keys() == lm.runner.graph_runner.graphs.keys()
             lm.load_adapter("b", folders["b"])
             names = ["a", None, "b", "a"]
@@ -360,9 +360,9 @@ def test_captured_passes(model_folder: Callable[[str], Path], adapter: Adapted, 
                 assert tokens[0, len(PROMPTS[0]) :].tolist() == greedy(models[name], PROMPTS[0], 6)
                 assert tracer.receipt.steps["segments"] == 5
             lm.unload_adapter("a")
-            assert lm.runner.adapter_graphs is not None
+            assert lm.runner.graphs.adapted is not None
             lm.unload_adapter("b")
-            assert lm.runner.adapter_graphs is None
+            assert lm.runner.graphs.adapted is None
             assert lm.runner.get_model().model.layers[0].self_attn.o_proj.lora is None
 
 

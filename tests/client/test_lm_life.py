@@ -132,7 +132,7 @@ def test_a_block_that_returns_late_leaves_its_engine_whole(model_folder: Callabl
         goes_on.set()
         assert lm.submit([4], SHORT).result(600).finish_reason == "length"
         lm.engine.call(lm.engine.scheduler.check_integrity)
-        assert not lm.engine.scheduler.live and not lm.engine._subscribers
+        assert not lm.engine.scheduler.live and not lm.engine.ends.subscribers
 
 
 def test_engines_whose_blocks_call_each_other_are_told_so(model_folder: Callable[[str], Path]) -> None:

@@ -295,7 +295,7 @@ def test_plain_steps_ask_for_no_mask(lm_of, monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(lm.engine, "_constrain", lambda step: asked.append(1))
     tokens_of(lm, PROMPT, greedy(4))
-    assert not asked and not lm.engine._constrained
+    assert not asked and not lm.engine.ends.constrained
 
 
 @AHEAD
@@ -306,7 +306,7 @@ def test_a_failed_step_is_sampled_again_by_the_same_masks(lm_of, ahead, monkeypa
 
     def fails_with_a_trace(logits: torch.Tensor, batch: Any) -> Any:
         deadline = time.monotonic() + 60
-        while not failed and len(lm.engine._subscribers) < 2 and time.monotonic() < deadline:
+        while not failed and len(lm.engine.ends.subscribers) < 2 and time.monotonic() < deadline:
             time.sleep(0.001)  # the trace comes while the other request decodes
         if lm.runner.interleaver.traces and batch.constrained is not None:
             failed.append(batch.rows)

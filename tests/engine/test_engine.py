@@ -28,12 +28,12 @@ from conftest import CONFIGS, VOCAB, held
 from helpers_waits import WAIT, assert_idle, until
 
 from pymllm_interp import LM, RequestOutput, SamplingParams
+from pymllm_interp.client.calls.lm_arguments import ELSEWHERE
 from pymllm_interp.client.detokenizer import StopStrings
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.sampling_params import ELSEWHERE as SAMPLING_ELSEWHERE
 from pymllm_interp.core.step import SchedulerOutput
-from pymllm_interp.lm import ELSEWHERE
 
 LmOf = Callable[..., LM]
 Oracle = Callable[[str], Any]
@@ -761,7 +761,7 @@ def test_a_thousand_requests_leave_nothing_behind(lm_of: LmOf) -> None:
 
     def batch(seed: int, size: int) -> None:
         prompts = prompts_of([1 + i % 3 for i in range(size)], seed)
-        handles = lm._submit_all(prompts, [params[i % 3] for i in range(size)], {})
+        handles = lm._requests.submit(prompts, [params[i % 3] for i in range(size)], {})
         refs.extend(weakref.ref(request) for handle in handles for request in handle.requests)
         for handle in handles:
             handle.result(WAIT)
@@ -996,7 +996,7 @@ def test_an_error_in_winding_up_a_trace_is_its_own_requests(
     assert "boom in winding up" in str(caught[0])
     assert len(plain.result(WAIT).token_ids) == 120
     lm.shutdown()
-    assert lm.runner.model is None and not lm.engine._subscribers
+    assert lm.runner.model is None and not lm.engine.ends.subscribers
 
 
 def test_after_shutdown_nothing_is_taken(model_folder: Callable[[str], Path]) -> None:

@@ -721,7 +721,7 @@ def near_torch(fused: torch.Tensor, runner: ModelRunner, batch: Any) -> None:
     backend: Any = runner.attn_backend
     backend.init_forward_metadata(batch)
     with torch.enable_grad():
-        expected = runner.call_model(batch, Execution.PLAIN)[0].detach()
+        expected = runner.executions.call_model(batch, Execution.PLAIN)[0].detach()
     scale = expected.abs().max().item()
     tolerance = 1e-5 if fused.dtype == torch.float32 else 16 * torch.finfo(fused.dtype).eps
     torch.testing.assert_close(fused, expected, rtol=0, atol=tolerance * scale)

@@ -61,7 +61,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 def runner(recorded: list) -> Iterator[ModelRunner]:
     """A runner on the CPU with its decode passes of up to 6 rows captured: sizes 1, 2, 4 and 6."""
     runner = make_runner(CONFIGS["llama"](), max_running_requests=6)
-    runner.graph_runner = CudaGraphRunner(runner)
+    runner.graphs.decode = CudaGraphRunner(runner)
     yield runner
     runner.shutdown()
 
@@ -95,7 +95,7 @@ def release(hand: ByHand) -> None:
 
 def eager(runner: ModelRunner, batch: Any) -> LogitsProcessorOutput:
     with torch.no_grad():
-        return runner.plan_and_call(batch, Execution.PLAIN)
+        return runner.executions.plan_and_call(batch, Execution.PLAIN)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str = "") -> None:
@@ -338,7 +338,7 @@ def test_g07_small_sizes_are_compiled_where_asked_for(recorded, monkeypatch, opt
     """G7: and a compiled pass gives what an eager one gives."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     runner = make_runner(CONFIGS["llama"](), max_running_requests=4, **options)
-    graphs = runner.graph_runner = CudaGraphRunner(runner)
+    graphs = runner.graphs.decode = CudaGraphRunner(runner)
     assert graphs.compile_bs == compiled and graphs.capture_bs == [1, 2, 4]
     for n in (1, 2, 3):
         hand = ByHand(runner)
@@ -490,7 +490,7 @@ def test_r20_steps_replay_plain_decode_and_run_hooked_decode_by_modules(lm_of, r
     prompts = [random_ids(5, seed=1), random_ids(9, seed=2), random_ids(1, seed=3)]
     expected = [out.token_ids for out in lm_of("llama").generate(prompts, params)]
     with LM(model_folder("llama"), dtype="float32", device="cpu", max_running_requests=8, lower_traces="off") as lm:
-        lm.runner.graph_runner = lm.engine.call(lambda: CudaGraphRunner(lm.runner))
+        lm.runner.graphs.decode = lm.engine.call(lambda: CudaGraphRunner(lm.runner))
         assert [out.token_ids for out in lm.generate(prompts, params)] == expected
         ways = {
             how: sum(n for (way, _), n in lm.runner.partition.counts.items() if way == how)
@@ -532,8 +532,8 @@ def test_r17_a_rope_that_depends_on_the_lengths_is_not_captured(runner):
     for config, reason in ((dynamic, "RoPE depends on the lengths"), (CONFIGS["llama"](), None)):
         other = make_runner(config)
         other.device = "cuda"  # no CUDA call is made here
-        assert (other._why_no_graphs() is None) == (reason is None)
-        assert reason is None or reason in other._why_no_graphs()
+        assert (other.graphs.why_none() is None) == (reason is None)
+        assert reason is None or reason in other.graphs.why_none()
         assert (other.profile_cudagraph_memory() == 0) == (reason is not None)
 
 

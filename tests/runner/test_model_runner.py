@@ -30,6 +30,7 @@ from pymllm_interp.models.registry import UnsupportedModelError
 from pymllm_interp.models.weights.loading import WeightsError
 from pymllm_interp.runner import async_output, model_runner
 from pymllm_interp.runner.device_memory import get_available_gpu_memory, get_total_gpu_memory
+from pymllm_interp.runner.executions import Executions
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 from pymllm_interp.runner.partition import Execution
 from pymllm_interp.runner.request_state import RequestState
@@ -211,9 +212,9 @@ def test_requests_are_as_long_as_a_derived_pool_allows(monkeypatch):
 
 def test_r15_a_profile_run_makes_the_logits_of_every_row(runner, monkeypatch):
     """R15: a traced pass of whole prompts makes them, so the KV pool has to leave room for them."""
-    rows, call = [], ModelRunner.call_model
+    rows, call = [], Executions.call_model
     monkeypatch.setattr(
-        ModelRunner, "call_model", lambda self, *args: rows.append(call(self, *args).shape) or call(self, *args)
+        Executions, "call_model", lambda self, *args: rows.append(call(self, *args).shape) or call(self, *args)
     )
     runner._dummy_run(50, skip_attn=True, is_profile=True)
     assert rows == [(1, 50, 97)]
@@ -432,7 +433,7 @@ def test_r17_cuda_graphs_are_skipped_for_three_reasons(skip, monkeypatch):
     runner.device = "cpu" if skip == "cpu" else "cuda"  # no CUDA call is made here
     if skip == "not a generation model":
         monkeypatch.setattr(ModelRunner, "is_generation", property(lambda self: False))
-    runner.graph_runner = "stale"  # pyright: ignore
+    runner.graphs.decode = "stale"  # pyright: ignore
     runner.init_cuda_graphs()
     assert runner.graph_runner is None
     assert bool(captured) == (skip is None)
@@ -519,12 +520,12 @@ def test_r20_an_unknown_mode_raises(runner):
 def test_r21_the_plan_is_made_before_the_model_runs(execution, runner, monkeypatch):
     """R21."""
     order = []
-    plan, call = TorchAttnBackend.init_forward_metadata, ModelRunner.call_model
+    plan, call = TorchAttnBackend.init_forward_metadata, Executions.call_model
     monkeypatch.setattr(
         TorchAttnBackend, "init_forward_metadata", lambda self, batch: order.append("plan") or plan(self, batch)
     )
     monkeypatch.setattr(
-        ModelRunner, "call_model", lambda self, batch, how: order.append("model") or call(self, batch, how)
+        Executions, "call_model", lambda self, batch, how: order.append("model") or call(self, batch, how)
     )
     hand = ByHand(runner)
     hand.extend({0: [1, 2]}, execution)

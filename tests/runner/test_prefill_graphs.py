@@ -86,7 +86,7 @@ def test_prompts_of_one_token_in_a_padded_pass(device: str, family: str, load: L
 def test_traffic_equals_that_of_an_engine_without_graphs(device: str, family: str, policy: str, load: Load) -> None:
     graphs = load(device, family, schedule_policy=policy)
     eager = load(device, family, schedule_policy=policy, disable_cuda_graph=True)
-    assert graphs.runner.prefill_graphs is not None and eager.runner.prefill_graphs is None
+    assert graphs.runner.graphs.prefill is not None and eager.runner.graphs.prefill is None
     before = ways(graphs)
     for a, b in zip(traffic(graphs, 1), traffic(eager, 1), strict=True):
         assert a.token_ids == b.token_ids
@@ -175,7 +175,7 @@ def test_a_capture_that_fails_is_an_error_that_says_what_helps(
         ):
             LM(model_folder("llama"), device=device, dtype="float32", **SIZES)
         with LM(model_folder("llama"), device=device, dtype="float32", **{**SIZES, "prefill_graph_tokens": 0}) as lm:
-            assert lm.runner.prefill_graphs is None
+            assert lm.runner.graphs.prefill is None
             assert len(lm.generate([[1, 2, 3]], greedy(2))[0].token_ids) == 2
 
 
@@ -223,7 +223,7 @@ def test_engines_of_one_process_prefill_at_once(model_folder: Callable[[str], Pa
 def test_prefill_graphs_are_released(model_folder: Callable[[str], Path]) -> None:
     torch.cuda.synchronize()
     lm = LM(model_folder("llama"), device="cuda", **SIZES)
-    graphs = lm.runner.prefill_graphs
+    graphs = lm.runner.graphs.prefill
     assert graphs is not None
     lm.generate([random_ids(9, seed=1)], greedy(2))
     lm.shutdown()

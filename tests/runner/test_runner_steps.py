@@ -639,7 +639,7 @@ def test_v51_a_steps_context_is_explicit_nested_steps_raise_and_an_error_clears_
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(runner, "call_model", broken)
+    monkeypatch.setattr(runner.executions, "call_model", broken)
     with pytest.raises(ZeroDivisionError):
         runner.execute_model(steps.scheduler.schedule())
     assert runner.execute_model_state is None
@@ -710,7 +710,7 @@ def test_v54_a_module_by_module_pass_over_fresh_kv_has_the_gradients_of_transfor
         return leaves[0].grad
 
     grads = (
-        gradient(runner.get_model(), lambda: runner.call_model(batch, Execution.MODULES)),
+        gradient(runner.get_model(), lambda: runner.executions.call_model(batch, Execution.MODULES)),
         gradient(hf, lambda: hf(input_ids=torch.tensor([ids]), use_cache=False).logits),
     )
     scale = grads[1].abs().max().item()

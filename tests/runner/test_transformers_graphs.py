@@ -42,16 +42,16 @@ def test_captured_passes_are_those_that_run_eagerly(family, monkeypatch):
     use_eager_graphs(monkeypatch)
     captured = load(family)
     runner = captured.runner
-    assert runner.plain_graphs is not None and runner.graph_runner is not None and runner.prefill_graphs is None
+    assert runner.graphs.plain is not None and runner.graph_runner is not None and runner.graphs.prefill is None
     replays: list[CudaGraphRunner] = []
     replay = CudaGraphRunner.replay
     monkeypatch.setattr(CudaGraphRunner, "replay", lambda self, *args: replays.append(self) or replay(self, *args))
     captured.runner.get_model().load_state_dict(eager.runner.get_model().state_dict())
     assert [out.token_ids for out in captured.generate(PROMPTS, GREEDY)] == expected
-    assert replays and set(replays) == {runner.plain_graphs}, "without ops, their kernels are left out"
+    assert replays and set(replays) == {runner.graphs.plain}, "without ops, their kernels are left out"
     eager.shutdown()
     captured.shutdown()
-    assert runner.plain_graphs is None
+    assert runner.graphs.plain is None
 
 
 def test_requests_with_ops_and_traces_beside_captured_passes(monkeypatch):
@@ -116,7 +116,7 @@ def test_modules_that_cannot_be_captured_run_eagerly(monkeypatch, caplog):
 
     monkeypatch.setattr(CudaGraphRunner, "capture", fail)
     lm = load("llama")
-    assert lm.runner.graph_runner is None and lm.runner.plain_graphs is None
+    assert lm.runner.graph_runner is None and lm.runner.graphs.plain is None
     assert "not permitted" in lm.runner.get_model().why_no_graphs and "run eagerly" in caplog.text
     lm.generate(PROMPTS, GREEDY)
     lm.shutdown()
@@ -191,10 +191,10 @@ def test_graphs_of_the_device_are_the_eager_passes(family):
     }
     captured = LM(hf_config=config, attention_backend="torch", **options)
     eager = LM(hf_config=config, attention_backend="torch", disable_cuda_graph=True, **options)
-    if family == "deepseek_v2" and captured.runner.plain_graphs is None:  # float32 experts wait for the device there
+    if family == "deepseek_v2" and captured.runner.graphs.plain is None:  # float32 experts wait for the device there
         assert "cannot be captured" in captured.runner.get_model().why_no_graphs
     else:
-        assert captured.runner.plain_graphs is not None and captured.runner.graph_runner is not None
+        assert captured.runner.graphs.plain is not None and captured.runner.graph_runner is not None
     prompts = [torch.randint(3, VOCAB, (n,)).tolist() for n in (5, 1, 9, 2)]
     steer = [[Steer("resid_post.0", torch.linspace(-1, 1, 32))], None, None, None]
     plain = [[out.token_ids for out in lm.generate(prompts, GREEDY)] for lm in (captured, eager)]

@@ -17,7 +17,7 @@ import torch
 from pymllm_interp import LM
 from pymllm_interp.attention.torch_backend import TorchAttnBackend
 from pymllm_interp.runner.graphs import graph_capture
-from pymllm_interp.runner.model_runner import ModelRunner
+from pymllm_interp.runner.graphs.captured_passes import CapturedPasses
 from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 
@@ -62,16 +62,17 @@ class EagerPieces:
 
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have runners on a CPU capture their decode passes, as they do on CUDA."""
-    why_no_graphs = ModelRunner._why_no_graphs
+    why_none = CapturedPasses.why_none
 
-    def why_not(runner: ModelRunner) -> str | None:
+    def why_not(graphs: CapturedPasses) -> str | None:
+        runner = graphs._runner
         device, runner.device = runner.device, "cuda"
         try:
-            return why_no_graphs(runner)
+            return why_none(graphs)
         finally:
             runner.device = device
 
-    monkeypatch.setattr(ModelRunner, "_why_no_graphs", why_not)
+    monkeypatch.setattr(CapturedPasses, "why_none", why_not)
     use_eager_captures(monkeypatch)
 
 

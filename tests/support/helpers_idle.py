@@ -21,7 +21,11 @@ def left_behind(lm: LM) -> dict[str, Any]:
         stats, all_tokens = lm.engine.stats(), runner.max_total_num_tokens
         held = {f"helper.{name}": value for name, value in vars(helper).items() if name != "interleaver"}
         held |= {"requests": scheduler.requests, "exclusive": scheduler._exclusive.requests, "live": stage._live}
-        held |= {"cutting": stage._cutting, "with gradients": stage._with_gradients, "events": lm.engine._subscribers}
+        held |= {
+            "cutting": stage._cutting,
+            "with gradients": stage._with_gradients,
+            "events": lm.engine.ends.subscribers,
+        }
         held |= {"points": runner.interleaver.points, "traces": runner.interleaver.traces}
         held |= {name: stats[name] for name in ("running", "waiting", "swapped")}
         held |= {"KV tokens": all_tokens - stats["free_kv_tokens"]}

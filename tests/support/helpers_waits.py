@@ -23,7 +23,7 @@ def assert_idle(lm: LM) -> None:
 
     def check() -> None:
         scheduler = lm.engine.scheduler
-        assert not scheduler.has_work() and not lm.engine._subscribers and lm.engine._in_flight is None
+        assert not scheduler.has_work() and not lm.engine.ends.subscribers and lm.engine._in_flight is None
         scheduler.check_integrity()
         assert scheduler.kv.num_available_pages == scheduler.kv.allocator.num_pages
         assert scheduler.kv.rows.available_size() == scheduler.kv.rows.size

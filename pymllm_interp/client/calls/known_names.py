@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from ...core import unsupported
 from ...hooks.bind import resolved
 from ...hooks.captures.reductions.lens import Lens
 from ...hooks.saes.registry import SAERegistry
@@ -15,7 +17,7 @@ from ...hooks.spec import Spec
 from ...hooks.traces.syntax.caller_frames import warn_at_caller
 from ...hooks.vectors.by_layer import LayerVectors
 from ...hooks.vectors.registry import VectorRegistry
-from ...utils.arguments import PromptError
+from ...utils.arguments import SHOWN, PromptError
 from ..facts import ModelFacts
 
 
@@ -107,3 +109,16 @@ def fits_name(recorded: str, names: Sequence[str]) -> bool:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
+
+
+def unknown_attribute(name: str, modules: Sequence[str], attributes: Sequence[str]) -> str:
+    """The message of an `LM` without the attribute `name`, with what is near."""
+    if name in unsupported.ATTRIBUTES:
+        hint = f"did you mean lm.{unsupported.ATTRIBUTES[name]}?"
+    elif name in unsupported.METHODS:
+        hint = unsupported.METHODS[name]
+    else:
+        near = get_close_matches(name[:SHOWN], dict.fromkeys([*modules, *attributes]), n=2)
+        hint = f"did you mean {' or '.join(f'lm.{one}' for one in near)}? " if near else ""
+        hint += f"modules: {', '.join(modules)}"
+    return f"LM has no attribute {name!r}: {hint}"

@@ -10,6 +10,9 @@ from ...utils.arguments import PromptError
 from ..chat import is_conversation
 from ..prompt_batch import prompts_of
 
+PIPELINE = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
+"""Parameters of transformers' text-generation pipeline, where nobody says otherwise."""
+
 
 class _Prompt(NamedTuple):
     prompt: Any

@@ -17,8 +17,8 @@ from ...wire.gate_words import TRACE_PATH, TRACE_TYPE
 from ...wire.receipts import receipt_of
 from ...wire.trace_payload import block_to_data, dump, edit_to_data
 from ...wire.values import ValueDecoder, tensors_of
-from ..calls.backed import BackedModel
 from ..calls.lowered import LoweringError
+from ..calls.model import ClientModel
 from .remote_engine import Frames, RemoteEngine
 
 
@@ -39,7 +39,7 @@ class _Names:
             raise TypeError(
                 "the block reads the tracer of another trace, whose results are its saved values: read those"
             )
-        if isinstance(obj, BackedModel) and not obj.backend.in_process:
+        if isinstance(obj, ClientModel) and not obj.backend.in_process:
             return "model", self.number(obj)
         return None
 
@@ -143,7 +143,7 @@ class RemoteTracer(EngineTracer):
         if self._model._batch_size(*self.args, **self.kwargs):
             return True
         frame: Any = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
-        return opens_invokes_only(self.node.body, ChainMap(frame.f_locals, frame.f_globals))
+        return opens_invokes_only(self.node.body, ChainMap(frame.f_locals, frame.f_globals))  # pyright: ignore[reportOptionalMemberAccess]
 
     def _withdraw(self) -> None:
         """Forget the traces that were to be declared."""

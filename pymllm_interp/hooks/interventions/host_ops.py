@@ -11,8 +11,10 @@ import torch
 
 from ...core.model_spec import LOGITS, inner_site
 from ...layers.edits.host import Added, HostOps, RowCapture, RowFunction, RowRange
+from ...utils.upload import upload
 from ..declared import Declared, PlacedOp
 from ..positions import Window, ordinal_of, ordinals_of
+from .device_tables import DeviceTables
 from .fires import Fires
 from .gates import GateRead, PassFlags
 from .op import Op
@@ -134,3 +136,55 @@ def counted(
     if spec.when is not None:
         fires.add(key, ordinals >= 0)
     return act(spec, rows, ordinals, vectors)
+
+
+class _SharedRows(NamedTuple):
+    """An op on consecutive rows, of one request or of several that share the spec.
+
+    Attributes:
+        ordinals: [rows], on the device of the rows.
+        vectors: those of the spec, on the device of the rows.
+    """
+
+    spec: Op
+    ordinals: torch.Tensor
+    vectors: list[torch.Tensor]
+    fires: Fires
+    key: tuple[int, int]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return counted(self.spec, rows, self.ordinals, self.vectors, self.fires, self.key)
+
+    def part(self, start: int, stop: int) -> _SharedRows:
+        """The op on some of its rows."""
+        return self._replace(ordinals=self.ordinals[start:stop])
+
+
+def logit_ops(requests: Iterable[RequestRows], num_layers: int, tables: DeviceTables) -> HostOps | None:
+    """The ops at the logits of a step with device tables: captured graphs end before the logits. None without such ops.
+
+    Nothing waits for the device: vectors are in the tables' pool, and ordinals are uploaded in one copy. Adjacent requests
+    with the same spec share one function, unless a gate counts fires for each.
+    """
+    site = inner_site(num_layers, 0, LOGITS)
+    # A request's ops keep their order; the order of requests does not matter.
+    wanted = [(i, rows, op) for rows in requests for i, op in enumerate(rows.declared.ops.get(site, ()))]
+    acting = [(i, rows, op, rows.ordinals(op.windows, of_logits=True)) for i, rows, op in wanted]
+    acting = sorted((found for found in acting if (found[3] >= 0).any()), key=itemgetter(0))
+    if not acting:
+        return None
+    (ordinals,) = upload(tables.device, torch.cat([found[3] for found in acting]))
+    ops: list[tuple[RowRange, _SharedRows]] = []
+    end = 0
+    for i, rows, op, _ in acting:
+        start, end = end, end + rows.logit_rows
+        if ops and op.spec.when is None:
+            (first, size), last = ops[-1]
+            if op.spec is last.spec and first + size == rows.logit_start:
+                size += rows.logit_rows
+                ops[-1] = (first, size), last._replace(ordinals=ordinals[end - size : end])
+                continue
+        vectors = [tables.pool_view(rows.declared, vector) for vector in op.spec.vectors]
+        shared = _SharedRows(op.spec, ordinals[start:end], vectors, rows.declared.fires, (site, i))
+        ops.append(((rows.logit_start, rows.logit_rows), shared))
+    return HostOps({site: list[tuple[RowRange, RowFunction]](ops)}, {}, num_layers)

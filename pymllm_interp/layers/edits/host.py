@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -87,12 +87,19 @@ class HostOps:
         self.inner = ALL_INNER if any(site > self.final_site for site in (*by_site, *captures)) else NO_INNER
 
     def rows_from(self, start: int, stop: int) -> HostOps:
-        """The ops and captures of the token rows from `start` to `stop`, which are whole requests."""
+        """The ops and captures of the rows from `start` to `stop`, with rows counted from `start`.
 
-        ops = {
-            site: [((first - start, size), op) for (first, size), op in found if start <= first < stop]
-            for site, found in self.by_site.items()
-        }
+        Only ops with a `part` are cut: rows of all others are whole requests.
+        """
+
+        def cut(rows: RowRange, op: Any) -> list[tuple[RowRange, Any]]:
+            first, end = max(rows[0], start), min(sum(rows), stop)
+            if first >= end:
+                return []
+            whole = rows == (first, end - first)
+            return [((first - start, end - first), op if whole else op.part(first - rows[0], end - rows[0]))]
+
+        ops = {site: [own for entry in found for own in cut(*entry)] for site, found in self.by_site.items()}
         captures = {
             site: [each._replace(row=each.row - start) for each in found if start <= each.row < stop]
             for site, found in self.captures.items()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self
-
 import torch
 
 from ...core.forward_batch import Delta
@@ -11,18 +9,7 @@ from ...core.model_spec import LOGITS, final_norm_site
 from ...core.norm_kind import Norm
 from ...kernels.edit_codes import OpTables, TokenRows
 from .base import add_norm_apart, sites_of
-
-
-class LogitSiteOps(Protocol):
-    """Ops at the logits, which captured passes leave out."""
-
-    def rows_from(self, start: int, stop: int) -> Self:
-        """The ops on the rows from `start` to `stop` of a decode pass, with rows counted from `start`."""
-        ...
-
-    def at(self, value: torch.Tensor) -> torch.Tensor:
-        """Logits [1, rows, vocab] after the ops, in new memory."""
-        ...
+from .host import HostOps
 
 
 class TableOps:
@@ -35,7 +22,7 @@ class TableOps:
         blocks: [2, tokens] int64, start and stop of each token row's record in the ring, in elements. Captures beyond the stop
             are skipped; start and stop are equal for rows without captures.
         flags: [tokens] int64, memory for the flags of gates. None: memory of the pass's own.
-        logits: the ops at the logits; None without.
+        logits: the ops at the logits, which captured passes leave out; None without.
     """
 
     def __init__(
@@ -45,7 +32,7 @@ class TableOps:
         positions: torch.Tensor,
         blocks: torch.Tensor,
         flags: torch.Tensor | None = None,
-        logits: LogitSiteOps | None = None,
+        logits: HostOps | None = None,
     ) -> None:
         if flags is None:
             flags = torch.zeros_like(rows)
@@ -54,7 +41,7 @@ class TableOps:
         self.final_site = final_norm_site(self.num_layers)
         self.inner = tables.inner if logits is None else tables.inner | {LOGITS}
 
-    def first_rows(self, count: int, logits: LogitSiteOps | None = None) -> TableOps:
+    def first_rows(self, count: int, logits: HostOps | None = None) -> TableOps:
         """The ops and captures of the first token rows, in the same memory, with these ops at the logits."""
         return TableOps(self.tables, *(tensor[..., :count] for tensor in self.token_rows), logits=logits)
 
@@ -64,7 +51,7 @@ class TableOps:
         logits = None if self.logits is None else self.logits.rows_from(start, stop)
         return TableOps(self.tables, *copies, logits=logits)
 
-    def with_logits(self, logits: LogitSiteOps | None) -> TableOps:
+    def with_logits(self, logits: HostOps | None) -> TableOps:
         """A copy with these ops at the logits."""
         return TableOps(self.tables, *self.token_rows, logits=logits)
 
@@ -72,7 +59,7 @@ class TableOps:
         from ...kernels.edit_ops import edit
 
         if site >= self.tables.ops.shape[1]:
-            return value if self.logits is None else self.logits.at(value)
+            return value if self.logits is None else self.logits.at(site, value)
         return edit(value, site, self.tables, self.token_rows)
 
     def capture(self, site: int, value: torch.Tensor) -> None:

@@ -135,7 +135,6 @@ class EagleRunner(ModelRunner):
         assert self.source is not None
         self._init_metadata(ModelSpec.of(self.source.hf_config, self.dtype))
         self.load_model()
-        self._init_kv_cache_dtype()
 
     def _model(self, dummy: bool) -> Eagle3Head:
         source = self.source

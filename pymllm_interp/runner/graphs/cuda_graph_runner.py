@@ -18,7 +18,7 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from traceback import clear_frames
 from typing import Any, Protocol
 
@@ -27,14 +27,17 @@ import torch
 from ...attention.attention_backend import AttentionBackend
 from ...config import ServerConfig
 from ...core.forward_batch import ForwardBatch, ForwardMode
+from ...core.model_spec import ModelSpec
 from ...core.pass_parts import AdapterRows
 from ...core.step import LogitsProcessorOutput
 from ...layers.edits.table import TableOps
 from ...mem_cache.kv_pool import KVPool
 from ...mem_cache.memory_pool import ReqToTokenPool
 from ...mem_cache.state_pool import StatePool
+from ...models.adapters.slots import AdapterSlots
 from ...models.base import CausalLM
 from ..input_batch import PAD_SEQ_LEN, InputBuffers
+from ..stages.stage import Stage
 from . import graph_capture
 from .graph_capture import (
     Capturing,
@@ -64,11 +67,16 @@ class GraphOwner(Capturing, Protocol):
     device: str
     dtype: torch.dtype
     vocab_size: int
-
+    hidden_size: int
     max_running_requests: int
+    max_num_tokens: int
+    model_spec: ModelSpec
 
     @property
     def max_decode_rows(self) -> int: ...
+
+    @property
+    def is_generation(self) -> bool: ...
 
     model: CausalLM | None
     req_to_token_pool: ReqToTokenPool | None
@@ -76,12 +84,12 @@ class GraphOwner(Capturing, Protocol):
     gdn_pool: StatePool | None
     attn_backend: AttentionBackend | None
     input_buffers: InputBuffers
+    adapters: AdapterSlots | None
+    stages: Sequence[Stage]
 
     def get_model(self) -> CausalLM: ...
 
     def captured_site_ops(self, bs: int) -> Any: ...
-
-    def captured_adapters(self, rows: int) -> AdapterRows: ...
 
 
 class CudaGraphRunner:
@@ -236,7 +244,10 @@ class CudaGraphRunner:
 
     def _batch(self, bs: int) -> ForwardBatch:
         """A decode batch of `bs` rows over the input buffers."""
-        runner, buffers = self.model_runner, self.buffers
+        runner, buffers, adapters = self.model_runner, self.buffers, None
+        if self._adapted is not None:
+            assert runner.adapters is not None
+            adapters = AdapterRows(tiles=buffers.adapter_memory(bs), version=runner.adapters.version)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=bs,
@@ -252,7 +263,7 @@ class CudaGraphRunner:
             attn_backend=runner.attn_backend,
             state_pool=runner.gdn_pool,
             site_ops=runner.captured_site_ops(bs) if self._declares else None,
-            adapters=None if self._adapted is None else runner.captured_adapters(bs),
+            adapters=adapters,
         )
 
     def _forward(self, bs: int) -> Callable[..., torch.Tensor]:

@@ -36,8 +36,7 @@ from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.captures.rows import CapturedRows
 from ...hooks.declared import Declared
 from ...hooks.interventions.device_tables import DeviceTables
-from ...hooks.interventions.host_ops import RequestRows, host_ops
-from ...hooks.interventions.logit_ops import logit_ops
+from ...hooks.interventions.host_ops import RequestRows, host_ops, logit_ops
 from ...hooks.saes.sae import SAE
 from ...kernels.edit_codes import TokenRows
 from ...layers.edits.table import TableOps

@@ -186,7 +186,8 @@ class TraceRuns:
         for number, edits in enumerate(parts["models"]):
             named.model(number)._edits = [self._edit(edit) for edit in load(edits, named.find)["edits"]]
         if content["kind"] == "run":
-            found = named.model(content["model"])._run(content["mode"], content["args"], content["kwargs"])
+            model = named.model(content["model"])
+            found = model.backend.run_pass(model, content["mode"], content["args"], content["kwargs"])
             self._send_result(run, None, {"result": found})
             return
         code, node = self._sources.compiled(content["block"])

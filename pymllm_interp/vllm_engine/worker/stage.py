@@ -22,7 +22,7 @@ from ...hooks.captures.egress.result_memory import Memory
 from ...hooks.captures.egress.ring import CaptureRing
 from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.declarations import BoundHooks
-from ...hooks.interventions.logit_ops import logit_ops
+from ...hooks.interventions.host_ops import logit_ops
 from ...kernels.edit_codes import TokenRows
 from ...layers.edits.table import TableOps
 from ...runner.stages.declared_stage import DeclaredStage

@@ -24,7 +24,7 @@ from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.group import Group
 from pymllm_interp.hooks.captures.spec import Project
-from pymllm_interp.hooks.interventions import device_tables, host_ops, logit_ops
+from pymllm_interp.hooks.interventions import device_tables, host_ops
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
@@ -318,7 +318,7 @@ def test_what_ops_are_computed_with_is_on_the_device_before_the_first_step(lm_of
         used.setdefault(lm.engine.num_steps, set()).update(vector.data_ptr() for vector in vectors)
         return act(op, state, ordinals, vectors)
 
-    for module in (device_tables, logit_ops):
+    for module in (device_tables, host_ops):
         monkeypatch.setattr(module, "upload", counted_upload)
     monkeypatch.setattr(host_ops, "act", seen_act)
     with held(lm):

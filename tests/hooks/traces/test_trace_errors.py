@@ -387,7 +387,7 @@ def test_an_interrupted_caller_leaves_nothing_behind(lm: LM, monkeypatch: pytest
             lm.model.layers[0].output.save()
     monkeypatch.undo()
     lm.engine.call(lm.engine.scheduler.check_integrity)
-    assert not lm.engine._subscribers and not lm.runner.nnsight_request_helper.attached
+    assert not lm.engine.ends.subscribers and not lm.runner.nnsight_request_helper.attached
 
 
 def test_shutdown_ends_a_trace_in_flight(model_folder) -> None:

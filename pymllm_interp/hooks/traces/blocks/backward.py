@@ -26,7 +26,7 @@ from ..nnsight_compat import (
     torch_backward,
 )
 from ..syntax.caller_frames import opens_with
-from ..syntax.session import _Captured
+from .loops import under_ast_lock
 
 TORCH_GRAD: Any = torch.Tensor.grad
 
@@ -47,8 +47,10 @@ class GradientBlock(Mediator):
     gradients: property
 
 
-class GradientTracer(_Captured, BackwardTracer):
+class GradientTracer(BackwardTracer):
     """A ``with loss.backward():`` block, as nnsight's. Only code of the block sees another `Tensor.grad`."""
+
+    parse, compile = under_ast_lock(BackwardTracer.parse), under_ast_lock(BackwardTracer.compile)
 
     def execute(self, code: CodeType) -> None:
         """Run the backward pass, which serves gradients to the block, and bind its names in the caller's frame."""

@@ -18,14 +18,19 @@ from __future__ import annotations
 import ast
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from itertools import pairwise
 from types import CodeType
+from typing import ParamSpec, TypeVar
 
 from greenlet import getcurrent
 
 from ..nnsight_compat import Iterations, OutOfOrderError
 from .errors import LoopEnd
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PREFIX = "__pymllm_"
 """Prefix of names in the rewritten code. They are never bound in the caller's frame."""
@@ -110,6 +115,18 @@ class StepIterations(Iterations):
 
 AST_LOCK = threading.Lock()
 """CPython 3.11 counts the depth of AST conversions across threads, so two at a time raise SystemError."""
+
+
+def under_ast_lock(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` under `AST_LOCK`: callers of tracers are on many threads."""
+
+    @wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with AST_LOCK:
+            return function(*args, **kwargs)
+
+    return locked
+
 
 _REWRITTEN: dict[tuple[str, CodeType], CodeType] = {}
 

@@ -6,12 +6,14 @@ import asyncio
 import queue
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, TypeVar
 
 from ..blocks.trace import RequestTrace
-from ..nnsight_compat import ExitTracingException, skip_context, skippable
+from ..nnsight_compat import ExitTracingException
+
+T = TypeVar("T")
 
 
 class SavedSteps:
@@ -56,66 +58,56 @@ class SavedSteps:
             yield item
 
 
-class AsyncBlock:
-    """Enters and leaves a traced block as an asynchronous context. Mixed into nnsight's tracers.
+class LeftTracer(Protocol):
+    """What an ``async with`` leaves."""
 
-    The block is captured like that of a ``with``. A thread waits for its requests; the tracer's thread is the loop's.
-    Cancelling the task ends the requests.
-    """
-
-    node: Any
     kwargs: dict[str, Any]
     served: list[RequestTrace]
 
-    if TYPE_CHECKING:
+    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> Any: ...
 
-        def capture(self) -> None: ...
 
-        def __exit__(self, *exc: Any) -> bool: ...
+async def leave_async(tracer: LeftTracer, kind: Any, error: Any) -> bool:
+    """Serve the block of an ``async with``: `__aexit__` of its tracer.
 
-    def __aenter__(self) -> Awaitable[Self]:
-        # No coroutine: nnsight finds the block by the frame that calls this one.
-        self.capture()
-        if skippable(self.node):
-            skip_context(self)  # pyright: ignore[reportArgumentType]
-        return _done(self)
+    A thread waits for the block's requests; the tracer's thread is the loop's. Cancelling the task ends the requests.
+    """
+    if kind is ExitTracingException:
+        sys.settrace(error.displaced)
+    elif kind is not None:
+        return False
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    raised: list[BaseException] = []
+    steps = tracer.kwargs.get("on_step")
 
-    async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> bool:
-        if kind is ExitTracingException:
-            sys.settrace(error.displaced)
-        elif kind is not None:
-            return False
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        raised: list[BaseException] = []
-        steps = self.kwargs.get("on_step")
-
-        def serve() -> None:
-            try:
-                self.__exit__(None, None, None)
-            except BaseException as found:
-                raised.append(found)
-            if isinstance(steps, SavedSteps):
-                steps.close()
-            loop.call_soon_threadsafe(ended.set)
-
-        threading.Thread(target=serve, name="async-trace", daemon=True).start()
+    def serve() -> None:
         try:
-            await ended.wait()
-        except asyncio.CancelledError:
-            while not ended.is_set():  # the thread may not have submitted them yet
-                for trace in self.served:
-                    trace.cancel()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), 0.05)
-            raise
-        if raised:
-            raise raised[0]
-        return True
+            tracer.__exit__(None, None, None)
+        except BaseException as found:
+            raised.append(found)
+        if isinstance(steps, SavedSteps):
+            steps.close()
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=serve, name="async-trace", daemon=True).start()
+    try:
+        await ended.wait()
+    except asyncio.CancelledError:
+        while not ended.is_set():  # the thread may not have submitted them yet
+            for trace in tracer.served:
+                trace.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), 0.05)
+        raise
+    if raised:
+        raise raised[0]
+    return True
+
+
+async def ready(value: T) -> T:
+    """A value, for ``await``."""
+    return value
 
 
 def _nothing() -> None:
     pass
-
-
-async def _done(value: Any) -> Any:
-    return value

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
-from ..blocks.loops import AST_LOCK
+from ..blocks.loops import under_ast_lock
 from ..nnsight_compat import (
     Scope,
     Tracer,
@@ -19,24 +18,14 @@ from ..saves.save_transfer import SaveTransfer
 from ..saves.saved import saves_device
 
 
-class _Captured:
-    """Parses and compiles one block at a time, since callers are on many threads."""
-
-    def parse(self, source: str, lineno: int) -> ast.With | ast.AsyncWith | None:
-        with AST_LOCK:
-            return super().parse(source, lineno)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def compile(self, module: ast.Module, frame: FrameType) -> CodeType:
-        with AST_LOCK:
-            return super().compile(module, frame)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class SessionTracer(_Captured, Tracer):
+class SessionTracer(Tracer):
     """A ``with lm.session():`` block: its traces see each other's values, and its caller gets the saved ones at its end.
 
     Args:
         device: where the caller gets the saves; see `EngineTracer`.
     """
+
+    parse, compile = under_ast_lock(Tracer.parse), under_ast_lock(Tracer.compile)
 
     def __init__(self, device: Any = "cpu", backend: Any = None) -> None:
         super().__init__(backend=backend)

@@ -6,6 +6,7 @@ per prompt. `TracedModel.run_traces` serves them, and the saved names are bound 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -17,7 +18,7 @@ from ...captures.activations import Activations
 from ..blocks import backward  # noqa: F401  # mounts it
 from ..blocks.block_analysis import depend_on_each_other
 from ..blocks.errors import GangError
-from ..blocks.loops import StepIterations
+from ..blocks.loops import StepIterations, under_ast_lock
 from ..blocks.trace import Block, RequestTrace
 from ..nnsight_compat import (
     CacheView,
@@ -29,15 +30,16 @@ from ..nnsight_compat import (
     push_result,
     save_scope,
     shared_locals,
+    skip_context,
+    skippable,
     thread_saves,
 )
 from ..saves.save_transfer import SaveTransfer
 from ..saves.saved import saves_device
-from .async_trace import AsyncBlock
+from .async_trace import leave_async, ready
 from .barrier import EngineBarrier
 from .caller_frames import block_traceback, warn_at_caller
 from .envoy import TracedModel
-from .session import _Captured
 
 OBJECTS = 128
 """Objects of one traced request and its block that Python's cycle collector tracks, about."""
@@ -50,7 +52,7 @@ TraceInput = tuple[tuple, dict[str, Any]]
 """``(args, kwargs)`` of the prompts of a block. None: the block sees the prompts of all others."""
 
 
-class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
+class EngineTracer(InterleavingTracer):
     """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block. Each prompt of its invokes is one request.
 
     Args:
@@ -67,6 +69,8 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         captures: the activations that each prompt's request captured (`capture=`), in order; empty for a request without
             captures. A state is captured after the block's edits.
     """
+
+    parse, compile = under_ast_lock(InterleavingTracer.parse), under_ast_lock(InterleavingTracer.compile)
 
     def __init__(self, envoy: TracedModel, mode: str, *args: Any, device: Any = None, **kwargs: Any) -> None:
         super().__init__(envoy, mode, *args, **kwargs)
@@ -267,11 +271,23 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
             except BaseException as error:
                 raise error.with_traceback(block_traceback(error)) from error.__cause__
 
+    def __aenter__(self) -> Awaitable[Self]:
+        """Capture the block of an ``async with``. No coroutine: nnsight finds the block by the frame that calls this one."""
+        self.capture()
+        assert self.node is not None, "it is captured"
+        if skippable(self.node):
+            skip_context(self)
+        return ready(self)
 
-class EngineInvoker(_Captured, Invoker):
+    async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        return await leave_async(self, kind, error)
+
+
+class EngineInvoker(Invoker):
     """One ``with tracer.invoke(prompt):`` block."""
 
     tracer: EngineTracer  # pyright: ignore[reportIncompatibleVariableOverride]
+    parse, compile = under_ast_lock(Invoker.parse), under_ast_lock(Invoker.compile)
 
     def execute(self, code: CodeType) -> None:
         """Add the block to its trace. It runs when the trace's ``with`` ends."""

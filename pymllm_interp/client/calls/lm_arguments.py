@@ -1,0 +1,61 @@
+"""Arguments of `LM`, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from os import PathLike
+from typing import Any
+
+from ...config import ModelConfig, ServerConfig
+from ...core import unsupported
+from ...utils.arguments import check_names
+
+ELSEWHERE = {
+    "device_map": "one device holds the model, device='cuda' or 'cpu'",
+    "dispatch": "the weights are always loaded; leave it out",
+    "torch_dtype": "here it is dtype",
+    "max_num_seqs": "here it is max_running_requests",
+    "max_num_batched_tokens": "here it is max_num_tokens",
+    "enforce_eager": "here it is disable_cuda_graph=True",
+    **dict.fromkeys(
+        ("speculative_config", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+        "here it is speculative={'method': 'ngram', 'num_speculative_tokens': k}",
+    ),
+    "tensor_parallel_size": "one device holds the model, unless engine='vllm' is given",
+    **unsupported.OPTIONS,
+}
+"""What nnsight's and vLLM's users write -> what to do."""
+
+
+def check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
+    """Raises TypeError where `LM` cannot take them, with what it takes instead."""
+    if not isinstance(model, str | PathLike):
+        raise TypeError(
+            f"model is a {type(model).__name__}: 'demo', a folder, a .gguf file or a hub id is expected; one that is loaded "
+            "already becomes a folder by model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"
+        )
+    known = [*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__, "rename", "attn_implementation"]
+    check_names("LM", keywords, known, ELSEWHERE)
+
+
+def vllm_arguments(engine: str, server: dict[str, Any]) -> dict[str, Any] | None:
+    """vLLM's arguments, taken out of the keywords; None for our own engine.
+
+    Raises:
+        ValueError: another engine.
+    """
+    if engine == "own":
+        return None
+    if engine != "vllm":
+        raise ValueError(f"LM(engine={engine!r}): expected 'own' or 'vllm'")
+    known = {*ServerConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
+    return {name: server.pop(name) for name in list(server) if name not in known}
+
+
+def check_unused(model: ModelConfig, server: ServerConfig) -> None:
+    """Raises TypeError where arguments of an engine of our own come with a backend, which has its own."""
+    for given, default in ((model, ModelConfig()), (server, ServerConfig())):
+        for field in fields(default):
+            if getattr(given, field.name) != getattr(default, field.name):
+                raise TypeError(f"LM(backend=..., {field.name}=...): the backend's engine has its settings already")

@@ -1,0 +1,209 @@
+"""`Requests`: what the calls of a model ask for, and their requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from ...core.sampling_params import SamplingParams
+from ...hooks.bind import captures_for_each_prompt, for_each_prompt
+from ...hooks.captures.spec import Capture
+from ...hooks.interventions.knockout import Intervention
+from ...hooks.traces.syntax.envoy import TracedModel
+from ...utils.arguments import PromptError
+from ..backend import Backend, Submission
+from ..chat import RenderedPrompt
+from ..completion import RequestOutput
+from ..handle import RequestHandle, results_of
+from ..notebook.progress import CallProgress
+from ..prompts import as_prompts, checked, names_of, params_for, warn_of_flat_list
+from ..request_options import RequestOptions, adapters_of, check_options, checked_salt, priorities_of
+from .traced_prompts import PREFILL
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Makes and submits the requests of a model's calls.
+
+    Args:
+        tree: has the persistent edits.
+        backend: runs the requests.
+        tokenizer: a transformers tokenizer, or None.
+    """
+
+    tree: TracedModel
+    backend: Backend
+    tokenizer: Any
+
+    def read(self, prompt: Any, what: str) -> RenderedPrompt:
+        """A prompt with its token ids.
+
+        Raises:
+            PromptError: it is empty, of another type, or has ids outside the vocabulary.
+        """
+        return checked(self.tokenizer, prompt, self.backend.limits.vocab_size, what)
+
+    def submission(
+        self,
+        prompts: list[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
+        stream: bool = False,
+        names: Sequence[str] | None = None,
+        prompt_logits: bool = False,
+    ) -> Submission:
+        """What a call asks for. Prompts, parameters and specs that are wrong in themselves are refused here."""
+        count, names = len(prompts), list(names or names_of(prompts))
+        own = params_for(prompts, params)
+        warn_of_flat_list(options.get("interventions"), count)
+        declared = for_each_prompt(options.get("interventions"), count)
+        captures = captures_for_each_prompt(options.get("capture"), count)
+        edits = self.tree.edits_of(options.get("edits"))
+        return Submission(
+            prompts=[self.read(prompt, name) for prompt, name in zip(prompts, names, strict=True)],
+            params=own, interventions=declared, captures=captures, names=names, stream=stream, prompt_logits=prompt_logits,
+            priority=priorities_of(options.get("priority"), count), cache_salt=checked_salt(options.get("cache_salt")),
+            adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits,
+            passes=self.tree.pass_options(edits, {}),
+        )  # fmt: skip
+
+    def submit(self, prompts: list[Any], *asked: Any, **how: Any) -> list[RequestHandle]:
+        """A handle for each prompt, all submitted at once. Takes the arguments of `submission`."""
+        self.backend.engine.check_open()
+        return self.backend.submit(self.submission(prompts, *asked, **how))
+
+    def prefill(
+        self,
+        token_ids: list[int],
+        captures: Sequence[Capture],
+        interventions: Sequence[Intervention],
+        what: str,
+        lora: str | None,
+    ) -> RequestHandle:
+        """The handle of one forward pass over a prompt. See `LM.submit_prefill`."""
+        self.backend.engine.check_open()
+        asked = Submission(
+            prompts=[RenderedPrompt(None, token_ids)], params=[PREFILL], interventions=[list(interventions)],
+            captures=[list(captures)], priority=[0], names=[what], adapters=[lora],
+        )  # fmt: skip
+        return self.backend.submit(asked)[0]
+
+    def start(
+        self,
+        who: str,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
+    ) -> list[RequestHandle]:
+        """Submit the prompts of a call.
+
+        Args:
+            who: the call, for messages.
+        """
+        check_options(who, options)
+        if prompts is None:
+            raise TypeError(f"{who}() needs prompts: {who}(['text'], SamplingParams(...))")
+        return self.submit(as_prompts(prompts), params, options)
+
+    def start_one(
+        self,
+        who: str,
+        prompt: Any,
+        params: SamplingParams | None,
+        options: RequestOptions,
+        streaming: bool = False,
+    ) -> RequestHandle:
+        """`start` for calls of one prompt."""
+        check_options(who, options)
+        prompts = as_prompts(prompt)
+        if len(prompts) != 1:
+            raise PromptError(f"one prompt is expected, got {len(prompts)}: lm.generate takes lists")
+        return self.submit(prompts, params, options, streaming)[0]
+
+    def sweep(
+        self, prompt: Any, runs: Iterable[Any], params: SamplingParams | None, options: RequestOptions
+    ) -> tuple[list[str], list[RequestHandle]]:
+        """The names and handles of one prompt's runs, each with its own interventions."""
+        check_options("lm.sweep", options)
+        if "interventions" in options:
+            raise TypeError("lm.sweep(prompt, runs) got interventions: the runs have them")
+        lists = [[run] if isinstance(run, Intervention) else run for run in runs]
+        rendered = self.read(prompt, "the prompt")
+        options["interventions"], names = lists, [f"run {i}" for i in range(len(lists))]
+        return names, self.submit([rendered] * len(lists), params, options, names=names)
+
+    def imap(
+        self, prompts: Iterable[Any], params: SamplingParams | None, max_in_flight: int | None, options: RequestOptions
+    ) -> Iterator[RequestOutput]:
+        """The outputs in order, with at most `max_in_flight` of them pending; None: twice the requests of a step."""
+        check_options("lm.imap", options)
+        most = 2 * self.backend.limits.max_running if max_in_flight is None else max_in_flight
+        if most < 1:
+            raise ValueError(f"max_in_flight={max_in_flight}: expected at least 1")
+        return self._outputs(iter(prompts), params, most, options)
+
+    def _outputs(
+        self, prompts: Iterator[Any], params: SamplingParams | None, most: int, options: RequestOptions
+    ) -> Iterator[RequestOutput]:
+        in_flight: deque[tuple[str, RequestHandle]] = deque()
+        numbers, failure, ended = count(), None, False
+        try:
+            while True:
+                while len(in_flight) < most and not ended and failure is None:
+                    name = f"prompt {next(numbers)}"
+                    try:
+                        prompt = next(prompts)
+                        in_flight.append((name, self.submit([prompt], params, options, names=[name])[0]))
+                    except StopIteration:
+                        ended = True
+                    except Exception as error:
+                        failure = error
+                if not in_flight:
+                    break
+                name, handle = in_flight[0]
+                out = handle.result(name=name)
+                in_flight.popleft()
+                yield out
+        finally:
+            _cancel(handle for _, handle in in_flight)
+        if failure is not None:
+            raise failure
+
+
+def wait_for(
+    handles: list[RequestHandle], names: Sequence[str] | None = None, progress: bool | None = None
+) -> list[RequestOutput]:
+    """The outputs, when all have ended. Whatever interrupts the wait ends the requests.
+
+    Args:
+        names: as `results_of`.
+        progress: as `CallProgress`.
+    """
+    try:
+        with CallProgress(progress, len(handles), "requests") as shown:
+            for handle in handles:
+                handle.wait()
+                shown.advance()
+    except BaseException:
+        _cancel(handles)
+        raise
+    return results_of(handles, names)
+
+
+async def wait_for_async(handles: list[RequestHandle]) -> list[RequestOutput]:
+    """`wait_for` without a bar, for ``await``."""
+    try:
+        for handle in handles:
+            await handle.ended()
+    except BaseException:
+        _cancel(handles)
+        raise
+    return results_of(handles)
+
+
+def _cancel(handles: Iterable[RequestHandle]) -> None:
+    for handle in handles:
+        handle.cancel()

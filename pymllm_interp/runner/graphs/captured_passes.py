@@ -1,0 +1,163 @@
+"""`CapturedPasses`: all CUDA graphs of a runner, from their capture to their release."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from ...core.forward_batch import ForwardBatch
+from ...models.adapters.slots import AdapterSlots
+from ..device_memory import GRAPH_OVERHEAD_BYTES
+from .cuda_graph_runner import CudaGraphRunner, GraphOwner
+from .graph_capture import capture_batch_sizes, capture_token_counts
+from .prefill_graphs import PrefillGraphs
+from .prompt_segments import PromptSegments
+from .segments import DecodeSegments
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterGraphs(NamedTuple):
+    """Captured decode passes with adapters, over one layout of the adapters' memory."""
+
+    version: int
+    """`AdapterSlots.version` of the layout."""
+    declared: CudaGraphRunner
+    """With declared ops."""
+    plain: CudaGraphRunner | None
+    """Without, where such passes have graphs of their own."""
+
+
+class CapturedPasses:
+    """CUDA graphs of the passes of one runner.
+
+    Args:
+        runner: the runner. Its model is loaded, and its pools are there when passes are captured.
+
+    Attributes:
+        decode: decode passes; None where passes are not captured (a CPU, `disable_cuda_graph`).
+        plain: decode passes without declared ops, where `wants_plain`; else None.
+        prefill: small passes with prompts; None where they are not captured.
+        adapted: decode passes with LoRA adapters, from the first adapter to the last; else None.
+        segments: the parts of decode passes between blocks of traces; None where passes are not captured.
+        prompt_segments: the same of passes with prompts.
+    """
+
+    def __init__(self, runner: GraphOwner) -> None:
+        self._runner: GraphOwner = weakref.proxy(runner)  # which holds this object
+        self.decode: CudaGraphRunner | None = None
+        self.plain: CudaGraphRunner | None = None
+        self.prefill: PrefillGraphs | None = None
+        self.adapted: AdapterGraphs | None = None
+        self.segments: DecodeSegments | None = None
+        self.prompt_segments: PromptSegments | None = None
+
+    def why_none(self) -> str | None:
+        """Why passes are not captured; None where they are."""
+        runner = self._runner
+        if not runner.device.startswith("cuda"):
+            return f"device={runner.device!r}"
+        if runner.server_config.disable_cuda_graph:
+            return "disable_cuda_graph=True"
+        if not runner.is_generation:
+            return "the model does not generate"
+        if runner.model is not None and runner.model.why_no_graphs is not None:
+            return runner.model.why_no_graphs
+        return "its RoPE depends on the lengths in the batch" if runner.model_spec.rope_depends_on_length else None
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether kernels of declared ops take so long, even without an op, that other passes get graphs of their own."""
+        runner = self._runner
+        return not runner.get_model().fuses_ops or any(stage.wants_plain_graphs for stage in runner.stages)
+
+    def expected_bytes(self) -> int:
+        """Device memory to leave for the graphs when the KV pool is sized: each keeps its outputs."""
+        if self.why_none() is not None:
+            return 0
+        runner = self._runner
+        rows = sum(capture_batch_sizes(runner.max_decode_rows)) * (2 if self.wants_plain else 1)
+        outputs = rows * (runner.vocab_size + runner.hidden_size) + sum(self._prefill_sizes()) * runner.hidden_size
+        return outputs * runner.dtype.itemsize + GRAPH_OVERHEAD_BYTES
+
+    def _prefill_sizes(self) -> list[int]:
+        model, runner = self._runner.get_model(), self._runner
+        if not model.fuses_ops or model.state_layouts:
+            return []
+        limit = min(runner.server_config.prefill_graph_tokens, runner.max_num_tokens)
+        return capture_token_counts(limit) if limit else []
+
+    def capture(self) -> int:
+        """Capture decode passes and small prefills. Returns the graphs' bytes; 0, with a warning, where none are captured."""
+        runner, model = self._runner, self._runner.get_model()
+        if (why_none := self.why_none()) is not None:
+            logger.warning("no CUDA graphs are captured: %s", why_none)
+            return 0
+        try:
+            self.decode = CudaGraphRunner(runner)
+            if self.wants_plain:
+                self.plain = CudaGraphRunner(runner, declares=False)
+        except RuntimeError as error:
+            if model.fuses_ops or isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            self.release()
+            model.why_no_graphs = f"its modules cannot be captured ({error.__cause__ or error})"
+            logger.warning("passes run eagerly: %s", model.why_no_graphs)
+            return 0
+        if sizes := self._prefill_sizes():
+            self.prefill = PrefillGraphs(runner, sizes)
+        kept = runner.server_config.max_segments
+        self.segments = DecodeSegments(self.decode, kept)
+        self.prompt_segments = None if self.prefill is None else PromptSegments(self.prefill, kept)
+        return sum(graphs.memory_usage for graphs in (self.decode, self.plain, self.prefill) if graphs is not None)
+
+    def release(self) -> None:
+        """Release all graphs and their memory."""
+        self.release_adapted()
+        for graphs in (self.segments, self.prompt_segments, self.prefill, self.plain, self.decode):
+            if graphs is not None:
+                graphs.shutdown()
+        self.segments = self.prompt_segments = self.prefill = self.plain = self.decode = None
+
+    # -- LoRA adapters ------------------------------------------------------------------
+
+    def capture_adapted(self, adapters: AdapterSlots) -> None:
+        """Capture decode passes over the adapters' memory, unless they are captured already."""
+        if self.decode is None or (self.adapted is not None and self.adapted.version == adapters.version):
+            return
+        self.release_adapted()
+        declared = CudaGraphRunner(self._runner, adapted=self.decode)
+        try:
+            plain = None if self.plain is None else CudaGraphRunner(self._runner, declares=False, adapted=self.plain)
+        except BaseException:
+            declared.shutdown()
+            raise
+        self.adapted = AdapterGraphs(adapters.version, declared, plain)
+
+    def release_adapted(self) -> None:
+        """Release the graphs of passes with adapters."""
+        adapted, self.adapted = self.adapted, None
+        for graphs in (None, None) if adapted is None else (adapted.declared, adapted.plain):
+            if graphs is not None:
+                graphs.shutdown()
+
+    # -- which serve a pass ---------------------------------------------------------------
+
+    def for_decode(self, batch: ForwardBatch) -> CudaGraphRunner | None:
+        """The captured decode passes for a batch; None without such passes."""
+        rows, adapted = batch.adapters, self.adapted
+        if rows is None:
+            return (self.plain if batch.site_ops is None else None) or self.decode
+        if adapted is None or adapted.version != rows.version or not self.is_laid_out(batch):
+            return None
+        return (adapted.plain if batch.site_ops is None else None) or adapted.declared
+
+    def is_laid_out(self, batch: ForwardBatch) -> bool:
+        """Whether input buffers have all that a captured decode pass reads of the batch's adapters."""
+        rows, graphs = batch.adapters, self.decode
+        if rows is None or graphs is None or batch.batch_size > graphs.max_bs:
+            return True
+        return rows.tiles is not None and len(rows.tiles.order) == graphs.padded_size(batch.batch_size)
