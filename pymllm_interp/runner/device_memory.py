@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from ..mem_cache.state_pool import StatePool, slot_bytes
 from ..models.base import CausalLM
 from ..utils.device import resolve_dtype
 from ..utils.out_of_memory import within_memory
+from .parts import RunnerParts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,44 +39,12 @@ GRAPH_OVERHEAD_BYTES = 1 << 30
 TOKENS_PER_REQUEST = 512
 """KV tokens that a request is expected to take, where the number of running requests is derived."""
 MAX_DERIVED_REQUESTS = 1024
-MAX_DRAFTED_ROWS = 256
-"""Most rows of a decode pass that are captured for drafts, where requests do not take more."""
 MAX_STATE_SHARE = 0.5
 """Of the memory for KV and recurrent states, at most this much is for states."""
 SNAPSHOTS_OF_A_REQUEST = 4
 """Snapshots of states to keep, at most, for each request that may run."""
 MAX_TOKENS_WITHOUT_KV = 1 << 20
 """Tokens of all requests in a model without attention: slots without memory."""
-
-
-class PoolOwner(Protocol):
-    """What sizing reads of a `ModelRunner`."""
-
-    server_config: ServerConfig
-    device: str
-    gpu_id: int
-    model: CausalLM | None
-    dtype: torch.dtype
-    kv_cache_dtype: torch.dtype
-    num_kv_layers: int
-    num_kv_heads: int
-    head_dim: int
-    context_len: int
-    max_num_tokens: int
-    max_running_requests: int
-    max_total_num_tokens: int
-    rows_of_request: int
-
-    @property
-    def draft(self) -> PoolOwner | None: ...
-
-    def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]: ...
-
-    def get_model(self) -> CausalLM: ...
-
-    def profile_run(self) -> None: ...
-
-    def profile_cudagraph_memory(self) -> int: ...
 
 
 # -- what the device has -----------------------------------------------------------------
@@ -103,7 +72,7 @@ def memory_left(device: str, gpu_id: int) -> str:
     return f" ({free:.1f} of {total:.1f} GiB are free)"
 
 
-def fitting(runner: PoolOwner, make: Callable[[], T], what: str, helps: str) -> T:
+def fitting(runner: RunnerParts, make: Callable[[], T], what: str, helps: str) -> T:
     """What `make` returns. A lack of memory becomes a `torch.OutOfMemoryError` with what does not fit, and what helps."""
     where = f"{runner.device}{memory_left(runner.device, runner.gpu_id)}"
     return within_memory(make, f"{what} on {where}; what helps: {helps}")
@@ -122,7 +91,7 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _within_utilization(runner: PoolOwner) -> float:
+def _within_utilization(runner: RunnerParts) -> float:
     """Bytes that `gpu_memory_utilization` leaves on a CUDA device now. Memory that others hold counts as used.
 
     Memory that torch's allocator keeps and no tensor has, as after an earlier engine, counts as free.
@@ -131,7 +100,7 @@ def _within_utilization(runner: PoolOwner) -> float:
     return total * runner.server_config.gpu_memory_utilization - (total - free) + _unused_by_tensors(runner)
 
 
-def _unused_by_tensors(runner: PoolOwner) -> int:
+def _unused_by_tensors(runner: RunnerParts) -> int:
     """Bytes that torch's allocator keeps for later tensors."""
     return torch.cuda.memory_reserved(runner.gpu_id) - torch.cuda.memory_allocated(runner.gpu_id)
 
@@ -161,13 +130,13 @@ def long_pass_bytes(spec: ModelSpec, tokens: int, keeps_scores: bool) -> int:
 # -- sizes ---------------------------------------------------------------------------------
 
 
-def kv_bytes_per_token(runner: PoolOwner) -> int:
+def kv_bytes_per_token(runner: RunnerParts) -> int:
     """K and V of one token in all layers, and in the layers of a draft model."""
     own = sum(2 * heads * head_dim * dtype.itemsize for heads, head_dim, dtype in runner.get_kv_cache_spec().values())
     return own + (0 if runner.draft is None else kv_bytes_per_token(runner.draft))
 
 
-def num_running_requests(runner: PoolOwner) -> int:
+def num_running_requests(runner: RunnerParts) -> int:
     """Requests in one step at most: `max_running_requests`, or derived where that is None.
 
     The derived number is the KV tokens that fit, over 512 tokens a request, between 1 and 1024.
@@ -186,18 +155,12 @@ def num_running_requests(runner: PoolOwner) -> int:
     return max(1, min(MAX_DERIVED_REQUESTS, tokens // min(TOKENS_PER_REQUEST, runner.context_len)))
 
 
-def num_decode_rows(runner: PoolOwner) -> int:
-    """Rows of the largest decode pass: of all requests, and of as many drafts as `MAX_DRAFTED_ROWS` leaves room for."""
-    drafted = min(runner.max_running_requests * runner.rows_of_request, runner.max_num_tokens, MAX_DRAFTED_ROWS)
-    return max(runner.max_running_requests, drafted)
-
-
-def pool_room(runner: PoolOwner) -> float:
+def pool_room(runner: RunnerParts) -> float:
     """Bytes for KV and states."""
     return _within_utilization(runner) if runner.device.startswith("cuda") else _host_memory() / 4
 
 
-def num_kv_tokens(runner: PoolOwner) -> int:
+def num_kv_tokens(runner: RunnerParts) -> int:
     """Slots of the KV pool, in whole pages: `kv_cache_tokens`, or what fits where that is None.
 
     Raises:
@@ -224,7 +187,7 @@ def num_kv_tokens(runner: PoolOwner) -> int:
     return tokens
 
 
-def num_served_tokens(runner: PoolOwner) -> int:
+def num_served_tokens(runner: RunnerParts) -> int:
     """The longest sequence that is served: `context_len`, or a derived KV pool's length where that is shorter."""
     config, longest = runner.server_config, runner.max_total_num_tokens
     if config.max_model_len is not None or config.kv_cache_tokens is not None or longest >= runner.context_len:
@@ -237,7 +200,7 @@ def num_served_tokens(runner: PoolOwner) -> int:
     return longest
 
 
-def make_kv_pool(runner: PoolOwner) -> KVPool:
+def make_kv_pool(runner: RunnerParts) -> KVPool:
     """The KV pool of `max_total_num_tokens` slots.
 
     Raises:
@@ -261,15 +224,15 @@ def make_kv_pool(runner: PoolOwner) -> KVPool:
     )
 
 
-def _described_pool(runner: PoolOwner, tokens: int) -> str:
+def _described_pool(runner: RunnerParts, tokens: int) -> str:
     return f"the KV pool of {tokens} tokens ({tokens * kv_bytes_per_token(runner) / 2**30:.1f} GiB)"
 
 
-def _default_cpu_kv_tokens(runner: PoolOwner) -> int:
+def _default_cpu_kv_tokens(runner: RunnerParts) -> int:
     return min(max(DEFAULT_CPU_KV_TOKENS, runner.context_len), _host_memory() // 4 // kv_bytes_per_token(runner))
 
 
-def _check_kv_tokens(runner: PoolOwner, tokens: int) -> None:
+def _check_kv_tokens(runner: RunnerParts, tokens: int) -> None:
     """Refuse a pool that exceeds the memory that is there; warn of one that exceeds `gpu_memory_utilization`."""
     kv_bytes, config, on_cuda = kv_bytes_per_token(runner), runner.server_config, runner.device.startswith("cuda")
     if not kv_bytes:
@@ -291,7 +254,7 @@ def _check_kv_tokens(runner: PoolOwner, tokens: int) -> None:
         )  # fmt: skip
 
 
-def _profiled_kv_tokens(runner: PoolOwner) -> int:
+def _profiled_kv_tokens(runner: RunnerParts) -> int:
     gc.collect()
     torch.cuda.empty_cache()  # memory that loading, or an earlier engine, left cached is free for the pool
     within_memory(
@@ -305,7 +268,7 @@ def _profiled_kv_tokens(runner: PoolOwner) -> int:
     return int(room // kv_bytes_per_token(runner))
 
 
-def _bytes_beside_kv(runner: PoolOwner) -> int:
+def _bytes_beside_kv(runner: RunnerParts) -> int:
     """What is allocated after the KV pool, for a draft model, too: the workspace of attention, and graphs."""
     name = runner.server_config.attention_backend
     own = attention_workspace_bytes(name, runner.device, runner.dtype, runner.head_dim)
@@ -324,7 +287,7 @@ def state_dtype(config: ServerConfig) -> torch.dtype:
     return resolve_dtype(config.state_dtype, "cpu")
 
 
-def num_served_requests(runner: PoolOwner) -> int:
+def num_served_requests(runner: RunnerParts) -> int:
     """Requests in one step at most: `num_running_requests`, or fewer where the states of so many have no room."""
     asked, largest = num_running_requests(runner), runner.get_model().largest_step
     if largest is not None:
@@ -341,7 +304,7 @@ def num_served_requests(runner: PoolOwner) -> int:
     return min(asked, fit)
 
 
-def make_state_pool(runner: PoolOwner) -> StatePool | None:
+def make_state_pool(runner: RunnerParts) -> StatePool | None:
     """The states of `max_running_requests` requests; None where no layer has any.
 
     Raises:
@@ -365,7 +328,7 @@ def make_state_pool(runner: PoolOwner) -> StatePool | None:
     )
 
 
-def num_snapshots(runner: PoolOwner, slot: int) -> int:
+def num_snapshots(runner: RunnerParts, slot: int) -> int:
     """Snapshots of states that `state_cache_bytes` hold, at most `SNAPSHOTS_OF_A_REQUEST` for each running request.
 
     Args:

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
-from torch import nn
 
 from ..attention.attention_backend import AttentionBackend, RadixAttention
 from ..core.forward_batch import ForwardBatch
 from ..core.step import LogitsProcessorOutput
 from .partition import Execution
-
-
-class DummyRunner(Protocol):
-    """What a dummy pass needs of a `ModelRunner`."""
-
-    device: str
-    context_len: int
-    max_running_requests: int
-
-    def get_model(self) -> nn.Module: ...
-
-    def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def prepare_forward_batch_extend(self, *args: Any, **kwargs: Any) -> ForwardBatch: ...
-
-    def prepare_forward_batch_decode(self, *args: Any, **kwargs: Any) -> ForwardBatch: ...
-
-    def forward(self, forward_batch: ForwardBatch, execution: Execution = ...) -> Any: ...
-
-    def sample(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
-
-
-# -- dummy passes -----------------------------------------------------------------------------
+from .parts import RunnerParts
+from .step_inputs import dummy_attn
 
 
 @torch.no_grad()
 def dummy_run(
-    runner: DummyRunner,
+    runner: RunnerParts,
     num_tokens: int,
     *,
     skip_attn: bool = False,
@@ -65,10 +41,10 @@ def dummy_run(
         else max(min(num_tokens, runner.max_running_requests or 1), -(-num_tokens // runner.context_len))
     )
     sizes = [num_tokens // num_reqs + (i < num_tokens % num_reqs) for i in range(num_reqs)]
-    rows, slots = runner.prepare_dummy_attn(num_reqs, num_tokens)
+    rows, slots = dummy_attn(num_reqs, num_tokens, runner.device)
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=runner.device)
     lens = torch.tensor(sizes, dtype=torch.int32, device=runner.device)
-    batch = runner.prepare_forward_batch_extend(
+    batch = runner.batches.extend(
         ids, rows, lens, lens, torch.zeros_like(lens), slots,
         extend_seq_lens_cpu=sizes, extend_prefix_lens_cpu=[0] * num_reqs,
     )  # fmt: skip
@@ -87,18 +63,17 @@ def dummy_run(
 
 
 @torch.no_grad()
-def dummy_sampler_run(runner: DummyRunner, hidden_states: torch.Tensor) -> torch.Tensor:
+def dummy_sampler_run(runner: RunnerParts, hidden_states: torch.Tensor) -> torch.Tensor:
     """Sample from hidden states [rows, hidden] with every filter and log probabilities on, as the widest step would.
 
     Returns:
         token ids [rows] int32.
     """
-    model: Any = runner.get_model()
-    logits = model.logits_of(hidden_states.unsqueeze(0))[0]
+    logits = runner.get_model().logits_of(hidden_states.unsqueeze(0))[0]
     ones = torch.ones(len(logits), device=logits.device)
-    rows, slots = runner.prepare_dummy_attn(len(logits), len(logits))
+    rows, slots = dummy_attn(len(logits), len(logits), runner.device)
     ids, lens = torch.zeros_like(slots), ones.to(torch.int32)
-    batch = runner.prepare_forward_batch_decode(ids, rows, lens, slots, return_logprob=True)
+    batch = runner.batches.decode(ids, rows, lens, slots, return_logprob=True)
     return runner.sample(LogitsProcessorOutput(logits), batch, ones, ones * 0.9, (ones * 50).to(torch.int64))
 
 

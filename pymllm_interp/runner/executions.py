@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from ..core.forward_batch import ForwardBatch, HookQuery, Waits
-from ..core.model_spec import LOGITS, ModelSpec
+from ..core.model_spec import LOGITS
 from ..core.pass_parts import AttentionCuts
 from ..core.step import LogitsProcessorOutput, SchedulerOutput
 from ..layers.edits.base import apply_inner
 from ..layers.edits.table import TableOps
-from ..models.base import CausalLM
-from .batch_builder import BatchBuilder
 from .graphs.captured_passes import CapturedPasses
 from .input_batch import PassLayout
 from .partition import BatchExecutionDescriptor, Execution
-from .stages.stage import PassDemands, Stage
+from .parts import RunnerParts
 
 MAX_ROW_POSITIONS = 1 << 16
 """Most positions that the rows of a decode pass with drafts read. Each row reads its request's K and V on its own."""
@@ -58,32 +56,17 @@ class CutQuery:
         return hidden if self.hooks is None else self.hooks.at_output(layer, hidden)
 
 
-class PassRunner(Protocol):
-    """What runs the parts of a pass (`runner.model_runner.ModelRunner`)."""
-
-    forward_pass_id: int
-    demands: PassDemands
-    model_spec: ModelSpec
-    graphs: CapturedPasses
-    stages: Sequence[Stage]
-
-    @property
-    def batches(self) -> BatchBuilder: ...
-
-    def forward(self, forward_batch: ForwardBatch, execution: Execution = ...) -> LogitsProcessorOutput: ...
-
-    def get_model(self) -> CausalLM: ...
-
-
 class Executions:
     """Runs the passes of a runner's steps.
 
     Args:
         runner: runs the parts of a pass.
+        graphs: its captured passes.
     """
 
-    def __init__(self, runner: PassRunner) -> None:
-        self.runner: PassRunner = weakref.proxy(runner)  # which holds this object
+    def __init__(self, runner: RunnerParts, graphs: CapturedPasses) -> None:
+        self.runner: RunnerParts = weakref.proxy(runner)  # which holds this object
+        self.graphs = graphs
 
     def can(self, execution: Execution, batch: ForwardBatch) -> bool:
         """Whether the pass can run so."""
@@ -99,9 +82,9 @@ class Executions:
         if self.runner.demands.unpadded:
             return PassLayout(decodes, None)
         if decodes:
-            graphs = self.runner.graphs.decode
+            graphs = self.graphs.decode
             return PassLayout(True, None if graphs is None or rows > graphs.max_bs else graphs.padded_size(rows))
-        prefill = self.runner.graphs.prefill
+        prefill = self.graphs.prefill
         return PassLayout(False, None if prefill is None else prefill.padded_size(rows))
 
     def _is_decode(self, step: SchedulerOutput) -> bool:
@@ -110,7 +93,7 @@ class Executions:
             return True
         if not step.by_row or self.runner.demands.grouped:
             return False
-        graphs = self.runner.graphs.decode
+        graphs = self.graphs.decode
         if graphs is not None and step.total_num_scheduled_tokens > graphs.max_bs:
             return False
         positions = sum(entry.num_tokens * (entry.start + entry.num_tokens) for entry in step.scheduled)
@@ -125,9 +108,9 @@ class Executions:
             in_place: return a decode graph's own output, which the next replay overwrites.
         """
         if batch.forward_mode.is_extend():
-            assert self.runner.graphs.prefill is not None
-            return self.runner.graphs.prefill.replay(batch)
-        graphs = self.runner.graphs.for_decode(batch)
+            assert self.graphs.prefill is not None
+            return self.graphs.prefill.replay(batch)
+        graphs = self.graphs.for_decode(batch)
         assert graphs is not None
         output = graphs.replay(batch, in_place)
         if batch.site_ops is not None:  # captured decode passes end before the ops at the logits
@@ -163,11 +146,11 @@ class Executions:
 
     def _is_captured(self, batch: ForwardBatch) -> bool:
         """Whether CUDA graphs serve the whole pass."""
-        graphs = self.runner.graphs.prefill if batch.forward_mode.is_extend() else self.runner.graphs.for_decode(batch)
+        graphs = self.graphs.prefill if batch.forward_mode.is_extend() else self.graphs.for_decode(batch)
         return graphs is not None and batch.attention_cuts is None and graphs.can_run(batch)
 
     def _has_segments(self, batch: ForwardBatch) -> bool:
-        graphs = self.runner.graphs
+        graphs = self.graphs
         if batch.forward_mode.is_extend():
             return graphs.prompt_segments is not None and graphs.prompt_segments.graphs.can_run(batch)
         return graphs.segments is not None and graphs.segments.graph_runner.can_run(batch) and graphs.is_laid_out(batch)
@@ -202,7 +185,7 @@ class Executions:
         """The whole batch, module by module. The parts between its blocks are replayed."""
         if batch.forward_mode.is_extend():
             return self._prompts_in_segments(batch)
-        segments = self.runner.graphs.segments
+        segments = self.graphs.segments
         assert segments is not None
         self.runner.forward_pass_id += 1
         padded = segments.begin(batch)
@@ -224,7 +207,7 @@ class Executions:
         return LogitsProcessorOutput(logits[: batch.batch_size])
 
     def _prompts_in_segments(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        segments = self.runner.graphs.prompt_segments
+        segments = self.graphs.prompt_segments
         assert segments is not None
         self.runner.forward_pass_id += 1
         self._enter(batch)

@@ -15,34 +15,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..attention import create_attention_backend
-from ..attention.attention_backend import AttentionBackend
 from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.model_spec import ModelSpec
 from ..core.step import LogitsProcessorOutput as LogitsProcessorOutput
 from ..core.step import ModelRunnerOutput, SchedulerOutput
-from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
-from ..mem_cache.state_pool import StatePool
 from ..models.adapters.slots import AdapterSlots
 from ..models.base import CausalLM
 from ..models.registry import check_supported, load_model, spec_of
 from ..models.weights.model_state import ModelState
 from ..models.weights.source import ModelSource, resolve_model
 from ..sampling import Sampler, SamplerOutput, SamplingBatch, TokenMasks
-from ..utils.device import resolve_device, resolve_dtype
 from ..utils.kv_rows import resolve_kv_dtype
 from ..utils.upload import upload
 from . import device_memory
 from .async_output import AsyncOutput
-from .batch_builder import BatchBuilder
 from .device_memory import get_available_gpu_memory, return_freed_memory
 from .device_memory import get_total_gpu_memory as get_total_gpu_memory
 from .executions import Executions
@@ -51,64 +45,34 @@ from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
 from .seed_names import SeedNames
-from .stages.stage import PassDemands, Stage
+from .stages.stage import PassDemands
 from .step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
 
 class ModelRunner(SeedNames):
-    """Runs the forward passes of one model on one device.
+    """Runs the forward passes of one model on one device. `RunnerParts` has its attributes, `SeedNames` further names.
 
     Args:
         server_config, model_config: the defaults where None.
         gpu_id: the CUDA device, where the configuration's `device` names none.
 
     Attributes:
-        model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
-            after `shutdown`.
         model_state: version and fingerprint of the model; None while `model` is.
         graphs: CUDA graphs of its passes.
-        adapters: loaded LoRA adapters, and their slots; None where no model is loaded.
-        stages: what serves hooks; empty in a runner without.
-        demands: what they demand of the pass of the step under way.
         executions: how passes of steps run.
-        rows_of_request: most rows of a request in a decode pass: with drafts, one more than these.
-        draft: the runner of a draft model, or None. Its memory counts with this runner's.
-        gdn_pool: the recurrent states of requests; None where no layer has any.
-        max_total_num_tokens: KV slots that requests can have.
-        forward_pass_id: passes so far, idle ones included.
-        is_capturing: CUDA graphs of this runner are being captured right now.
     """
 
     def __init__(
         self, server_config: ServerConfig | None = None, model_config: ModelConfig | None = None, gpu_id: int = 0
     ) -> None:
-        self.server_config = server_config or ServerConfig()
-        self.model_config = model_config or ModelConfig()
-        self.device = resolve_device(self.server_config.device)
-        self.gpu_id = int(self.device.partition(":")[2] or gpu_id)
-        self.dtype = resolve_dtype(self.model_config.dtype, self.device)
-        self.kv_cache_dtype = self.dtype
+        super().__init__(server_config, model_config, gpu_id)
         self.source: ModelSource | None = None
-        self.model: CausalLM | None = None
         self.model_state: ModelState | None = None
-        self.req_to_token_pool: ReqToTokenPool | None = None
-        self.token_to_kv_pool: KVPool | None = None
-        self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
-        self.gdn_pool: StatePool | None = None
-        self.attn_backend: AttentionBackend | None = None
-        self.adapters: AdapterSlots | None = None
-        self.draft: ModelRunner | None = None
-        self.rows_of_request = 1
-        self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
-        self.num_hidden_layers = self.num_kv_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
-        self.hidden_size = self.vocab_size = self.context_len = self.forward_pass_id = 0
-        self.is_capturing, self.model_memory_usage = False, 0.0
-        self.stages: Sequence[Stage] = ()
-        self.demands = PassDemands()
-        self.executions = Executions(self)
+        self.model_memory_usage = 0.0
         self.graphs = CapturedPasses(self)
+        self.executions = Executions(self, self.graphs)
         self.partition = Partition(self.server_config.hook_execution)
         self.execute_model_state: ExecuteModelState | None = None
         self.sampler = Sampler(self.server_config.logprobs_mode)
@@ -233,18 +197,13 @@ class ModelRunner(SeedNames):
 
     def init_cuda_graphs(self) -> None:
         """Capture passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
-        self.graphs = CapturedPasses(self)
+        self.graphs.release()
         if self.graphs.why_none() is None:
             self.capture_model()
 
     def capture_model(self) -> int:
         """Capture decode passes and small prefills; returns the graphs' memory in bytes: 0, with a warning, where skipped."""
         return self.graphs.capture()
-
-    @property
-    def max_decode_rows(self) -> int:
-        """Rows of the largest decode pass."""
-        return device_memory.num_decode_rows(self)
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
@@ -262,11 +221,6 @@ class ModelRunner(SeedNames):
             vars(self).pop(name, None)
         return_freed_memory(self.device)
 
-    @property
-    def is_generation(self) -> bool:
-        """Whether the model is a causal language model."""
-        return self.model is None or isinstance(self.model, CausalLM)
-
     def _init_metadata(self, spec: ModelSpec) -> None:
         self.model_spec = spec
         self.num_hidden_layers, self.num_attention_heads = spec.num_hidden_layers, spec.num_attention_heads
@@ -280,18 +234,6 @@ class ModelRunner(SeedNames):
         self.max_num_tokens = self.server_config.max_num_tokens or device_default
         if self.model is not None and self.model.largest_step is not None:
             self.max_num_tokens = min(self.max_num_tokens, self.model.largest_step[1])
-
-    def get_model(self) -> CausalLM:
-        """The loaded model."""
-        assert self.model is not None, "call initialize() first"
-        return self.model
-
-    def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]:
-        """Layer -> (kv heads, head_dim, dtype) of its KV. The last ones may hold keys of indexers."""
-        model = self.get_model()
-        heads = [(layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers()]
-        heads += [(model.spec.num_key_value_heads, model.spec.head_dim)] * model.num_index_layers
-        return {layer: (*sizes, self.kv_cache_dtype) for layer, sizes in enumerate(heads)}
 
     # -- steps ------------------------------------------------------------------------
 
@@ -429,18 +371,7 @@ class ModelRunner(SeedNames):
             stage.prepare(batch, input_batch)
         return batch
 
-    def captured_site_ops(self, bs: int) -> Any:
-        """`ForwardBatch.site_ops` of a decode pass that is captured for `bs` rows of the input buffers."""
-        found = (stage.captured_site_ops(bs) for stage in self.stages)
-        return next((ops for ops in found if ops is not None), None)
-
     # -- passes by hand -----------------------------------------------------------------
-
-    @property
-    def batches(self) -> BatchBuilder:
-        """Makes batches over this runner's pools."""
-        pools = self.req_to_token_pool, self.token_to_kv_pool
-        return BatchBuilder(self.model_spec, *pools, self.attn_backend, self.gdn_pool)
 
     @torch.no_grad()
     def forward(self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN) -> LogitsProcessorOutput:

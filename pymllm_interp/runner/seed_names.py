@@ -9,35 +9,23 @@ from typing import Any
 import torch
 
 from ..core.forward_batch import ForwardBatch
-from ..core.model_spec import ModelSpec
-from ..mem_cache.memory_pool import ReqToTokenPool
 from ..sampling import RejectionSampler as DraftTokensHandler
 from . import dummy_run
-from .batch_builder import BatchBuilder
 from .graphs.captured_passes import CapturedPasses
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .input_batch import ExecuteModelState, InputBatch
+from .parts import RunnerParts
 from .request_state import RequestState
 from .step_inputs import StepInputs, dummy_attn
 
 
-class SeedNames:
-    """For code that is written against those runners. Part of `ModelRunner`, which has these attributes."""
+class SeedNames(RunnerParts):
+    """For code that is written against those runners. `ModelRunner` has these attributes."""
 
-    context_len: int
-    device: str
     graphs: CapturedPasses
-    max_num_tokens: int
     execute_model_state: ExecuteModelState | None
-    model_spec: ModelSpec
     req_states: RequestState
-    req_to_token_pool: ReqToTokenPool | None
     step_inputs: StepInputs
-
-    @property
-    def batches(self) -> BatchBuilder:
-        """Makes batches over this runner's pools."""
-        raise NotImplementedError
 
     @property
     def max_model_len(self) -> int:
@@ -106,10 +94,8 @@ class SeedNames:
 
     def _dummy_run(self, num_tokens: int, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See `dummy_run.dummy_run`."""
-        runner: Any = self
-        return dummy_run.dummy_run(runner, num_tokens, **options)
+        return dummy_run.dummy_run(self, num_tokens, **options)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `dummy_run.dummy_sampler_run`."""
-        runner: Any = self
-        return dummy_run.dummy_sampler_run(runner, hidden_states)
+        return dummy_run.dummy_sampler_run(self, hidden_states)

@@ -18,8 +18,8 @@ from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.adapters.slots import AdapterSlots
 from ..sampling import LogprobTensors, RejectionSampler, prompt_logprobs
 from ..utils.upload import upload
-from .batch_builder import BatchBuilder
 from .input_batch import InputBatch, InputBuffers, PassLayout
+from .parts import BatchBuilder
 from .request_state import RequestState
 
 PAD_SLOT_ID = 0

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..core.forward_batch import ForwardBatch
-from ..runner.batch_builder import BatchBuilder
 from ..runner.interp_model_runner import InterpModelRunner
+from ..runner.parts import BatchBuilder
 from ..utils.kv_rows import write_rows
 
 Span = tuple[int, int]

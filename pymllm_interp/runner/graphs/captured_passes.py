@@ -11,7 +11,8 @@ import torch
 from ...core.forward_batch import ForwardBatch
 from ...models.adapters.slots import AdapterSlots
 from ..device_memory import GRAPH_OVERHEAD_BYTES
-from .cuda_graph_runner import CudaGraphRunner, GraphOwner
+from ..parts import RunnerParts
+from .cuda_graph_runner import CudaGraphRunner
 from .graph_capture import capture_batch_sizes, capture_token_counts
 from .prefill_graphs import PrefillGraphs
 from .prompt_segments import PromptSegments
@@ -46,8 +47,8 @@ class CapturedPasses:
         prompt_segments: the same of passes with prompts.
     """
 
-    def __init__(self, runner: GraphOwner) -> None:
-        self._runner: GraphOwner = weakref.proxy(runner)  # which holds this object
+    def __init__(self, runner: RunnerParts) -> None:
+        self._runner: RunnerParts = weakref.proxy(runner)  # which holds this object
         self.decode: CudaGraphRunner | None = None
         self.plain: CudaGraphRunner | None = None
         self.prefill: PrefillGraphs | None = None

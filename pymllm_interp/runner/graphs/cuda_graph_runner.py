@@ -18,29 +18,20 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from traceback import clear_frames
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ...attention.attention_backend import AttentionBackend
-from ...config import ServerConfig
 from ...core.forward_batch import ForwardBatch, ForwardMode
-from ...core.model_spec import ModelSpec
 from ...core.pass_parts import AdapterRows
 from ...core.step import LogitsProcessorOutput
 from ...layers.edits.table import TableOps
-from ...mem_cache.kv_pool import KVPool
-from ...mem_cache.memory_pool import ReqToTokenPool
-from ...mem_cache.state_pool import StatePool
-from ...models.adapters.slots import AdapterSlots
-from ...models.base import CausalLM
-from ..input_batch import PAD_SEQ_LEN, InputBuffers
-from ..stages.stage import Stage
+from ..input_batch import PAD_SEQ_LEN
+from ..parts import RunnerParts
 from . import graph_capture
 from .graph_capture import (
-    Capturing,
     freeze_gc,
     get_global_graph_memory_pool,
     is_capture_mode,
@@ -58,38 +49,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class GraphOwner(Capturing, Protocol):
-    """What a `CudaGraphRunner` needs of its `ModelRunner`."""
-
-    server_config: ServerConfig
-    device: str
-    dtype: torch.dtype
-    vocab_size: int
-    hidden_size: int
-    max_running_requests: int
-    max_num_tokens: int
-    model_spec: ModelSpec
-
-    @property
-    def max_decode_rows(self) -> int: ...
-
-    @property
-    def is_generation(self) -> bool: ...
-
-    model: CausalLM | None
-    req_to_token_pool: ReqToTokenPool | None
-    token_to_kv_pool: KVPool | None
-    gdn_pool: StatePool | None
-    attn_backend: AttentionBackend | None
-    input_buffers: InputBuffers
-    adapters: AdapterSlots | None
-    stages: Sequence[Stage]
-
-    def get_model(self) -> CausalLM: ...
-
-    def captured_site_ops(self, bs: int) -> Any: ...
 
 
 class CudaGraphRunner:
@@ -117,7 +76,7 @@ class CudaGraphRunner:
 
     def __init__(
         self,
-        model_runner: GraphOwner,
+        model_runner: RunnerParts,
         sizes: list[int] | None = None,
         *,
         declares: bool = True,

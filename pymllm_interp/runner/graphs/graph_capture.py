@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+
+from ..parts import RunnerParts
 
 T = TypeVar("T")
 WARM_UPS = 2
@@ -21,19 +23,13 @@ _current = threading.local()
 """`is_capturing` of the current thread."""
 
 
-class Capturing(Protocol):
-    """A runner that tells whether it captures graphs right now."""
-
-    is_capturing: bool
-
-
 def is_capture_mode() -> bool:
     """Whether the current thread is capturing graphs. For one runner: `ModelRunner.is_capturing`."""
     return getattr(_current, "is_capturing", False)
 
 
 @contextmanager
-def model_capture_mode(owner: Capturing | None = None) -> Iterator[None]:
+def model_capture_mode(owner: RunnerParts | None = None) -> Iterator[None]:
     """Within the block, `is_capture_mode()` is True on this thread and `owner.is_capturing` is True; blocks nest.
 
     Args:

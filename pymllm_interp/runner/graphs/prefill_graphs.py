@@ -30,8 +30,9 @@ from ...attention.attention_backend import RadixAttention
 from ...core.forward_batch import ForwardBatch, ForwardMode
 from ...core.step import LogitsProcessorOutput
 from ...layers.edits.table import TableOps
+from ..parts import RunnerParts
 from . import graph_capture
-from .cuda_graph_runner import GraphOwner, free_memory
+from .cuda_graph_runner import free_memory
 from .graph_capture import Pieces, model_capture_mode
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class PrefillGraphs:
         memory_usage: device memory of the graphs and buffers, in bytes.
     """
 
-    def __init__(self, model_runner: GraphOwner, sizes: list[int]) -> None:
+    def __init__(self, model_runner: RunnerParts, sizes: list[int]) -> None:
         self.model_runner, self.sizes = model_runner, sizes
         layer = model_runner.get_model().attention_layers()[0]
         shape = sizes[-1], layer.num_heads, layer.head_dim

@@ -32,9 +32,9 @@ from typing import Any, Protocol
 import torch
 
 from ...core.forward_batch import ForwardBatch, Registers
+from ..parts import RunnerParts
 from . import graph_capture
 from .cuda_graph_runner import CudaGraphRunner
-from .graph_capture import Capturing
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Segments(ABC):
 
     by_layer = False
 
-    def __init__(self, owner: Capturing, max_rows: int, capacity: int) -> None:
+    def __init__(self, owner: RunnerParts, max_rows: int, capacity: int) -> None:
         self.owner, self.max_rows, self.capacity = owner, max_rows, capacity
         self.num_captured = self.num_evicted = 0
         self.broken = False

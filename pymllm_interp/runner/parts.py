@@ -1,0 +1,250 @@
+"""`RunnerParts`: the model, pools, buffers and numbers of a runner. `BatchBuilder` makes batches over the pools.
+
+What sizes memory, captures graphs and runs passes takes a `RunnerParts`, and does not know `ModelRunner`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..attention.attention_backend import AttentionBackend
+from ..config import ModelConfig, ServerConfig
+from ..core.forward_batch import ForwardBatch, ForwardMode
+from ..core.model_spec import ModelSpec
+from ..core.step import LogitsProcessorOutput
+from ..mem_cache.kv_pool import KVPool
+from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from ..mem_cache.state_pool import StatePool
+from ..models.adapters.slots import AdapterSlots
+from ..models.base import CausalLM
+from ..utils.device import resolve_device, resolve_dtype
+from ..utils.upload import upload
+from .input_batch import InputBuffers
+from .partition import Execution
+from .stages.stage import PassDemands, Stage
+
+MAX_DRAFTED_ROWS = 256
+"""Most rows of a decode pass that are captured for drafts, where requests do not take more."""
+
+
+@dataclass(frozen=True)
+class BatchBuilder:
+    """Makes batches over some pools."""
+
+    model_spec: ModelSpec
+    req_to_token_pool: ReqToTokenPool | None
+    token_to_kv_pool: KVPool | None
+    attn_backend: AttentionBackend | None
+    gdn_pool: StatePool | None = None
+
+    def extend(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        return_logprob: bool = False,
+        top_logprobs_nums: list[int] | None = None,
+        *,
+        extend_seq_lens_cpu: list[int] | None = None,
+        extend_prefix_lens_cpu: list[int] | None = None,
+    ) -> ForwardBatch:
+        """A batch that extends each request by `extend_seq_lens` tokens behind its `extend_prefix_lens` cached ones.
+
+        Args:
+            input_ids: [tokens], all new tokens, request by request.
+            req_pool_indices, seq_lens, extend_seq_lens, extend_prefix_lens: [batch].
+            out_cache_loc: [tokens], the KV slot of each new token.
+            extend_seq_lens_cpu, extend_prefix_lens_cpu: the same on the host, so that nothing waits for the device.
+
+        Raises:
+            ValueError: lengths that do not add up, or a request without a new token.
+        """
+        sizes = extend_seq_lens_cpu if extend_seq_lens_cpu is not None else extend_seq_lens.tolist()
+        prefixes = extend_prefix_lens_cpu if extend_prefix_lens_cpu is not None else extend_prefix_lens.tolist()
+        if sum(sizes) != input_ids.shape[0]:
+            raise ValueError(f"extend_seq_lens add up to {sum(sizes)}, but input_ids has {input_ids.shape[0]} tokens")
+        if min(sizes, default=1) < 1:
+            raise ValueError(f"request {sizes.index(min(sizes))} has no new token: extend_seq_lens={sizes}")
+        ends = np.cumsum(sizes, dtype=np.int32) if sizes else np.zeros(0, dtype=np.int32)
+        lens = np.array(prefixes, dtype=np.int32) + np.array(sizes, dtype=np.int32)
+        positions = np.arange(sum(sizes), dtype=np.int64) - np.repeat(ends - lens, sizes)
+        seq_lens_cpu = torch.from_numpy(lens)
+        positions, starts, last_rows, rope_lens = upload(
+            input_ids.device, positions, ends - np.array(sizes, dtype=np.int32), ends.astype(np.int64) - 1,
+            np.repeat(lens, sizes).astype(np.int64),
+        )  # fmt: skip
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(sizes),
+            input_ids=input_ids,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            out_cache_loc=out_cache_loc,
+            seq_lens_sum=int(seq_lens_cpu.sum()),
+            seq_lens_cpu=seq_lens_cpu,
+            positions=positions,
+            extend_num_tokens=int(sum(sizes)),
+            extend_seq_lens=extend_seq_lens,
+            extend_prefix_lens=extend_prefix_lens,
+            extend_start_loc=starts,
+            extend_prefix_lens_cpu=list(prefixes),
+            extend_seq_lens_cpu=list(sizes),
+            return_logprob=return_logprob,
+            top_logprobs_nums=top_logprobs_nums,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool=self.token_to_kv_pool,
+            attn_backend=self.attn_backend,
+            state_pool=self.gdn_pool,
+            logits_indices=last_rows,
+            rope_lens=rope_lens if self.model_spec.rope_depends_on_length else None,
+        )
+
+    def decode(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        return_logprob: bool = False,
+        top_logprobs_nums: list[int] | None = None,
+        mrope_position_deltas: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        seq_lens_cpu: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """A batch of one new token for each request. All arguments are [batch]; `seq_lens` counts the new token.
+
+        Args:
+            positions: int64, `seq_lens` - 1.
+            seq_lens_cpu: `seq_lens` on the host, so that nothing waits for the device.
+        """
+        lens = seq_lens_cpu if seq_lens_cpu is not None else seq_lens.cpu()
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=input_ids.shape[0],
+            input_ids=input_ids,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            out_cache_loc=out_cache_loc,
+            seq_lens_sum=int(lens.sum()),
+            seq_lens_cpu=lens,
+            positions=seq_lens.to(torch.int64) - 1 if positions is None else positions,
+            return_logprob=return_logprob,
+            top_logprobs_nums=top_logprobs_nums,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool=self.token_to_kv_pool,
+            attn_backend=self.attn_backend,
+            state_pool=self.gdn_pool,
+            mrope_position_deltas=mrope_position_deltas,
+            rope_lens=seq_lens.to(torch.int64) if self.model_spec.rope_depends_on_length else None,
+        )
+
+
+class RunnerParts(ABC):
+    """What a runner consists of, and what it does with it by hand.
+
+    Args:
+        server_config, model_config: the defaults where None.
+        gpu_id: the CUDA device, where the configuration's `device` names none.
+
+    Attributes:
+        model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
+            after `shutdown`.
+        gdn_pool: the recurrent states of requests; None where no layer has any.
+        input_buffers: from the pools on.
+        adapters: loaded LoRA adapters, and their slots; None where no model is loaded.
+        stages: what serves hooks; empty in a runner without.
+        demands: what they demand of the pass of the step under way.
+        rows_of_request: most rows of a request in a decode pass: with drafts, one more than these.
+        draft: the runner of a draft model, whose memory counts with this runner's; None without.
+        max_total_num_tokens: KV slots that requests can have.
+        forward_pass_id: passes so far, idle ones included.
+        is_capturing: CUDA graphs of this runner are being captured right now.
+    """
+
+    model_spec: ModelSpec
+    input_buffers: InputBuffers
+
+    def __init__(self, server_config: ServerConfig | None, model_config: ModelConfig | None, gpu_id: int) -> None:
+        self.server_config = server_config or ServerConfig()
+        self.model_config = model_config or ModelConfig()
+        self.device = resolve_device(self.server_config.device)
+        self.gpu_id = int(self.device.partition(":")[2] or gpu_id)
+        self.dtype = resolve_dtype(self.model_config.dtype, self.device)
+        self.kv_cache_dtype = self.dtype
+        self.model: CausalLM | None = None
+        self.req_to_token_pool: ReqToTokenPool | None = None
+        self.token_to_kv_pool: KVPool | None = None
+        self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
+        self.gdn_pool: StatePool | None = None
+        self.attn_backend: AttentionBackend | None = None
+        self.adapters: AdapterSlots | None = None
+        self.draft: RunnerParts | None = None
+        self.rows_of_request = 1
+        self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
+        self.num_hidden_layers = self.num_kv_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
+        self.hidden_size = self.vocab_size = self.context_len = self.forward_pass_id = 0
+        self.is_capturing = False
+        self.stages: Sequence[Stage] = ()
+        self.demands = PassDemands()
+
+    def get_model(self) -> CausalLM:
+        """The loaded model."""
+        assert self.model is not None, "call initialize() first"
+        return self.model
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether the model is a causal language model."""
+        return self.model is None or isinstance(self.model, CausalLM)
+
+    def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]:
+        """Layer -> (kv heads, head_dim, dtype) of its KV. The last ones may hold keys of indexers."""
+        model = self.get_model()
+        heads = [(layer.num_kv_heads, layer.head_dim) for layer in model.attention_layers()]
+        heads += [(model.spec.num_key_value_heads, model.spec.head_dim)] * model.num_index_layers
+        return {layer: (*sizes, self.kv_cache_dtype) for layer, sizes in enumerate(heads)}
+
+    @property
+    def max_decode_rows(self) -> int:
+        """Rows of the largest decode pass: of all requests, and of as many drafts as `MAX_DRAFTED_ROWS` leaves room for."""
+        drafted = min(self.max_running_requests * self.rows_of_request, self.max_num_tokens, MAX_DRAFTED_ROWS)
+        return max(self.max_running_requests, drafted)
+
+    @property
+    def batches(self) -> BatchBuilder:
+        """Makes batches over this runner's pools."""
+        pools = self.req_to_token_pool, self.token_to_kv_pool
+        return BatchBuilder(self.model_spec, *pools, self.attn_backend, self.gdn_pool)
+
+    def captured_site_ops(self, bs: int) -> Any:
+        """`ForwardBatch.site_ops` of a decode pass that is captured for `bs` rows of the input buffers."""
+        found = (stage.captured_site_ops(bs) for stage in self.stages)
+        return next((ops for ops in found if ops is not None), None)
+
+    # -- what it does --------------------------------------------------------------------
+
+    @abstractmethod
+    def forward(self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN) -> LogitsProcessorOutput:
+        """Run one pass of the model."""
+
+    @abstractmethod
+    def sample(self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch, *args: Any) -> torch.Tensor:
+        """Next token ids, int32 [batch]."""
+
+    @abstractmethod
+    def profile_run(self) -> None:
+        """Run the largest step, so that its peak of memory is known."""
+
+    @abstractmethod
+    def profile_cudagraph_memory(self) -> int:
+        """Device memory to leave for the graphs when the KV pool is sized, in bytes."""
