@@ -73,7 +73,7 @@ AT_MOST = {
     "captured graphs": 7,
     "facts of a model for clients": 1,
     "reach an engine process": 2,
-    "protocols of the runner": 9,
+    "protocols of the runner": 3,
     "base classes of LM, ModelRunner, Engine and EngineTracer": 16,
     "functions of more than 80 lines": 3,
     "functions of more than 20 parameters": 10,
