@@ -197,7 +197,7 @@ class ModelRunner(SeedNames):
 
     def init_cuda_graphs(self) -> None:
         """Capture passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
-        self.graphs.release()
+        self.graphs.clear()
         if self.graphs.why_none() is None:
             self.capture_model()
 

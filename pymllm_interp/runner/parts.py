@@ -238,7 +238,15 @@ class RunnerParts(ABC):
         """Run one pass of the model."""
 
     @abstractmethod
-    def sample(self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch, *args: Any) -> torch.Tensor:
+    def sample(
+        self,
+        logits_output: LogitsProcessorOutput,
+        forward_batch: ForwardBatch,
+        temperatures: torch.Tensor | None = None,
+        top_ps: torch.Tensor | None = None,
+        top_ks: torch.Tensor | None = None,
+        penalty_params: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
         """Next token ids, int32 [batch]."""
 
     @abstractmethod

@@ -49,12 +49,7 @@ class CapturedPasses:
 
     def __init__(self, runner: RunnerParts) -> None:
         self._runner: RunnerParts = weakref.proxy(runner)  # which holds this object
-        self.decode: CudaGraphRunner | None = None
-        self.plain: CudaGraphRunner | None = None
-        self.prefill: PrefillGraphs | None = None
-        self.adapted: AdapterGraphs | None = None
-        self.segments: DecodeSegments | None = None
-        self.prompt_segments: PromptSegments | None = None
+        self.clear()
 
     def why_none(self) -> str | None:
         """Why passes are not captured; None where they are."""
@@ -121,7 +116,16 @@ class CapturedPasses:
         for graphs in (self.segments, self.prompt_segments, self.prefill, self.plain, self.decode):
             if graphs is not None:
                 graphs.shutdown()
-        self.segments = self.prompt_segments = self.prefill = self.plain = self.decode = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all graphs."""
+        self.decode: CudaGraphRunner | None = None
+        self.plain: CudaGraphRunner | None = None
+        self.prefill: PrefillGraphs | None = None
+        self.adapted: AdapterGraphs | None = None
+        self.segments: DecodeSegments | None = None
+        self.prompt_segments: PromptSegments | None = None
 
     # -- LoRA adapters ------------------------------------------------------------------
 
