@@ -14,7 +14,7 @@ from . import dummy_run
 from .graphs.captured_passes import CapturedPasses
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .input_batch import ExecuteModelState, InputBatch
-from .parts import RunnerParts
+from .parts import BatchBuilder, RunnerParts
 from .request_state import RequestState
 from .step_inputs import StepInputs, dummy_attn
 
