@@ -305,7 +305,7 @@ def test_short_names_of_the_seeds_are_in_one_place() -> None:
     names = {function.name for function in functions}
     assert names == {
         "sliding_window_size", "get_supported_tasks", "update_max_model_len", "prepare_attn", "max_model_len",
-        "draft_tokens_handler", "take_draft_token_ids", "batches", "prepare_dummy_attn", "prepare_forward_batch_extend",
+        "draft_tokens_handler", "take_draft_token_ids", "prepare_dummy_attn", "prepare_forward_batch_extend",
         "prepare_forward_batch_decode", "graph_runner", "profile_cudagraph_memory", "profile_run", "_dummy_run",
         "_dummy_sampler_run",
     }  # fmt: skip

@@ -96,7 +96,7 @@ class RowPasses:
         graphs = runner.graph_runner
         padded = count if graphs is None or count > graphs.max_bs else graphs.padded_size(count)
         laid_out = buffers.lay_out(np.stack((token_ids, positions, rows)), runner.req_states, self._table, padded)
-        batch = runner.prepare_forward_batch_decode(
+        batch = runner.batches.decode(
             buffers.input_ids[:count], buffers.rows[:count], buffers.seq_lens[:count], buffers.out_cache_loc[:count],
             positions=buffers.positions[:count], seq_lens_cpu=torch.from_numpy(positions.astype(np.int32) + 1),
         )  # fmt: skip
