@@ -426,21 +426,9 @@ def _launch(
     )  # fmt: skip
     last = norm and site + 2 == final_norm_site(tables.num_layers)
     constants = (
-        size,
-        sites,
-        depth,
-        tables.vectors.shape[1],
-        norm,
-        last,
-        parallel,
-        kind,
-        tables.aligned,
-        tables.head_dim_at(site),
-        0 if thresholds is None else thresholds.shape[1],
-        seen is not None,
-        group,
-        block,
-    )
+        size, sites, depth, tables.vectors.shape[1], norm, last, parallel, kind, tables.aligned, tables.head_dim_at(site),
+        0 if thresholds is None else thresholds.shape[1], seen is not None, group, block,
+    )  # fmt: skip
     _edit_launch((-(-count // group), 1, 1), tensors, (rows.records.stride(0), count, eps, site), constants, warps)
 
 

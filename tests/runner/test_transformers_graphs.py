@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.current_pass import current_pass
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
 from pymllm_interp.core.model_spec import num_sites
-from pymllm_interp.layers.edits.host import HostOps
+from pymllm_interp.layers.edits.host import HostOps, RowCapture
 from pymllm_interp.models.transformers.fused_parts import fuse_parts
 from pymllm_interp.models.transformers.graph_check import WaitsForDevice
 from pymllm_interp.runner.graphs.cuda_graph_runner import CudaGraphRunner
@@ -82,10 +83,9 @@ def test_ops_act_in_passes_from_before_there_is_a_tree(family):
         batch, rows = ByHand(runner).batch({0: [5, 6, 7]}), (0, 3)
         sites = range(num_sites(runner.num_hidden_layers))
         ops: dict[int, Any] = {site: [(rows, lambda x, site=site: x * (1 + 0.01 * site) + 0.1)] for site in sites}
-        sinks: dict[int, Any] = {
-            site: [(rows, lambda x, site=site: seen.__setitem__(site, x.clone()))] for site in sites
-        }
-        batch.site_ops = HostOps(ops, sinks, runner.num_hidden_layers)
+        taker = SimpleNamespace(put=lambda site, first, states, *_: seen.__setitem__(site, states[:3].clone()))
+        captures = {site: [RowCapture(*rows, 0, taker, site)] for site in sites}
+        batch.site_ops = HostOps(ops, captures, runner.num_hidden_layers)
         logits = runner.forward(batch).next_token_logits
         runner.shutdown()
         return seen, logits
