@@ -138,7 +138,7 @@ class Backend(ABC):
         why: str,
         refused: Exception | None = None,
     ) -> None:
-        """Serve traces of a ``with`` whose blocks cannot all run after their requests. Returns when all have ended.
+        """Serve traces of a ``with`` with blocks that cannot run after their requests. Returns when all have ended.
 
         Args:
             mode, inputs: as of `traces.run`.

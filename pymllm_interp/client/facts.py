@@ -32,7 +32,7 @@ class ModelFacts:
     model: str
     """As it was asked for: a name, a folder, a file or a hub id."""
     folder: Path | None
-    """The folder with the weights' files on this machine; None where there is none."""
+    """The folder with the weights' files on this machine, or None."""
     spec: ModelSpec
     hf_config: PretrainedConfig
     impl: str

@@ -1,4 +1,4 @@
-"""TransformerLens' names over an `LM`: its `RemoteBridge`. Those of nnterp are in `pymllm_interp.nnterp`.
+"""TransformerLens' names over an `LM`: its `RemoteBridge`. nnterp's names are in `pymllm_interp.nnterp`.
 
 from pymllm_interp import lens
 

@@ -165,7 +165,7 @@ class RunnerParts(ABC):
         stages: what serves hooks; empty in a runner without.
         demands: what they demand of the pass of the step under way.
         rows_of_request: most rows of a request in a decode pass: with drafts, one more than these.
-        draft: the runner of a draft model, whose memory counts with this runner's; None without.
+        draft: the runner of a draft model, or None. Its memory counts with this runner's.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
         is_capturing: CUDA graphs of this runner are being captured right now.

@@ -17,6 +17,8 @@ import httpx
 import pytest
 from helpers_server import GREEDY, serving
 
+from pymllm_interp import LM, SamplingParams
+
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -69,6 +71,9 @@ def test_each_request_has_a_span_under_the_clients_own(
         found = [spans.get(timeout=30) for _ in range(2)]
         with client.stream("POST", "/v1/completions", json={"model": "tiny", **GREEDY, "stream": True}) as stream:
             assert stream.read()
+        found.append(spans.get(timeout=30))
+        lm = LM.connect(server.url)
+        lm.generate(["w3 w14 w15"], SamplingParams(temperature=0, max_tokens=8))
         found.append(spans.get(timeout=30))
         after = time.time_ns()
     assert first.status_code == 200

@@ -146,7 +146,7 @@ class ClientModel(TracedModel):
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters of calls without any: those of the model's generation_config.json, as in vLLM."""
+        """Sampling parameters of calls without any, from the model's generation_config.json, as in vLLM."""
         return self.backend.defaults.sampling_params
 
     def __dir__(self) -> list[str]:
@@ -496,5 +496,5 @@ class ClientModel(TracedModel):
         return token_calls.to_str_tokens(self.tokenizer, text, prepend_bos)
 
     def to_single_token(self, text: str) -> int:
-        """The token id of a text that is one token, without BOS. Raises PromptError: it is none, or several."""
+        """The token id of a text that is one token, without BOS. Raises PromptError if it is not one token."""
         return token_calls.to_single_token(self.tokenizer, text)

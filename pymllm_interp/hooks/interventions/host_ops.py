@@ -143,7 +143,7 @@ class _SharedRows(NamedTuple):
 
     Attributes:
         ordinals: [rows], on the device of the rows.
-        vectors: those of the spec, on the device of the rows.
+        vectors: the spec's vectors, on the device of the rows.
     """
 
     spec: Op

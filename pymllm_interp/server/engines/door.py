@@ -1,11 +1,9 @@
 """`Door`: what the HTTP process asks of an engine. Used on one event loop. There are two:
 
-| door | reaches | over | end in the engine process |
-|---|---|---|---|
-| `ProcessDoor` | one process, which it starts, and starts again when it ends | two Unix sockets | `ends.ProcessEnd` |
-| `ReplicasDoor` | processes on any machine, which others start | a `Link` each: TCP, keys, heartbeats | `fronts_end.FrontsEnd` |
+- `ProcessDoor` reaches one process over two Unix sockets, and starts it again when it ends. `ends.ProcessEnd` is its other end.
+- `ReplicasDoor` reaches processes that others start, by a `Link` each (TCP, keys, heartbeats). `fronts_end.FrontsEnd` is its other end.
 
-One process has sockets of its own: a link's keys, heartbeats and byte counts would cost each token a hop between threads.
+One process has sockets of its own. A link's keys, heartbeats and byte counts would cost each token a hop between threads.
 
 A client's request is a `Call`: `open` sends its first message, `Call.next` has the answers, and `close` ends it:
 

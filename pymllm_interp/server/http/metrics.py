@@ -173,7 +173,7 @@ class CallMetrics:
             if times is not None and times.first_token is not None:
                 self._first_token(request, now - self._started - (times.total - times.first_token))
         if self._spans is not None:
-            self._spans.ended(self._prompt_tokens[request], end, total, self._first.get(request))
+            self._spans.ended(request, self._prompt_tokens[request], end, total, self._first.get(request))
         add("e2e_request_latency_seconds", now - self._started)
         add("request_prompt_tokens", self._prompt_tokens[request])
         add("request_generation_tokens", total)
@@ -193,7 +193,9 @@ class CallMetrics:
         self._metrics.ends["abort"] += len(self._left)
         if self._spans is not None:
             for request in self._left:
-                self._spans.ended(self._prompt_tokens[request], None, self._seen[request], self._first.get(request))
+                self._spans.ended(
+                    request, self._prompt_tokens[request], None, self._seen[request], self._first.get(request)
+                )
         self._left.clear()
 
 

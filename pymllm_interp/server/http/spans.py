@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from threading import Thread
 from typing import Any
@@ -55,13 +55,14 @@ class Spans:
         """
         _parent.set(TraceContextTextMapPropagator().extract(headers, Context()))
 
-    def call(self, model: str, started: float) -> CallSpans:
+    def call(self, models: Sequence[str], started: float) -> CallSpans:
         """The spans of a call.
 
         Args:
+            models: model name of each request.
             started: `time.perf_counter()` at which its HTTP request arrived.
         """
-        return CallSpans(self._tracer, model, started, _parent.get())
+        return CallSpans(self._tracer, models, started, _parent.get())
 
     def close(self) -> None:
         """Send what waits, for a short time at most."""
@@ -73,21 +74,24 @@ class Spans:
 class CallSpans:
     """Spans of one call's requests. Attributes are `gen_ai` of the semantic conventions, latencies are vLLM's."""
 
-    def __init__(self, tracer: Any, model: str, started: float, parent: Context | None) -> None:
-        self._tracer, self._model, self._parent, self._started = tracer, model, parent, started
+    def __init__(self, tracer: Any, models: Sequence[str], started: float, parent: Context | None) -> None:
+        self._tracer, self._models, self._parent, self._started = tracer, models, parent, started
         self._start_ns = time.time_ns() - int((time.perf_counter() - started) * 1e9)
 
-    def ended(self, prompt_tokens: int, end: Finished | None, tokens: int, first_token: float | None) -> None:
-        """Record a request.
+    def ended(
+        self, request: int, prompt_tokens: int, end: Finished | None, tokens: int, first_token: float | None
+    ) -> None:
+        """Record a request, by its index in the call.
 
         Args:
             end: its end; None for an aborted request.
             tokens: generated tokens.
             first_token: seconds until the first token.
         """
+        model = self._models[request]
         reason = "abort" if end is None else end.finish_reason
         found = {
-            "gen_ai.operation.name": "text_completion", "gen_ai.request.model": self._model, "gen_ai.response.model": self._model,
+            "gen_ai.operation.name": "text_completion", "gen_ai.request.model": model, "gen_ai.response.model": model,
             "gen_ai.usage.input_tokens": prompt_tokens, "gen_ai.usage.output_tokens": tokens,
             "gen_ai.response.finish_reasons": (reason or "error",),
             "gen_ai.latency.time_to_first_token": first_token, "gen_ai.latency.e2e": time.perf_counter() - self._started,

@@ -143,7 +143,7 @@ class ServerState:
             self._tokens.popleft()
 
     def call_metrics(
-        self, started: float, prompt_tokens: Sequence[int], n: Sequence[int], model: str | None = None
+        self, started: float, prompt_tokens: Sequence[int], n: Sequence[int], lora: Sequence[str | None] | None = None
     ) -> CallMetrics:
         """Count an accepted call, and what becomes of its requests.
 
@@ -151,11 +151,16 @@ class ServerState:
             started: `time.perf_counter()` at which its HTTP request arrived.
             prompt_tokens: length of each prompt.
             n: completions of each prompt.
-            model: name of an adapter; None: the model's own.
+            lora: adapter of each prompt, or None; all None without the argument.
         """
         self.metrics.totals["prompt_tokens"] += sum(prompt_tokens)
         lengths = [length for length, count in zip(prompt_tokens, n, strict=True) for _ in range(count)]
-        spans = None if self.spans is None else self.spans.call(model or self.settings.name, started)
+        spans = None
+        if self.spans is not None:
+            names = zip(lora or [None] * len(n), n, strict=True)
+            spans = self.spans.call(
+                [name or self.settings.name for name, count in names for _ in range(count)], started
+            )
         return CallMetrics(self.metrics, started, lengths, self.generated, spans)
 
     @property

@@ -1,6 +1,6 @@
 """`EngineServer`: answers a door's messages with a served model.
 
-Messages are data (messages.py). Code comes in one of them, `RunTrace`, whose sender the HTTP process has checked.
+Messages are data (messages.py). Code comes in one of them, `RunTrace`. The HTTP process has checked its sender.
 """
 
 from __future__ import annotations

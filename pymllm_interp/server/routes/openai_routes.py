@@ -282,7 +282,7 @@ class Work:
                 self._state.engine, self._state.tokenizer, prompts, self._client.name, stream, options=options, **hooks
             )
             self._metrics = self._state.call_metrics(
-                self._started, lengths, [self._n] * len(prompts), self._asked.adapter
+                self._started, lengths, [self._n] * len(prompts), [self._asked.adapter] * len(prompts)
             )
             return found
         except Exception as error:

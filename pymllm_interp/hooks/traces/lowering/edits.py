@@ -137,7 +137,7 @@ class Edits:
         walk.edited.add((node.lineno, node.col_offset))
 
     def _operand_of(self, site: str, operator: str, value: ast.expr, assigned: bool) -> Any:
-        """The operand of the declared op that does what the edit does. Raises NotStatic where there is none."""
+        """The operand of the declared op that does what the edit does. Raises NotStatic without one."""
         walk = self._walk
         try:
             if not operator:
