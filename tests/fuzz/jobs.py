@@ -263,7 +263,7 @@ class Ended(Generation):
             compare(one["tokens"], whole["tokens"][: len(one["tokens"])], "tokens")
             for site, found in one["activations"].items():
                 for name, rows in found.items():
-                    compare(rows, whole["activations"][site][name][: len(rows)], f"{site}.{name}")
+                    compare(rows, whole["activations"][site][name][: len(rows)].clone(), f"{site}.{name}")
 
 
 @dataclass

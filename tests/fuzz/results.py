@@ -45,12 +45,8 @@ def of_logprobs(entry: dict[int, Any]) -> dict[str, Any]:
 
 
 def of_activations(found: Any) -> dict[str, Any]:
-    """Copies: the memory of a request that was ended has room for rows that never came."""
     return {
-        site: {
-            "rows": found[site].clone(), "positions": found.positions[site], "token_ids": found.token_ids[site],
-            **found.others(site),
-        }
+        site: {"rows": found[site], "positions": found.positions[site], "token_ids": found.token_ids[site], **found.others(site)}
         for site in sorted(found)
     }  # fmt: skip
 
