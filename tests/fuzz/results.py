@@ -46,10 +46,7 @@ def of_logprobs(entry: dict[int, Any]) -> dict[str, Any]:
 
 def of_activations(found: Any) -> dict[str, Any]:
     return {
-        site: {
-            "rows": found[site].clone(), "positions": found.positions[site], "token_ids": found.token_ids[site],
-            **found.others(site),
-        }
+        site: {"rows": found[site], "positions": found.positions[site], "token_ids": found.token_ids[site], **found.others(site)}
         for site in sorted(found)
     }  # fmt: skip
 
