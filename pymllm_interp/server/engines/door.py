@@ -1,7 +1,8 @@
 """`Door`: what the HTTP process asks of an engine. Used on one event loop. There are two:
 
 - `ProcessDoor` reaches one process over two Unix sockets, and starts it again when it ends. `ends.ProcessEnd` is its other end.
-- `ReplicasDoor` reaches processes that others start, by a `Link` each (TCP, keys, heartbeats). `fronts_end.FrontsEnd` is its other end.
+- `ReplicasDoor` reaches processes that others start, by a `Link` each (TCP, keys, heartbeats). Their end is
+  `fronts_end.FrontsEnd`.
 
 One process has sockets of its own. A link's keys, heartbeats and byte counts would cost each token a hop between threads.
 
