@@ -53,8 +53,7 @@ WAYS = (
         "kernels/edit_pair.py",
     )),
     Concept("captured graphs", 5, (
-        "runner/graphs/cuda_graph_runner.py:CudaGraphRunner", "models/transformers/graph_check.py",
-        "runner/graphs/captured_passes.py:AdapterGraphs", "runner/graphs/prefill_graphs.py:PrefillGraphs",
+        "runner/graphs/cuda_graph_runner.py:CudaGraphRunner", "runner/graphs/prefill_graphs.py:PrefillGraphs",
         "runner/graphs/segments.py:DecodeSegments", "runner/graphs/prompt_segments.py:PromptSegments",
         "runner/drafting/draft_graphs.py:DraftGraphs",
     )),
@@ -70,7 +69,7 @@ AT_MOST = {
     "run a block": 5,
     "serve a `with`": 2,
     "compute an op": 4,
-    "captured graphs": 7,
+    "captured graphs": 5,
     "facts of a model for clients": 1,
     "reach an engine process": 2,
     "protocols of the runner": 3,

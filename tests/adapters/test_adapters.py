@@ -22,7 +22,10 @@ from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.models.adapters.peft_config import AdapterError
+from pymllm_interp.runner.graphs.captured_passes import DECLARED
 from pymllm_interp.utils.arguments import PromptError
+
+ADAPTED = DECLARED._replace(adapted=True)
 
 NATIVE = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox"]
 PROMPTS = [random_ids(9, seed=1), random_ids(4, seed=2), random_ids(17, seed=3), random_ids(1, seed=4)]
@@ -337,10 +340,9 @@ def test_captured_passes(model_folder: Callable[[str], Path], adapter: Adapted, 
         use_eager_graphs(monkeypatch)
         with LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=2048, max_running_requests=8,
                 lower_traces="off", hook_execution="segments") as lm:  # fmt: skip
-            assert lm.runner.graphs.adapted is None and lm.runner.input_buffers.adapter_tiles is None
+            assert ADAPTED not in lm.runner.graphs.decoders and lm.runner.input_buffers.adapter_tiles is None
             lm.load_adapter("a", folders["a"])
-            graphs = lm.runner.graphs.adapted
-            assert graphs is not None and graphs.declared.graphs.keys() == lm.runner.graph_runner.graphs.keys()
+            assert lm.runner.graphs.decoders[ADAPTED].graphs.keys() == lm.runner.graph_runner.graphs.keys()
             lm.load_adapter("b", folders["b"])
             names = ["a", None, "b", "a"]
             before = lm.engine.stats()["execution"]
@@ -360,9 +362,9 @@ def test_captured_passes(model_folder: Callable[[str], Path], adapter: Adapted, 
                 assert tokens[0, len(PROMPTS[0]) :].tolist() == greedy(models[name], PROMPTS[0], 6)
                 assert tracer.receipt.steps["segments"] == 5
             lm.unload_adapter("a")
-            assert lm.runner.graphs.adapted is not None
+            assert ADAPTED in lm.runner.graphs.decoders
             lm.unload_adapter("b")
-            assert lm.runner.graphs.adapted is None
+            assert ADAPTED not in lm.runner.graphs.decoders
             assert lm.runner.get_model().model.layers[0].self_attn.o_proj.lora is None
 
 

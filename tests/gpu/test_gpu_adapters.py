@@ -82,7 +82,7 @@ def test_mixed_batches_are_those_of_peft_and_replayed(lm: LM, model: tuple[Any, 
         assert float(lost.max()) < 0.1 * float(at.std()), name
     for name in ("a0", "a1", "a2", "a3"):
         lm.unload_adapter(name)
-    assert lm.runner.graphs.adapted is None
+    assert not any(variant.adapted for variant in lm.runner.graphs.decoders)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= allocated + (8 << 20), "the last adapter takes the memory with it"
 
@@ -113,9 +113,10 @@ def test_replays_have_the_tokens_of_eager_passes(steered: bool, lm: LM, model: t
         lm.load_adapter(name, folder / name)
     names = [(None, "a1", "a3")[i % 3] for i in range(32)]
     replayed = lm.generate(prompts, PARAMS, lora=names, interventions=ops)
-    graphs, lm.runner.graphs.adapted = lm.runner.graphs.adapted, None
+    graphs = lm.runner.graphs.decoders.copy()
+    lm.runner.graphs.decoders.clear()
     eager = lm.generate(prompts, PARAMS, lora=names, interventions=ops)
-    lm.runner.graphs.adapted = graphs
+    lm.runner.graphs.decoders.update(graphs)
     for one, two in zip(replayed, eager, strict=True):
         assert (
             one.outputs[0].token_ids == two.outputs[0].token_ids and one.outputs[0].logprobs == two.outputs[0].logprobs

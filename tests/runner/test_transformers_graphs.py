@@ -22,12 +22,14 @@ from pymllm_interp.core.model_spec import num_sites
 from pymllm_interp.layers.edits.host import HostOps, RowCapture
 from pymllm_interp.models.transformers.fused_parts import fuse_parts
 from pymllm_interp.models.transformers.graph_check import WaitsForDevice
+from pymllm_interp.runner.graphs.captured_passes import DECLARED, PLAIN
 from pymllm_interp.runner.graphs.cuda_graph_runner import CudaGraphRunner
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 17, 3], [80, 44, 9, 61, 2], [7]]
 CAPTURED = ("llama", "gpt2", "gpt_neox", "gemma2", "phi3", "gptj", "olmo2", "deepseek_v2", "gpt_oss")
+EXPERTS = ("deepseek_v2", "gpt_oss")
 SIZES: dict[str, Any] = {"kv_cache_tokens": 512, "page_size": 4, "max_num_tokens": 16, "max_running_requests": 4}
 
 
@@ -43,16 +45,16 @@ def test_captured_passes_are_those_that_run_eagerly(family, monkeypatch):
     use_eager_graphs(monkeypatch)
     captured = load(family)
     runner = captured.runner
-    assert runner.graphs.plain is not None and runner.graph_runner is not None and runner.graphs.prefill is None
+    assert set(runner.graphs.decoders) == {DECLARED, PLAIN} and runner.graphs.prefill is None
     replays: list[CudaGraphRunner] = []
     replay = CudaGraphRunner.replay
     monkeypatch.setattr(CudaGraphRunner, "replay", lambda self, *args: replays.append(self) or replay(self, *args))
     captured.runner.get_model().load_state_dict(eager.runner.get_model().state_dict())
     assert [out.token_ids for out in captured.generate(PROMPTS, GREEDY)] == expected
-    assert replays and set(replays) == {runner.graphs.plain}, "without ops, their kernels are left out"
+    assert replays and set(replays) == {runner.graphs.decoders[PLAIN]}, "without ops, their kernels are left out"
     eager.shutdown()
     captured.shutdown()
-    assert runner.graphs.plain is None
+    assert PLAIN not in runner.graphs.decoders
 
 
 def test_requests_with_ops_and_traces_beside_captured_passes(monkeypatch):
@@ -116,7 +118,7 @@ def test_modules_that_cannot_be_captured_run_eagerly(monkeypatch, caplog):
 
     monkeypatch.setattr(CudaGraphRunner, "capture", fail)
     lm = load("llama")
-    assert lm.runner.graph_runner is None and lm.runner.graphs.plain is None
+    assert not lm.runner.graphs.decoders
     assert "not permitted" in lm.runner.get_model().why_no_graphs and "run eagerly" in caplog.text
     lm.generate(PROMPTS, GREEDY)
     lm.shutdown()
@@ -191,10 +193,12 @@ def test_graphs_of_the_device_are_the_eager_passes(family):
     }
     captured = LM(hf_config=config, attention_backend="torch", **options)
     eager = LM(hf_config=config, attention_backend="torch", disable_cuda_graph=True, **options)
-    if family == "deepseek_v2" and captured.runner.graphs.plain is None:  # float32 experts wait for the device there
+    if family in EXPERTS and not captured.runner.graphs.decoders:  # transformers' float32 experts wait for the device
         assert "cannot be captured" in captured.runner.get_model().why_no_graphs
+        with LM(hf_config=config, attention_backend="torch", **options | {"dtype": "bfloat16"}) as lm:
+            assert set(lm.runner.graphs.decoders) == {DECLARED, PLAIN}
     else:
-        assert captured.runner.graphs.plain is not None and captured.runner.graph_runner is not None
+        assert set(captured.runner.graphs.decoders) == {DECLARED, PLAIN}
     prompts = [torch.randint(3, VOCAB, (n,)).tolist() for n in (5, 1, 9, 2)]
     steer = [[Steer("resid_post.0", torch.linspace(-1, 1, 32))], None, None, None]
     plain = [[out.token_ids for out in lm.generate(prompts, GREEDY)] for lm in (captured, eager)]

@@ -21,15 +21,17 @@ from .segments import DecodeSegments
 logger = logging.getLogger(__name__)
 
 
-class AdapterGraphs(NamedTuple):
-    """Captured decode passes with adapters, over one layout of the adapters' memory."""
+class DecodeVariant(NamedTuple):
+    """Decode passes that need graphs of their own."""
 
-    version: int
-    """`AdapterSlots.version` of the layout."""
-    declared: CudaGraphRunner
-    """With declared ops."""
-    plain: CudaGraphRunner | None
-    """Without, where such passes have graphs of their own."""
+    declares: bool
+    """Their graphs include the kernels of declared ops."""
+    adapted: bool
+    """Their graphs include the products of LoRA adapters."""
+
+
+DECLARED = DecodeVariant(declares=True, adapted=False)
+PLAIN = DecodeVariant(declares=False, adapted=False)
 
 
 class CapturedPasses:
@@ -39,10 +41,9 @@ class CapturedPasses:
         runner: the runner. Its model is loaded, and its pools are there when passes are captured.
 
     Attributes:
-        decode: decode passes; None where passes are not captured (a CPU, `disable_cuda_graph`).
-        plain: decode passes without declared ops, where `wants_plain`; else None.
+        decoders: decode passes by variant; empty where passes are not captured (a CPU, `disable_cuda_graph`). Variants without
+            declared ops are there where `wants_plain`, variants with adapters from the first LoRA adapter to the last.
         prefill: small passes with prompts; None where they are not captured.
-        adapted: decode passes with LoRA adapters, from the first adapter to the last; else None.
         segments: the parts of decode passes between blocks of traces; None where passes are not captured.
         prompt_segments: the same of passes with prompts.
     """
@@ -93,9 +94,9 @@ class CapturedPasses:
             logger.warning("no CUDA graphs are captured: %s", why_none)
             return 0
         try:
-            self.decode = CudaGraphRunner(runner)
+            self.decoders[DECLARED] = CudaGraphRunner(runner)
             if self.wants_plain:
-                self.plain = CudaGraphRunner(runner, declares=False)
+                self.decoders[PLAIN] = CudaGraphRunner(runner, declares=False)
         except RuntimeError as error:
             if model.fuses_ops or isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
@@ -106,59 +107,62 @@ class CapturedPasses:
         if sizes := self._prefill_sizes():
             self.prefill = PrefillGraphs(runner, sizes)
         kept = runner.server_config.max_segments
-        self.segments = DecodeSegments(self.decode, kept)
+        self.segments = DecodeSegments(self.decoders[DECLARED], kept)
         self.prompt_segments = None if self.prefill is None else PromptSegments(self.prefill, kept)
-        return sum(graphs.memory_usage for graphs in (self.decode, self.plain, self.prefill) if graphs is not None)
+        return sum(graphs.memory_usage for graphs in (*self.decoders.values(), self.prefill) if graphs is not None)
 
     def release(self) -> None:
         """Release all graphs and their memory."""
         self.release_adapted()
-        for graphs in (self.segments, self.prompt_segments, self.prefill, self.plain, self.decode):
+        for graphs in (self.segments, self.prompt_segments, self.prefill, *self.decoders.values()):
             if graphs is not None:
                 graphs.shutdown()
         self.clear()
 
     def clear(self) -> None:
         """Forget all graphs."""
-        self.decode: CudaGraphRunner | None = None
-        self.plain: CudaGraphRunner | None = None
+        self.decoders: dict[DecodeVariant, CudaGraphRunner] = {}
+        self._adapters_version: int | None = None
         self.prefill: PrefillGraphs | None = None
-        self.adapted: AdapterGraphs | None = None
         self.segments: DecodeSegments | None = None
         self.prompt_segments: PromptSegments | None = None
+
+    @property
+    def decode(self) -> CudaGraphRunner | None:
+        """The decode passes with declared ops and without adapters, whose buffers all others share."""
+        return self.decoders.get(DECLARED)
 
     # -- LoRA adapters ------------------------------------------------------------------
 
     def capture_adapted(self, adapters: AdapterSlots) -> None:
         """Capture decode passes over the adapters' memory, unless they are captured already."""
-        if self.decode is None or (self.adapted is not None and self.adapted.version == adapters.version):
+        if not self.decoders or self._adapters_version == adapters.version:
             return
         self.release_adapted()
-        declared = CudaGraphRunner(self._runner, adapted=self.decode)
         try:
-            plain = None if self.plain is None else CudaGraphRunner(self._runner, declares=False, adapted=self.plain)
+            for variant, graphs in list(self.decoders.items()):
+                adapted = CudaGraphRunner(self._runner, declares=variant.declares, adapted=graphs)
+                self.decoders[variant._replace(adapted=True)] = adapted
         except BaseException:
-            declared.shutdown()
+            self.release_adapted()
             raise
-        self.adapted = AdapterGraphs(adapters.version, declared, plain)
+        self._adapters_version = adapters.version
 
     def release_adapted(self) -> None:
         """Release the graphs of passes with adapters."""
-        adapted, self.adapted = self.adapted, None
-        for graphs in (None, None) if adapted is None else (adapted.declared, adapted.plain):
-            if graphs is not None:
-                graphs.shutdown()
+        self._adapters_version = None
+        for variant in [variant for variant in self.decoders if variant.adapted]:
+            self.decoders.pop(variant).shutdown()
 
     # -- which serve a pass ---------------------------------------------------------------
 
     def for_decode(self, batch: ForwardBatch) -> CudaGraphRunner | None:
         """The captured decode passes for a batch; None without such passes."""
-        rows, adapted = batch.adapters, self.adapted
-        if rows is None:
-            return (self.plain if batch.site_ops is None else None) or self.decode
-        if adapted is None or adapted.version != rows.version or not self.is_laid_out(batch):
+        rows = batch.adapters
+        if rows is not None and (self._adapters_version != rows.version or not self.is_laid_out(batch)):
             return None
-        return (adapted.plain if batch.site_ops is None else None) or adapted.declared
+        wanted = DecodeVariant(declares=batch.site_ops is not None, adapted=rows is not None)
+        return self.decoders.get(wanted) or self.decoders.get(wanted._replace(declares=True))
 
     def is_laid_out(self, batch: ForwardBatch) -> bool:
         """Whether input buffers have all that a captured decode pass reads of the batch's adapters."""
