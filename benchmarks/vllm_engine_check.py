@@ -104,7 +104,9 @@ def _checked(way: str, process: Any, out: Any, err: Any) -> dict[str, Any]:
 
 def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]:
     """Ops and captures of one engine against our own engine on the CPU, in float32 over the same weights."""
-    from pymllm_interp import LM, Ablate, Capture, Gate, Generated, Patch, Project, SamplingParams, Steer
+    from pymllm_interp import LM, Ablate, Capture, Gate, Patch, SamplingParams, Steer
+    from pymllm_interp.captures import Project
+    from pymllm_interp.interventions import Generated
 
     width = TINY["hidden_size"]
     vector = lambda seed, *shape: torch.randn(*(shape or (width,)), generator=torch.Generator().manual_seed(seed))  # noqa: E731

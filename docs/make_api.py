@@ -55,12 +55,13 @@ SECTIONS = [
     ),
     Section(
         "Traces", "What a `with` binds: `with lm.trace(prompt) as tracer:` ([traces](../use/trace.md)).",
-        ("hooks.traces.syntax.tracer:EngineTracer", "hooks.traces.syntax.tracer:EngineInvoker", "SavedSteps"), ("execute",),
+        ("hooks.traces.syntax.tracer:EngineTracer", "hooks.traces.syntax.tracer:EngineInvoker", "captures:SavedSteps"),
+        ("execute",),
     ),
     Section(
         "Sampling", "", ("SamplingParams", "core.structured.token_constraint:ConstraintSpec",
         "core.structured.token_constraint:TokenConstraint",
-        "StructuredOutputs", "allow_only", "ConstraintError"),
+        "sampling:StructuredOutputs", "sampling:allow_only", "sampling:ConstraintError"),
         ("greedy", "stop_strings"),
     ),
     Section(
@@ -75,32 +76,32 @@ SECTIONS = [
     ),
     Section(
         "Sites and positions", "Where a capture reads and an intervention acts.",
-        ("Site", "Generated"),
+        ("captures:Site", "interventions:Generated"),
     ),
     Section(
         "Captures", "Declared reads ([captures](../use/capture.md)).",
-        ("Capture", "Project", "Activations"), ("add", "as_arrived", *PLUMBING),
+        ("Capture", "captures:Project", "Activations"), ("add", "as_arrived", *PLUMBING),
     ),
     Section(
         "SAEs and lenses", "Reductions of captures, and the files that they read ([captures](../use/capture.md)).",
-        ("SAE", "Features", "Lens", "TunedLens", "JacobianLens"), PLUMBING,
+        ("SAE", "captures:Features", "captures:Lens", "captures:TunedLens", "captures:JacobianLens"), PLUMBING,
     ),
     Section(
         "Interventions", "Declared edits ([interventions](../use/intervene.md)).",
         ("hooks.interventions.op:Op", "Steer", "Ablate", "Clamp",
-        "Scale", "Patch", "Knockout", "Gate", "SetFeature"),
+        "Scale", "Patch", "interventions:Knockout", "Gate", "interventions:SetFeature"),
         PLUMBING,
     ),
     Section(
         "Harvests", "Captures of a corpus on disk ([harvest](../guides/harvest.md)).",
-        ("open_harvest", "Harvest", "harvest.reader:Shard", "harvest.reader:ShardedRows",
+        ("harvest:open_harvest", "harvest:Harvest", "harvest.reader:Shard", "harvest.reader:ShardedRows",
         "harvest.run:HarvestResult"),
     ),
     Section(
         "Toolkit", "What the experiments of an `LM` return, and `contrast` ([toolkit](../guides/toolkit.md)).",
         ("toolkit.sweep_result:PatchSweep", "toolkit.sweep_result:SweepCell", "toolkit.attribution_result:Attribution",
-        "toolkit.attribution_result:Completeness", "toolkit.attribution_result:Attributed", "contrast",
-        "toolkit.contrast:ControlVectors"),
+        "toolkit.attribution_result:Completeness", "toolkit.attribution_result:Attributed", "toolkit:contrast",
+        "toolkit:ControlVectors"),
     ),
     Section(
         "Plots", "`from pymllm_interp import plots` ([other libraries](../guides/libraries.md)).",
@@ -111,14 +112,14 @@ SECTIONS = [
         "Errors", "What is raised, beside Python's own errors.",
         ("utils.arguments:PromptError", "models.registry:UnsupportedModelError", "models.weights.loading:WeightsError",
         "client.handle:RequestError",
-        "client.handle:EngineClosedError", "CaptureError", "HarvestError",
+        "client.handle:EngineClosedError", "captures:CaptureError", "harvest:HarvestError",
         "hooks.traces.blocks.errors:TraceError", "hooks.traces.blocks.errors:EditError", "hooks.traces.blocks.errors:GangError",
         "hooks.traces.blocks.errors:MixedRowsError",
         "hooks.traces.blocks.errors:TraceTimeoutError"),
     ),
     Section(
         "Runners", "The forward passes of an engine ([how a step runs](../internals/step.md)).",
-        ("ModelRunner", "InterpModelRunner"),
+        ("runner:ModelRunner", "runner:InterpModelRunner"),
     ),
 ]  # fmt: skip
 

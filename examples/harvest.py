@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from pymllm_interp import LM, Harvest, open_harvest
+from pymllm_interp import LM
+from pymllm_interp.harvest import Harvest, open_harvest
 
 SEA = ("ocean", "wave", "sailor", "whale", "ship", "harbour")
 OFFICE = ("desk", "meeting", "clerk", "printer", "manager", "letter")

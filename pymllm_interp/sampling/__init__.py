@@ -1,5 +1,6 @@
 """Sampling: from logits to tokens and their log probabilities."""
 
+from ..core.structured.structured_outputs import StructuredOutputs
 from ..core.structured.token_constraint import ConstraintError, ConstraintSpec, TokenConstraint
 from .bitmasks import BitmaskRows, TokenMasks, allow_only
 from .logprobs import LogprobTensors, gather_logprobs, prompt_logprobs
@@ -22,6 +23,7 @@ __all__ = [
     "SamplerOutput",
     "SamplingBatch",
     "SamplingRequest",
+    "StructuredOutputs",
     "TokenConstraint",
     "TokenMasks",
     "VerifiedTokens",

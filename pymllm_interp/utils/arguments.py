@@ -1,7 +1,8 @@
-"""Errors of arguments: prompts that cannot be served, and unknown keywords."""
+"""Errors of arguments: prompts that cannot be served, and unknown keywords. Warnings of names that go."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral
@@ -30,6 +31,15 @@ def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere:
             near = get_close_matches(name[:SHOWN], known, n=1)
             hint = elsewhere.get(name) or (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
             raise TypeError(f"{who}() has no argument {shown(name)}: {hint}")
+
+
+def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
+    """Issue a DeprecationWarning for a name that works for one more version.
+
+    Args:
+        stacklevel: as of `warnings.warn`; 3 is the caller of the function that calls this one.
+    """
+    warnings.warn(f"pymllm-interp 0.2 removes {old}: use {new}", DeprecationWarning, stacklevel)
 
 
 def shown(value: Any) -> str:

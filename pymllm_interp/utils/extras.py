@@ -1,11 +1,14 @@
-"""Names in files that import a library of an extra: found when they are used."""
+"""Names that are imported when they are first used, and libraries of extras."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
+
+from .busy_cores import share_cores
 
 
 def install_command(extra: str) -> str:
@@ -30,21 +33,41 @@ def library_of_extra(what: str, library: str, extra: str) -> Iterator[None]:
         raise ModuleNotFoundError(f"{what} needs {needed}: {install_command(extra)}", name=error.name) from error
 
 
-def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:
-    """A package's `__getattr__`.
+def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's `__getattr__`, which imports a name's file when the name is first used.
 
     Args:
         module: the package's `__name__`.
-        extra: of pymllm-interp, which installs the libraries.
-        homes: name -> its file, and the library that it needs. A file's own name is the module.
+        homes: name -> its file. A file's own name is the module.
+
+    Raises:
+        AttributeError: another name. The message has the closest one, or all.
     """
 
     def find(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
-        home, library = homes[name]
-        with library_of_extra(f"{module}.{name}", library, extra):
-            found = import_module(f".{home}", module)
-        return found if name == home else getattr(found, name)
+            near = get_close_matches(name, homes, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(homes))}"
+            raise AttributeError(f"module {module!r} has no attribute {name!r}; {hint}")
+        share_cores()  # most names import torch
+        found = import_module(f".{homes[name]}", module)
+        return found if name == homes[name] else getattr(found, name)
 
     return find
+
+
+def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:
+    """`lazy_names`, where the files import libraries of an extra.
+
+    Args:
+        extra: of pymllm-interp, which installs the libraries.
+        homes: name -> its file, and the library that it needs.
+    """
+    find = lazy_names(module, {name: home for name, (home, _) in homes.items()})
+
+    def find_with_library(name: str) -> Any:
+        _, library = homes.get(name, ("", ""))
+        with library_of_extra(f"{module}.{name}", library, extra):
+            return find(name)
+
+    return find_with_library

@@ -16,11 +16,12 @@ from helpers_families import points_of, states_of
 from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 
-from pymllm_interp import LM, Knockout, SamplingParams, Scale, Steer
+from pymllm_interp import LM, SamplingParams, Scale, Steer
 from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.result import HarvestError
+from pymllm_interp.interventions import Knockout
 from pymllm_interp.models.adapters.peft_config import AdapterError
 from pymllm_interp.runner.graphs.captured_passes import DECLARED
 from pymllm_interp.utils.arguments import PromptError

@@ -13,8 +13,9 @@ from helpers_runner import random_ids
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from pymllm_interp import LM, Knockout, SamplingParams
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import create_attention_backend
+from pymllm_interp.interventions import Knockout
 from pymllm_interp.mem_cache.kv_pool import KVPool
 from pymllm_interp.models.weights.loading import WeightsError
 from pymllm_interp.utils.kv_rows import FP8, read_rows, write_rows

@@ -14,10 +14,12 @@ from conftest import held
 from helpers_graphs import use_eager_graphs
 from transformers import PreTrainedModel
 
-from pymllm_interp import LM, Ablate, Generated, Knockout, SamplingParams, Steer, open_harvest
+from pymllm_interp import LM, Ablate, SamplingParams, Steer
 from pymllm_interp.attention import cut_edges
 from pymllm_interp.core.model_spec import FAMILIES as FAMILY_ROWS
+from pymllm_interp.harvest import open_harvest
 from pymllm_interp.hooks.positions import ordinals_of, windows_of
+from pymllm_interp.interventions import Generated, Knockout
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss")
 PROMPT = [5, 17, 3, 80, 44, 9, 61]

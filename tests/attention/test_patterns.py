@@ -13,10 +13,11 @@ from conftest import CONFIGS, held
 from helpers_declared import lms
 from helpers_runner import random_ids
 
-from pymllm_interp import Activations, Capture, Generated, Knockout, Patch, SamplingParams, Scale
+from pymllm_interp import Activations, Capture, Patch, SamplingParams, Scale
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits
 from pymllm_interp.hooks.declared import Declared
+from pymllm_interp.interventions import Generated, Knockout
 from pymllm_interp.wire.specs import capture_of, to_json
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []

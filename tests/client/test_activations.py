@@ -13,7 +13,8 @@ from conftest import CONFIGS
 from helpers_declared import lms, prompt_of, vector
 from safetensors.torch import load_file, save_file
 
-from pymllm_interp import LM, Activations, Capture, Lens, Project, SamplingParams
+from pymllm_interp import LM, Activations, Capture, SamplingParams
+from pymllm_interp.captures import Lens, Project
 from pymllm_interp.hooks.captures.activations import CaptureError
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")

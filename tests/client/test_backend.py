@@ -14,7 +14,7 @@ import torch
 from helpers_server import KEYS, Server
 from helpers_vllm import HAS_VLLM, assert_close, assert_close_tensor, save_model, vllm_lm
 
-from pymllm_interp import LM, SAE, Ablate, Capture, Generated, InterpModelRunner, SamplingParams, SetFeature, Steer
+from pymllm_interp import LM, SAE, Ablate, Capture, SamplingParams, Steer
 from pymllm_interp.client.backend import Backend, Submission
 from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.client.handle import RequestHandle
@@ -22,6 +22,8 @@ from pymllm_interp.client.local_backend import LocalBackend
 from pymllm_interp.client.remote.remote_backend import RemoteBackend
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.events import EngineClosedError
+from pymllm_interp.interventions import Generated, SetFeature
+from pymllm_interp.runner import InterpModelRunner
 from pymllm_interp.utils.arguments import PromptError
 
 PROMPT = "w3 w14 w15 w9"

@@ -449,14 +449,6 @@ def test_what_was_not_asked_for_is_none(lm: LM, lm_of: Callable[..., LM]) -> Non
     assert logits.logprobs and logits.cumulative_logprob is None and logits.perplexity is None
 
 
-def test_dir_of_the_package_is_its_public_names() -> None:
-    import pymllm_interp
-    import pymllm_interp.lm  # a submodule that was imported is no public name
-
-    assert set(dir(pymllm_interp)) == {*pymllm_interp.__all__, "__version__"}
-    assert all(hasattr(pymllm_interp, name) for name in dir(pymllm_interp))
-
-
 # -- endless inputs -----------------------------------------------------------------------------------
 
 

@@ -12,7 +12,8 @@ from helpers_declared import prompt_of
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from pymllm_interp import LM, Capture, Patch, SamplingParams, Site, Steer
+from pymllm_interp import LM, Capture, Patch, SamplingParams, Steer
+from pymllm_interp.captures import Site
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.utils.arguments import PromptError
 

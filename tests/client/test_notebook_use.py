@@ -17,25 +17,13 @@ import torch
 from helpers_declared import prompt_of
 from helpers_saes import random_sae
 
-from pymllm_interp import (
-    LM,
-    Ablate,
-    Capture,
-    Clamp,
-    Features,
-    Gate,
-    Knockout,
-    Lens,
-    Patch,
-    SamplingParams,
-    Scale,
-    SetFeature,
-    Steer,
-)
+from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
+from pymllm_interp.captures import Features, Lens
 from pymllm_interp.client.calls.known_names import fits_name
 from pymllm_interp.client.notebook.tab_completion import set_up_completion
 from pymllm_interp.client.request_options import OPTIONS, TRACE_OPTIONS
 from pymllm_interp.hooks.site import expand
+from pymllm_interp.interventions import Knockout, SetFeature
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 VECTOR = torch.ones(72)

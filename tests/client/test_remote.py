@@ -13,20 +13,11 @@ import torch
 from helpers_server import CLOSE, KEYS
 from registry_configs import registry_config
 
-from pymllm_interp import (
-    LM,
-    SAE,
-    Ablate,
-    Capture,
-    Gate,
-    Generated,
-    SamplingParams,
-    SavedSteps,
-    SetFeature,
-    Steer,
-    contrast,
-)
+from pymllm_interp import LM, SAE, Ablate, Capture, Gate, SamplingParams, Steer
+from pymllm_interp.captures import SavedSteps
 from pymllm_interp.client.remote.remote_backend import config_of
+from pymllm_interp.interventions import Generated, SetFeature
+from pymllm_interp.toolkit import contrast
 from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.wire import trace_payload
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers_structured import dumped, ending_bias, random_pattern, random_schema, save_model
 
-from pymllm_interp import LM, SamplingParams, Steer, StructuredOutputs
+from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.sampling import StructuredOutputs
 
 pytest.importorskip("xgrammar")
 pytestmark = pytest.mark.local

@@ -13,8 +13,9 @@ from conftest import CONFIGS, VOCAB, held
 from helpers_declared import WAYS, lms, vector
 from helpers_outputs import assert_equal
 
-from pymllm_interp import LM, Ablate, Capture, Gate, Knockout, Patch, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Ablate, Capture, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.client.completion import RequestOutput
+from pymllm_interp.interventions import Knockout
 from pymllm_interp.runner.executions import Executions
 
 LmOf = Callable[..., LM]

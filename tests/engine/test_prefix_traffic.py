@@ -17,8 +17,9 @@ from conftest import CONFIGS, VOCAB, held
 from helpers_declared import lms, vector
 from helpers_outputs import assert_equal
 
-from pymllm_interp import LM, Capture, Gate, Generated, Knockout, Patch, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Capture, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.client.completion import RequestOutput
+from pymllm_interp.interventions import Generated, Knockout
 
 WIDTH = CONFIGS["llama"]().hidden_size
 VECTORS = [4 * vector(WIDTH, seed) for seed in range(2)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers_runner import Steps, make_runner, random_ids
 
-from pymllm_interp import Ablate, Capture, Gate, InterpModelRunner, Steer
+from pymllm_interp import Ablate, Capture, Gate, Steer
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import (
@@ -25,6 +25,7 @@ from pymllm_interp.core.step import (
 from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.step_results import append_logprobs
 from pymllm_interp.engine.stopping import take
+from pymllm_interp.runner import InterpModelRunner
 
 
 def request_of(max_tokens: int = 8, **kwargs: Any) -> Request:

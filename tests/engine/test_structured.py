@@ -17,10 +17,11 @@ from helpers_drafts import Told
 from helpers_structured import ending_bias, save_model
 from transformers import AutoTokenizer
 
-from pymllm_interp import LM, ConstraintError, SamplingParams, Steer, StructuredOutputs
+from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.engine import constraints
 from pymllm_interp.engine.grammars import grammar_constraint, grammars
+from pymllm_interp.sampling import ConstraintError, StructuredOutputs
 from pymllm_interp.sampling.bitmasks import allows, empty_bitmask
 from pymllm_interp.server.response_format import ResponseFormat
 from pymllm_interp.utils.arguments import PromptError

@@ -15,7 +15,8 @@ import torch
 from conftest import tiny_tokenizer
 from helpers_served import served
 
-from pymllm_interp import LM, Ablate, Generated, SamplingParams, Steer
+from pymllm_interp import LM, Ablate, SamplingParams, Steer
+from pymllm_interp.interventions import Generated
 from pymllm_interp.utils.arguments import PromptError
 
 pytestmark = pytest.mark.local

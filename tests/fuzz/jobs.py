@@ -11,8 +11,9 @@ from typing import Any, Self
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from pymllm_interp import Capture, SamplingParams, open_harvest
+from pymllm_interp import Capture, SamplingParams
 from pymllm_interp.core.model_spec import ModelSpec
+from pymllm_interp.harvest import open_harvest
 
 from .results import Differs, compare, of_activations, of_output, of_receipt, sharing_of
 from .world import OF_PROMPTS, OfSAE, World, captures_of_prompts, random_captures, random_ops

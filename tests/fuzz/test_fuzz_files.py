@@ -22,7 +22,8 @@ from helpers_adapters import change_config, write_adapter
 from helpers_gguf import announcing, overlapping
 from safetensors.torch import save_file
 
-from pymllm_interp import LM, SAE, JacobianLens, SamplingParams, TunedLens
+from pymllm_interp import LM, SAE, SamplingParams
+from pymllm_interp.captures import JacobianLens, TunedLens
 from pymllm_interp.hooks.saes.formats import read_tensors
 from pymllm_interp.hooks.vectors.files import load_layer_vectors, origin_of, save_layer_vectors
 from pymllm_interp.models.adapters.peft_config import AdapterError

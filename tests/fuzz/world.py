@@ -10,25 +10,11 @@ from typing import Any
 
 import torch
 
-from pymllm_interp import (
-    LM,
-    SAE,
-    Ablate,
-    Capture,
-    Clamp,
-    Features,
-    Gate,
-    Generated,
-    Knockout,
-    Lens,
-    Patch,
-    Project,
-    Scale,
-    SetFeature,
-    Steer,
-)
+from pymllm_interp import LM, SAE, Ablate, Capture, Clamp, Gate, Patch, Scale, Steer
+from pymllm_interp.captures import Features, Lens, Project
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.site import Site, expand
+from pymllm_interp.interventions import Generated, Knockout, SetFeature
 
 KINDS = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 INNER_KINDS = ("q", "k", "v", "z", "mlp_act")

@@ -12,7 +12,8 @@ from conftest import held, random_model
 from helpers_gpu import CONFIGS
 from helpers_runner import random_ids
 
-from pymllm_interp import LM, Generated, Knockout, SamplingParams, Steer
+from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.interventions import Generated, Knockout
 
 pytestmark = pytest.mark.gpu
 

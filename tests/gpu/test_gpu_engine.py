@@ -13,8 +13,9 @@ from helpers_devices import ways
 from helpers_gpu import CONFIGS
 from helpers_runner import random_ids
 
-from pymllm_interp import LM, ModelRunner, SamplingParams
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
+from pymllm_interp.runner import ModelRunner
 from pymllm_interp.runner.async_output import AsyncOutput, output_copy_stream
 
 pytestmark = pytest.mark.gpu

@@ -25,13 +25,14 @@ import torch
 from helpers_harvest import ALONE, corpus
 from safetensors.torch import load_file
 
-from pymllm_interp import LM, Capture, Generated, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
 from pymllm_interp.harvest.reader import Harvest, open_harvest
 from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.harvest.size import expected_bytes
 from pymllm_interp.hooks.captures.activations import CaptureError
 from pymllm_interp.hooks.captures.rows import GroupRows
 from pymllm_interp.hooks.captures.spec import Project
+from pymllm_interp.interventions import Generated
 from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 from pymllm_interp.utils.arguments import PromptError
 

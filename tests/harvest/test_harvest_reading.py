@@ -12,8 +12,9 @@ import torch
 from helpers_declared import vector
 from helpers_harvest import ALONE, corpus
 
-from pymllm_interp import Capture, HarvestError, Project, Site, Steer
-from pymllm_interp.harvest import progress
+from pymllm_interp import Capture, Steer
+from pymllm_interp.captures import Project, Site
+from pymllm_interp.harvest import HarvestError, progress
 from pymllm_interp.harvest.reader import open_harvest
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers_runner import random_ids
 
-from pymllm_interp import LM, Capture, Lens, Project, SamplingParams, Steer
+from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp.captures import Lens, Project
 from pymllm_interp.hooks import declarations
 
 pytestmark = pytest.mark.local  # looks into an engine of this process

@@ -26,7 +26,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from pymllm_interp import ModelRunner
 from pymllm_interp.attention import torch_backend
 from pymllm_interp.core.forward_batch import ForwardMode, Waits
 from pymllm_interp.core.norm_kind import RMS_OFFSET
@@ -36,6 +35,7 @@ from pymllm_interp.layers.dispatch import kernels_for, triton_kernels_for
 from pymllm_interp.layers.linear import Linear
 from pymllm_interp.mem_cache import KVPool
 from pymllm_interp.models.native import cpu_layer
+from pymllm_interp.runner import ModelRunner
 from pymllm_interp.runner.partition import Execution
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")

@@ -12,7 +12,8 @@ import torch
 from family_configs import SETTINGS, VOCAB, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pymllm_interp import LM, Knockout, SamplingParams, Scale, Steer
+from pymllm_interp import LM, SamplingParams, Scale, Steer
+from pymllm_interp.interventions import Knockout
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 FAMILIES = "gpt2", "gemma2", "qwen2_moe", "gptj", "bloom", "mpt", "gpt_oss", "llama4_text", "deepseek_v2", "phi3"

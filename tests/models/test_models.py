@@ -11,9 +11,9 @@ from conftest import COMMON, CONFIGS, random_model
 from helpers_runner import ByHand, make_runner, random_ids
 from transformers import LlamaConfig, PreTrainedModel
 
-from pymllm_interp import ModelRunner
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
 from pymllm_interp.layers.gemm import Gemm
+from pymllm_interp.runner import ModelRunner
 from pymllm_interp.runner.partition import Execution
 
 FAMILIES = sorted(CONFIGS)

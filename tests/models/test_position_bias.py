@@ -11,7 +11,8 @@ from helpers_classes import GREEDY, TOLERANCE, check_chunks, greedily, load, ora
 from helpers_graphs import use_eager_graphs
 from nnsight.modeling.transformers import TransformersModel
 
-from pymllm_interp import LM, Capture, Lens, SamplingParams, Steer
+from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp.captures import Lens
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -12,10 +12,11 @@ from helpers_classes import GREEDY, TOLERANCE, check_chunks, greedily, load, ora
 from recurrent_configs import RECURRENT
 from registry_configs import registry_config
 
-from pymllm_interp import LM, Knockout, SamplingParams, Steer
+from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.unsupported import UnsupportedModelError
+from pymllm_interp.interventions import Knockout
 from pymllm_interp.layers import delta
 from pymllm_interp.mem_cache.state_pool import StateLayout, StatePool, slot_bytes
 from pymllm_interp.models.adapters.peft_config import AdapterError

@@ -14,7 +14,9 @@ from helpers_adapters import adapted, write_adapter
 from helpers_classes import GREEDY, TOLERANCE, check_chunks, greedily, load, oracle_of, random_prompt
 from helpers_graphs import use_eager_graphs
 
-from pymllm_interp import Capture, Knockout, Lens, Patch, SamplingParams, Steer
+from pymllm_interp import Capture, Patch, SamplingParams, Steer
+from pymllm_interp.captures import Lens
+from pymllm_interp.interventions import Knockout
 from pymllm_interp.models.adapters.peft_config import AdapterError
 
 SPARSE = "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"

@@ -22,11 +22,12 @@ from helpers_graphs import use_eager_captures, use_eager_graphs
 from helpers_runner import ByHand, make_runner, random_ids
 from transformers import LlamaConfig
 
-from pymllm_interp import LM, ModelRunner, SamplingParams
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import AttentionBackend
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.step import LogitsProcessorOutput, SchedulerOutput
 from pymllm_interp.layers.edits.host import HostOps
+from pymllm_interp.runner import ModelRunner
 from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.graphs.cuda_graph_runner import (
     CudaGraphRunner,

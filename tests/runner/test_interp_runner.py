@@ -18,13 +18,14 @@ from helpers_runner import Steps, make_runner, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pymllm_interp import LM, InterpModelRunner, ModelRunner, SamplingParams
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.step import ModelRunnerOutput, RequestHooks, ScheduledRequest, SchedulerOutput
 from pymllm_interp.hooks.traces.blocks.trace import RequestTrace
 from pymllm_interp.hooks.traces.serving.batch_groups import NNsightRequestHelper
 from pymllm_interp.hooks.traces.serving.interleaver import EngineInterleaver
 from pymllm_interp.hooks.traces.syntax.envoy import TracedModel
+from pymllm_interp.runner import InterpModelRunner, ModelRunner
 from pymllm_interp.runner.async_output import AsyncOutput
 
 PROMPT = [5, 17, 3, 80, 44, 9, 61]

@@ -18,7 +18,7 @@ from conftest import COMMON, CONFIGS
 from helpers_runner import ByHand, Steps, make_runner, random_ids
 from transformers import GPTJConfig, LlamaConfig, Qwen3Config
 
-from pymllm_interp import LM, ModelRunner, SamplingParams
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import AttentionBackend, TorchAttnBackend, attention_workspace_bytes
 from pymllm_interp.attention.flashinfer_backend import WORKSPACE_BYTES
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -28,7 +28,7 @@ from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput
 from pymllm_interp.mem_cache import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from pymllm_interp.models.registry import UnsupportedModelError
 from pymllm_interp.models.weights.loading import WeightsError
-from pymllm_interp.runner import async_output, model_runner
+from pymllm_interp.runner import ModelRunner, async_output, model_runner
 from pymllm_interp.runner.device_memory import get_available_gpu_memory, get_total_gpu_memory
 from pymllm_interp.runner.executions import Executions
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner

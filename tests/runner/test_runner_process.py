@@ -14,11 +14,13 @@ from conftest import held
 from helpers_constraints import Alternating, OnlyThese
 from runner_process import WorkerProcess
 
-from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Knockout, Lens, Patch, SamplingParams, Steer
+from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Steer
+from pymllm_interp.captures import Lens
 from pymllm_interp.client import local_backend
 from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput
 from pymllm_interp.hooks.captures.spec import Project
+from pymllm_interp.interventions import Knockout
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 from pymllm_interp.sampling import TokenMasks

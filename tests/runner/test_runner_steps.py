@@ -17,10 +17,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pymllm_interp import ModelRunner, SamplingParams
+from pymllm_interp import SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.step import ModelRunnerOutput, NewRequest, PageWrite, ScheduledRequest, SchedulerOutput
+from pymllm_interp.runner import ModelRunner
 from pymllm_interp.runner.model_runner import Execution
 from pymllm_interp.runner.partition import Partition
 from pymllm_interp.runner.request_state import RequestState

@@ -15,14 +15,14 @@ from conftest import CONFIGS
 from helpers_drafts import Told
 from helpers_runner import make_runner, random_ids
 
-from pymllm_interp import LM, InterpModelRunner, ModelRunner, SamplingParams
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput, RequestHooks, SchedulerOutput
 from pymllm_interp.hooks.traces.blocks.trace import RequestTrace
 from pymllm_interp.hooks.traces.serving.rows import rows_of_step
 from pymllm_interp.hooks.traces.syntax.envoy import TracedModel
-from pymllm_interp.runner import device_memory, model_runner, seed_names
+from pymllm_interp.runner import InterpModelRunner, ModelRunner, device_memory, model_runner, seed_names
 from pymllm_interp.runner.stages.stage import PassDemands
 from pymllm_interp.runner.stages.traced_stage import TracedStage
 from pymllm_interp.server.process.served_model import ServedModel

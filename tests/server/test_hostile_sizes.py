@@ -13,11 +13,12 @@ import msgspec
 import pytest
 import torch
 
-from pymllm_interp import Capture, Generated, Knockout, SamplingParams, Scale
+from pymllm_interp import Capture, SamplingParams, Scale
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.limits import MAX_SPECS
 from pymllm_interp.hooks.captures.reductions.lens import Lens
 from pymllm_interp.hooks.positions import windows_of
+from pymllm_interp.interventions import Generated, Knockout
 from pymllm_interp.server.process.engine_server import EngineServer
 from pymllm_interp.server.process.outbox import Outbox
 from pymllm_interp.server.process.served_model import ServedModel

@@ -24,7 +24,9 @@ from helpers_replicas import SILENCE, Replicas, greeted, replicas_of
 from helpers_server import CLOSE, KEYS, SECONDS, Server
 from safetensors.torch import save, save_file
 
-from pymllm_interp import LM, Capture, Features, SamplingParams, Scale, SetFeature, Steer
+from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
+from pymllm_interp.captures import Features
+from pymllm_interp.interventions import SetFeature
 from pymllm_interp.server.engines.roster import LinkKeys, Replica
 from pymllm_interp.wire import messages as m
 

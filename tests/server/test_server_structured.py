@@ -17,9 +17,10 @@ from helpers_structured import byte_tokenizer, ending_bias, save_model
 from openai import OpenAI
 from pydantic import BaseModel
 
-from pymllm_interp import LM, SamplingParams, StructuredOutputs
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.engine.grammars import grammars
+from pymllm_interp.sampling import StructuredOutputs
 from pymllm_interp.server.process.engine_server import SUBMITTERS, EngineServer
 from pymllm_interp.server.process.outbox import Outbox
 from pymllm_interp.server.process.served_model import ServedModel

@@ -11,7 +11,8 @@ import pytest
 from helpers_structured import ending_bias, save_model
 from pydantic import TypeAdapter
 
-from pymllm_interp import LM, SamplingParams, StructuredOutputs
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.sampling import StructuredOutputs
 from pymllm_interp.server.settings import ServeSettings
 from pymllm_interp.server.tools import calls
 from pymllm_interp.server.tools.calls import HarmonyParts, HermesCalls, LlamaCalls, MistralCalls

@@ -19,8 +19,9 @@ from helpers_constraints import Alternating, OnlyThese
 from helpers_declared import lms, vector
 from helpers_drafts import Told, checked_steps
 
-from pymllm_interp import LM, Capture, Gate, Generated, Knockout, Patch, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Capture, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.client.completion import CompletionOutput, RequestOutput
+from pymllm_interp.interventions import Generated, Knockout
 
 pytestmark = pytest.mark.local  # looks into an engine of this process
 WIDTH = CONFIGS["llama"]().hidden_size

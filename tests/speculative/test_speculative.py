@@ -17,7 +17,7 @@ from helpers_declared import lms, vector
 from helpers_drafts import KINDS, Faulty, Told, checked_steps
 from helpers_runner import random_ids
 
-from pymllm_interp import LM, Capture, Gate, Knockout, SamplingParams, Steer
+from pymllm_interp import LM, Capture, Gate, SamplingParams, Steer
 from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ServerConfig
@@ -32,6 +32,7 @@ from pymllm_interp.core.request_drafts import (
 from pymllm_interp.core.step import SchedulerOutput
 from pymllm_interp.core.structured.token_constraint import ConstraintError
 from pymllm_interp.core.unsupported import OPTIONS
+from pymllm_interp.interventions import Knockout
 from pymllm_interp.runner import executions
 from pymllm_interp.sampling import RejectionSampler
 from pymllm_interp.server.vllm_flags import hint_of

@@ -16,7 +16,7 @@ from conftest import VOCAB
 from helpers_graphs import use_eager_graphs
 from helpers_runner import part_of
 
-from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, Scale, Steer
+from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, Scale, Steer
 from pymllm_interp.core.model_spec import Family, ModelSpec
 from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.egress.copier import BlockCopies
@@ -26,6 +26,7 @@ from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import WITHOUT_LAYER, Site, expand
+from pymllm_interp.interventions import Generated
 from pymllm_interp.kernels.cpu.block_copies import load_block_copies
 from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.stages.declared_stage import DeclaredStage

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from pymllm_interp import Ablate, Clamp, Generated, Patch, Scale, Steer
+from pymllm_interp import Ablate, Clamp, Patch, Scale, Steer
+from pymllm_interp.interventions import Generated
 
 
 def in_double(op: Any, x: torch.Tensor, prompt_len: int) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from pymllm_interp import ModelRunner
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
 from pymllm_interp.core.model_spec import ModelSpec
@@ -18,6 +17,7 @@ from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.scheduler import Scheduler
+from pymllm_interp.runner import ModelRunner
 from pymllm_interp.runner.partition import Execution
 
 

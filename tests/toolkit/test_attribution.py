@@ -18,9 +18,9 @@ from rich.console import Console
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 
-from pymllm_interp import LM, Capture, SamplingParams, Steer, contrast
+from pymllm_interp import LM, Capture, SamplingParams, Steer
 from pymllm_interp.core.model_spec import FAMILIES
-from pymllm_interp.toolkit.contrast import ControlVectors
+from pymllm_interp.toolkit import ControlVectors, contrast
 from pymllm_interp.utils.arguments import PromptError
 
 RESULTS = GOLDEN / "attribution.safetensors"

@@ -15,7 +15,8 @@ from helpers_paths import ROOT
 from rich.console import Console
 from transformers import LlamaConfig
 
-from pymllm_interp import LM, Patch, SamplingParams, Site, Steer
+from pymllm_interp import LM, Patch, SamplingParams, Steer
+from pymllm_interp.captures import Site
 from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.plots import Plot
 from pymllm_interp.toolkit.wavefront import WaveCell, Wavefront

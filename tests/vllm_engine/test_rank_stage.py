@@ -12,13 +12,15 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from pymllm_interp import Ablate, Capture, Gate, Generated, Patch, Project, Scale, Steer
+from pymllm_interp import Ablate, Capture, Gate, Patch, Scale, Steer
+from pymllm_interp.captures import Project
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core import norm_kind
 from pymllm_interp.core.model_spec import EMBED_SITE, ModelSpec, final_norm_site, input_add
 from pymllm_interp.core.step import RequestEnd, RequestHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
+from pymllm_interp.interventions import Generated
 from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
 from pymllm_interp.vllm_engine.worker.stage import RankStage
 

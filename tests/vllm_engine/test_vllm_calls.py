@@ -24,23 +24,9 @@ from helpers_vllm import (
     vllm_lm,
 )
 
-from pymllm_interp import (
-    LM,
-    Ablate,
-    Capture,
-    Clamp,
-    Features,
-    Gate,
-    Generated,
-    Knockout,
-    Lens,
-    Patch,
-    Project,
-    SamplingParams,
-    Scale,
-    SetFeature,
-    Steer,
-)
+from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
+from pymllm_interp.captures import Features, Lens, Project
+from pymllm_interp.interventions import Generated, Knockout, SetFeature
 from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 

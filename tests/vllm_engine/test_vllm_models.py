@@ -24,21 +24,10 @@ from helpers_vllm import (
     vllm_lm,
 )
 
-from pymllm_interp import (
-    LM,
-    Ablate,
-    Capture,
-    Clamp,
-    Gate,
-    Generated,
-    Lens,
-    Patch,
-    Project,
-    SamplingParams,
-    Scale,
-    Steer,
-)
+from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
+from pymllm_interp.captures import Lens, Project
 from pymllm_interp.core.events import EngineClosedError
+from pymllm_interp.interventions import Generated
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 
 pytestmark = needs_vllm

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from pymllm_interp import LM, Capture, Clamp, Generated, SamplingParams, Steer
+from pymllm_interp import LM, Capture, Clamp, SamplingParams, Steer
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.step import RequestHooks
 from pymllm_interp.hooks.declarations import BoundHooks
 from pymllm_interp.hooks.declared import Declared
+from pymllm_interp.interventions import Generated
 from pymllm_interp.models.weights.source import ModelSource
 from pymllm_interp.server.http.errors import api_error
 from pymllm_interp.vllm_engine import payloads, versions

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from pymllm_interp import Capture, Project
+from pymllm_interp import Capture
+from pymllm_interp.captures import Project
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.step import RequestEnd, RequestHooks

@@ -38,9 +38,10 @@ from helpers_heads import in_double
 from helpers_runner import random_ids
 from helpers_simulation import POLICIES, Simulation
 
-from pymllm_interp import LM, Capture, Generated, SamplingParams, Steer, open_harvest
+from pymllm_interp import LM, Capture, SamplingParams, Steer
 from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec, site_index
 from pymllm_interp.core.request import Request
+from pymllm_interp.harvest import open_harvest
 from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.activations import Activations, CaptureError
 from pymllm_interp.hooks.captures.egress.admission import ring_captures
@@ -52,6 +53,7 @@ from pymllm_interp.hooks.captures.rows import CapturedRows
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.site import Site, expand
+from pymllm_interp.interventions import Generated
 from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")

@@ -15,26 +15,15 @@ from helpers_paths import GOLDEN
 from helpers_saes import random_sae
 from safetensors.torch import load_file, save_file
 
-from pymllm_interp import (
-    LM,
-    SAE,
-    Activations,
-    Capture,
-    Features,
-    Generated,
-    JacobianLens,
-    Lens,
-    Project,
-    SamplingParams,
-    Steer,
-    TunedLens,
-    open_harvest,
-)  # fmt: skip
+from pymllm_interp import LM, SAE, Activations, Capture, SamplingParams, Steer
+from pymllm_interp.captures import Features, JacobianLens, Lens, Project, TunedLens
 from pymllm_interp.core.model_spec import ModelSpec
+from pymllm_interp.harvest import open_harvest
 from pymllm_interp.hooks.captures.egress.ring import CaptureRing
 from pymllm_interp.hooks.captures.reductions.reduction import Reduction
 from pymllm_interp.hooks.captures.rows import CapturedRows
 from pymllm_interp.hooks.site import Site, expand
+from pymllm_interp.interventions import Generated  # fmt: skip
 from pymllm_interp.utils.arguments import PromptError
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")

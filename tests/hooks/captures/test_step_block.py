@@ -10,7 +10,8 @@ import torch
 from conftest import CONFIGS
 from helpers_declared import captured_rows, vector
 
-from pymllm_interp import Capture, Project
+from pymllm_interp import Capture
+from pymllm_interp.captures import Project
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.captures.activations import CaptureError
 from pymllm_interp.hooks.captures.egress import copier

@@ -14,7 +14,7 @@ from conftest import CONFIGS, held
 from helpers_declared import lms, states_of, vector
 from helpers_runner import random_ids
 
-from pymllm_interp import Ablate, Gate, Generated, SamplingParams, Scale, Steer
+from pymllm_interp import Ablate, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits, bind, resolved
 from pymllm_interp.hooks.declared import Declared
@@ -22,6 +22,7 @@ from pymllm_interp.hooks.interventions.gates import is_before, share_kernel
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
+from pymllm_interp.interventions import Generated
 from pymllm_interp.wire.specs import intervention_of, to_json
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []

@@ -14,12 +14,14 @@ from conftest import CONFIGS
 from helpers_declared import WAYS, lms, prompt_of, vector
 from helpers_heads import in_double
 
-from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, Project, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
+from pymllm_interp.captures import Project
 from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits, bind, fingerprint_of
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
+from pymllm_interp.interventions import Generated
 from pymllm_interp.kernels.edit_codes import HEADS_WORD, MAX_HEADS, WORDS, head_words
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")

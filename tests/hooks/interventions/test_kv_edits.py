@@ -11,12 +11,13 @@ import torch
 from conftest import CONFIGS
 from helpers_declared import vector
 
-from pymllm_interp import LM, Generated, Knockout, Patch, SamplingParams, Steer
+from pymllm_interp import LM, Patch, SamplingParams, Steer
 from pymllm_interp.core.model_spec import ModelSpec, site_index
 from pymllm_interp.hooks.bind import DeclaredLimits
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.kv_edits import changes_kv
 from pymllm_interp.hooks.site import Site
+from pymllm_interp.interventions import Generated, Knockout
 
 MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 LIMITS = DeclaredLimits(99, 999, 1 << 24)

@@ -16,7 +16,7 @@ from conftest import VOCAB, held
 from helpers_declared import INNER, SITES, WAYS, lms, ops_at, prompt_of, random_specs, states_of, vector
 from helpers_runner import Steps, make_runner
 
-from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.core.receipt import Receipt
 from pymllm_interp.harvest.reader import open_harvest
@@ -28,6 +28,7 @@ from pymllm_interp.hooks.interventions import device_tables, host_ops
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
+from pymllm_interp.interventions import Generated
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")

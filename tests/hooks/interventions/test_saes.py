@@ -16,7 +16,8 @@ from helpers_paths import GOLDEN
 from helpers_waits import until
 from safetensors.torch import load_file, save_file
 
-from pymllm_interp import LM, SAE, Activations, Capture, Features, JacobianLens, Lens, SamplingParams
+from pymllm_interp import LM, SAE, Activations, Capture, SamplingParams
+from pymllm_interp.captures import Features, JacobianLens, Lens
 
 SAES = GOLDEN / "saes"
 FOLDERS = sorted(path.parent.relative_to(SAES).as_posix() for path in SAES.rglob("expected.safetensors"))

@@ -16,13 +16,15 @@ from helpers_declared import hooked, lms
 from helpers_paths import GOLDEN
 from helpers_runner import random_ids
 
-from pymllm_interp import SAE, Capture, Features, Gate, Lens, SamplingParams, SetFeature, Steer
+from pymllm_interp import SAE, Capture, Gate, SamplingParams, Steer
+from pymllm_interp.captures import Features, Lens
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits
 from pymllm_interp.hooks.captures.lens_files import TunedLens
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.saes.registry import SAERegistry
+from pymllm_interp.interventions import SetFeature
 from pymllm_interp.wire.specs import intervention_of, to_json
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

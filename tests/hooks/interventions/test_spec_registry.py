@@ -16,7 +16,8 @@ import torch
 from helpers_paths import ROOT
 from helpers_server import CLOSE, serving
 
-from pymllm_interp import Capture, Lens
+from pymllm_interp import Capture
+from pymllm_interp.captures import Lens
 from pymllm_interp.hooks.captures.activations import Activations
 from pymllm_interp.hooks.captures.reductions.pools import Last, Mean
 from pymllm_interp.hooks.catalogue import ops, reductions

@@ -1,0 +1,10 @@
+"""Interventions: declared edits of a model's states, for ``lm.generate(..., interventions=[...])`` and all calls like it."""
+
+from .hooks.interventions.knockout import Knockout
+from .hooks.interventions.op import Gate
+from .hooks.interventions.projections import Ablate, Clamp
+from .hooks.interventions.set_feature import SetFeature
+from .hooks.interventions.specs import Patch, Scale, Steer
+from .hooks.positions import Generated
+
+__all__ = ["Ablate", "Clamp", "Gate", "Generated", "Knockout", "Patch", "Scale", "SetFeature", "Steer"]
