@@ -28,6 +28,8 @@ from .http.state import MakeEngine, ServerState
 from .settings import ServeSettings
 
 logger = logging.getLogger("pymllm_interp.server")
+ENDING = signal.SIGTERM, signal.SIGINT
+"""Signals that end a server in order."""
 
 
 def listen_at(path: Path) -> socket.socket:
@@ -87,14 +89,12 @@ class DrainingServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """End at SIGTERM and Ctrl-C, in order. uvicorn's own would send itself the signal again at the end."""
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
-        for number in numbers:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+        for number in ENDING:
+            asyncio.get_running_loop().add_signal_handler(number, self.handle_exit, number, None)
         try:
             yield
         finally:
-            for number in numbers:  # the end is in order from here, too; a second signal does not cut it
-                loop.add_signal_handler(number, lambda: None)
+            _on_signals(lambda: None)  # the end is in order from here, too; a second signal does not cut it
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state, deadline = self._state, time.monotonic() + self._state.settings.drain_seconds
@@ -109,11 +109,20 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)  # which waits while the answers leave
 
 
+def _on_signals(call: Callable[[], object]) -> None:
+    for number in ENDING:
+        asyncio.get_running_loop().add_signal_handler(number, call)
+
+
 async def _serve(settings: ServeSettings, bound: socket.socket, engine: MakeEngine) -> int:
     loading = asyncio.current_task()
     assert loading is not None
-    for number in (signal.SIGTERM, signal.SIGINT):  # until `DrainingServer` has its own
-        asyncio.get_running_loop().add_signal_handler(number, loading.cancel)
+
+    def end() -> None:
+        _on_signals(lambda: None)  # another one would cut the end of this one
+        loading.cancel()
+
+    _on_signals(end)  # until `DrainingServer` has its own
     state = ServerState(settings, engine)
     tasks: list[asyncio.Task[None]] = []
     try:

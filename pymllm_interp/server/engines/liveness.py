@@ -65,8 +65,12 @@ class Liveness:
     async def watch(self) -> None:
         """Watch, for ever."""
         limits = self._limits
+        pause = min(5.0, limits.engine_message_seconds / 4, limits.engine_step_seconds / 4)
         while True:
-            await asyncio.sleep(min(5.0, limits.engine_message_seconds / 4, limits.engine_step_seconds / 4))
+            began = time.monotonic()
+            await asyncio.sleep(pause)
+            if time.monotonic() - began > 2 * pause:  # this process did not run, and may be not the engine's either
+                self._forget()
             if not self._engine.ready:
                 self.stuck = ""
                 self._forget()

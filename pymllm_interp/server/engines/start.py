@@ -75,13 +75,17 @@ class StartingProcess:
 
 
 async def _watch(process: asyncio.subprocess.Process, reader: asyncio.StreamReader, seconds: float) -> None:
-    """Kill a process that sends nothing for `seconds`."""
-    try:
-        while await asyncio.wait_for(reader.read(1 << 16), seconds):
-            pass
-    except ConnectionError:
-        return
-    except TimeoutError:
-        text = "the engine process gave no sign of life for %g s while it started, and is ended (engine_start_seconds)"
-        logger.error(text, seconds, extra={"event": "engine_stuck"})
-        process.kill()
+    """Kill a process that sends nothing for `seconds`: for two halves, as one may be because this process did not run."""
+    silent = 0
+    while silent < 2:
+        try:
+            if not await asyncio.wait_for(reader.read(1 << 16), seconds / 2):
+                return
+            silent = 0
+        except ConnectionError:
+            return
+        except TimeoutError:
+            silent += 1
+    text = "the engine process gave no sign of life for %g s while it started, and is ended (engine_start_seconds)"
+    logger.error(text, seconds, extra={"event": "engine_stuck"})
+    process.kill()
