@@ -52,11 +52,11 @@ class RequestCuts:
     """The cut edges of one request in a pass, and the patterns that it captures.
 
     Args:
-        index: of the request in the batch.
+        index: position in the batch.
         first_row: its first row of the flat batch.
         start: position of that row.
-        num_rows: of the request.
-        cuts: in any order.
+        num_rows: number of token rows.
+        cuts: cut edges, unordered.
         reads: layer -> the rows for which attention patterns are captured.
     """
 

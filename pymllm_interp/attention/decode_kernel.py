@@ -16,7 +16,7 @@ class DecodeAttention:
     """Computes decode rows in half precision, without a plan.
 
     Args:
-        device: of the passes.
+        device: CUDA device of the passes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class DecodeAttention:
         Args:
             q, out: [requests, heads, head_dim], one row of each request.
             kv: K and V of the layer, each [slots, kv_heads, head_dim], in the dtype of q or in FP8.
-            kv_scales: what the values of K and V are multiplied by.
+            kv_scales: dequantization scales of K and V.
         """
         table = forward_batch.req_to_token_pool
         assert table is not None, "prepare_forward_batch_* sets the pools"
@@ -81,7 +81,7 @@ def decode_attention_torch(
     sinks: torch.Tensor | None = None,  # [heads]
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """`triton_decode.decode_attention` in plain torch."""
+    """Plain-torch reference of `triton_decode.decode_attention`."""
     queries = q.shape[1] // k_cache.shape[1]
     for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
         slots = req_to_token[row, max(0, length - window) if window else 0 : length].long()

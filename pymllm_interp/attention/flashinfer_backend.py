@@ -131,13 +131,13 @@ class FlashInferAttnBackend(AttentionBackend):
     # -- CUDA graphs ---------------------------------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
-        """Does nothing: a decode pass has no plan."""
+        """Do nothing: a decode pass has no plan."""
 
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: ForwardBatch) -> None:
         forward_batch.attn_metadata = FlashInferPass(forward_batch.batch_size, None)
 
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
-        """Does nothing: the captured kernels read the lengths on the device."""
+        """Do nothing: the captured kernels read the lengths on the device."""
 
     # -- plans ---------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class Planned:
 
         Args:
             sinks: [heads], see `RadixAttention`. The kernel has none; its output is scaled by ``sigmoid(lse - sink)``.
-            kv_scales: what the values of K and V are multiplied by. A noted call would have the scales of another layer.
+            kv_scales: dequantization scales of K and V. They differ by layer, so such calls are not repeated.
         """
         lse = None if sinks is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if kv_scales != (1.0, 1.0):
@@ -110,7 +110,7 @@ class KernelCall(NamedTuple):
     kernel: Callable[..., None]
     args:   list[Any]
     places: tuple[int, ...]  # indices of q, k, v, out and, with one, lse in args
-    like:   tuple[torch.Size, torch.dtype, torch.device]  # of q
+    like:   tuple[torch.Size, torch.dtype, torch.device]  # (shape, dtype, device) of q
     # fmt: on
 
     @classmethod

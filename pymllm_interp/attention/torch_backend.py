@@ -89,7 +89,7 @@ class TorchAttnBackend(AttentionBackend):
         forward_batch.attn_metadata = StaticDecode(kv_len)
 
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
-        """Does nothing: the captured pass plans itself."""
+        """Do nothing: the captured pass plans itself."""
 
     def forget_plan(self, forward_batch: ForwardBatch) -> None:
         assert isinstance(forward_batch.attn_metadata, StaticDecode)
@@ -132,7 +132,7 @@ def _attend_group(
     v: torch.Tensor,  # [slots, kv_heads, head_dim]
     layer: RadixAttention,
     group: AttnGroup,
-    scales: tuple[float, float],  # of k and v
+    scales: tuple[float, float],  # dequantization scales (k, v)
 ) -> torch.Tensor:
     """The group's outputs, [size * q_len, heads * head_dim], padding included."""
     size, kv_heads, heads_per_kv = group.size, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads

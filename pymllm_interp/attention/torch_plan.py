@@ -1,4 +1,4 @@
-"""How the torch backend divides a pass into padded attention problems.
+"""The torch backend's division of a pass into padded attention problems.
 
 The requests of a flat batch differ in length, while torch's kernels take rectangles. `build_plan` packs requests of similar
 lengths into groups. A group is one batched matmul for the scores and one for the values. All layers share its index tensors
@@ -33,8 +33,8 @@ SMALL_PAIRS = 4096
 class QueryChunk:
     """Consecutive query rows of one request, and the KV positions ``[start, end)`` that they may attend to."""
 
-    request: int  # in batch order
-    row: int  # of the first query, in the flat batch
+    request: int  # index in the batch
+    row: int  # row of the first query, in the flat batch
     num: int
     prefix: int  # position of the first query
     start: int = 0
@@ -71,7 +71,7 @@ class AttnPlan:
 
 
 class DecodeRows(NamedTuple):
-    """Where the KV of a pass with one query for each request is."""
+    """KV locations of a pass with one query for each request."""
 
     # fmt: off
     table: torch.Tensor  # [rows, positions] int32, slots
@@ -81,7 +81,7 @@ class DecodeRows(NamedTuple):
 
 
 def decode_rows(chunks: list[QueryChunk], forward_batch: ForwardBatch) -> DecodeRows | None:
-    """None where a request has several queries, or K and V are not in the pool."""
+    """The pass's `DecodeRows`; None if a request has several queries, or K and V are not in the pool."""
     table = forward_batch.req_to_token_pool
     if forward_batch.fresh_kv_only or table is None or any(chunk.num != 1 for chunk in chunks):
         return None
@@ -110,7 +110,7 @@ class AttnMetadata:
 
     chunks: list[QueryChunk]
     decode: DecodeRows | None = None
-    """For the CPU's kernel: set where each request has one query, over the KV pool."""
+    """Rows for the CPU's decode kernel, if each request has one query over the KV pool."""
     plans: dict[PlanKey, AttnPlan] = field(default_factory=dict)
 
 

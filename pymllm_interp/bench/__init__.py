@@ -38,10 +38,10 @@ def run_bench(
 
     Args:
         suite: one of `SUITES`.
-        model: what `LM` takes; a folder with a config.json is enough with load_format="dummy".
-        device: what `LM` takes.
+        model: model argument of `LM`. A folder with a config.json suffices with load_format="dummy".
+        device: device argument of `LM`.
         quick: the smallest sizes.
-        commit: to note in place of the checkout's, if these files are a copy.
+        commit: commit to record instead of the checkout's, if these files are a copy.
         out: the file; default: `gpu-<model>.json`, or `cpu-<model>.json` on a CPU, see `default_path`.
         sizes: fields of `BenchSettings`; None: the default.
 
@@ -64,7 +64,7 @@ def keep(growing: Iterator[Record], name: str, out: Path | None, lines: Callable
 
     Args:
         growing: the same record, with more in it each time.
-        name: how the default file's name begins; the model's follows.
+        name: first part of the default file name; the model's name follows.
         lines: the tables of a record.
     """
     path, record, console = out, {}, Console(stderr=True)

@@ -44,7 +44,7 @@ def generate(lm: LM, prompts: Prompts, new_tokens: int) -> None:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds of a call."""
+    """Duration of a call in seconds."""
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
@@ -67,7 +67,7 @@ def describe_machine(noted_commit: str | None = None) -> dict[str, Any]:
     """Hardware, versions, load and commit of a measurement.
 
     Args:
-        noted_commit: in place of the checkout's, if these files are a copy.
+        noted_commit: commit to record instead of the checkout's, if these files are a copy.
     """
     found = {
         "cpu": cpu_model(),

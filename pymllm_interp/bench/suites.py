@@ -36,7 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What is measured, and how often."""
+    """Sizes and repetitions of a benchmark."""
 
     batches: tuple[int, ...] = (1, 32, 256)
     prompt_tokens: int = 128
@@ -121,7 +121,7 @@ def alone(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
 
 
 def facts(lm: LM) -> dict[str, Any]:
-    """Model, dtype and device."""
+    """Name, dtype and device of the model."""
     known = lm.backend.facts
     return {"model": known.name, "dtype": str(known.dtype).removeprefix("torch."), "device": known.device}
 
@@ -167,7 +167,7 @@ def measure_decode(lm: LM, batch: int, settings: BenchSettings, beside: Any = No
 
 @torch.inference_mode()
 def reference_generate(model: Any, prompts: Prompts, new_tokens: int) -> None:
-    """`generate` by transformers."""
+    """Generate with transformers."""
     ids = torch.tensor(prompts)
     lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 NumbersByBatch = Mapping[int, float]
-"""By batch size."""
+"""Numbers by batch size."""
 
 
 class Report:
@@ -35,11 +35,11 @@ class Report:
         return []
 
     def beside_prefill(self, rate: float) -> str:
-        """What follows the speed of prefill: nothing here."""
+        """Text after the speed of prefill: none here."""
         return ""
 
     def over_better(self, batch: int, over: float) -> str:
-        """How much longer a step of the default takes than that of the better mode."""
+        """Extra time of a default step over one in the better mode, as text."""
         return f"{over:+.1%}"
 
     def _decode(self) -> list[str]:

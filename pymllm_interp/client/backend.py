@@ -1,4 +1,4 @@
-"""What an `LM` asks of the engine behind it: `Backend`.
+"""`Backend`, the interface between an `LM` and the engine behind it.
 
 `LocalBackend` is an engine of this process, `RemoteBackend` a server's. Another engine is one more subclass: ``LM(backend=...)``
 has the calls of an `LM` over it. What it does not define raises NotImplementedError with its name and that of the feature.
@@ -35,12 +35,12 @@ class Submission:
 
     prompts: list[RenderedPrompt]
     params: list[SamplingParams | None]
-    """None: the model's defaults."""
+    """Sampling parameters of each prompt; None: the model's defaults."""
     interventions: list[list[Intervention]]
     captures: list[list[Capture]]
     priority: list[int]
     names: list[str]
-    """Of the prompts, for messages."""
+    """Prompt names used in error messages."""
     adapters: Sequence[str | None] = ()
     """LoRA adapters by name, for each prompt; empty: none."""
     cache_salt: str | None = None
@@ -53,7 +53,7 @@ class Submission:
     edits: Sequence[Mediator] = ()
     """Persistent edits of the model, which follow each request."""
     passes: PassOptions = NONE
-    """How passes run for the edits."""
+    """Options of forward passes, set by persistent edits."""
 
 
 class Backend(ABC):
@@ -70,8 +70,8 @@ class Backend(ABC):
         runs_code: blocks may be sent to where the model is.
         interleaver: an `EngineInterleaver`, which serves the blocks of traces; None where they do not run in this process.
         tokenizer: a transformers tokenizer, or None: prompts are then token ids.
-        vectors: by name, for interventions that give a name in a vector's place. Assignment uploads a vector.
-        saes: by name, for captures and interventions. Assignment raises NotImplementedError where they are a server's.
+        vectors: named vectors, which interventions may give instead of tensors. Assignment uploads a vector.
+        saes: named SAEs, for captures and interventions. Assignment raises NotImplementedError for a server's.
     """
 
     in_process: ClassVar[bool] = False
@@ -141,9 +141,9 @@ class Backend(ABC):
         """Serve traces of a ``with`` with blocks that cannot run after their requests. Returns when all have ended.
 
         Args:
-            mode, inputs: as of `traces.run`.
-            why: what prevents it; "" with ``lower_traces="off"``.
-            refused: what the engine refused their declared requests with.
+            mode, inputs: see `traces.run`.
+            why: reason that the blocks cannot run after their requests; "" with ``lower_traces="off"``.
+            refused: error with which the engine refused their declared requests.
 
         Raises:
             PromptError, TypeError, ValueError: an invoke that cannot be served.
@@ -154,11 +154,11 @@ class Backend(ABC):
     # -- what needs the model's process ------------------------------------------------------
 
     def require_process(self, feature: str, instead: str = "") -> None:
-        """Raises NotImplementedError, which names the feature and this backend, unless the model is in this process.
+        """Raise NotImplementedError, which names the feature and this backend, unless the model is in this process.
 
         Args:
             feature: such as "lm.harvest".
-            instead: what to do here.
+            instead: advice about what works here.
         """
         if not self.in_process:
             hint = f"; {instead}" if instead else ""

@@ -66,10 +66,10 @@ def render(
     Args:
         messages: as OpenAI's; the template gets what `template_messages` makes of them.
         what: names the prompt in messages.
-        chat_template: in place of the tokenizer's.
+        chat_template: template to use instead of the tokenizer's.
         add_generation_prompt: end where the assistant's answer begins.
         continue_final_message: leave the last message open, to be continued.
-        tools: for templates that describe tools.
+        tools: tool descriptions for the template.
         chat_template_kwargs: further variables of the template.
         check: called with the text before it is tokenized; it may refuse the text.
 

@@ -1,4 +1,4 @@
-"""What a caller gets: a prompt's completions as they are generated (`StreamPiece`), and at their end (`RequestOutput`)."""
+"""Results of generation: completions in progress (`StreamPiece`), and complete ones (`RequestOutput`)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class CompletionOutput(Shown):
 
     index: int
     text: str
-    """Without what stopped it, unless `include_stop_str_in_output`, and, by default, special tokens."""
+    """Generated text without the stop string, unless `include_stop_str_in_output`, and by default without special tokens."""
     token_ids: list[int]
-    """With the token that stopped the generation."""
+    """Generated tokens, including the stop token."""
     finish_reason: str | None = None
     """stop, length, abort, timeout or error; None while it runs."""
     stop_reason: int | str | None = None
@@ -35,11 +35,11 @@ class CompletionOutput(Shown):
     logprobs: list[dict[int, Logprob]] | None = None
     error: BaseException | None = None
     activations: Any = None
-    """What was captured (hooks.captures.activations.Activations): empty, so false, where nothing was asked for."""
+    """Captured states (`hooks.captures.activations.Activations`); empty, and so false, without captures."""
     receipt: Any = None
-    """What was applied, and how its steps ran."""
+    """Applied interventions and execution of its steps."""
     logprobs_mode: str = "raw_logprobs"
-    """What `logprobs` holds (`ServerConfig.logprobs_mode`)."""
+    """Kind of values in `logprobs` (`ServerConfig.logprobs_mode`)."""
     drafts: DraftCounts | None = None
     """Passes with drafts, their drafts, and the accepted ones; None where none are proposed (docs/engine/speculative.md)."""
 
@@ -107,22 +107,22 @@ class RequestOutput(Shown):
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The first completion's `cumulative_logprob`."""
+        """Log probability of the first completion's tokens."""
         return self.outputs[0].cumulative_logprob
 
     @property
     def activations(self) -> Activations:
-        """What was captured of the first completion."""
+        """Captured states of the first completion."""
         return self.outputs[0].activations
 
     @property
     def receipt(self) -> Receipt | None:
-        """What was applied for the first completion, and how its steps ran."""
+        """Applied interventions and execution of the first completion's steps."""
         return self.outputs[0].receipt
 
     @property
     def text(self) -> str:
-        """The first completion's text."""
+        """Text of the first completion."""
         return self.outputs[0].text
 
     @property
@@ -132,7 +132,7 @@ class RequestOutput(Shown):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the first completion ended."""
+        """Reason that the first completion ended."""
         return self.outputs[0].finish_reason
 
     @property
@@ -195,11 +195,11 @@ class Completion:
     """Text of one request, from its events. Used by one thread at a time: the caller's.
 
     Args:
-        request_id: of the request.
-        index: among the prompt's `n` completions.
+        request_id: id of the request.
+        index: index among the prompt's `n` completions.
         params: its sampling parameters.
         tokenizer: a transformers tokenizer, or None, without which there is no text.
-        prompt_token_ids: of the prompt, which the text follows.
+        prompt_token_ids: prompt tokens before the text.
         nothing: the activations of a completion without captures.
     """
 

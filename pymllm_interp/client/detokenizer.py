@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from ..core.sampling_params import SamplingParams
 
 CUT = "\ufffd"
-"""What decoders write for bytes that are no whole character."""
+"""Replacement that decoders write for incomplete characters."""
 CONTEXTS = (1, 2, 3, 4, 8, 64)
 """Numbers of tokens that others are decoded behind: of the last character's bytes, and more where these have no text."""
 MAX_HELD = 64
@@ -78,7 +78,7 @@ class Detokenizer:
         return piece
 
     def end(self) -> str:
-        """What was held back: no more tokens come."""
+        """Held-back text, after the last token."""
         piece = self._own(self._new_text(self._decode(self._context + self._held), self._held)) if self._held else ""
         self.text += piece
         return piece
@@ -100,10 +100,10 @@ class Detokenizer:
         return self._own(piece)
 
     def _new_text(self, text: str, held: list[int]) -> str:
-        """What tokens add to the text of the context.
+        """Text that new tokens add to the context.
 
         Args:
-            text: of both.
+            text: decoded text of context and new tokens.
         """
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
@@ -126,7 +126,7 @@ class StopStrings:
 
     Args:
         tokenizer: a transformers tokenizer.
-        params: with stop strings.
+        params: parameters with stop strings.
         prompt_token_ids: tokens of the prompt.
     """
 

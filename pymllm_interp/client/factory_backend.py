@@ -16,7 +16,7 @@ from .request_factory import RequestFactory
 
 
 class FactoryBackend(Backend):
-    """What backends have in common that check their requests in this process.
+    """Base of backends that check their requests in this process.
 
     Attributes:
         factory: makes requests, with the named vectors of one owner.

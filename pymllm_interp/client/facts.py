@@ -30,7 +30,7 @@ class ModelFacts:
     name: str
     """The model's name, and where it is served, if that is elsewhere."""
     model: str
-    """As it was asked for: a name, a folder, a file or a hub id."""
+    """Requested model: a name, folder, file or hub id."""
     folder: Path | None
     """The folder with the weights' files on this machine, or None."""
     spec: ModelSpec
@@ -51,14 +51,14 @@ class ModelFacts:
     settings: Mapping[str, Any]
     """Further bounds of requests: fields of `ServerConfig` by name."""
     hooks: Mapping[str, str]
-    """How hooks run, in words."""
+    """Description of how hooks run, by kind."""
     defaults: GenerationDefaults
     """Sampling parameters of requests without any, and the end-of-sequence ids."""
     seed: int
     """Seed of requests that bring none."""
     logprobs_mode: str
     tasks: tuple[str, ...] = ("generate",)
-    """What requests may ask for."""
+    """Tasks that requests may ask for."""
 
     # What checks of requests read, in the process of the engine's client.
     names: tuple[str, ...] = field(default=(), repr=False)

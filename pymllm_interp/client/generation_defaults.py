@@ -57,7 +57,7 @@ class GenerationDefaults:
     """A model's default sampling parameters.
 
     Attributes:
-        values: of generation_config.json, without those that are null. Empty with generation_config="none".
+        values: non-null values of generation_config.json. Empty with generation_config="none".
         eos_token_ids: the model's end-of-sequence ids.
     """
 
@@ -155,7 +155,7 @@ class GenerationDefaults:
         """Bounds of a traced generation without any, as in transformers: 20 new tokens, unless the file says otherwise.
 
         Args:
-            prompt_len: in tokens.
+            prompt_len: length of the prompt in tokens.
             room: positions of the context after the prompt.
 
         Raises:
@@ -182,7 +182,7 @@ class GenerationDefaults:
 
         Args:
             kwargs: the caller's keywords.
-            lengths: where the caller gives none.
+            lengths: bounds used if the caller gives none.
 
         Raises:
             TypeError: a name that is neither's.

@@ -19,8 +19,8 @@ class RequestError(RuntimeError):
     """A request failed. Its `__cause__` is what ended it.
 
     Attributes:
-        outputs: of all prompts of the call, in order; those that failed have finish_reason "error".
-        index: of the first prompt that failed.
+        outputs: outputs of all prompts of the call, in order; failed ones have finish_reason "error".
+        index: index of the first prompt that failed.
     """
 
     def __init__(self, message: str, outputs: list[RequestOutput], index: int = 0) -> None:
@@ -32,14 +32,14 @@ class RequestError(RuntimeError):
 
 
 class RequestEngine(Protocol):
-    """What runs requests. Handles hold it until their requests have ended."""
+    """Engine that runs requests. Handles keep it alive until their requests have ended."""
 
     forked: EngineClosedError | None
-    """What waiting raises in a forked child."""
+    """Error that waiting raises in a forked child."""
 
     @property
     def state(self) -> str:
-        """In words: idle, how many requests are live, or "shut down"."""
+        """Description of the engine's state: "idle", the number of live requests, or "shut down"."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class RequestEngine(Protocol):
         ...
 
     def check_open(self) -> None:
-        """Raises EngineClosedError where requests cannot be submitted."""
+        """Raise EngineClosedError if requests cannot be submitted."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ class RequestHandle:
         tokenizer: a transformers tokenizer, or None.
         engine: serves the requests.
         streaming: whether their tokens are events, too.
-        logprobs_mode: of the engine.
+        logprobs_mode: kind of the engine's log probabilities.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class RequestHandle:
         """Wait for the output.
 
         Args:
-            name: of the prompt, for messages.
+            name: prompt name used in error messages.
 
         Raises:
             TimeoutError: it takes longer than `timeout` seconds; the request keeps running.
@@ -202,7 +202,7 @@ class RequestHandle:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the first completion that failed; None where none has failed."""
+        """Error of the first failed completion, or None."""
         found = (self._finished.get(request.request_id) for request in self.requests)
         return next((event.error for event in found if event is not None and event.error is not None), None)
 
@@ -318,7 +318,7 @@ def results_of(handles: Sequence[RequestHandle], names: Sequence[str] | None = N
     """The outputs of requests that have ended.
 
     Args:
-        names: of their prompts, for messages; None: "prompt 0" and so on.
+        names: prompt names used in error messages; None: "prompt 0" and so on.
 
     Raises:
         RequestError: one failed; the message is about the first.

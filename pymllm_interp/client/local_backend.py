@@ -38,7 +38,7 @@ HOOKS = {
     "declared": "inside the forward pass; no Python runs, and CUDA graphs are replayed",
     "traces": "Python at module boundaries, between graph segments on CUDA",
 }
-"""How hooks run, in words."""
+"""Description of how hooks run, by kind."""
 
 
 class LocalBackend(FactoryBackend):
@@ -169,7 +169,7 @@ class LocalBackend(FactoryBackend):
 
 
 def facts_of(runner: InterpModelRunner) -> ModelFacts:
-    """What clients know of the model of a runner that is open."""
+    """Facts of an open runner's model."""
     config, settings, source, spec = runner.model_config, runner.server_config, runner.source, runner.model_spec
     assert source is not None and runner.attn_backend is not None
     attention = type(runner.attn_backend).__name__

@@ -20,7 +20,7 @@ from .handle import EngineClosedError
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 _process = os.getpid()
 EXIT_SECONDS = 30.0
-"""How long the end of the process waits for its engines."""
+"""Seconds that a process waits for its engines at exit."""
 
 
 def track(engine: Engine) -> None:

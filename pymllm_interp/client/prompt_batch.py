@@ -23,7 +23,7 @@ class PromptBatch(NamedTuple):
 
     Attributes:
         prompts: text or token ids of each.
-        padding: where they stood in a padded encoding; None where there was no padding.
+        padding: padding of the encoding that the prompts came from; None without padding.
     """
 
     prompts: list[Any]
@@ -93,7 +93,7 @@ def pad_together(traces: Sequence[RequestTrace], lengths: Mapping[str, int]) -> 
     """Pad the prompts of a ``with`` block to its longest one, on the left, for the traces that ask for it.
 
     Args:
-        lengths: of the prompts, by request.
+        lengths: lengths of the prompts, by request.
     """
     padded = [trace for trace in traces if trace.padded]
     for trace in padded:
@@ -105,7 +105,7 @@ def pad_together(traces: Sequence[RequestTrace], lengths: Mapping[str, int]) -> 
 
 
 def vllm_prompt(prompt: Any, what: str) -> Any:
-    """What vLLM's prompt dicts hold, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; None for anything else.
+    """Contents of vLLM's prompt dicts, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; None for other prompts.
 
     Raises:
         PromptError: the dict has other keys, such as images.
@@ -175,7 +175,7 @@ def _span(mask: Sequence[int], what: str) -> tuple[int, int]:
 
 
 def _check_positions(positions: Any, spans: Sequence[tuple[int, int]], what: str) -> None:
-    """Raises PromptError unless each prompt's positions count from 0."""
+    """Raise PromptError unless each prompt's positions count from 0."""
     rows = rows_of(positions, f"the position_ids of {what}")
     rows = rows * len(spans) if len(rows) == 1 else rows
     for row, (start, end) in zip(rows, spans, strict=True):

@@ -1,4 +1,4 @@
-"""What callers pass as prompts and sampling parameters, read and checked."""
+"""Reading and checking of prompts and sampling parameters."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class RequestFactory:
     """Makes requests from prompts.
 
     Args:
-        facts: what requests are checked against.
+        facts: facts of the model that requests are checked against.
         tokenizer: or None, where prompts are token ids.
         declarations: binds interventions and captures.
         weights: version, fingerprint and adapters of the model.
@@ -215,7 +215,7 @@ class RequestFactory:
         """Each request's specs with this model's vectors and SAEs in place of their names.
 
         Args:
-            names: of the prompts, for messages.
+            names: prompt names used in error messages.
 
         Raises:
             PromptError: an unknown name, or a vector that a spec refuses.
@@ -245,7 +245,7 @@ class RequestFactory:
         """Bind the request's interventions and captures.
 
         Args:
-            fingerprint: of the weights, for the receipt; None: as they are now.
+            fingerprint: fingerprint of the weights, for the receipt; None: the current one.
 
         Raises:
             PromptError: what the model does not have, or the tables, the ring and results do not hold.
@@ -438,7 +438,7 @@ class RequestFactory:
         """The request of one prompt.
 
         Args:
-            sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
+            sampling: sampling parameters of the trace's other prompts, by keywords, which are often the same objects.
         """
         found = traced_prompt(self, mode, prompt, kwargs, what, sampling, lowered=False)
         (request,) = self.requests(

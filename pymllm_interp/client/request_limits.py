@@ -1,4 +1,4 @@
-"""What an engine can serve: a request's lengths and parameters against its limits."""
+"""Checks of a request's lengths and parameters against the engine's limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def max_tokens_of(
     """Upper bound of a request's new tokens; 1 where the only one is dropped.
 
     Args:
-        ids: of the prompt.
+        ids: token ids of the prompt.
         what: names the prompt in messages.
         forward_only: a trace of one pass.
 

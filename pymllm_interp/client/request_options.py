@@ -45,7 +45,7 @@ def check_options(who: str, given: Iterable[str], elsewhere: Mapping[str, str] |
 
     Args:
         who: the call, such as "lm.generate".
-        elsewhere: what users of other projects write -> what to do.
+        elsewhere: name that other projects use -> advice.
 
     Raises:
         TypeError: one is not; the message says what was meant.

@@ -21,9 +21,9 @@ MOST_PORT = 65535
 MOST = 1024
 """Replicas, and fronts."""
 SHOW_SECONDS = 30.0
-"""How often a cluster that does not serve yet is shown."""
+"""Seconds between status lines while the cluster starts."""
 ANSWER_SECONDS = 30.0
-"""How long a director that lives may take to answer."""
+"""Timeout of an answer from the director."""
 
 
 def run_cluster(args: argparse.Namespace) -> int:
@@ -127,14 +127,14 @@ def _answer(ray: Any, ref: Any) -> Any:
 
 
 def _wait(ray: Any, director: Any, ref: Any) -> Any:
-    """What the director returns of work that may take long, while it answers."""
+    """Result of a long director call. Checks that the director still answers."""
     while not ray.wait([ref], timeout=ANSWER_SECONDS)[0]:
         _answer(ray, director.status.remote())
     return ray.get(ref)
 
 
 def _failures(found: dict[str, Any]) -> list[str]:
-    """Why the cluster cannot start: a front ended, or no replica could load its model."""
+    """Reasons that the cluster cannot start: a front ended, or every replica failed to load its model."""
     fronts = [one["failure"] for one in found["fronts"].values() if one.get("failure")]
     replicas = [one.get("failure", "") for one in found["replicas"].values()]
     return fronts or (replicas if all(replicas) else [])

@@ -22,19 +22,19 @@ from .front_keeper import POLL_SECONDS, FrontKeeper
 from .keeper import Keeper
 
 SETTLE_SECONDS = 4 * POLL_SECONDS
-"""After this time all fronts that live know of a change."""
+"""Seconds until all live fronts know of a change."""
 FRONT_BYTES = 1 << 20
 """Memory that Ray reserves for a front."""
 ANSWER_SECONDS = 30.0
-"""How long an actor that lives may take to answer."""
+"""Timeout of an answer from an actor."""
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What the command line asks for.
+    """Settings from the command line.
 
     Args:
-        cpus, gpus: of a replica's placement-group bundle.
+        cpus, gpus: CPUs and GPUs of a replica's placement-group bundle.
         node: Ray's id of the node that fronts are to run on, where it lives.
         store: name of the fronts' store in the folder for temporary files, where --store names none. Nobody can guess it.
     """
@@ -79,7 +79,7 @@ class Director:
         ]
 
     async def urls(self) -> list[str]:
-        """Of the fronts that serve."""
+        """URLs of the fronts that serve."""
         self._begin()
         states = [self._states.get(name, {}) for name in sorted(self._fronts)]
         return [state["url"] for state in states if state.get("url") and not state.get("lost")]

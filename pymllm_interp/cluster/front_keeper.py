@@ -20,12 +20,12 @@ from .keeper import NOT_INHERITED
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.25
-"""How often the director is asked which replicas there are."""
+"""Seconds between queries of the director for replicas."""
 PING_SECONDS = 1.0
-"""How often the front is told them again: it answers with a line."""
+"""Seconds between messages that tell the front its replicas. It answers each with a line."""
 MOST_UNANSWERED = 4
 STOP_SECONDS = 10.0
-"""How long a front may take to end, beyond its requests."""
+"""Seconds that a front may take to end after its requests."""
 _URL = re.compile(rb"is served at (https?://\S+:(\d+))")
 
 

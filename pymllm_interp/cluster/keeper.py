@@ -22,7 +22,7 @@ class Keeper:
     """Keeps one engine process running.
 
     Args:
-        name: of the replica.
+        name: name of the replica.
     """
 
     def __init__(self, settings: ReplicaSettings, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What an engine tells its clients: values, in order for each request. They could be sent to another process."""
+"""Events from an engine to its clients: plain values, in order for each request, that another process could receive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenEvent:
     request_id: str
     token_id: int
     logprobs: dict[int, Logprob] | None = None
-    """Of this token, where the request asks for them."""
+    """Log probabilities of this token, if requested."""
 
 
 class RequestTimes(NamedTuple):
@@ -51,17 +51,17 @@ class FinishedEvent:
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     activations: Any = None
-    """What was captured (hooks.captures.activations.Activations), or None."""
+    """The captured `hooks.captures.activations.Activations`, or None."""
     receipt: Any = None
-    """What was applied (core.receipt.Receipt), or None."""
+    """The `core.receipt.Receipt` of the request, or None."""
     num_cached_tokens: int = 0
     """Prompt tokens with KV in the prefix cache."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
     drafts: DraftCounts | None = None
-    """What came of its drafts, or None."""
+    """Counts of drafted and accepted tokens, or None."""
     times: RequestTimes | None = None
-    """None in a client's process, which does not know."""
+    """Timestamps of the request; None in a client of another process."""
 
 
 Event = TokenEvent | FinishedEvent

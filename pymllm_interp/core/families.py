@@ -43,7 +43,7 @@ class LayerPath(str):
     """A template of module paths, where layers differ in the last name.
 
     Args:
-        prefix: with `{}` in place of the layer.
+        prefix: path with `{}` in place of the layer's index.
         children: the last name, by layer.
     """
 
@@ -61,7 +61,7 @@ class LayerPath(str):
 
 
 class SitePoint(NamedTuple):
-    """Where a site's value can be read: at one end of a module."""
+    """One end of a module, at which a site's value can be read."""
 
     module: str
     """The module's path, with `{}` in place of the layer."""

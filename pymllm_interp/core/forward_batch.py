@@ -1,4 +1,4 @@
-"""What one forward pass needs, in one place.
+"""The inputs of one forward pass.
 
 `ModelRunner.prepare_forward_batch_*` builds a `ForwardBatch`, and layers receive it unchanged. It refers to the attention
 backend and the memory pools, so that two runners share no state. The fields up to `image_grid_thw` are the fields of pymllm's
@@ -23,7 +23,7 @@ from .pass_parts import AdapterRows, AttentionCuts, TransformersOutputs
 
 
 class ForwardMode(IntEnum):
-    """What kind of forward pass is being performed."""
+    """Kind of a forward pass."""
 
     EXTEND = auto()
     DECODE = auto()
@@ -35,7 +35,7 @@ class ForwardMode(IntEnum):
         return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
 
     def is_prefill(self) -> bool:
-        """Alias of `is_extend`."""
+        """Alias for `is_extend`."""
         return self.is_extend()
 
     def is_decode(self) -> bool:
@@ -52,14 +52,14 @@ class ForwardMode(IntEnum):
 
 
 Waits = Literal["nowhere", "at output", "within"]
-"""Where in a decoder layer hooks wait. "at output": at its output only; "within": at its input, or inside of it."""
+"""Location of hooks in a decoder layer. "at output": at its output only; "within": at its input, or inside it."""
 
 
 class HookQuery(Protocol):
     """Tells a module-by-module pass where hooks wait. Everything else runs fused."""
 
     def hook_position(self, layer: int) -> Waits:
-        """Where hooks wait in the layer. Unless they wait within, all locations before them count as visited."""
+        """Location of hooks in the layer. Unless "within", all locations before it count as visited."""
         ...
 
     def try_fuse(self, layer: int, module: str = "", but: str = "") -> bool:
@@ -90,12 +90,12 @@ class PartQuery(Protocol):
         """(first row, number of rows) of each request with a hook that waits inside a module.
 
         Args:
-            path: of the module in the model.
+            path: module path in the model.
         """
         ...
 
     def serve_part(self, path: str, span: tuple[int, int] | None) -> AbstractContextManager[None]:
-        """Within the block, the module's call for the request with these rows; None: for other requests, without hooks."""
+        """Context of the module's call for the request with these rows; None: for the requests without hooks."""
         ...
 
 
@@ -122,7 +122,7 @@ class GraphSegments(Protocol):
 
 
 class ParallelDelta(NamedTuple):
-    """What a layer with one state for attention and MLP adds to the stream: ``mlp + attention``."""
+    """Attention and MLP outputs of a parallel layer, which adds ``mlp + attention`` to the residual stream."""
 
     # fmt: off
     attention: torch.Tensor  # [1, tokens, hidden]
@@ -131,7 +131,7 @@ class ParallelDelta(NamedTuple):
 
 
 Delta = torch.Tensor | ParallelDelta
-"""What is added to the stream at a residual add."""
+"""The summand of a residual add."""
 
 
 class SiteOps(Protocol):
@@ -171,7 +171,7 @@ class CachedRotation(NamedTuple):
     # fmt: off
     cos:      torch.Tensor
     sin:      torch.Tensor
-    versions: tuple[int, int]  # of cos and sin, when the rotation was made
+    versions: tuple[int, int]  # tensor versions of cos and sin when the rotation was made
     rotation: tuple[torch.Tensor, torch.Tensor]
     # fmt: on
 
@@ -195,7 +195,7 @@ class PagedKV(Protocol):
         ...
 
     def scales(self, layer_id: int) -> tuple[float, float]:
-        """What a layer's stored K and V are multiplied by when they are read."""
+        """Dequantization scales (k, v) of a layer; (1, 1) unless the cache is FP8."""
         ...
 
     def paged(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,18 +285,18 @@ class ForwardBatch:
     rope_lens:       torch.Tensor | None = None  # [tokens] int64, the lengths that length-dependent RoPE scalings see
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)
     return_hidden_states: bool = False
-    hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model on request
+    hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm, if requested
     padded_size:     int = 0                     # rows that are laid out in the runner's input buffers, padding included
-    query_buffer:    torch.Tensor | None = None  # [tokens, heads, head_dim], for each layer's rotated q; None: fresh memory
+    query_buffer:    torch.Tensor | None = None  # [tokens, heads, head_dim] memory of rotated queries; None: allocated by layer
     site_ops:        SiteOps | None = field(default=None, repr=False)  # declared interventions and captures
-    hook_query:      HookQuery | None = None      # where hooks wait; None: no hooks
+    hook_query:      HookQuery | None = None      # locations of hooks; None: no hooks
     adapters:        AdapterRows | None = None    # rows of requests with an adapter; None: no such request
     attention_cuts:  AttentionCuts | None = field(default=None, repr=False)  # edges that requests cut; None: none
     transformers_pass: TransformersOutputs | None = None  # None: as the engine's own passes run
     segments:        GraphSegments | None = None  # runs graph segments; None: kernel by kernel
-    rotations:       dict[int, CachedRotation] = field(default_factory=dict, init=False, repr=False)  # by the id of the cosines
+    rotations:       dict[int, CachedRotation] = field(default_factory=dict, init=False, repr=False)  # by id of the cosines
     attn_metadata:   object = field(default=None, repr=False)  # the backend's plan
-    state_rows:      object = field(default=None, init=False, repr=False)  # how rows read states (layers/delta.py)
+    state_rows:      object = field(default=None, init=False, repr=False)  # row indexes of recurrent states (layers/delta.py)
     # fmt: on
 
     def __post_init__(self) -> None:

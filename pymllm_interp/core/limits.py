@@ -1,4 +1,4 @@
-"""What an engine and a request can take."""
+"""Limits of an engine and of a request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_KNOCKOUT_RUNS = 1024
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine can take.
+    """Sizes and counts that the engine accepts.
 
     Attributes:
         max_model_len: tokens of a request, prompt and new ones.

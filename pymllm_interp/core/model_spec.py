@@ -1,4 +1,4 @@
-"""What a model is: its sizes, the paths of its modules, and the numbers of its sites.
+"""Static description of a model: sizes, module paths, and site numbers.
 
     spec = ModelSpec.of(hf_config, torch.bfloat16)
     spec.num_hidden_layers, spec.head_dim, spec.shape("q")
@@ -194,7 +194,7 @@ class ModelSpec:
     context_len: int
     """Positions of the longest sequence, after dynamic RoPE scaling."""
     sliding_windows: tuple[int | None, ...]
-    """By layer, in tokens, the query's own included; None: the layer attends to the whole context."""
+    """Window of each layer in tokens, including the query's own; None: full attention."""
     rope_depends_on_length: bool
     """Whether a position's rotation depends on the length of its sequence."""
     rope_boundary: int | None = None
@@ -206,7 +206,7 @@ class ModelSpec:
     has_states: bool = False
     """Whether layers have recurrent states, of the whole sequence so far, in place of K and V by position."""
     states: tuple[StatePlace | None, ...] = ()
-    """By layer, of a loaded model with recurrent states; None: the layer has no such state."""
+    """Recurrent state of each layer; None: the layer has none."""
     num_experts: int = 0
     """Experts that a router chooses from; 0 without."""
     num_experts_per_tok: int = 0

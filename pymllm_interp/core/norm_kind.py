@@ -26,7 +26,7 @@ class Norm(Protocol):
 
     @property
     def kernel_weight(self) -> torch.Tensor:
-        """What kernels read: the weight [size]; of a LayerNorm the weight and the bias [2, size]."""
+        """Weight [size] as kernels read it; for LayerNorm, weight and bias [2, size]."""
         ...
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:

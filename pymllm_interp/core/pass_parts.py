@@ -100,10 +100,10 @@ class AdapterRows:
     """The token rows of requests with an adapter. Rows in no span have none.
 
     Attributes:
-        spans: in order of their rows. Empty in a captured pass, which reads `tiles`.
+        spans: row spans in ascending order. Empty in a captured pass, which reads `tiles`.
         tiles: rows that kernels serve, on CUDA; None elsewhere.
         products: spans that matrix products serve where there are `tiles`.
-        version: of the memory that holds the adapters' weights: captured passes with another version are stale.
+        version: version of the adapter weights' memory. Passes captured with another version are stale.
     """
 
     spans: tuple[AdapterSpan, ...] = ()

@@ -61,7 +61,7 @@ class Captured(_Brief):
 
 @dataclass(repr=False)
 class Receipt(_Brief, Shown):
-    """How a request's steps ran, what was applied, and what its trace did. The repr shows the fields that are set."""
+    """Record of one request: execution of its steps, applied interventions, captures, and its trace. The repr shows set fields."""
 
     steps: Counter[str] = field(default_factory=Counter)
     """Number of steps by execution mode.
@@ -72,9 +72,9 @@ class Receipt(_Brief, Shown):
     """Number of "segments" steps in which an attention or an MLP ran without a graph because of this request. Keys are the
     locations inside of it that the request's trace waited for."""
     interventions: list[Applied] = field(default_factory=list)
-    """By site, in the order in which they act, without identities."""
+    """Applied interventions in order of site, then of effect, without no-ops."""
     captures: list[Captured] = field(default_factory=list)
-    """By site."""
+    """Captures in order of site."""
     engine: str = field(default="", repr=False)
     """Versions, device, attention backend and dtype. Set for requests with interventions or captures, as are `model` and `spec`."""
     model: str = field(default="", repr=False)
@@ -88,7 +88,7 @@ class Receipt(_Brief, Shown):
     lowered: bool = False
     """The trace's block ran after the request, over captured states, and not in its forward passes."""
     not_lowered: str = ""
-    """Why it ran in the forward passes."""
+    """Reason that the trace ran in the forward passes instead of being lowered."""
     nan_edits: int = 0
     """Number of edits that held NaN."""
     flat_logits: int = 0
@@ -98,7 +98,7 @@ class Receipt(_Brief, Shown):
     num_cached_tokens: int = 0
     """Number of prompt tokens with KV in the prefix cache."""
     not_reused: str = ""
-    """How many tokens more the prefix cache had, and why they were computed again."""
+    """Number of further tokens in the prefix cache, and the reason that they were recomputed."""
     drafted: int = 0
     """Number of draft tokens that were computed."""
     accepted: int = 0
@@ -110,7 +110,7 @@ class Receipt(_Brief, Shown):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings for the user."""
+        """User-facing warnings about NaN edits and flat logits."""
         found = [f"{self.nan_edits} edit{'s' if self.nan_edits > 1 else ''} held NaN"] if self.nan_edits else []
         if self.flat_logits:
             tokens = "1 token has" if self.flat_logits == 1 else f"{self.flat_logits} tokens have"

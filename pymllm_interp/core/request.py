@@ -65,21 +65,21 @@ class Request:
     adapter_hold: Any = None
     """Keeps the adapter in its slot (models.adapters.slots.AdapterHold), from submission to the end."""
     constraint: Any = None
-    """What its tokens must obey (engine.constraints.RequestConstraint); None for anything."""
+    """State of its structured output (`engine.constraints.RequestConstraint`); None if unconstrained."""
     eos_token_id: int | None = None
     """The model's main one, which ends it without a `stop_reason`, as in vLLM."""
     trace: Any = None
     """Its trace (hooks.traces.trace.RequestTrace), or None."""
     hooks: RequestHooks | None = None
-    """What the worker is told of its hooks; None for none."""
+    """Hooks that the worker receives; None for a request without hooks."""
     declared: Any = None
-    """What its interventions and captures ask of the scheduler (hooks.declared.Demands); None for none."""
+    """Scheduling needs of its interventions and captures (`hooks.declared.Demands`); None if it has none."""
     forward_only: bool = False
     """One forward pass that computes the logits of all positions, and no generation."""
     prompt_logits: bool = False
     """The logits of all prompt positions are computed."""
     exclusive: bool = False
-    """No other request may take part in its passes."""
+    """Whether its passes have no other request."""
     differentiable: bool = False
     """Its pass runs with gradients, and serves no other request."""
     gang: list[Request] | None = None
@@ -95,7 +95,7 @@ class Request:
     live_objects: Any = None
     """Freed with it (gc_threshold.LiveObjects)."""
     drafts: RequestDrafts | None = None
-    """What came of its drafts; None: none are proposed."""
+    """Speculative-decoding state; None if no drafts are proposed."""
     stop_checker: StopChecker | None = None
     """Set where `params` has stop strings."""
     generates: bool = field(init=False)
@@ -127,20 +127,20 @@ class Request:
     """Requests that were admitted before it, though they came later."""
     arrival: int = 0
     prefix: Any = None
-    """What it shares (engine.prefix_sharing.Prefix), since it was first considered."""
+    """Shared prefix (`engine.prefix_sharing.Prefix`), set when the scheduler first considers the request."""
     state_stops: list[int] = field(default_factory=list)
     """Positions, ascending, at which a chunk of it ends, so that a snapshot of its states is kept there."""
     num_cached_tokens: int = 0
     """Positions with KV in the prefix cache when it was first admitted."""
     not_reused: str = ""
-    """How much more the prefix cache had, and why it was computed again."""
+    """Number of further tokens in the prefix cache, and the reason that they were recomputed."""
 
     # Results, written by the engine.
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
-    """When it was first admitted to a step."""
+    """Time of the first admission to a step."""
     first_token_at: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -149,9 +149,9 @@ class Request:
     num_hidden_tokens: int = 0
     """Tokens at the end that the text leaves out."""
     receipt: Any = None
-    """What was applied (core.receipt.Receipt), where something was declared or traced."""
+    """The `core.receipt.Receipt` of a request with hooks, or None."""
     activations: Any = None
-    """What was captured (hooks.captures.activations.Activations)."""
+    """The captured `hooks.captures.activations.Activations`, or None."""
     saves: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Key of a trace -> what it saved, by name: its own, and traces that end with this request."""
     error: BaseException | None = None
@@ -162,7 +162,7 @@ class Request:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
     @property
@@ -274,7 +274,7 @@ class Request:
         )
 
     def entering(self) -> NewRequest:
-        """What the runner's table must know of the request."""
+        """The request as an entry of the runner's table."""
         assert self.req_pool_idx is not None, "a scheduled request has a row"
         return NewRequest(
             request_id=self.request_id,
@@ -293,7 +293,7 @@ class Request:
         )
 
     def ending(self) -> RequestEnd:
-        """What the worker must know of the end of a request with hooks."""
+        """The end of a request with hooks, as the worker receives it."""
         assert self.hooks is not None, "the worker knows nothing of its hooks"
         captures = None if self.declared is None else self.declared.captures
         lost = None if captures is None else captures.error

@@ -40,7 +40,7 @@ class RequestDrafts:
 
     @property
     def counts(self) -> DraftCounts:
-        """What callers are told."""
+        """Counts for callers."""
         return DraftCounts(self.steps, self.drafted, self.accepted)
 
     def due(self, num_generated: int) -> bool:
@@ -62,7 +62,7 @@ class RequestDrafts:
         return False
 
     def miss(self, num_generated: int) -> bool:
-        """Nothing was proposed behind so many generated tokens. Returns whether it pauses now."""
+        """Record that nothing was proposed after this many generated tokens. Returns whether proposing pauses now."""
         self._misses += 1
         if self._misses < (MISSES_AGAIN if self._pauses else MAX_MISSES):
             return False
@@ -76,5 +76,5 @@ class RequestDrafts:
         return True
 
     def stop(self) -> None:
-        """Propose nothing any more."""
+        """Stop proposing drafts for this request."""
         self.resumes_at = sys.maxsize

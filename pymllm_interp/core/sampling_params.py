@@ -40,7 +40,7 @@ ELSEWHERE = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens"), _BANS),
     **unsupported.OF_REQUESTS,
 }
-"""What transformers', vLLM's and OpenAI's users write -> what to do."""
+"""Parameter name of transformers, vLLM or OpenAI -> advice."""
 _Class = TypeVar("_Class")
 
 
@@ -60,7 +60,7 @@ def _explained(cls: type[_Class]) -> type[_Class]:
 @_explained
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to pick the next token, and when to stop. Names and defaults are vLLM's.
+    """Sampling parameters and stop conditions of a request. Names and defaults are vLLM's.
 
     Raises:
         TypeError: another name; the message says what it is here.
@@ -95,7 +95,7 @@ class SamplingParams:
     """New tokens at most; None is as many as the context holds. 0 processes only the prompt, for its log probabilities or captures.
     """
     min_tokens: int = 0
-    """No end-of-sequence and no stop before this many new tokens."""
+    """Minimum number of new tokens before EOS or a stop."""
     logprobs: int | None = None
     """Log probabilities of this many tokens at each step, and of the sampled one."""
     prompt_logprobs: int | None = None
@@ -103,7 +103,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens."""
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
-    """No other token is sampled."""
+    """Tokens that may be sampled; None: all."""
     bad_words: list[str] | tuple[str, ...] | None = None
     """Words that are not generated: the last token of each is not sampled after the others. With and without a space before."""
     truncate_prompt_tokens: int | None = None
@@ -208,7 +208,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
+        """The value of `stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property

@@ -27,9 +27,9 @@ class RequestHooks:
     """
 
     interventions: Sequence[Any] = ()
-    """Of hooks.interventions, in the order given."""
+    """Interventions (`hooks.interventions`), in the given order."""
     captures: Sequence[Any] = ()
-    """Of hooks.captures.spec."""
+    """Capture specs (`hooks.captures.spec`)."""
     max_tokens: int = 0
     """Upper bound of new tokens."""
     logits_from: int = 0
@@ -37,13 +37,13 @@ class RequestHooks:
     differentiable: bool = False
     """Its pass runs with gradients."""
     vector_rows: tuple[VectorRow, ...] = ()
-    """Of each distinct vector, in the order of `Declared.tensors`; empty where ops are functions."""
+    """Vector-pool row of each distinct vector, in the order of `Declared.tensors`; empty if ops are functions."""
     trace_key: int | None = None
     """`RequestTrace.key`; None without a trace."""
     single: bool = False
     """The request is one forward pass, and generates nothing."""
     bound: Any = field(default=None, repr=False)
-    """What the check of the specs bound (hooks.declared.Declared), for a worker of the same process. Not pickled."""
+    """Binding made by the check of the specs (`hooks.declared.Declared`), for a worker of the same process. Not pickled."""
 
     @property
     def declares(self) -> bool:
@@ -100,16 +100,16 @@ class RequestEnd:
     num_preemptions: int
     hooks: RequestHooks
     captures_lost: str | None = None
-    """Why its captures are lost."""
+    """Reason that the captures are lost, or None."""
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
     @property
     def all_token_ids(self) -> list[int]:
-        """Prompt and generated tokens."""
+        """Prompt tokens followed by generated tokens."""
         return self.prompt_token_ids + self.output_token_ids
 
 
@@ -118,9 +118,9 @@ class DeclaredResult:
     """The worker's answer to the `RequestEnd` of a request that declared something."""
 
     applied: list[Any]
-    """Of core.receipt.Applied."""
+    """List of `core.receipt.Applied`."""
     captured: list[Any] = field(default_factory=list)
-    """Of core.receipt.Captured; empty where the captures are lost."""
+    """List of `core.receipt.Captured`; empty if the captures are lost."""
     activations: Any = None
     """hooks.captures.activations.Activations, or None without captures."""
 
@@ -148,7 +148,7 @@ class StepRows(Protocol):
 
     @property
     def entries(self) -> Sequence[ScheduledRequest]:
-        """The requests."""
+        """The scheduled requests of the step."""
         ...
 
     @property
@@ -227,14 +227,14 @@ class SampledLogprobs:
 
 @dataclass
 class ModelRunnerOutput:
-    """What a step computed."""
+    """Results of one step."""
 
     req_ids: list[str] = field(default_factory=list)
     """Requests, in the order of the batch's rows. The lists below have an entry for each."""
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     """Next tokens of each request; empty where its prompt is not complete yet."""
     logprobs: list[list[SampledLogprobs]] = field(default_factory=list)
-    """Of each of these tokens; empty where they are not asked for."""
+    """Log probabilities of each of these tokens; empty if not requested."""
     prompt_logprobs: dict[str, list[SampledLogprobs]] = field(default_factory=dict)
     """Request id -> log probabilities of the prompt tokens after the step's positions; position 0 has none."""
     masked: dict[str, list[bool]] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class ModelRunnerOutput:
     flat: dict[str, list[bool]] = field(default_factory=dict)
     """Request with edits -> of each of these tokens, whether its logits had no distribution (`SamplerOutput.flat`)."""
     execution: str = ""
-    """How the forward pass ran (value of a `runner.partition.Execution`)."""
+    """Value of the step's `runner.partition.Execution`."""
     errors: dict[str, BaseException] = field(default_factory=dict)
     """Request id -> what its hooks raised in this step."""
     stopped: set[str] = field(default_factory=set)
@@ -260,7 +260,7 @@ class ModelRunnerOutput:
 
 @dataclass
 class LogitsProcessorOutput:
-    """What a model's forward pass computed."""
+    """Logits of a forward pass, and its hidden states on request."""
 
     next_token_logits: torch.Tensor
     """[batch, vocab]: logits of each request's last token, in batch order. In a step: [logit rows, vocab]."""

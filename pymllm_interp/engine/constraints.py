@@ -31,7 +31,7 @@ STEP_SECONDS = 0.01
 MAX_THREADS, FEWEST_TOGETHER = 8, 4
 """xgrammar's threads that make masks together, and masks that are worth it."""
 WEIGHT = 0.25
-"""Of the last step, in the mean of a request's steps."""
+"""Weight of the last step in a request's moving average."""
 _turns = itertools.count(1)
 
 
@@ -39,7 +39,7 @@ class RequestConstraint:
     """A request's constraint, and the masks that its next tokens are sampled by. A preemption changes neither.
 
     Args:
-        constraint: of this request only.
+        constraint: constraint that no other request uses.
         limits: names the request's parameters that forbid tokens as well; "" for none.
     """
 
@@ -50,7 +50,7 @@ class RequestConstraint:
         self.seconds = 0.0
         """Time of the processor that the masks of a step take, on average."""
         self.turn = 0
-        """When they were last made, in turns of all requests."""
+        """Turn, counted over all requests, in which the masks were last made."""
         self.num_masked = 0
         """Tokens of the request at which the mask forbade the likeliest one."""
         self._masks: list[torch.Tensor | ConstraintError] = []  # of the next tokens, in their order
@@ -161,7 +161,7 @@ def constraint_of(params: SamplingParams, grammars: Grammars, vocab_size: int, w
     """A constraint for a new request; None where its parameters name none, or it generates nothing.
 
     Args:
-        grammars: of the engine; the first request of a grammar waits until it is compiled.
+        grammars: the engine's grammars. The first request with a grammar waits for its compilation.
         what: names the prompt in messages.
 
     Raises:

@@ -201,7 +201,7 @@ class Drafts:
 
 
 def why_undrafted(request: Request) -> str:
-    """Why no drafts are proposed for a request that generates; "" if they can be."""
+    """Reason that a generating request has no drafts, or ""."""
     if request.params.speculate is False:
         return "speculate=False"
     if request.trace is not None:

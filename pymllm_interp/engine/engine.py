@@ -40,7 +40,7 @@ from .warm_up import warm_up
 logger = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 5.0
-"""How long a closing engine waits for callbacks."""
+"""Seconds that a closing engine waits for callbacks."""
 
 
 class EngineThread(threading.Thread):
@@ -58,7 +58,7 @@ class Engine:
 
     Attributes:
         ends: the requests from submission to their last event.
-        forked: what calls raise in a forked child, where the thread does not exist; None in the engine's own process.
+        forked: error that calls raise in a forked child, which lacks the engine's thread; None in the engine's own process.
     """
 
     scheduler: Scheduler
@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """In words: "shut down", or how many requests are live."""
+        """Description of the engine's state: "shut down", "idle" or the number of live requests."""
         if self._closing is not None or self.forked is not None:
             return "shut down" if self.forked is None else "of the parent process"
         return f"live requests: {len(self.ends.subscribers)}" if self.ends.subscribers else "idle"
@@ -191,12 +191,12 @@ class Engine:
         )
 
     def progress(self) -> Progress:
-        """How far the engine is, for those that look whether it is stuck. Takes no lock, and may be called from any thread."""
+        """The engine's progress, for watchdogs. Takes no lock; any thread may call it."""
         done = f"{self.num_turns} {self.runner.interleaver.blocks.seconds}"
         return Progress(done, self._has_work() or bool(self._inbox), self._watchdog.running is not None)
 
     def check_open(self) -> None:
-        """Raises EngineClosedError where requests cannot be submitted: after `shutdown`, and in a forked child."""
+        """Raise EngineClosedError after `shutdown` and in a forked child."""
         if self.forked is not None:
             raise self.forked.with_traceback(None)
         if self._closing is not None:
@@ -238,7 +238,7 @@ class Engine:
             self._thread.join(0.1)
 
     def after_fork(self, error: EngineClosedError) -> None:
-        """In a forked child, which has no such thread: calls raise `error`, and nothing waits."""
+        """Mark the engine of a forked child, which lacks the thread. Calls raise `error`, and nothing waits."""
         self._wake = threading.Condition()  # the thread may have held the lock
         self._closing = self.forked = error
 

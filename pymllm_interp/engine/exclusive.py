@@ -10,8 +10,7 @@ from ..utils.arguments import PromptError
 
 
 class ExclusiveTurns:
-    """Which request has the next step, among the requests that run in steps of their own. Their steps alternate with the steps of
-    all other requests.
+    """Turns of the requests that run in steps of their own. Their steps alternate with the steps of all other requests.
 
     Attributes:
         requests: live requests that run in steps of their own, in the order of their turns.
@@ -27,7 +26,7 @@ class ExclusiveTurns:
             self.requests.append(request)
 
     def finish(self, request: Request) -> None:
-        """Forget a request."""
+        """Remove a request that ended."""
         if request.exclusive:
             self.requests.remove(request)
 

@@ -30,7 +30,7 @@ class KVManager:
         rows: rows of the request table.
         allocator: pages of the pool.
         kv_pool: the K and V themselves.
-        sharing: what requests share; None: nothing.
+        sharing: the prefix cache's sharing; None: off.
         states: recurrent states, by row; None where no layer has any.
         rope_boundary: see `ModelSpec`.
 
@@ -152,7 +152,7 @@ class KVManager:
         return [r for r in requests if r.num_entered <= boundary <= r.kv_len and r.num_tokens_left]
 
     def withdraw(self, request: Request) -> None:
-        """Undo `admit`."""
+        """Undo `admit` for a request."""
         self.release(request, keep=False)
         request.kv_len = 0
 
@@ -328,7 +328,7 @@ class KVManager:
         request.host_kv = None
 
     def _slots(self, request: Request, stop: int) -> np.ndarray:
-        """[stop] int64."""
+        """KV slots of the request's positions below `stop`, [stop] int64."""
         return self.allocator.slots_of(request.pages, 0, stop)
 
     # -- checks ------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ class KVManager:
 
 
 def _why_no_prefixes(runner: InterpModelRunner) -> str:
-    """Why requests share no prefixes; "" where they do."""
+    """Reason that requests share no prefixes, or ""."""
     if not runner.server_config.enable_prefix_caching:
         return "enable_prefix_caching=False"
     if runner.gdn_pool is not None and not runner.gdn_pool.snapshots.size:

@@ -32,9 +32,9 @@ class Prefix:
 
     Attributes:
         key: its tokens and namespaces; None where it shares nothing.
-        kind: of its namespaces.
-        node: what it holds of the tree, while it has pages.
-        reason: why the last `match` went no further; "" where the tree had no more.
+        kind: kind of its namespaces.
+        node: node of the tree that it holds, while it has pages.
+        reason: reason that the last `match` stopped; "" at the end of the tree.
         num_known: pages that the tree had then, in models with recurrent states.
     """
 
@@ -49,9 +49,9 @@ class PrefixSharing:
     """The rules of sharing, and their counts.
 
     Args:
-        tree: of the pages.
+        tree: tree of the shared pages.
         model: an edit of it drops the tree; None: nothing is shared.
-        why_off: why nothing is shared; "" where requests share.
+        why_off: reason that nothing is shared, or "".
 
     Attributes:
         num_recomputed: tokens that were computed though their KV was in the tree, or had been before a preemption.
@@ -158,7 +158,8 @@ class PrefixSharing:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counts in tokens: asked for and found by kind of namespace, recomputed, evicted; and reasons for no reuse in requests.
+        """Token counts: asked for and found by kind of namespace, recomputed, evicted. Also counts of requests by
+        reason for no reuse.
 
         `off` says why requests share nothing; "" where they do.
         """
@@ -179,7 +180,7 @@ def _salted(namespaces: list[tuple[int, Any]], kind: str, salt: Hashable) -> lis
     """The same namespaces, with a salt in that of the first page: no other page of the tree follows it.
 
     Args:
-        kind: of salt. Salts of different kinds differ.
+        kind: kind of the salt. Salts of different kinds differ.
     """
     first = namespaces[0][1] if namespaces and namespaces[0][0] == 0 else None
     rest = [entry for entry in namespaces if entry[0] > 0]

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_STEPS_BEHIND = 256
 """Calls of an `on_step` that may wait: their values are held until then."""
 OVERDUE_SECONDS = 0.5
-"""How long after their time requests end at the latest, while a block holds up the thread."""
+"""Longest delay of a request's time limit while a trace block holds up the thread."""
 
 
 class RequestEnds:

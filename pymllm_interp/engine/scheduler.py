@@ -1,4 +1,4 @@
-"""Which requests take part in the next step, and with how many tokens.
+"""Scheduling: the requests of the next step, and their numbers of tokens.
 
 Continuous batching over a paged KV pool. A step holds every decoding request. The rest of its token budget is for chunks of
 prompts. A traced prompt runs in one pass. A prompt starts after the pages that the prefix cache has. When the pool is full, the
@@ -38,8 +38,8 @@ class Scheduler:
         max_num_tokens: upper bound of a step's token rows.
         kv: pages and rows of the requests.
         ring_admission: reserves room for captured states in the ring; None where captures need none.
-        times: of the steps so far; None: not known.
-        drafts: of decoding requests; None: nothing proposes any.
+        times: durations of the steps so far; None: unknown.
+        drafts: drafts of decoding requests; None: no drafter.
 
     Attributes:
         requests: live requests by id.
@@ -76,7 +76,7 @@ class Scheduler:
     # -- requests in and out -------------------------------------------------------
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue requests."""
+        """Add requests to the waiting queue."""
         for request in requests:
             request.arrival = self._arrivals
             self._arrivals += 1
@@ -195,7 +195,7 @@ class Scheduler:
         return budget - within, within
 
     def _schedule_exclusive(self, step: SchedulerOutput, others: bool) -> None:
-        """If it is its turn, give the step to one request with steps of its own, or its gang."""
+        """Give the step to one exclusive request or its gang, if its turn has come."""
         turn = self._exclusive.next(others)
         if any(request.status is RequestStatus.SWAPPED for request in turn):
             self._schedule_swapped(step, len(turn), turn)
@@ -321,7 +321,7 @@ class Scheduler:
         return any(request.num_overtaken >= MAX_OVERTAKEN_SWAPPED for request in self.swapped)
 
     def _enter(self, request: Request) -> None:
-        """An admitted request runs."""
+        """Move an admitted request to the running ones."""
         if request.status is RequestStatus.SWAPPED:
             self.swapped.remove(request)
         else:

@@ -1,4 +1,4 @@
-"""What callers are told of steps: log probabilities, how they ran, and why one ran out of memory."""
+"""Per-step results for callers: log probabilities, execution, and advice after running out of memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .drafts import Drafts
 
 
 class Progress(NamedTuple):
-    """How far an engine is."""
+    """Progress of an engine."""
 
     progress: str
     """Another one whenever a step, a command or a block of a trace has ended."""
@@ -39,7 +39,7 @@ def needs_tokens(requests: Mapping[str, Request], step: SchedulerOutput, drafts:
 
     Args:
         requests: the live ones, by id.
-        drafts: of the engine.
+        drafts: drafts of the engine.
     """
     if step.drafts:
         return True

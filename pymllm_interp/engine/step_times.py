@@ -1,4 +1,4 @@
-"""How long steps take, from the steps so far. It tells when to launch the next one, and how many prompt tokens it may hold."""
+"""Estimates of step times from the steps so far. They set the launch time of the next step and its number of prompt tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMOOTHING = 0.3
 """Weight of the latest step in a moving average."""
 POLL_S = 1e-3
 SLACK_S = 3e-4
-"""For a thread to wake up."""
+"""Time that a thread takes to wake up."""
 MIN_CHUNK = 16
 """Fewest prompt tokens of a step that holds any, however long they take."""
 
@@ -73,16 +73,16 @@ class _Launched:
     # fmt: off
     rows:          int
     prompt_tokens: int
-    begun:         float | None  # when the device began it; None: when the step before it ended
-    counts:        bool = True   # in the averages
+    begun:         float | None  # time at which the device began; None: at the end of the step before it
+    counts:        bool = True   # whether the averages include it
     # fmt: on
 
 
 class StepPacing:
-    """When to launch the next step: late, so that requests that arrive can join it, but before the device waits.
+    """Launch time of the next step: late, so that arriving requests can join it, but before the device waits.
 
     Args:
-        times: of the steps.
+        times: durations of the steps.
         clock: seconds.
     """
 
@@ -97,7 +97,7 @@ class StepPacing:
         """A step was launched.
 
         Args:
-            started: when the host began with it.
+            started: time at which the host began the step.
             idle: the device was done with all steps before it.
         """
         rows = sum(entry.decodes for entry in step.scheduled)

@@ -1,4 +1,4 @@
-"""What becomes of a sampled token: it is appended to its request, and may end it."""
+"""Stop conditions: a sampled token is appended to its request, and may end it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class WaitingQueue:
     Args:
         policy: "fcfs", or "lpm": among the first requests with equal priority, the longest prefix in the prefix cache comes first.
             No request is overtaken more than `MAX_OVERTAKEN` times.
-        num_cached_tokens: of a request, in the prefix cache.
+        num_cached_tokens: number of a request's tokens in the prefix cache.
     """
 
     def __init__(self, policy: str, num_cached_tokens: Callable[[Request], int]) -> None:
@@ -38,7 +38,7 @@ class WaitingQueue:
         insort(self._requests, request, key=_place)
 
     def remove(self, request: Request) -> None:
-        """Forget a request."""
+        """Remove a request that ended."""
         self._requests.remove(request)
 
     def admit(self, request: Request) -> None:

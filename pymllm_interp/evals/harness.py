@@ -31,12 +31,12 @@ class HarnessLM(TemplateLM):
 
     Args:
         model: an `LM`, which stays the caller's, or the name of one.
-        interventions: for each request: `Steer` and its kin, or dicts in the JSON form of the HTTP API.
+        interventions: interventions of each request: `Steer` and other ops, or dicts in the JSON form of the HTTP API.
         max_length: tokens of one scored sequence; None: the most that the engine takes.
         max_gen_toks: new tokens where a task does not say.
         add_bos_token: whether texts are encoded with special tokens; None: as the tokenizer does.
         batch_size, max_batch_size, device: lm-eval passes these. The engine batches by itself.
-        options: of `LM`, where `model` is a name.
+        options: options of `LM`, if `model` is a name.
 
     Raises:
         ValueError: the model has no tokenizer.
@@ -79,7 +79,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """For lm-eval's cache of requests."""
+        """Name for lm-eval's cache of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -43,10 +43,10 @@ class EngineAPI(ModelAPI):
     A conversation is written by the model's chat template; without one, as ``role: content`` lines.
 
     Args:
-        model_name: of an `LM`: "demo", a folder, a .gguf file or a hub id. A name for logs, where `lm` is given.
+        model_name: model of an `LM`: "demo", a folder, a .gguf file or a hub id. With `lm`, a name for logs.
         lm: an `LM`, which stays the caller's.
-        interventions: for each request: `Steer` and other ops, or dicts or text in the JSON form of the HTTP API.
-        model_args: of `LM`, where there is no `lm`.
+        interventions: interventions of each request: `Steer` and other ops, or dicts or text in the JSON form of the HTTP API.
+        model_args: arguments of `LM`, without `lm`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class EngineAPI(ModelAPI):
         return f"pymllm_interp/{self.model_name}"
 
     def max_connections(self) -> int:
-        """As many as a step runs."""
+        """Number of requests that a step can run."""
         return self.lm.limits.max_running
 
     async def aclose(self) -> None:
@@ -165,5 +165,5 @@ def _message(message: ChatMessage) -> dict[str, Any]:
 
 @modelapi(name="pymllm_interp")
 def pymllm_interp() -> type[ModelAPI]:
-    """inspect-ai's registration."""
+    """Entry point of inspect-ai's registry."""
     return EngineAPI

@@ -1,4 +1,4 @@
-"""What a harvest is, in words: for its manifest, and for the message of a run that does not match."""
+"""Text descriptions of a harvest, for its manifest and for the error of a run that does not match."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ class Document:
 
     number: int
     key: bytes
-    """Of `document_key`, or `SKIPPED`."""
+    """Result of `document_key`, or `SKIPPED`."""
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
     tokens: int = 0
     nbytes: int = 0
     error: Exception | None = None
-    """Why it is skipped."""
+    """Reason that the document is skipped, or None."""
 
     def add(self, name: str, rows: Tensor) -> None:
         """Append rows of a tensor of its shard."""

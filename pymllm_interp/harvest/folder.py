@@ -34,7 +34,7 @@ CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", tor
 
 @dataclass(frozen=True)
 class Identity:
-    """What all shards of a folder have in common. A run that resumes must have the same."""
+    """Properties shared by all shards of a folder. A resuming run must match them."""
 
     model: str
     """Fingerprint of the model."""
@@ -54,7 +54,7 @@ class ShardEntry:
 
     file: str
     rows: dict[str, int]
-    """By site."""
+    """Number of rows by site."""
     tokens: int
     """Tokens of its documents."""
     first_document: int
@@ -79,7 +79,7 @@ class HarvestFolder:
         description: the harvest in words, for the manifest.
 
     Attributes:
-        shards: in the manifest.
+        shards: shards in the manifest.
         complete: whether the end of the input was reached.
 
     Raises:

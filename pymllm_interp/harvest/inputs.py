@@ -19,11 +19,11 @@ TOO_LONG = ("error", "truncate", "split")
 
 @dataclass(frozen=True)
 class Settings:
-    """How documents become passes and shards.
+    """Options for dividing documents into passes and shards.
 
     Args:
         max_length: upper bound of a pass, in tokens.
-        too_long: what to do with a longer document: "error", "truncate", or "split" it into several passes.
+        too_long: action for a longer document: "error", "truncate", or "split" it into several passes.
         shard_bytes: upper bound of a shard; a shard of one document may be larger.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a harvest needs of a model. `LM` has it; the engine is imported nowhere in this folder."""
+"""Interface of a model for harvests. `LM` implements it; this folder does not import the engine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..hooks.site import Site
 
 
 class PrefillHandle(Protocol):
-    """A submitted forward pass."""
+    """Handle of a submitted forward pass."""
 
     requests: list[Request]
     """The one request, with `activations` or `error` after `wait`."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
+        """Wait until the pass has ended."""
         ...
 
     def cancel(self) -> None:
-        """End it."""
+        """Cancel the pass."""
         ...
 
 
@@ -59,7 +59,7 @@ class HarvestModel(Protocol):
 
     @property
     def engine_name(self) -> str:
-        """What computes, for the manifest."""
+        """Name of the engine, for the manifest."""
         ...
 
     def token_ids(self, prompt: Any, what: str = "the prompt") -> list[int]:

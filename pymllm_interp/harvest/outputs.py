@@ -26,7 +26,7 @@ OUTPUTS_FORMAT = "pymllm-interp outputs 1"
 
 
 class AskedOutputs(NamedTuple):
-    """What is to be generated, checked."""
+    """Checked options of generated outputs."""
 
     params: SamplingParams
     interventions: list[Intervention]

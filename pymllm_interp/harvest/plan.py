@@ -53,16 +53,16 @@ class HarvestPlan:
 
     @property
     def documents(self) -> int:
-        """How many there are."""
+        """Number of documents."""
         return sum(unit.portion.documents for unit in self.units)
 
     def check_sources(self) -> None:
-        """Raises ValueError where an input file is not what it was."""
+        """Raise ValueError if an input file has changed."""
         for source in self.sources:
             check_unchanged(source)
 
     def to_json(self) -> bytes:
-        """The content of `plan.json`."""
+        """Content of `plan.json`."""
         return json.dumps({"format": PLAN_FORMAT, **asdict(self)}).encode()
 
     @classmethod
@@ -102,7 +102,7 @@ def make_plan(
 
     Args:
         inputs: paths of files (`pathlib.Path`), or documents.
-        unit_documents: of a unit, at most.
+        unit_documents: maximum number of documents in a unit.
         manifest: the format that the manifest names.
 
     Raises:
@@ -160,7 +160,7 @@ def _plan_of(
 
 
 def _difference(there: HarvestPlan, now: HarvestPlan) -> str:
-    """In words; empty where both are one plan."""
+    """Differences of two plans as text, or ""."""
     lines = []
     for name, before in asdict(there.identity).items():
         if before != (after := getattr(now.identity, name)):

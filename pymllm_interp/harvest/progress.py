@@ -21,7 +21,7 @@ class HarvestProgress:
         done: documents that earlier runs harvested.
 
     Attributes:
-        workers: that compute, where there are several.
+        workers: number of computing workers, if there are several.
     """
 
     workers = 0
@@ -52,9 +52,9 @@ class HarvestProgress:
         """Count a document, or several.
 
         Args:
-            tokens: of the documents.
+            tokens: number of tokens of the documents.
             nbytes: bytes of their rows.
-            skipped: of them, that failed, and are left out.
+            skipped: number of the documents that failed and are omitted.
         """
         self._done, self._skipped = self._done + documents, self._skipped + skipped
         self._tokens, self._bytes = self._tokens + tokens, self._bytes + nbytes

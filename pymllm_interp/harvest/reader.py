@@ -87,7 +87,7 @@ class SiteNames:
 
     Args:
         sites: canonical names.
-        num_layers: of the model, to resolve negative layers; None where unknown.
+        num_layers: number of layers of the model, to resolve negative layers; None if unknown.
     """
 
     def __init__(self, sites: Sequence[str], num_layers: int | None) -> None:
@@ -178,7 +178,7 @@ class Harvest:
 
     Attributes:
         manifest: the harvest in words (`description`), fingerprints and settings (`identity`), and whether it is complete.
-        shards: in the order of the input.
+        shards: shards in the order of the input.
         sites: captured sites.
     """
 

@@ -1,4 +1,4 @@
-"""What a harvest returns and raises."""
+"""Results and errors of a harvest."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class HarvestResult:
     folder: Path
     shards: int
     documents: int
-    """In the folder, including earlier runs, without skipped ones."""
+    """Number of documents in the folder, including earlier runs, without skipped ones."""
     tokens: int
     rows: dict[str, int]
-    """By site."""
+    """Number of rows by site."""
     bytes: int
     new_documents: int
     """Computed by this run."""

@@ -82,7 +82,7 @@ def run_harvest(
 
 
 class AskedHarvest(NamedTuple):
-    """What a harvest is to compute, checked."""
+    """Checked options of a harvest."""
 
     captures: list[Capture]
     interventions: list[Intervention]
@@ -141,7 +141,7 @@ class HarvestRun:
 
     Args:
         weights_version: the model's, when its fingerprint was taken.
-        captures, interventions: of `HarvestModel.resolve_specs`.
+        captures, interventions: results of `HarvestModel.resolve_specs`.
         skip: leave out documents that fail.
         progress: see `HarvestProgress`.
         lora: adapter that each document runs with.
@@ -263,7 +263,7 @@ class HarvestRun:
                 yield Pass(document, start, place == len(passes) - 1, part)
 
     def _check_disk_space(self, inputs: Iterable[Any]) -> None:
-        """Raises OSError where the input's size is known and the disk has less space."""
+        """Raise OSError if the input's size is known and the disk has less space."""
 
         def size_of(tokens: int) -> int:
             return expected_bytes(self._captures, self._model.model_spec, tokens)

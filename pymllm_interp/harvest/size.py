@@ -1,4 +1,4 @@
-"""How many bytes a harvest takes on the disk."""
+"""Estimate of a harvest's size on disk, in bytes."""
 
 from __future__ import annotations
 

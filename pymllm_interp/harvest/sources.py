@@ -37,7 +37,7 @@ class Portion:
     file: int
     """Its index in the plan."""
     start: int
-    """Of its first document: the byte in a JSONL file, the row in a Parquet file."""
+    """Position of its first document: the byte in a JSONL file, the row in a Parquet file."""
     documents: int
 
 
@@ -59,7 +59,7 @@ def source_of(path: Path) -> SourceFile:
 
 
 def check_unchanged(source: SourceFile) -> None:
-    """Raises ValueError where the file is not what it was."""
+    """Raise ValueError if the file has changed."""
     if not os.path.exists(source.path) or source_of(Path(source.path)) != source:
         raise ValueError(f"{source.path} is not the file that the plan was made of: it is missing, or was changed")
 

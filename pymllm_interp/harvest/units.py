@@ -36,7 +36,7 @@ RECORD_FILE = re.compile(r"(\d{6})\.json\.[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What one attempt made of a unit."""
+    """Record of one attempt at a unit."""
 
     unit: int
     attempt: str

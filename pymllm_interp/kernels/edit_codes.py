@@ -43,7 +43,7 @@ NO_END = 2**31 - 1
 
 
 class OpWords(NamedTuple):
-    """What the table holds of an op, whatever its vectors' rows, windows and gate are."""
+    """Table entry of an op, without its vectors' rows, windows and gate."""
 
     code: int
     rank: int = 1
@@ -84,7 +84,7 @@ def capture_word(vectors: int, code: int) -> int:
 
 
 class Encoder(Protocol):
-    """What must see a whole state before one of its features is known: a top-k SAE."""
+    """Encoder that needs a whole state before it can compute one feature, such as a top-k SAE."""
 
     @property
     def d_sae(self) -> int:
@@ -97,7 +97,7 @@ class Encoder(Protocol):
 
 
 class TokenRows(NamedTuple):
-    """What kernels read of each token row of a pass; see `TableOps`."""
+    """Per-row tensors of a pass that kernels read; see `TableOps`."""
 
     owners: torch.Tensor
     """[tokens] int64, rows of the request table; -1 for none."""
@@ -126,12 +126,12 @@ class OpTables:
     vectors:  torch.Tensor  # [capacity, width] float32
     captures: torch.Tensor  # [rows, sites, CAPTURE_WORDS] int32
     first_fired: torch.Tensor  # [rows, MAX_GATES] int32, the prompt's first position at which a gate fired, or NO_END
-    ring:     torch.Tensor  # [elements], of the states' dtype
+    ring:     torch.Tensor  # [elements], with the dtype of the states
     num_layers: int
     inner:   frozenset[str] = frozenset()  # kinds of inner sites with kernels
     aligned: bool = False  # all sites' widths are multiples of ALIGNED
     head_dim: int = 0
-    encoders: Mapping[int, Sequence[Encoder]] = field(default_factory=dict)  # by site: their thresholds are computed before its ops
+    encoders: Mapping[int, Sequence[Encoder]] = field(default_factory=dict)  # by site, computed before its ops
     # fmt: on
 
     def head_dim_at(self, site: int) -> int:

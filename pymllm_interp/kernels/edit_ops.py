@@ -35,7 +35,7 @@ FLOAT16, CAPTURE_WORDS = tl.constexpr(codes.FLOAT16), tl.constexpr(codes.CAPTURE
 ENCODED = 1 << 25
 """Features that an encoder has at once: they bound its rows."""
 MAX_REGISTERS = 128
-"""Per thread: two programs fit a multiprocessor, so that 256 rows of 4,096 run at once."""
+"""Registers per thread: two programs fit a multiprocessor, so that 256 rows of 4,096 run at once."""
 
 
 @triton.jit
@@ -286,7 +286,7 @@ def _apply_site(
     """`value` [rows, block] float32 after the ops at ``site + AFTER``; with CAPTURES also captured.
 
     Args:
-        rows, tables: as `_apply_ops`.
+        rows, tables: see `_apply_ops`.
         captured: (captures, records, record_stride, ring).
     """
     owner, _, row, column, mask, inside = rows
@@ -481,12 +481,12 @@ def edit_norm_(
     delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int, tables: OpTables,
     rows: TokenRows, seen: torch.Tensor,
 ) -> None:  # fmt: skip
-    """`edit_add_norm` in place, for a norm of somebody else's: `stream` becomes the sum, and `delta` its norm.
+    """Variant of `edit_add_norm` for a norm of another library, in place: `stream` becomes the sum, and `delta` its norm.
 
     Args:
         delta, stream: [tokens, width], contiguous.
         weight: [width].
-        kind: of `core.norm_kind`, with an add.
+        kind: kind with an add (`core.norm_kind`).
         seen: [table rows] int32, counts the rows of each owner.
 
     Raises:

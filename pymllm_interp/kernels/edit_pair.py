@@ -132,7 +132,7 @@ def edit_pair(
     """Ops and captures at a residual add; delta and stream [tokens, width] are changed in place.
 
     Args:
-        rows: of at least as many token rows.
+        rows: token rows, at least as many as `delta` has.
         seen: [table rows] int32, counts the rows of each owner.
     """
     _launch_pair(delta, stream, delta_site(residual_add), tables, rows, seen, True)

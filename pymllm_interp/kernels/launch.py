@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 ALIGNMENT = 16
-"""In bytes. Triton compiles one kernel for addresses that are multiples of this, and another for all other addresses."""
+"""Bytes. Triton compiles one kernel for addresses that are multiples of this, and another for all other addresses."""
 
 
 @triton.jit

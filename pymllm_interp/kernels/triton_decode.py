@@ -139,16 +139,16 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """See `decode_kernel.DecodeAttention`.
+    """Compute the attention of decode rows (`decode_kernel.DecodeAttention`).
 
     Args:
         parts: float32, `parts_size` elements or more.
         counters: int32, an element or more for each request and KV head: zeros, and zeros again afterwards.
         num_sms: multiprocessors of the device.
         window: positions that a query attends to; 0: all.
-        cap: of the scores; 0.0: none.
+        cap: soft cap of the scores; 0.0: none.
         sinks: [heads], see `RadixAttention`; None: none.
-        kv_scales: what the caches' values are multiplied by.
+        kv_scales: dequantization scales of the caches.
     """
     requests, heads, dim = q.shape
     kv_heads = k_cache.shape[1]

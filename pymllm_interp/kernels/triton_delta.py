@@ -328,7 +328,7 @@ def split_gated(
 
     Args:
         x: [tokens, (2 * heads + 2 * kv_heads) * size]: each head of q with its gate behind it, then k, then v.
-        kind: of the norms (core/norm_kind.py).
+        kind: kind of the norms (core/norm_kind.py).
     """
     tokens, size = len(x), len(q_weight)
     out = x.new_empty(tokens, heads + 2 * kv_heads, size)

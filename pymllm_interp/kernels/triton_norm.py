@@ -48,7 +48,7 @@ def _norm(
     INNER_STRIDE: tl.constexpr, ADD: tl.constexpr, PARALLEL: tl.constexpr, IN_PLACE: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With PARALLEL, `total` holds a second delta, and is overwritten by the sum."""
+    """Norm kernel. With PARALLEL, `total` holds a second delta, and is overwritten by the sum."""
     launch_dependents(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

@@ -68,14 +68,14 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 class SiLU(nn.Module):
-    """`silu` as a module."""
+    """Module of the SiLU function."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return silu(input)
 
 
 class GELU(nn.Module):
-    """`gelu` as a module."""
+    """Module of the GELU function, exact or with tanh."""
 
     def __init__(self, tanh: bool = False) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class GELU(nn.Module):
 
 
 def activation_module(name: str) -> nn.Module:
-    """`activation` as a module."""
+    """Module of an activation function by its name."""
     function = FUNCTIONS.get(name)
     if function is None:
         return _of_transformers(name)

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaWeights(NamedTuple):
-    """What a layer multiplies by."""
+    """Parameters of a gated delta rule layer."""
 
     # fmt: off
     conv:  torch.Tensor  # [channels, 1, taps]
@@ -65,12 +65,12 @@ class DeltaSizes(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Channels of v."""
+        """Number of channels of v."""
         return self.heads * self.dim
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
+        """Number of channels of the convolution."""
         return 2 * self.keys + self.values
 
 
@@ -101,7 +101,7 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class StateRows:
-    """How the rows of a pass read and write states: `num_steps` rows first, then the prompts, then padding."""
+    """Reads and writes of states by the rows of a pass: `num_steps` rows first, then the prompts, then padding."""
 
     num_steps: int
     prompts: PromptRows | None
@@ -150,7 +150,7 @@ def mix(
 
     Args:
         states: None where nothing is read or kept.
-        batch: of the pass; None: the rows are one sequence.
+        batch: batch of the pass; None: the rows are one sequence.
     """
     if batch is None:
         return _prompts(

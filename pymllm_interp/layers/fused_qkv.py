@@ -50,8 +50,8 @@ class FusedQKV(Product):
     """A projection to q, k and v. Their sites are slices of its output.
 
     Attributes:
-        layer_idx: of the decoder layer.
-        head_dim, num_kv_heads: of the heads.
+        layer_idx: index of the decoder layer.
+        head_dim, num_kv_heads: size of a head, and number of K and V heads.
         by_head: whether q, k and v of each head follow each other; else all q, all k, all v.
     """
 
@@ -61,7 +61,7 @@ class FusedQKV(Product):
     by_head: bool
 
     def set_heads(self, spec: ModelSpec, layer_idx: int, by_head: bool) -> None:
-        """Set the attributes."""
+        """Set the sizes and the layer."""
         self.layer_idx, self.by_head = layer_idx, by_head
         self.head_dim, self.num_kv_heads = spec.head_dim, spec.num_key_value_heads
 
@@ -103,8 +103,8 @@ class FusedQKV(Product):
 
 
 class FusedLinear(FusedQKV, Linear):
-    """`FusedQKV` as an `nn.Linear`."""
+    """`nn.Linear` that projects to q, k and v."""
 
 
 class FusedConv1D(FusedQKV, Conv1D):
-    """`FusedQKV` as a `Conv1D`."""
+    """`Conv1D` that projects to q, k and v."""

@@ -319,7 +319,7 @@ class Embedding(nn.Embedding):
         self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, dtype=dtype, device=device), False)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings without ops."""
+        """Embeddings [..., hidden] without ops."""
         return F.embedding(ids, self.weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

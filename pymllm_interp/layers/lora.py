@@ -54,11 +54,11 @@ class LoRASlots:
     """The adapters' parts of one product.
 
     Args:
-        in_features: of the product.
+        in_features: input features of the product.
         sizes: out features of each projection in it.
         num_slots: adapters at most.
-        rank: of any adapter at most.
-        weight: of the product; it has the dtype and the device.
+        rank: maximum rank of an adapter.
+        weight: weight of the product; it gives dtype and device.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class LoRASlots:
 
         Args:
             multiply: x [..., in] -> the base's product [..., out], in fresh memory; or one part of it.
-            rows: of the pass.
-            part: which part the product is; None: all of them.
+            rows: adapter rows of the pass.
+            part: index of the product's part; None: all parts.
         """
         flat, tiles, spans = x.reshape(-1, self.in_features), rows.tiles, rows.spans
         if x.is_cuda and tiles is not None and part is None and triton_kernels_for(x) is not None:

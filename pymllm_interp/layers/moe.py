@@ -29,7 +29,7 @@ class TopKRouter(nn.Module):
 
     Args:
         normalise: the scores of a token add up to 1.
-        score_dtype: of the scores.
+        score_dtype: dtype of the scores.
         bias: the product has a bias.
 
     Attributes:
@@ -109,7 +109,7 @@ class SigmoidRouter(TopKRouter):
 
     Args:
         groups, top_groups: experts are in so many groups, and chosen from those with the highest two ranks together.
-        scaling: what scores are multiplied by.
+        scaling: factor of the scores.
     """
 
     scoring = "sigmoid"
@@ -224,7 +224,7 @@ class ClampedExperts(QuantizableExperts):
         return self.fused(hidden_states, *known_experts(router_indices, routing_weights, self.num_experts))
 
     def fused(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """As `Experts.fused`."""
+        """Run the experts, see `Experts.fused`."""
         if triton_kernels_for(x) is not None:
             clamp = self.alpha, self.limit
             return multiplied(x, ids, scores, self._weights, self.num_experts, self._biases, clamp)
@@ -278,7 +278,7 @@ def one_by_one(
     Args:
         ids, scores: [tokens, top_k].
         gemms: the first and the last products, by expert.
-        act: between the two.
+        act: activation between both products.
     """
     tokens, entries, weights = len(x), ids.t().reshape(-1), scores.t().reshape(-1)
     order = torch.argsort(entries, stable=True)  # an expert's rows: by choice, then by token, as in transformers

@@ -76,7 +76,7 @@ class NormModule(nn.Module):
 
     @property
     def kernel_weight(self) -> torch.Tensor:
-        """See core/norm_kind.py."""
+        """Weight [size] of kernels (core/norm_kind.py)."""
         return self.weight
 
     @abstractmethod
@@ -101,7 +101,7 @@ class NormModule(nn.Module):
 
 
 class RMSNorm(NormModule):
-    """Llama's norm."""
+    """RMS norm of Llama."""
 
     kind = RMS
 

@@ -79,7 +79,7 @@ class Weight(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Always false."""
+        """False: weights have no gradients."""
         return False
 
     @requires_grad.setter
@@ -87,7 +87,7 @@ class Weight(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, mode: bool = True) -> Weight:
-        """Raises NotImplementedError, except for false."""
+        """Raise NotImplementedError for `mode=True`."""
         if mode:
             raise NotImplementedError(
                 f"`{self.path}` cannot require gradients: a trace has gradients of hidden states (`with loss.backward(): h.grad`), "
@@ -96,12 +96,12 @@ class Weight(nn.Parameter):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter."""
+        """Copy as an ordinary parameter."""
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), False)
         return copied
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported: the weight would get other memory."""
+        """Raise NotImplementedError: the weight would get other memory."""
         raise NotImplementedError(
             f"`{self.path}` keeps its memory, which captured passes read: write `weight.copy_(x)`"
         )
@@ -141,7 +141,7 @@ class WeightBuffer(torch.Tensor):
     set_ = Weight.set_
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """An ordinary tensor."""
+        """Copy as an ordinary tensor."""
         copied = memo[id(self)] = self.detach().clone()
         return copied
 
@@ -172,12 +172,12 @@ class Sealed(nn.Module):
         )
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported: passes run fused, and a hook would see the rows of all requests of a step."""
+        """Raise NotImplementedError: passes run fused, and a hook would see the rows of all requests of a step."""
         why = "most passes call no module, and those that do hold the rows of every request in the batch"
         self._refuse("torch's hooks are not supported", why, INSTEAD_OF_HOOKS)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Not supported on a served module."""
+        """Raise NotImplementedError: fused passes do not call the module."""
         why = "fused passes do not call it"
         self._refuse(
             "it cannot be compiled on its own", why, "LM(..., enable_torch_compile=True) compiles captured passes"
@@ -252,13 +252,13 @@ class Sealed(nn.Module):
         return copied
 
     def train(self, mode: bool = True) -> Sealed:
-        """Refused; `eval()` does nothing."""
+        """Raise NotImplementedError for `mode=True`; do nothing for `eval()`."""
         if mode:
             self._refuse("it cannot be trained", "the engine serves it", "load the model with transformers")
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Sealed:
-        """What `.to`, `.half`, `.cuda` and their relatives call: a check that they change nothing."""
+        """Check that `.to`, `.half`, `.cuda` and their relatives, which call this, change nothing."""
         for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
             if (changed := fn(tensor)) is not tensor:
                 self._refuse(
@@ -270,7 +270,7 @@ class Sealed(nn.Module):
 
 
 class SealedList(Sealed):
-    """A sealed `nn.ModuleList`."""
+    """An `nn.ModuleList` whose modules cannot be replaced."""
 
     def __getitem__(self, idx: Any) -> Any:
         """A module; of a slice, an ordinary list of modules."""
@@ -279,7 +279,7 @@ class SealedList(Sealed):
         return nn.ModuleList.__getitem__(self, idx)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def insert(self, index: int, module: nn.Module) -> None:
-        """Refused."""
+        """Raise NotImplementedError."""
         self._refuse_replacement(str(index))
 
 

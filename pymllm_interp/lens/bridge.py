@@ -82,12 +82,13 @@ class Bridge(Weights, RemoteBridge):
         """One forward pass over text, token ids [batch, tokens] or [tokens], or a list of texts or of token ids.
 
         Args:
-            return_type, loss_per_token, labels: as `TransformerBridge.forward`.
-            prepend_bos, padding_side: of text; see `to_tokens`. Padding is not computed: its logits and values are zeros.
-            attention_mask: of token ids; 0 is padding.
+            return_type, loss_per_token, labels: see `TransformerBridge.forward`.
+            prepend_bos, padding_side: options of `to_tokens` for text. Padding is not computed: its logits and values
+                are zeros.
+            attention_mask: mask of token ids; 0 is padding.
             stop_at_layer: end the pass before this layer, and return the residual stream [batch, tokens, hidden].
             capture: names of hook points for the hooks there; None: those that have hooks.
-            intervene, kwargs: of `EngineDriver.forward`.
+            intervene, kwargs: see `EngineDriver.forward`.
         """
         self._check_loss_supported(return_type)
         tokens, mask = self._batch(input_ids if input is None else input, prepend_bos, padding_side, attention_mask)
@@ -134,7 +135,7 @@ class Bridge(Weights, RemoteBridge):
     def _edits_and_captures(
         self, intervene: Mapping[str, Any] | None, capture: Any
     ) -> tuple[dict[str, Any], list[str]]:
-        """By hook point what edits it, and the names of the values that other hooks take."""
+        """Edits by hook point, and the names of the values that other hooks read."""
         canonical = {name: str(point.name) for name, point in self.hook_dict.items()}
         edits = {canonical.get(name, name): what for name, what in (intervene or {}).items()}
         for name, point in self._hook_registry.items():
@@ -159,17 +160,17 @@ class Bridge(Weights, RemoteBridge):
         return stop % count
 
     def _before(self, stop: int | None, names: Any) -> Any:
-        """Of names of hook points, or what they map to, those that a pass reaches before a layer."""
+        """Subset of hook point names, or of a mapping from them, that a pass reaches before a layer."""
         reached = [name for name in names if self._driver.places[name].order < (stop, 0)]
         return {name: names[name] for name in reached} if isinstance(names, Mapping) else reached
 
     def run_with_hooks(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `TransformerBridge.run_with_hooks`: functions read values, edit them in place, or return others."""
+        """Run a forward pass with hooks that read values, edit them in place, or return others, as in `TransformerBridge`."""
         self._reject_start_at_layer(kwargs.get("start_at_layer"))
         return super(RemoteBridge, self).run_with_hooks(input, *args, **kwargs)
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """As `TransformerBridge.run_with_cache`: (logits, `BridgeCache`), on the CPU.
+        """Run a forward pass and return (logits, `BridgeCache`) on the CPU, as in `TransformerBridge`.
 
         Without a `names_filter`, a pass of several prompts with functions has no attention scores and no rotated q and k.
         """
@@ -207,7 +208,7 @@ class Bridge(Weights, RemoteBridge):
         self.cfg.use_attn_result = use_attn_result
 
     def _collect_block_instance_aliases(self) -> dict[str, str]:
-        """None: the aliases of the architecture's components hold for all layers here."""
+        """Return {}: the aliases of the architecture's components hold for all layers here."""
         return {}
 
     def cache_of(self, states: Mapping[str, torch.Tensor]) -> BridgeCache:
@@ -272,7 +273,7 @@ class Bridge(Weights, RemoteBridge):
         return self.lm.to_single_token(string)
 
     def generate(self, input: Any, max_new_tokens: int = 10, **options: Any) -> Any:
-        """As `TransformerBridge.generate`, by the engine; see `lens.generation.generate` for the options."""
+        """Generate as `TransformerBridge.generate`, by the engine. Options: `lens.generation.generate`."""
         if any(point.fwd_hooks for point in self._hook_registry.values()):
             raise NotImplementedError(
                 "bridge.generate runs no hooks: give interventions=[...], or edit in `with lm.generate(prompt, ...) as tracer:`"

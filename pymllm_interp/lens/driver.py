@@ -32,8 +32,8 @@ class EngineDriver(DriverBase):
         lm: a local `LM`, which stays the caller's.
         bridge_config: TransformerLens' config of the model.
         components: `component_mapping` of TransformerLens' adapter.
-        tokenizer: for the bridge.
-        output_weight: of a layer, W_O [heads, head_dim, hidden].
+        tokenizer: tokenizer for the bridge.
+        output_weight: function from a layer to its W_O [heads, head_dim, hidden].
     """
 
     _supported_features = frozenset({"intervention_callbacks"})
@@ -77,12 +77,12 @@ class EngineDriver(DriverBase):
         Args:
             input_ids: [batch, tokens], or [tokens].
             capture: names of hook points.
-            intervene: by hook point, a function of its value, which runs in a trace. ``{"op": "add", "value": vector}`` becomes a
-                declared intervention where the hook point has a site. Ops are "suppress", "scale", "add" and "set"; "pos" is a
-                position or several.
+            intervene: hook point -> function of its value, which runs in a trace. ``{"op": "add", "value": vector}``
+                becomes a declared intervention if the hook point has a site. Ops are "suppress", "scale", "add" and
+                "set"; "pos" is a position or several.
             max_new_tokens: 1; `lm.generate` generates.
             return_logits: whether the result has logits.
-            attention_mask: of the same shape as `input_ids`; 0 is padding, which is not computed. Its values are zeros.
+            attention_mask: mask with the shape of `input_ids`; 0 is padding, which is not computed. Its values are zeros.
             output_attentions: ignored; `capture` has the patterns.
             interventions: declared ones, `Steer` and its kin, for each prompt.
             stop_at_layer: end the pass before this layer, in a trace. The result has no logits.
@@ -115,10 +115,10 @@ class EngineDriver(DriverBase):
     __call__ = forward
 
     def states(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What captured states hold, by hook point: values at their sites, and the scales of norms of these.
+        """Contents of captured states by hook point: values at their sites, and the scales of their norms.
 
         Args:
-            rows: by site, [batch, tokens, ...].
+            rows: captured rows by site, [batch, tokens, ...].
         """
         found = {}
         for name, place in self.places.items():
@@ -284,7 +284,7 @@ class EngineDriver(DriverBase):
 
 @dataclass
 class _Pass:
-    """What a trace reads and edits.
+    """Reads and edits of a trace.
 
     Attributes:
         reached: places, in the order of a forward pass.
@@ -304,7 +304,7 @@ class _Pass:
 
 
 def _edited(place: Place, edit: Edit, seen: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """What a function makes of a value, and whether it edited it, in place or by another."""
+    """Result of a function of a value, and whether it edited the value, in place or by returning another."""
     version, new = seen._version, edit(seen)
     if new.shape != seen.shape:
         raise ValueError(f"the hook at {place.name} returned {list(new.shape)}; expected {list(seen.shape)}, or None")

@@ -37,7 +37,7 @@ def generate(
         input: text, token ids [batch, tokens] or [tokens], or a list of texts or of token ids. Prompts may have different lengths.
         eos_token_id: ends a prompt's text in place of the model's end-of-sequence ids.
         do_sample: whether to sample; else greedy.
-        seed: of the sampling.
+        seed: seed of the sampling.
         return_type: "str", "tokens", or "input": text for text, tokens for tokens.
         interventions: declared ones, for each prompt.
         verbose: ignored.

@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def padded(self) -> bool:
-        """Whether there is padding."""
+        """Whether any prompt is padded."""
         return any(len(ids) < self.width for ids in self.tokens)
 
     def stacked(self, rows: Sequence[torch.Tensor], square: bool = False) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where the values of `TransformerBridge`'s hook points are in an engine.
+"""Locations of `TransformerBridge`'s hook points in an engine.
 
 TransformerLens' adapter for the architecture gives the names and the modules behind them. A value with a declared site is captured
 in the fused pass. A trace reads any other value at its module.
@@ -53,16 +53,16 @@ _PARTS: dict[str, Part] = {"hook_scale": "scale", "hook_normalized": "normalized
 
 @dataclass(frozen=True)
 class Place:
-    """Where the value of a hook point is.
+    """Location of a hook point's value.
 
     Attributes:
-        name: of the hook point.
+        name: name of the hook point.
         order: places of one model sort by it as a forward pass reaches them.
         module: path of the module; "" within an attention.
-        end: which end of the module has the value, or what `part` is made of.
+        end: end of the module that has the value, or that `part` is computed from.
         kind: kind of site with the value's heads, or "".
-        part: of a norm, "scale" is its divisor and "normalized" its output without gain and bias. "result" is what each head
-            adds to the stream: z of the head times its rows of W_O.
+        part: part of a norm or head: "scale" is the norm's divisor, "normalized" its output without gain and bias.
+            "result" is what each head adds to the stream: z of the head times its rows of W_O.
         site: the declared site that `captured_part` makes the value of; None: only a trace has it.
         captured_part: "normed" is the output of `norm`.
         norm: path of the norm of `part` and `captured_part`, or "".
@@ -106,7 +106,7 @@ def places_of(components: Mapping[str, Any], spec: ModelSpec, inner_sites: froze
 
     Args:
         components: `component_mapping` of TransformerLens' adapter.
-        spec: of the engine's model.
+        spec: spec of the engine's model.
         inner_sites: kinds of inner sites that the engine captures.
     """
     layers = components["blocks"]
@@ -203,13 +203,13 @@ def _only(place: Place, served: frozenset[str]) -> Place:
 
 
 def norm_part(part: Part, x: torch.Tensor, norm: Any, centered: bool, eps: float) -> torch.Tensor:
-    """What a norm makes of its input x [..., width].
+    """Part of a norm of its input x [..., width].
 
     Args:
         part: "scale" [..., 1] and "normalized" [..., width] are float32 for half precision, as TransformerLens has them.
         norm: the module.
         centered: whether the norm subtracts the mean: a LayerNorm.
-        eps: of the norm.
+        eps: epsilon of the norm.
     """
     if part == "normed":
         return norm(x)

@@ -41,15 +41,15 @@ ROUNDING = 1e-5
 
 
 class _Sweep:
-    """What `transformer_lens.patching` takes for a model: its patched runs are the next ones of a sweep.
+    """Stand-in for the model in `transformer_lens.patching`: its patched runs are the next ones of a sweep.
 
     Args:
-        bridge: of the model.
+        bridge: bridge of the model.
         tokens: [batch, tokens], of the corrupted run.
         clean: a cache of the clean run.
-        name: of the activation, such as "resid_pre".
-        axes: what the numbers of a cell are.
-        cells: in the order of the calls.
+        name: activation name, such as "resid_pre".
+        axes: meanings of a cell's indexes.
+        cells: cells in the order of the calls.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class _Sweep:
 
 
 def _changed(new: torch.Tensor, old: torch.Tensor, head: int | None) -> torch.Tensor:
-    """Of values [positions, ...] and another run's states from the first position on, which differ: [positions] bools."""
+    """Positions at which values [positions, ...] differ from another run's states: [positions] bool."""
     old = old[: len(new)]
     if head is not None:
         new, old = new[:, head], old[:, head]
@@ -171,12 +171,12 @@ def generic_activation_patch(
     index_df: Any = None,
     **options: Any,
 ) -> Any:
-    """As `transformer_lens.patching.generic_activation_patch`, batched where the setter is one of TransformerLens' for states.
+    """Patch activations as `transformer_lens.patching.generic_activation_patch`; batched for TransformerLens' state setters.
 
     Args:
         model: a `Bridge` without hooks.
-        patching_metric: of logits [batch, tokens, vocab] on the CPU, as in TransformerLens.
-        options: as there.
+        patching_metric: function of logits [batch, tokens, vocab] on the CPU, as in TransformerLens.
+        options: options of TransformerLens' function.
 
     Raises:
         ValueError: clean and corrupted runs of different lengths.

@@ -14,7 +14,7 @@ class BridgePoint(HookPoint):
     """A hook point. Its functions read and edit forward passes.
 
     Args:
-        name: of the hook point.
+        name: name of the hook point.
         served: whether the engine has the value.
     """
 
@@ -25,7 +25,7 @@ class BridgePoint(HookPoint):
     def add_hook(
         self, hook: Callable[..., Any], dir: Literal["fwd", "bwd"] = "fwd", *args: Any, **kwargs: Any
     ) -> LensHandle:
-        """As `HookPoint.add_hook`.
+        """Add a hook function, as `HookPoint.add_hook`.
 
         Raises:
             NotImplementedError: a backward hook, or a point with a value that the engine does not have.

@@ -15,13 +15,13 @@ from .state_pool import HostState
 
 @dataclass(frozen=True)
 class HostKV:
-    """The K and V of some tokens, all layers, on the host; what `KVPool.swap_out` made.
+    """The K and V of some tokens in all layers, copied to the host by `KVPool.swap_out`.
 
     Attributes:
-        states: of the request's layers without KV; None where it has none.
+        states: recurrent states of the request, or None.
     """
 
-    kv: torch.Tensor  # [layers, 2, tokens, kv_heads, head_dim] on the CPU
+    kv: torch.Tensor  # CPU tensor [layers, 2, tokens, kv_heads, head_dim]
     states: HostState | None = None
 
     @property
@@ -39,9 +39,9 @@ class KVPool:
     Args:
         num_layers, num_kv_heads, head_dim: the model's.
         size: slots to hand out; rounded down to whole pages. The dummy page 0 comes on top.
-        dtype, device: of the memory.
+        dtype, device: dtype and device of the memory.
         page_size: slots in a page.
-        scales: of K and of V by layer, for an FP8 cache; (1, 1) for other layers.
+        scales: layer -> dequantization scales (k, v), for an FP8 cache; (1, 1) for other layers.
 
     `k_buffer[layer]` and `v_buffer[layer]`: [num_slots, num_kv_heads, head_dim], contiguous.
     Rows of padding write to page 0, and no other row reads it.
@@ -96,7 +96,7 @@ class KVPool:
             write_rows(stored, slots, rows, scale)
 
     def scales(self, layer_id: int) -> tuple[float, float]:
-        """What the layer's stored K and V are multiplied by when they are read."""
+        """Dequantization scales (k, v) of the layer."""
         return self._scales.get(layer_id, (1.0, 1.0))
 
     def swap_out(self, slots: Sequence[int] | np.ndarray | torch.Tensor) -> HostKV:

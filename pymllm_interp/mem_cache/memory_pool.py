@@ -27,7 +27,7 @@ class ReqToTokenPool:
     Args:
         size: rows to hand out, numbered 1..size; row 0 is the dummy.
         max_context_len: positions in a row.
-        device: where `req_to_token` lives.
+        device: device of `req_to_token`.
 
     `req_to_token`: [size + 1, max_context_len] int32. It changes in `apply_staged_writes` and `clear` only, never behind
     the back of a pass that is under way. Entries past what a request has written are stale: read up to its length.
@@ -146,7 +146,7 @@ class TokenToKVPoolAllocator:
         self.clear()
 
     def clear(self) -> None:
-        """Take every page back."""
+        """Take back all pages."""
         self._free = list(range(self.num_pages, 0, -1))
         self._live: set[int] = set()
 

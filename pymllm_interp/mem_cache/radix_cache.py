@@ -31,7 +31,7 @@ class RadixKey:
     """The tokens of a sequence in whole pages, and the namespaces of these pages.
 
     Args:
-        token_ids: of the sequence so far.
+        token_ids: tokens of the sequence so far.
         page_size: tokens in a page.
         namespaces: (page, namespace): the namespace from that page on, ascending. Pages before the first have None.
     """
@@ -52,7 +52,7 @@ class RadixKey:
         self.num_tokens += len(token_ids)
 
     def edge(self, page: int) -> tuple[Hashable, bytes]:
-        """What an edge that begins with `page` is found by: (namespace, tokens)."""
+        """Key (namespace, tokens) of an edge that begins with `page`."""
         place = bisect_right(self._starts, page)
         start = page * self.page_bytes
         return self._namespaces[place - 1] if place else None, self.data[start : start + self.page_bytes]
@@ -67,9 +67,9 @@ class Node:
     """A run of pages with one namespace.
 
     Attributes:
-        tokens: of the pages, as bytes.
+        tokens: token ids of the pages, as bytes.
         holders: requests that hold this node or one below it.
-        used: when it was last held; larger is later.
+        used: time of the last use; larger is later.
     """
 
     __slots__ = ("children", "holders", "namespace", "pages", "parent", "tokens", "used")
@@ -105,7 +105,7 @@ class RadixCache:
         page_size: tokens in a page.
 
     Attributes:
-        num_pages: in the tree.
+        num_pages: number of pages in the tree.
         num_evictable: pages that nobody holds.
         num_evicted: pages that `evict` gave back so far.
     """

@@ -27,8 +27,8 @@ class StateLayout:
 
     Attributes:
         kind: "conv" for the last inputs of a convolution.
-        shape: of one request's state.
-        dtype: in which the layer's code reads and writes it.
+        shape: shape of one request's state.
+        dtype: dtype that the layer's code reads and writes.
         layer: index of the decoder layer; None where it is not known.
     """
 
@@ -50,7 +50,7 @@ class HostState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states."""
+        """Bytes of all layers' states."""
         return sum(state.nbytes for state in self.states)
 
 
@@ -67,7 +67,7 @@ def slot_bytes(layouts: Sequence[StateLayout], dtype: torch.dtype) -> int:
     """Bytes of one slot.
 
     Args:
-        dtype: of recurrent states in the pool.
+        dtype: dtype of recurrent states in the pool.
     """
     return sum(prod(layout.shape) * layout.stored(dtype).itemsize for layout in layouts)
 
@@ -76,15 +76,15 @@ class StatePool:
     """States of all layers, an allocation for each.
 
     Args:
-        layouts: of each state of each layer; their order numbers them.
+        layouts: layout of each state of each layer; their order numbers them.
         size: slots to hand out, numbered 1..size; slot 0 comes on top.
-        dtype: of recurrent states.
-        device: of the memory.
-        num_snapshots: of slots, that can be kept.
+        dtype: dtype of recurrent states.
+        device: device of the memory.
+        num_snapshots: number of slot snapshots that fit.
 
     Attributes:
         states: [size + 1, *shape] of each state.
-        snapshots: of slots, for the prefix cache.
+        snapshots: slot snapshots for the prefix cache.
     """
 
     def __init__(

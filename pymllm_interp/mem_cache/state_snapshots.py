@@ -42,11 +42,11 @@ class StateSnapshots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places."""
+        """Bytes of all snapshots."""
         return sum(memory.nbytes for memory in self._memory)
 
     def longest(self, pages: Sequence[int]) -> int:
-        """How many of a sequence's pages come before the last snapshot among them."""
+        """Number of leading pages of a sequence up to the last one with a snapshot."""
         return next((count for count in range(len(pages), 0, -1) if pages[count - 1] in self._places), 0)
 
     def keep(self, page: int, slot: int) -> None:

@@ -31,7 +31,7 @@ from ..mem_cache.state_pool import StateLayout
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, each [1, tokens, channels that are rotated]."""
 Rotations = Mapping[str, Rotation | tuple[()]]
-"""By the `rotary` of layers; empty tuples in families without rotations."""
+"""Rotations by the `rotary` of layers; empty tuples in families without rotations."""
 
 
 class CausalLM(nn.Module, ABC):
@@ -42,7 +42,7 @@ class CausalLM(nn.Module, ABC):
         spec: the model's facts.
         lm_head: [..., hidden] -> [..., vocab].
         fuses_ops: the fused pass calls no module, and declared ops are part of its kernels.
-        why_no_graphs: why passes cannot be captured in CUDA graphs; None where they can.
+        why_no_graphs: reason that passes cannot be captured in CUDA graphs, or None.
         largest_step: requests and token rows of a step at most; None: as configured.
         state_layouts: the states of layers without KV that a request has.
         num_index_layers: layers of the KV pool that hold keys of indexers, behind the attention layers.
@@ -190,7 +190,7 @@ class ProjectedBranch(ResidualBranch):
     def _run_parts(
         self, batch: ForwardBatch, hook_query: HookQuery, inputs: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | None:
-        """Where a hook waits at the last projection, the part before it is one segment."""
+        """Run the part before the last projection as one segment, if a hook waits there."""
 
         def inner(**inputs: torch.Tensor) -> Registers:
             return {self.inner_kind: self.inner_fused(*inputs.values(), batch=batch)}

@@ -15,11 +15,11 @@ from ..layers.norm import NormModule
 
 
 class ModelReadout:
-    """See `hooks.captures.reduction.Readout`.
+    """Norm and head of a model (`hooks.captures.reduction.Readout`).
 
     Args:
         model: native, or of transformers.
-        spec: of the model.
+        spec: spec of the model.
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
@@ -28,7 +28,7 @@ class ModelReadout:
         self._config = getattr(config, "text_config", None) or config
 
     def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
-        """What a norm makes of the stream's rows [n, hidden].
+        """Norm at a site, applied to rows [n, hidden] of the residual stream.
 
         Raises:
             NotImplementedError: without the gain, of a norm that is neither a LayerNorm nor an RMSNorm.
@@ -67,6 +67,6 @@ class ModelReadout:
 
 
 def _unhooked(module: nn.Module, rows: Tensor) -> Tensor:
-    """What a module makes of rows [n, hidden]. A call would run the hooks of passes, which these rows are not of."""
+    """Output of a module for rows [n, hidden], without hooks: they belong to passes."""
     function = type(module).forward
     return function(module, rows[None])[0]

@@ -1,4 +1,4 @@
-"""What implements each architecture: our own class, or its class in transformers over our KV pool.
+"""Implementation of each architecture: a native class, or its class in transformers with this engine's KV pool.
 
 A new native family needs its class here, and a row in `core.families.FAMILIES`.
 """
@@ -56,7 +56,7 @@ DEQUANTISED = ("fp8", "mxfp4")
 
 
 def _quantised_class(architecture: str) -> str:
-    """Why quantised weights of a class are refused."""
+    """Reason that quantised weights of a class are refused."""
     return (
         f"{architecture} runs by its class in transformers, and quantised weights are not supported there, other than "
         f"{' and '.join(DEQUANTISED)} in the checkpoint: use the unquantised model with quantize=None. Native families read them: "
@@ -129,7 +129,7 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
 
 
 def spec_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> ModelSpec:
-    """What the config says of the model. A loaded model's `spec` may say more.
+    """Spec according to the config. The `spec` of a loaded model may have more.
 
     Raises:
         UnsupportedModelError: see `is_native`.
@@ -153,9 +153,9 @@ def load_model(
     Args:
         spec: `spec_of` the config.
         max_positions: positions of the longest sequence to serve.
-        folder: with safetensors; None: random weights.
-        seed: of random weights.
-        quantize: how unquantised weights of linear layers are stored; None: as they are.
+        folder: folder of safetensors; None: random weights.
+        seed: seed of random weights.
+        quantize: format in which unquantised linear weights are stored; None: unchanged.
 
     Raises:
         UnsupportedModelError: see `is_native`, or transformers' class cannot be served.
@@ -200,7 +200,7 @@ def _tensors(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, tor
 
 
 def described(config: PretrainedConfig, impl: str = "auto") -> str:
-    """How a model with this config runs, and why.
+    """Description of how a model with this config runs, and the reason.
 
     Raises:
         UnsupportedModelError, WeightsError: it is refused. Some models are refused by their first pass only, when they are loaded.

@@ -31,7 +31,7 @@ class Plot:
         """HTML with plotly's JavaScript in it, about 5 MB.
 
         Args:
-            whole_page: with ``<html>`` and ``<body>``.
+            whole_page: adds ``<html>`` and ``<body>``.
         """
         return self.figure.to_html(full_html=whole_page, include_plotlyjs=True, include_mathjax=False)
 

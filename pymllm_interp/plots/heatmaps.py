@@ -154,7 +154,7 @@ def sweep_heatmap(
         tokens: [positions].
         layers: names of the layers; None: their numbers.
         centre: the score without a patch.
-        rows: what a row is, for the axis.
+        rows: axis label of the rows.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -175,7 +175,7 @@ def feature_activations(
     most: int = 20,
     title: str = "",
 ) -> Plot:
-    """Which features of an SAE are active at which tokens: a row for each of the strongest features.
+    """Activations of an SAE's strongest features by token: one row a feature.
 
     Args:
         values: [positions, top_k], as `Features` captures them.

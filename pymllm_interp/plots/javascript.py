@@ -1,4 +1,4 @@
-"""Which figures of a notebook bring plotly's JavaScript: one does, for all."""
+"""Loading of plotly's JavaScript: the first figure of a notebook brings it for all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Cell(NamedTuple):
     """The run of a cell.
 
     Attributes:
-        shell: of IPython.
+        shell: the IPython shell.
         cell: its id; None where the front end gives none.
         run: IPython's count of runs.
     """

@@ -18,7 +18,7 @@ PICTURES = (".png", ".svg", ".pdf")
 COLUMNS = 4
 """Heatmaps in a row."""
 PIXELS = 100
-"""Of a figure's inch."""
+"""Pixels of a figure's inch."""
 
 
 def draw(figure: Any, path: str | Path) -> None:

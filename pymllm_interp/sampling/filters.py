@@ -40,7 +40,7 @@ def filtered_weights(
     top_ks: torch.Tensor | None = None,  # [rows] int; below 1, or vocab and above: off
     top_ps: torch.Tensor | None = None,  # [rows] float32; 1 and above: off
     min_ps: torch.Tensor | None = None,  # [rows] float32
-    width: int | None = None,  # from `filter_width`; None: the whole vocabulary
+    width: int | None = None,  # result of `filter_width`; None: the whole vocabulary
 ) -> torch.Tensor:
     """Each token's weight after min_p and top_k, then top_p over the tokens that are left; 0 for dropped tokens.
 
@@ -58,7 +58,7 @@ def filtered_weights(
 
 
 def kept_tokens(
-    scores: torch.Tensor,  # as in `filtered_weights`, and so are the others
+    scores: torch.Tensor,  # scores and further arguments: see `filtered_weights`
     top_ks: torch.Tensor | None = None,
     top_ps: torch.Tensor | None = None,
     min_ps: torch.Tensor | None = None,

@@ -54,7 +54,7 @@ def gather_logprobs(
     num: Sequence[int | None],
     as_logits: bool = False,
 ) -> LogprobTensors:
-    """For each row its token's log probability, and the `num` most likely tokens with theirs. Nothing waits for the device.
+    """Log probability of each row's token, and the `num` most likely tokens with theirs. Does not synchronize.
 
     Args:
         num: None for rows that do not ask.
@@ -84,12 +84,12 @@ def gather_logprobs(
 
 
 def prompt_logprobs(
-    logits: torch.Tensor,  # [n, vocab], at n consecutive prompt positions
+    logits: torch.Tensor,  # [n, vocab] of n consecutive prompt positions
     next_token_ids: torch.Tensor,  # [n] int, the tokens that follow them
     num: int,
     as_logits: bool = False,
 ) -> LogprobTensors:
-    """What `gather_logprobs` gives, for prompt tokens: row i's entry is of the token at the next position."""
+    """Log probabilities of prompt tokens, as `gather_logprobs` returns them. Row i is about the token at the next position."""
     return gather_logprobs(logits, next_token_ids, [num] * logits.shape[0], as_logits)
 
 

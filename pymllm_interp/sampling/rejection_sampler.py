@@ -1,4 +1,4 @@
-"""Which drafts of a step are accepted: those before the first that the model did not sample itself."""
+"""Verification of drafts: a draft is accepted if the model sampled it and accepted all drafts before it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class RejectionSampler:
     differs from its token are accepted. So the tokens are the same as without drafts, whatever the sampling parameters.
 
     Args:
-        drafts: of each request of the step, in batch order; None for a request that samples nothing in it. A request has one
-            sampled row more than it has drafts.
+        drafts: drafts of each request, in batch order; None for a request that samples nothing in the step. A request
+            has one more sampled row than drafts.
     """
 
     def __init__(self, drafts: Sequence[Sequence[int] | None]) -> None:
@@ -48,7 +48,7 @@ class RejectionSampler:
             row[: len(own or ())] = own or ()
 
     def __call__(self, token_ids: torch.Tensor) -> VerifiedTokens:
-        """Nothing waits for the device.
+        """Accept the leading drafts that equal the sampled tokens. Does not synchronize.
 
         Args:
             token_ids: [sampled rows] int, what was sampled in each row.

@@ -1,4 +1,4 @@
-"""From logits to the next tokens.
+"""Sampling of the next tokens from logits.
 
     sampler = Sampler()
     output = sampler(logits, SamplingBatch.from_requests(requests, logits.shape[-1], logits.device))
@@ -32,7 +32,7 @@ class SamplerOutput:
     token_ids: torch.Tensor
     """[rows] int32, on the logits' device."""
     logprobs: LogprobTensors | None = None
-    """None where no row asks."""
+    """Log probabilities; None if no row requests them."""
     masked: torch.Tensor | None = None
     """[rows] bool: whether a constraint forbade the largest logit. None where no row has one."""
     flat: torch.Tensor | None = None
@@ -47,9 +47,9 @@ class Sampler:
     counts as largest), with +inf, or without finite values. The other rows are not affected.
 
     Args:
-        logprobs_mode: what log probabilities are, with vLLM's names. "raw_logprobs": the log-softmax of the logits.
-            "raw_logits": the logits. "processed_logprobs", "processed_logits": the same after bias, min_tokens, penalties,
-            temperature and filters, -inf for dropped tokens. A greedy row has no temperature and no filters.
+        logprobs_mode: kind of log probabilities, with vLLM's names. "raw_logprobs": the log-softmax of the logits.
+            "raw_logits": the logits. "processed_logprobs", "processed_logits": the same after bias, min_tokens,
+            penalties, temperature and filters, -inf for dropped tokens. A greedy row has no temperature and no filters.
     """
 
     def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
@@ -61,7 +61,7 @@ class Sampler:
         logits: torch.Tensor,  # [rows, vocab], any float dtype; not changed
         batch: SamplingBatch,
     ) -> SamplerOutput:
-        """Nothing waits for a CUDA device.
+        """Sample a token for each row. Does not synchronize with a CUDA device.
 
         Raises:
             ValueError: `logits` is not [batch.rows, vocab].
@@ -81,7 +81,7 @@ class Sampler:
 
 
 def _flat(logits: torch.Tensor, checked: Sequence[int]) -> torch.Tensor:
-    """`SamplerOutput.flat` of these rows."""
+    """The rows' `SamplerOutput.flat`."""
     rows = None if len(checked) == len(logits) else upload(logits.device, np.array(checked, dtype=np.int64))[0]
     least, largest = (logits if rows is None else logits[rows]).aminmax(dim=-1)  # both NaN, if any is
     flat = ~((largest > least) & largest.isfinite())

@@ -56,11 +56,11 @@ class SamplingBatch:
     top_ps:         torch.Tensor | None = None  # [rows] float32
     min_ps:         torch.Tensor | None = None  # [rows] float32
     filter_width:   int | None          = None  # filters.filter_width of top_ks and top_ps; None: the whole vocabulary
-    logit_bias:     LogitBias | None    = None  # with -inf for the tokens that min_tokens and bad_words forbid
+    logit_bias:     LogitBias | None    = None  # includes -inf for tokens that min_tokens and bad_words forbid
     allowed:        AllowedTokens | None = None
     constrained:    BitmaskRows | None  = None  # set by the runner, from the step's masks
     penalties:      PenaltyBatch | None = None
-    num_logprobs:   list[int | None]    = field(default_factory=list)  # by row; empty: none asks
+    num_logprobs:   list[int | None]    = field(default_factory=list)  # number of log probabilities of each row; empty: none
     checked:        list[int]           = field(default_factory=list)  # rows of requests with edits; set by the runner
     # fmt: on
 

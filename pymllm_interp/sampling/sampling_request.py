@@ -1,4 +1,4 @@
-"""What sampling reads of a request."""
+"""The fields of a request that sampling reads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class SamplingRequest(Protocol):
 
     @property
     def seed(self) -> int:
-        """With `sample_index` and `num_generated`, the key of the sampling noise. Any whole number."""
+        """Key of the sampling noise, with `sample_index` and `num_generated`. Any integer."""
         ...
 
     @property
     def sample_index(self) -> int:
-        """Which of the prompt's `n` completions the request is."""
+        """Index of the completion among the prompt's `n`."""
         ...
 
     @property

@@ -15,14 +15,14 @@ from typing import Any
 NAME = re.compile(r"[A-Za-z0-9_-]{1,200}")
 """Names that may be asked for: clients choose what they ask for."""
 WRITING_SECONDS = 60.0
-"""After this time a file that was not completed is nobody's."""
+"""Seconds after which an incomplete file is considered abandoned."""
 
 
 class Cards:
-    """JSON files in a folder, until their time is over.
+    """JSON files in a folder, kept until they expire.
 
     Args:
-        folder: that the fronts share; None: nothing is kept, and nothing found.
+        folder: folder shared by the fronts; None: nothing is stored.
         kind: the files' names begin with it.
     """
 
@@ -57,7 +57,7 @@ class Cards:
             return None
 
     def drop(self, name: str) -> None:
-        """Remove a card."""
+        """Delete a card."""
         if (path := self._path(name)) is not None:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -75,7 +75,7 @@ def _check_paths(args: argparse.Namespace) -> None:
 
 
 def _template_of(file: Path | None) -> str | None:
-    """A chat template's text."""
+    """Text of a chat template's file, or None."""
     if file is None:
         return None
     template = file.read_text()

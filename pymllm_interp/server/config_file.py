@@ -18,7 +18,7 @@ def arguments_of(file: Path, parser: argparse.ArgumentParser) -> list[str]:
     """The options of a file, as a command line.
 
     Args:
-        parser: of the command.
+        parser: parser of the command.
 
     Raises:
         OSError: the file cannot be read.
@@ -67,7 +67,7 @@ def read_config(file: Path, parser: argparse.ArgumentParser) -> None:
     """Make the options of a file the defaults of a command: the command line wins. Repeatable ones are added to.
 
     Args:
-        parser: of the command.
+        parser: parser of the command.
     """
     given = parser.parse_args(arguments_of(file, parser))
     parser.set_defaults(**vars(given))

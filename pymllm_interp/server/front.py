@@ -24,13 +24,13 @@ from .settings import ServeSettings
 
 
 def greeting(settings: ServeSettings, keys: LinkKeys) -> bytes:
-    """What a parent writes first."""
+    """First message of a parent: settings and keys."""
     data = pickle.dumps((settings, keys))
     return struct.pack(">Q", len(data)) + data
 
 
 def roster_line(replicas: list[Replica]) -> bytes:
-    """What it writes whenever the replicas change."""
+    """Message of a parent about the current replicas, as a line of JSON."""
     return json.dumps([vars(replica) for replica in replicas]).encode() + b"\n"
 
 

@@ -36,7 +36,7 @@ CaptureField = Annotated[str | dict[str, Any], WithJsonSchema({COMPONENT: "Captu
 
 
 class StreamOptions(Strict):
-    """What else a stream has."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
     continuous_usage_stats: bool | None = Field(
@@ -119,7 +119,7 @@ class SharedRequest(Strict):
 
     @property
     def hooked(self) -> bool:
-        """Whether anything is declared."""
+        """Whether the request has interventions or captures."""
         return bool(self.interventions or self.capture)
 
 
@@ -140,7 +140,7 @@ class GenerationRequest(SharedRequest):
         return self
 
     def logprobs_wanted(self) -> int | None:
-        """SamplingParams.logprobs."""
+        """Number of log probabilities for each token, or None."""
         raise NotImplementedError
 
     def form(self) -> StructuredOutputs | None:
@@ -151,8 +151,8 @@ class GenerationRequest(SharedRequest):
         """The sampling parameters.
 
         Args:
-            defaults: of the model, for what the request does not say.
-            max_tokens: where nobody says.
+            defaults: the model's defaults of sampling parameters.
+            max_tokens: limit used if neither the request nor the defaults give one.
 
         Raises:
             PromptError: a value that is out of its range.
@@ -173,7 +173,7 @@ class GenerationRequest(SharedRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -192,7 +192,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
 
     def logprobs_wanted(self) -> int | None:
-        """`logprobs`."""
+        """The request's `logprobs`."""
         return self.logprobs
 
     def prompts(self) -> list[Any]:
@@ -211,7 +211,7 @@ class Message(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -241,7 +241,7 @@ class ChatRequest(GenerationRequest):
         return self
 
     def planned(self, tool_format: str | None, reasoning: str | None) -> ToolPlan:
-        """How its messages are written and read, in the formats of the server.
+        """Plan of writing and parsing its messages, in the formats of the server.
 
         Raises:
             PromptError: it asks for calls that there cannot be.
@@ -329,21 +329,21 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: Annotated[list[StrictInt], at_most(MAX_LISTED)]
 
 
 class LensRequest(Strict):
-    """`POST /v1/interp/lens`."""
+    """Body of `POST /v1/interp/lens`."""
 
     prompt: checked(str, list[int])  # pyright: ignore[reportInvalidTypeForm]
     top: StrictInt = Field(3, ge=1, le=20, description="tokens of each layer and position")
 
 
 class LoadAdapterRequest(Strict):
-    """`POST /v1/load_lora_adapter`, vLLM's."""
+    """Body of vLLM's `POST /v1/load_lora_adapter`."""
 
     lora_name: str = Field(min_length=1, max_length=128, description="the model's name in requests")
     lora_path: str = Field(
@@ -353,7 +353,7 @@ class LoadAdapterRequest(Strict):
 
 
 class UnloadAdapterRequest(Strict):
-    """`POST /v1/unload_lora_adapter`, vLLM's."""
+    """Body of vLLM's `POST /v1/unload_lora_adapter`."""
 
     lora_name: str = Field(min_length=1, max_length=128)
     lora_int_id: StrictInt | None = Field(None, description="of vLLM's, without effect")
@@ -364,7 +364,7 @@ class EmptyRequest(Strict):
 
 
 class AbortRequest(Strict):
-    """`POST /v1/interp/abort`."""
+    """Body of `POST /v1/interp/abort`."""
 
     call: StrictInt = Field(description="the number in the first frame of the stream")
     requests: checked(list[int], None, description="by number; null: all of them") = None  # pyright: ignore[reportInvalidTypeForm]

@@ -16,7 +16,7 @@ MAX_TAGS = 128
 
 
 class JsonSchema(Strict):
-    """OpenAI's named schema."""
+    """A JSON schema with a name, as OpenAI defines it."""
 
     name: str = Field(max_length=256)
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
@@ -67,7 +67,7 @@ class ResponseFormat(Strict):
 def form_of(
     response_format: ResponseFormat | None, structured_outputs: Mapping[str, Any] | None
 ) -> StructuredOutputs | None:
-    """What is asked for.
+    """The structured output of a request's two fields, or None.
 
     Raises:
         ValueError, TypeError: both are given, or a form that cannot be.

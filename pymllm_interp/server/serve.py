@@ -169,7 +169,7 @@ async def _exit_with_engine(state: ServerState, server: uvicorn.Server) -> None:
 
 
 def banner(settings: ServeSettings, host: str, port: int) -> str:
-    """What the operator reads first: the address, and how to use it."""
+    """Start message for the operator: the address, and how to use it."""
     if settings.uds is not None:
         return f"{settings.name} is served at unix:{settings.uds}    (curl --unix-socket {settings.uds} http://localhost/health)"
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host

@@ -20,9 +20,9 @@ class ServeLimits:
     """Upper bounds, each answered with a 4xx that names it. Bytes, seconds, or counts."""
 
     max_body_bytes: int = 64 * MIB
-    """Of a request's body."""
+    """Bytes of a request's body."""
     max_trace_bytes: int = 64 * MIB
-    """Of a trace's payload."""
+    """Bytes of a trace's payload."""
     max_concurrent: int = 256
     """Requests of one key at a time; each prompt, and each of its `n`, counts."""
     max_traces: int = 32
@@ -32,43 +32,43 @@ class ServeLimits:
     max_vectors: int = 256
     """Named vectors of one key."""
     max_vector_bytes: int = 64 * MIB
-    """Of one key's named vectors, as uploaded."""
+    """Bytes of one key's named vectors, as uploaded."""
     inline_bytes: int = 256 * 1024
     """Captured states of a completion up to this size are in the response, as base64."""
     max_store_bytes: int = 4096 * MIB
-    """Of captured states that wait to be fetched."""
+    """Bytes of captured states that wait to be fetched."""
     max_store_bytes_per_key: int = 2048 * MIB
-    """Of one key's among them."""
+    """Bytes of captured states of one key."""
     store_seconds: float = 300.0
-    """How long captured states wait to be fetched."""
+    """Seconds that captured states wait to be fetched."""
     max_responses: int = 1024
     """Responses of one key that can be continued (/v1/responses)."""
     max_response_bytes: int = 512 * MIB
-    """Of all keys' responses, with their conversations."""
+    """Bytes of all keys' responses, with their conversations."""
     max_response_bytes_per_key: int = 64 * MIB
-    """Of one key's among them."""
+    """Bytes of one key's responses."""
     response_seconds: float = 86400.0
-    """How long a response can be continued."""
+    """Seconds that a response can be continued."""
     trace_timeout: float = 600.0
     """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
     order_seconds: float = 120.0
     """Time limit of a vector upload or an adapter load, after which the client gets a 504."""
     engine_message_seconds: float = 60.0
-    """How long the engine process may take to answer a question of the server's; then it is ended (liveness.py)."""
+    """Seconds that the engine process may take to answer the server. Then it is ended (liveness.py)."""
     engine_start_seconds: float = 300.0
     """Seconds without a sign of life from a starting engine process, after which it is ended."""
     engine_step_seconds: float = 300.0
-    """How long a step of the engine may take; then its process is ended."""
+    """Seconds that a step of the engine may take. Then its process is ended."""
     replica_silence_seconds: float = 10.0
-    """In a cluster: how long a replica or a front may be silent; then the calls between them end."""
+    """Seconds that a replica or front of a cluster may be silent. Then the calls between them end."""
     max_connections: int = 2048
-    """Beyond it, the connection that has waited longest for a request is closed; 503 if all have one that runs."""
+    """Limit of connections. Beyond it, the one idle for longest is closed; 503 if all have running requests."""
     idle_seconds: float = 30.0
-    """How long a connection may wait for a request."""
+    """Seconds that a connection may wait for a request."""
     header_seconds: float = 10.0
-    """From the first byte of a request to the end of its headers."""
+    """Seconds from the first byte of a request to the end of its headers."""
     max_header_bytes: int = 64 * 1024
-    """Of a request's line and headers."""
+    """Bytes of a request's line and headers."""
     max_queued_bytes: int = 256 * MIB
     """Results that wait for one slow client; beyond it, its call ends."""
 
@@ -106,9 +106,9 @@ class ServeSettings:
     vllm: dict[str, Any] | None = None
     """Arguments of vLLM, where it is the engine (docs/engine/vllm.md); None: our own engine."""
     on_engine_exit: str = "restart"
-    """What the server does when its engine process ends: "restart" it, or "exit"."""
+    """Action when the engine process ends: "restart" it, or "exit"."""
     drain_seconds: float = 30.0
-    """After SIGTERM, how long running requests may take to end."""
+    """Seconds that running requests may take to end after SIGTERM."""
     log_level: str = "info"
     log_format: str = "json"
     """A line a record: "json" or "text"."""
@@ -123,7 +123,7 @@ class ServeSettings:
     root_path: str = ""
     """Path under which a proxy serves this server, such as "/llm"."""
     ssl_keyfile: Path | None = None
-    """Of TLS, as the next three; they are uvicorn's."""
+    """TLS key file. This and the next three settings are uvicorn's."""
     ssl_certfile: Path | None = None
     ssl_ca_certs: Path | None = None
     """Certificates that clients' are checked against."""
@@ -175,7 +175,7 @@ class ServeSettings:
         """Refuse to run code for other machines' users without keys.
 
         Args:
-            address: that the server listens on, or will.
+            address: current or future listening address of the server.
 
         Raises:
             ValueError: other machines can reach it, and all clients may send code.

@@ -33,10 +33,10 @@ class Stored:
 
 
 class ActivationStore:
-    """Files that the engine process wrote, until they are deleted or too old.
+    """Files written by the engine process, until they are deleted or expire.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         limits: bytes of all files and of one owner's, and how long they are kept.
         shared: other servers of a cluster have the folder, too. Each counts its own files, and finds all.
     """
@@ -74,7 +74,7 @@ class ActivationStore:
         self._clean(self._limits.store_seconds if self._shared else 0.0)
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Release the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -94,7 +94,7 @@ class ActivationStore:
 
     @property
     def num_files(self) -> int:
-        """Files that wait."""
+        """Number of stored files."""
         return len(self._stored)
 
     def adopt(self, name: str, captured: CapturedStates, owner: str) -> Stored:
@@ -168,5 +168,5 @@ class ActivationStore:
             (self._folder / captured.file).unlink(missing_ok=True)
 
     def link(self, name: str, stored: Stored) -> dict[str, Any]:
-        """Where a client finds the file."""
+        """URL of the file, and its time of expiry."""
         return {"url": f"/v1/interp/activations/{name}", "expires_at": int(stored.expires)}

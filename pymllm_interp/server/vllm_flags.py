@@ -58,7 +58,7 @@ SHORT = {
 
 
 def hint_of(arguments: Sequence[str]) -> str | None:
-    """What to write in place of the first of vLLM's flags; None: none of them is."""
+    """Advice for the first flag that is vLLM's, or None."""
     for i, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else "")

@@ -54,7 +54,7 @@ class Drafter(Protocol):
             k: most tokens for each.
 
         Returns:
-            for each request the token ids that may follow; empty: no drafts. Those after the first `k` are ignored.
+            token ids that may follow each request; empty: no drafts. Those after the first `k` are ignored.
         """
         ...
 

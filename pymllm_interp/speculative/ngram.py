@@ -29,7 +29,7 @@ class NgramDrafter:
         self._texts: WeakKeyDictionary[Request, _Text] = WeakKeyDictionary()
 
     def propose(self, requests: Sequence[Request], k: int) -> list[list[int]]:
-        """See `Drafter.propose`."""
+        """Propose the continuation of an earlier n-gram, see `Drafter.propose`."""
         return [continuation(self._tokens(request), self._longest, self._shortest, k) for request in requests]
 
     def foresees(self, request: Request) -> bool:
@@ -52,7 +52,7 @@ class _Text:
         self._room[: len(prompt)] = prompt
 
     def tokens(self, output: Sequence[int]) -> np.ndarray:
-        """[prompt and output] int32."""
+        """Token ids of prompt and output, [length] int32."""
         count = self._prompt_len + len(output)
         if count > len(self._room):
             self._room = np.concatenate((self._room, np.empty(count, dtype=np.int32)))
@@ -62,7 +62,7 @@ class _Text:
 
 
 def continuation(tokens: np.ndarray, longest: int, shortest: int, k: int) -> list[int]:
-    """What followed the n-gram at the end of `tokens` [n] when it stood in them before: at most `k` tokens."""
+    """The tokens after an earlier occurrence of the n-gram that ends `tokens` [n]: at most `k`."""
     count = len(tokens)
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])[-MAX_PLACES:]  # where such an n-gram ends
     found = ends[:0]

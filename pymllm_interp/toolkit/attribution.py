@@ -29,7 +29,7 @@ def attribute(
     lm: Any, clean: Any, corrupted: Any, *, metric: Metric, sites: NamesFilter, steps: int = 1, neurons: bool = False,
     progress: bool | None = None, lora: str | None = None,
 ) -> Attribution:  # fmt: skip
-    """See `LM.attribute`."""
+    """Estimate patching effects by gradients, see `LM.attribute`."""
     spec, measure = lm.model_spec, metric_of(metric, lm)
     if not is_whole(steps) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number from 1 on; 1 is attribution patching")
@@ -79,7 +79,7 @@ def _place(site: Site, spec: Any) -> PlacedHooks:
 
 
 def _value(lm: Any, place: PlacedHooks) -> torch.Tensor:
-    """What is at the place's end of its module: [prompts, tokens, ...]. Waits for it, in a block."""
+    """Value at the place's end of its module: [prompts, tokens, ...]. Called in a block, which waits for it."""
     found = getattr(lm.get(place.module), place.end)
     return found[0] if isinstance(found, tuple) else found
 

@@ -27,12 +27,12 @@ class Completeness(NamedTuple):
 
     @property
     def error(self) -> float:
-        """``attributed - difference``."""
+        """Difference ``attributed - difference``."""
         return self.attributed - self.difference
 
 
 class Attributed(NamedTuple):
-    """One entry."""
+    """One attribution, with its site and position."""
 
     site: str
     position: int
@@ -50,8 +50,8 @@ class Attribution(Mapping[str, torch.Tensor]):
     Attributes:
         clean, corrupted: the metric of the two runs.
         steps: gradients that were averaged; 1: attribution patching.
-        completeness: by site, with several steps: the sum, and what it should be.
-        tokens: of the corrupted prompt, as text where there is a tokenizer.
+        completeness: sum of attributions and its exact value by site, with several steps.
+        tokens: tokens of the corrupted prompt, as text if there is a tokenizer.
     """
 
     def __init__(

@@ -30,7 +30,8 @@ class ControlVectors(dict[int, torch.Tensor]):
 
     Attributes:
         model_hint: the model's type.
-        model_fingerprint: of the model that they were made with; "" where it is not known. Using them with another one warns.
+        model_fingerprint: fingerprint of the model that they were made with; "" if unknown. Using them with another
+            model warns.
     """
 
     __array_ufunc__ = None  # numpy's numbers leave the arithmetic to this class
@@ -122,10 +123,10 @@ def contrast(
     Args:
         lm: an `LM`, or a server's.
         pairs: (positive, negative) prompts, of any length.
-        site: of one kind, a layer or a pattern of layers.
+        site: kind of site, with a layer or a pattern of layers.
         method: "mean": the mean difference of the states (Rimsky et al. 2023, arXiv 2312.06681). "pca": the direction along which
             the differences are longest, of length 1, towards the positive side (Zou et al. 2023, arXiv 2310.01405).
-        position: of each prompt; -1 is its last token.
+        position: position in each prompt; -1 is its last token.
 
     Raises:
         PromptError, ValueError: no pairs, or something else than pairs; an unknown site, position or method. So is a layer with

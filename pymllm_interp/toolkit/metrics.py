@@ -11,7 +11,7 @@ import torch
 from ..utils.arguments import PromptError, shown
 
 Metric = int | str | Sequence[int | str] | Callable[[torch.Tensor], torch.Tensor]
-"""What to measure of the logits at the last position.
+"""Metric of the logits at the last position.
 
 - two tokens, ``(" Paris", " Rome")``: the logit of the first minus the logit of the second;
 - one token: its log probability;

@@ -23,7 +23,7 @@ class LayerKV:
     own with the base run, at any page size of the engine.
 
     Args:
-        num_slots: without slot 0, which is padding's.
+        num_slots: number of slots without slot 0, which is for padding.
     """
 
     page_size = 1
@@ -69,7 +69,7 @@ class SlotTable:
 
     @property
     def max_context_len(self) -> int:
-        """Positions in a row."""
+        """Number of positions in a row."""
         return self.req_to_token.shape[1]
 
 

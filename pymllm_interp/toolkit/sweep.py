@@ -92,7 +92,7 @@ def patch_sweep(
     progress: bool | None = None,
     lora: str | None = None,
 ) -> PatchSweep:
-    """See `LM.patch_sweep`."""
+    """Patch each position of each layer, see `LM.patch_sweep`."""
     spec, measure = lm.model_spec, metric_of(metric, lm)
     if how not in ("auto", "wavefront", "requests"):
         raise ValueError(f"how={how!r}: expected 'auto', 'wavefront' or 'requests'")
@@ -182,7 +182,7 @@ def _heads(heads: Heads | str, kind: str, spec: Any) -> list[int]:
 
 
 def _why_requests(lm: Any, lora: str | None) -> str:
-    """Why the cells run as requests; "" where the wavefront runs them."""
+    """Reason that the cells run as requests; "" if the wavefront runs them."""
     if lora is not None:
         return "they have an adapter"
     if not lm.backend.in_process:

@@ -16,12 +16,12 @@ LISTED = 12
 
 
 class SweepCell(NamedTuple):
-    """One patched run."""
+    """Place of a patched run, and its metric."""
 
     layer: int
     position: int
     head: int | None
-    """None where whole states are patched."""
+    """Index of the patched head; None if whole states are patched."""
     value: float
     """The metric."""
 
@@ -34,11 +34,11 @@ class PatchSweep:
 
     Attributes:
         site: kind of the site.
-        layers, positions: of the axes.
-        heads: of the third axis; None where whole states are patched.
+        layers, positions: values of the axes.
+        heads: values of the third axis; None if whole states are patched.
         base, source: the metric of the two runs, unpatched.
         how: "wavefront", or "requests" with the reason.
-        tokens, source_tokens: of both prompts, as text where there is a tokenizer.
+        tokens, source_tokens: tokens of both prompts, as text if there is a tokenizer.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PatchSweep:
 
     @property
     def effects(self) -> torch.Tensor:
-        """``values - base``."""
+        """Effects of the patches, ``values - base``."""
         return self.values - self.base
 
     @property

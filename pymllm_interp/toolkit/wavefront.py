@@ -40,7 +40,7 @@ STREAM = ("resid_pre", "resid_post")
 
 
 class WaveCell(NamedTuple):
-    """One patched run."""
+    """Place of a patched run."""
 
     site: Site
     position: int
@@ -56,7 +56,7 @@ class WaveCell(NamedTuple):
 
 
 class Wavefront:
-    """A prompt's base run, and cells over it: what is asked of the worker, message by message.
+    """Base run of a prompt, and cells over it, as messages to the worker.
 
     Each layer of each pass is a message of its own. The engine's steps run in between. So steps of other requests wait for a layer
     of at most `max_rows` token rows.
@@ -64,8 +64,8 @@ class Wavefront:
     Args:
         run: has the worker run a command, and returns its answer (`Engine.run`).
         post: the same without waiting (`Engine.post`).
-        token_ids: of the prompt.
-        num_layers: of the model.
+        token_ids: token ids of the prompt.
+        num_layers: number of layers of the model.
         max_rows: token rows of a pass at most; a longer prompt or cell has a pass for itself.
     """
 
@@ -83,7 +83,7 @@ class Wavefront:
 
     @staticmethod
     def why_not(lm: Any) -> str:
-        """Why the layers of an `LM`'s model cannot run one by one; "" where they can."""
+        """Reason that the layers of an `LM`'s model cannot run one by one, or ""."""
         if not isinstance(lm._module, DecoderForCausalLM):
             return "the model runs by its class in transformers"
         return "the model has recurrent states" if lm.model_spec.has_states else ""
@@ -148,8 +148,8 @@ class BeginSweep:
     """Embed the prompt of a new sweep.
 
     Attributes:
-        key: of the sweep among the worker's (`InterpModelRunner.kept`).
-        token_ids: of the prompt.
+        key: key of the sweep in the worker (`InterpModelRunner.kept`).
+        token_ids: token ids of the prompt.
         max_rows: token rows of a pass of cells at most.
     """
 
@@ -158,7 +158,7 @@ class BeginSweep:
     max_rows: int
 
     def run(self, runner: InterpModelRunner) -> None:
-        """Keep a `SweepRun`."""
+        """Embed the prompt and keep a `SweepRun`."""
         runner.kept[self.key] = SweepRun(runner, self.token_ids, self.max_rows)
 
 
@@ -186,7 +186,7 @@ class BeginWave:
     every_row: bool
 
     def run(self, runner: InterpModelRunner) -> None:
-        """Keep the pass."""
+        """Keep the pass of a new wave."""
         sweep: SweepRun = runner.kept[self.key]
         sweep.wave = _Wave(sweep, self.every_row)
 
@@ -213,7 +213,7 @@ class WaveLogits:
     stop: int
 
     def run(self, runner: InterpModelRunner) -> torch.Tensor:
-        """[rows, vocab]."""
+        """Logits [rows, vocab] of the cells."""
         sweep: SweepRun = runner.kept[self.key]
         wave = sweep.wave
         return sweep.model.head_fused(wave.last[:, self.first : self.stop], wave.batch)[0]
@@ -226,7 +226,7 @@ class BaseLogits:
     key: str
 
     def run(self, runner: InterpModelRunner) -> torch.Tensor:
-        """[tokens, vocab]."""
+        """Logits [tokens, vocab] of the base run."""
         sweep: SweepRun = runner.kept[self.key]
         normed = getattr(sweep.decoder, sweep.decoder.norm_name).normalize(sweep.streams[-1].unsqueeze(0))
         return sweep.model.head_fused(normed, sweep.wave.batch)[0]
@@ -239,7 +239,7 @@ class EndSweep:
     key: str
 
     def run(self, runner: InterpModelRunner) -> None:
-        """Free what it kept."""
+        """Free the memory of the sweep."""
         runner.kept.pop(self.key, None)
 
 
@@ -247,7 +247,7 @@ class SweepRun:
     """A sweep on the worker: a prompt's base run, and the pass of cells that is under way.
 
     Args:
-        runner: of a native model.
+        runner: runner of a native model.
 
     Attributes:
         streams: the base run's stream [tokens, hidden] before each layer, and before the final norm.

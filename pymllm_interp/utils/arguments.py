@@ -21,7 +21,7 @@ def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere:
 
     Args:
         who: is called with them, for the message.
-        elsewhere: what users of other projects write -> what to do.
+        elsewhere: name that other projects use -> advice.
 
     Raises:
         TypeError: one is not; it names the first.
@@ -60,7 +60,7 @@ def _beginning(value: Any, room: list[int]) -> Any:
     """A value with as much of its strings and containers as a message shows.
 
     Args:
-        room: how many more containers and items are read.
+        room: number of further containers and items to read, updated in place.
     """
     if isinstance(value, str | bytes):
         return value[: SHOWN + 1] if len(value) > SHOWN else value

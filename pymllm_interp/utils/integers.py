@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
-"""By itemsize, the dtype that NumPy sees values as."""
+"""Itemsize -> integer dtype in which NumPy views the values."""
 
 
 def as_integers(values: torch.Tensor) -> np.ndarray:

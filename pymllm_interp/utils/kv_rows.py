@@ -26,7 +26,7 @@ def write_rows(stored: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, sc
     """Write rows [tokens, ...] to the slots [tokens] int64 of a cache. They are detached: a cache outlives every autograd graph.
 
     Args:
-        scale: of an FP8 cache. What is larger than 448 times the scale becomes that.
+        scale: quantization scale of an FP8 cache. Values are clamped to 448 times the scale.
     """
     rows = rows.detach()
     if stored.dtype is FP8:

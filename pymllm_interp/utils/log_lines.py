@@ -27,7 +27,7 @@ class JsonLines(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """The record as one line of JSON."""
         entry: dict[str, Any] = {
             "time": round(record.created, 3), "level": record.levelname.lower(), "process": self._process,
             "logger": record.name,
@@ -41,7 +41,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_handler(form: str, process: str) -> logging.Handler:
-    """Writes to standard error.
+    """A handler that writes to standard error, as text or as JSON lines.
 
     Args:
         form: "json" or "text".

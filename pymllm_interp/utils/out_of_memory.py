@@ -13,7 +13,7 @@ import torch
 
 T = TypeVar("T")
 SIGNS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In the text of errors without a type in torch: the host's memory, pinned memory, and memory of its libraries."""
+"""Substrings of untyped out-of-memory errors of torch: host memory, pinned memory, and libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -22,7 +22,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def within_memory(function: Callable[[], T], advice: str) -> T:
-    """What `function` returns.
+    """Call `function`, and add advice to an out-of-memory error.
 
     Raises:
         torch.OutOfMemoryError: it found no memory: `advice`, then what torch said.

@@ -1,4 +1,4 @@
-"""Where the time of captured steps goes, by stage: for benchmarks. Off unless the environment says otherwise."""
+"""Time of captured steps by stage, for benchmarks. Off unless the environment sets `VARIABLE`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 VARIABLE = "PYMLLM_INTERP_STAGES"
-"""With "1", processes that start with it measure their stages."""
+"""Environment variable; "1" measures stages in processes started with it."""
 
 
 class StageTimes:
@@ -102,4 +102,4 @@ def _faults(of_process: bool = False) -> int:
 
 _NOTHING = nullcontext()
 TIMES = StageTimes()
-"""Of this process."""
+"""Stage times of this process."""

@@ -58,7 +58,7 @@ class Shown:
 
     @abstractmethod
     def table(self) -> Table:
-        """What is shown."""
+        """The contents as a table."""
 
     def _repr_html_(self) -> str:
         return self.table().html()

@@ -1,4 +1,4 @@
-"""Which architectures of vLLM have decoder layers that are known here, found without loading or importing a model."""
+"""Detection of vLLM architectures with supported decoder layers, without loading or importing a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a rank could not start, told to the client. vLLM itself says only that its log has the cause."""
+"""Start errors of ranks, passed on to the client. vLLM itself refers only to its log."""
 
 from __future__ import annotations
 

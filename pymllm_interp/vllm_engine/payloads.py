@@ -91,7 +91,7 @@ class HookedOnWire(NamedTuple):
 
     Attributes:
         specs: pickled interventions and captures (`dumped`).
-        vector_rows: of `RequestHooks`.
+        vector_rows: see `RequestHooks`.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What this engine does not serve, by the names of vLLM's settings. The client asks before the load, and each rank again."""
+"""vLLM settings that this engine refuses. The client checks them before the load, and each rank again."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ALIGNMENT = 64
 
 
 class Placed(NamedTuple):
-    """Where a tensor is in the message's block."""
+    """Location of a tensor in the message's block."""
 
     offset: int
     dtype: str
@@ -37,14 +37,14 @@ class Placed(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Where a tensor is in the rank's results."""
+    """Location of a tensor in the rank's results."""
 
     start: int
-    """Of the block that the client gets, in bytes."""
+    """Start of the client's block, in bytes."""
     size: int
-    """Of that block."""
+    """Size of the block, in bytes."""
     offset: int
-    """From its start, in bytes."""
+    """Offset of the tensor from the start of the block, in bytes."""
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -54,16 +54,16 @@ class Arena(Protocol):
     """Results that the client maps (`worker.result_arena.ResultArena`)."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor."""
+        """Allocate an uninitialised tensor."""
         ...
 
     def given(self, tensor: torch.Tensor) -> Shared | None:
-        """Where a tensor is; None where it is not there. From now on its block is the client's."""
+        """Location of a tensor, whose block then belongs to the client; None if it is not in the arena."""
         ...
 
 
 def host_name() -> str:
-    """What tells hosts apart: a name, and where it is readable the boot's id."""
+    """Identifier of the host: its name, and the boot's id if readable."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     return socket.gethostname()
@@ -82,7 +82,7 @@ class TensorBlock:
     """Tensors on their way out, and where each is placed.
 
     Args:
-        arena: of the rank, where the client maps it.
+        arena: arena of the rank, if the client maps it.
     """
 
     def __init__(self, arena: Arena | None = None) -> None:
@@ -176,7 +176,7 @@ class SharedResults:
         return torch.from_numpy(memory)
 
     def freed(self) -> list[int]:
-        """Starts of blocks without a view, once each."""
+        """Starts of blocks that lost their last view, once each."""
         found: list[int] = []
         while self._freed:
             found.append(self._freed.popleft())
@@ -192,11 +192,11 @@ def read_block(pickled: bytes, sent: Shared | bytes | None, shared: SharedResult
     """The value of a pickle.
 
     Args:
-        sent: of `TensorBlock.sent`; None without tensors.
+        sent: result of `TensorBlock.sent`; None without tensors.
         shared: the mapping, where the rank was told of one.
     """
     blocks: dict[int, torch.Tensor] = {}
-    found: dict[int, tuple[Placed | Shared, torch.Tensor]] = {}  # by id, with the place that has it
+    found: dict[int, tuple[Placed | Shared, torch.Tensor]] = {}  # by id, with the tensor that keeps the id valid
     if isinstance(sent, Shared):
         assert shared is not None, "only a mapped arena is written to"
         memory = shared.block(sent.start, sent.size)

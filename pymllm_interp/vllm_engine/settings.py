@@ -1,4 +1,4 @@
-"""What client and ranks must agree on: settings, limits and sites. Both make them from the same values."""
+"""Settings, limits and sites that client and ranks must agree on. Both compute them from the same values."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SETTINGS = (
 )  # fmt: skip
 """Fields of `ServerConfig` that ranks read."""
 WITH_TABLES = "PYMLLM_INTERP_VLLM_TABLES"
-"""For tests: with "1", ranks on a CPU have device tables and a ring, as on CUDA. Triton's interpreter runs the kernels."""
+"""Environment variable for tests. "1" gives ranks on a CPU device tables and a ring. Triton's interpreter runs the kernels."""
 TAPS = "PYMLLM_INTERP_VLLM_TAPS"
-"""Where hooks are on CUDA: "front" of vLLM's norms, or "norm", in kernels of ours that take their place."""
+"""Environment variable with the location of hooks on CUDA: "front" of vLLM's norms, or "norm", in kernels that replace them."""
 OURS = "LM(model), whose engine is our own, has it"
 
 
@@ -67,7 +67,7 @@ def served_spec(config: PretrainedConfig, dtype: Any) -> ModelSpec:
 
 
 def taps_for(quantization: str | None) -> str:
-    """Where hooks are: as `TAPS` says. Without it they are in the norm, or in front of it with quantised weights.
+    """Location of hooks, see `TAPS`. By default in the norm, or in front of it with quantised weights.
 
     Raises:
         ValueError: `TAPS` says something else.
@@ -79,7 +79,7 @@ def taps_for(quantization: str | None) -> str:
 
 
 def additional_config(config: ServerConfig, quantization: str | None = None) -> dict[str, Any]:
-    """What vLLM carries to its ranks. Compiled code of a vanilla vLLM has another key then."""
+    """Settings that vLLM carries to its ranks. They also change its key of compiled code."""
     settings = {name: getattr(config, name) for name in SETTINGS}
     return {KEY: {"version": __version__, "taps": taps_for(quantization), **settings}}
 

@@ -1,4 +1,4 @@
-"""Where a vLLM model has its norms: the places at which the stream can be read and changed.
+"""Norms of a vLLM model, at which hooks read and change the residual stream.
 
 A decoder layer of vLLM hands each of its norms a pair: what the last block adds, and the stream. `structure_of` finds the
 two norms of each layer that take such a pair, and the norm behind the last layer.

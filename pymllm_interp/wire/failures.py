@@ -33,7 +33,7 @@ class Failure:
 
 
 class EngineError(Exception):
-    """What the engine process answered with, as the HTTP process raises it.
+    """An error from the engine process, as the HTTP process raises it.
 
     Attributes:
         failure: the exception of the engine process.
@@ -52,11 +52,11 @@ _FOLDERS = (
 )
 """Folders of the server's own files."""
 _ORIGIN = re.compile(r" \[[0-9a-f]{16}\]$|^\[[^\]]*:\d+\] ")
-"""What the server (`Sources`) and nnsight (for functions) add to the names of files."""
+"""Suffix and prefix of file names added by the server (`Sources`) and by nnsight (for functions)."""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An exception as data."""
+    """The `Failure` of an exception."""
     if isinstance(error, EngineError):
         return error.failure
     found = block_traceback(error)

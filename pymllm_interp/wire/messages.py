@@ -1,4 +1,4 @@
-"""What the HTTP process and the engine process tell each other: plain data, as msgpack.
+"""Messages between the HTTP process and the engine process: plain data, as msgpack.
 
 No message is a pickle. The one opaque part is `RunTrace.payload`, which only the engine process reads.
 """
@@ -35,12 +35,12 @@ class Submit(EngineMessage):
     params: list[dict[str, Any] | None]
     """Fields of SamplingParams for each prompt, or once for all; None: the model's defaults."""
     interventions: list[list[dict[str, Any]]] = []
-    """For each prompt, or once for all, as `specs.to_json` writes them; empty: none."""
+    """Interventions of each prompt, or one list for all, as `specs.to_json` writes them; empty: none."""
     captures: list[list[Any]] = []
     options: dict[str, Any] = {}
     """`timeout`, `priority` and `lora` (one for each prompt), and `cache_salt`."""
     names: list[str] | None = None
-    """Of the prompts, for messages."""
+    """Prompt names used in error messages."""
     stream: bool = False
     """Whether each token is a message."""
     prompt_logits: bool = False
@@ -142,7 +142,7 @@ class Ready(EngineMessage):
 
     info: dict[str, Any]
     schemas: dict[str, Any]
-    """Of interventions and captures, for the OpenAPI document (`schema.components`)."""
+    """Schemas of interventions and captures, for the OpenAPI document (`schema.components`)."""
 
 
 class Accepted(EngineMessage):
@@ -164,7 +164,7 @@ class CapturedStates(msgspec.Struct, omit_defaults=True):
     """Captured states, as safetensors."""
 
     size: int
-    """In bytes."""
+    """Size in bytes."""
     sites: dict[str, list[int]]
     """Site -> shape."""
     data: bytes | None = None

@@ -53,7 +53,7 @@ class TaggedClasses(NamedTuple):
     classes: Callable[[], Mapping[str, type[Spec]]]
     """Name -> class."""
     default: str | None = None
-    """What an object without the key is."""
+    """Name that an object without the key has."""
 
     def class_of(self, value: Any) -> type[Spec] | None:
         """The class that an object names; None where it names none."""
@@ -78,7 +78,7 @@ REDUCTIONS = TaggedClasses("type", reductions, json_name(Project))
 
 
 def tag_of(cls: type[Spec]) -> dict[str, str] | None:
-    """What names a registered class in its JSON, which the default does not need; None for another class."""
+    """Key and name of a registered class in its JSON; {} for the default class, None for an unregistered one."""
     for tagged in (INTERVENTIONS, REDUCTIONS):
         if tagged.classes().get(name := json_name(cls)) is cls:
             return {} if name == tagged.default else {tagged.key: name}
@@ -258,12 +258,12 @@ def _made(cls: type[Any], given: Any, what: str) -> Any:
 
 
 class _Field(NamedTuple):
-    """How an argument is read from JSON."""
+    """An argument's reader of JSON."""
 
     argument: Argument
     reader: Callable[[Any, str], Any] | None
     local: str | None
-    """What to do in place of sending its objects."""
+    """Advice for objects that cannot be sent."""
     takes_names: bool
 
 

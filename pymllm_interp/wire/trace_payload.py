@@ -39,7 +39,7 @@ from ..hooks.traces.nnsight_compat import (
 KEPT_SOURCES = 256
 """Sources of traces that the server keeps, for tracebacks and for the blocks inside of them."""
 MOST_LINES = 1_000_000
-"""Of the file that a block or a function is from."""
+"""Limit of lines in the file of a block or function."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -96,7 +96,7 @@ def with_arguments_of_super(source: str, first: str) -> str:
 
 
 def _calls_of_super(node: ast.AST) -> Iterator[Any]:
-    """Calls of `super` in a block, without calls in its functions and classes, which have their own arguments."""
+    """Calls of `super` in a block. Calls inside its functions and classes, which have arguments of their own, are omitted."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             continue
@@ -111,7 +111,7 @@ def dict_of(names: Mapping[str, Any]) -> Any:
 
 
 def edit_to_data(edit: Mediator) -> dict[str, Any]:
-    """A persistent edit."""
+    """A persistent edit as data."""
     data = block_to_data(edit.node, edit.code.co_filename, edit.code.co_name, edit.glbls, edit.lcls)
     return data | {"edit": getattr(edit, "name", None)}
 
@@ -249,7 +249,7 @@ class RecordedNames(dict[str, Any]):
         self.bound: dict[str, Any] = {}
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Bind names."""
+        """Record bound names."""
         self.bound |= dict(*args, **kwargs)
         super().update(*args, **kwargs)
 

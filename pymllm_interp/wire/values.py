@@ -109,8 +109,8 @@ class ValueDecoder:
     """Turns trees into values again.
 
     Args:
-        tensors: by number.
-        device: where tensors go; None: the CPU.
+        tensors: tensors by number.
+        device: device of the tensors; None: the CPU.
         model: the tree that caches are read by.
     """
 

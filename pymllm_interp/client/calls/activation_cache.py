@@ -99,9 +99,9 @@ class ActivationCache(BySite):
     its library (``pip install -e ".[lens]"``) and a local `LM`.
 
     Args:
-        num_layers: of the model.
-        states: by site.
-        lm: of the states, for TransformerLens' methods. The cache does not keep it alive.
+        num_layers: number of layers of the model.
+        states: site -> states.
+        lm: the model, for TransformerLens' methods. Held by a weak reference.
     """
 
     def __init__(self, num_layers: int, states: Mapping[Site, torch.Tensor], lm: Any = None) -> None:

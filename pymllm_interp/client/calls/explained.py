@@ -1,4 +1,4 @@
-"""How the blocks of a trace ran, as text."""
+"""Text explanations of how the blocks of a trace ran."""
 
 from __future__ import annotations
 

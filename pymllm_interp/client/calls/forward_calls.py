@@ -47,9 +47,9 @@ class ForwardOutput(Shown):
     logits: torch.Tensor
     """[tokens, vocab], of the model's dtype, on the CPU."""
     activations: Activations
-    """What was captured, and the logits."""
+    """Captured states and the logits."""
     receipt: Any
-    """What was applied, and how its steps ran (core.receipt.Receipt)."""
+    """Applied interventions and execution of its steps (`core.receipt.Receipt`)."""
 
     def __repr__(self) -> str:
         prompt = "" if self.prompt is None else f"prompt={shown(self.prompt)}, "

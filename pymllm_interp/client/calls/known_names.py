@@ -26,7 +26,7 @@ class KnownNames(NamedTuple):
 
     Attributes:
         tokenizer: a transformers tokenizer, or None.
-        facts: of the model: its spec, and names under which files may know it.
+        facts: facts of the model: its spec, and names under which files may know it.
         fingerprint: returns the model's, as it is now.
     """
 

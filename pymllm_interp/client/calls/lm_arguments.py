@@ -25,11 +25,11 @@ ELSEWHERE = {
     "tensor_parallel_size": "one device holds the model, unless engine='vllm' is given",
     **unsupported.OPTIONS,
 }
-"""What nnsight's and vLLM's users write -> what to do."""
+"""Arguments of nnsight and vLLM -> advice."""
 
 
 def check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
-    """Raises TypeError where `LM` cannot take them, with what it takes instead."""
+    """Raise TypeError for arguments that `LM` does not take, with the alternative."""
     if not isinstance(model, str | PathLike):
         raise TypeError(
             f"model is a {type(model).__name__}: 'demo', a folder, a .gguf file or a hub id is expected; one that is loaded "
@@ -54,7 +54,7 @@ def vllm_arguments(engine: str, server: dict[str, Any]) -> dict[str, Any] | None
 
 
 def check_unused(model: ModelConfig, server: ServerConfig) -> None:
-    """Raises TypeError where arguments of an engine of our own come with a backend, which has its own."""
+    """Raise TypeError if arguments of a local engine are given together with a backend, which has its own."""
     for given, default in ((model, ModelConfig()), (server, ServerConfig())):
         for field in fields(default):
             if getattr(given, field.name) != getattr(default, field.name):

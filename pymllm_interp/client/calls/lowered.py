@@ -40,7 +40,7 @@ ROOT = "model"
 MAX_ITEMS, MAX_KNOWN = 64, 512
 """Most items of a list in a key, and most blocks of which the lowering is kept."""
 MISSING = object()
-"""In place of the value of a name that has none."""
+"""Stands for the value of an unbound name."""
 
 
 class LoweringError(ValueError):
@@ -51,11 +51,11 @@ class Ended(NamedTuple):
     """The request of a lowered trace, when it has ended.
 
     Attributes:
-        plan: of its block.
-        token_ids: of prompt and generation.
-        prompt_len: in tokens.
-        states: what its captures delivered.
-        error: what ended it, or None.
+        plan: plan of its block.
+        token_ids: tokens of prompt and generation.
+        prompt_len: length of the prompt in tokens.
+        states: captured states.
+        error: error that ended it, or None.
     """
 
     trace: RequestTrace
@@ -67,7 +67,7 @@ class Ended(NamedTuple):
 
     @property
     def passes(self) -> int:
-        """Passes of the request."""
+        """Number of forward passes of the request."""
         return 1 if self.trace.single else len(self.token_ids) - self.prompt_len
 
 
@@ -77,7 +77,7 @@ class Lowered:
     Args:
         module: the model that is served.
         mode: `ServerConfig.lower_traces`.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(self, module: Any, mode: str, device: torch.device) -> None:
@@ -120,10 +120,10 @@ class Lowered:
         has_modes: bool,
         same: dict[Any, BlockPlan | NotLowered],
     ) -> BlockPlan | NotLowered:
-        """How a block is lowered, or why it is not.
+        """Plan of a lowered block, or the reason that it is not lowered.
 
         Args:
-            same: of blocks of this ``with``, by their code and the objects that it names. Added to.
+            same: plans of this ``with`` by code and named objects, updated in place.
         """
         block = trace.main_block
         outside = (
@@ -211,7 +211,7 @@ class Lowered:
         return True
 
     def _device_of(self, plan: BlockPlan) -> torch.device | None:
-        """Where a block computes; None: on the CPU."""
+        """Device that the block computes on; None: the CPU."""
         return self.model.device if plan.computes and self.model.device.type != "cpu" else None
 
     def _replay_of(self, ended: Ended) -> Replay:
@@ -238,7 +238,7 @@ def _values_of(block: Block) -> dict[str, Any]:
 
 
 def _key(block: Block, saved: set[int], values: dict[str, Any], mode: str) -> tuple[Any, ...] | None:
-    """What the lowering of a block depends on: its code, and the names that it may read. None where that is not known."""
+    """Cache key of a lowering: the block's code, and the values that it may read. None if they have no key."""
     parts: list[Any] = [block.code, mode]
     for name, value in values.items():
         if value is MISSING:

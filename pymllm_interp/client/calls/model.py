@@ -73,7 +73,7 @@ class ClientModel(TracedModel):
 
     @property
     def engine(self) -> Any:
-        """What runs the requests: its `stats()` are counters of steps and requests."""
+        """The engine that runs the requests: `stats()` returns counters of steps and requests."""
         return self.backend.engine
 
     @property
@@ -88,7 +88,7 @@ class ClientModel(TracedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and states, as `lm.device` says where they are."""
+        """Dtype of weights and states."""
         return self.backend.facts.dtype
 
     @property
@@ -163,7 +163,7 @@ class ClientModel(TracedModel):
         return Requests(self, self.backend, self.tokenizer)
 
     def submission(self, *args: Any, **kwargs: Any) -> Submission:
-        """What a call asks for: `Requests.submission`."""
+        """The `Submission` of a call (`Requests.submission`)."""
         return self._requests.submission(*args, **kwargs)
 
     @names_options()
@@ -233,13 +233,13 @@ class ClientModel(TracedModel):
         Args:
             messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
             sampling_params: one for all conversations, or a list.
-            chat_template: in place of the tokenizer's.
+            chat_template: template to use instead of the tokenizer's.
             add_generation_prompt: end the prompt where the assistant's answer begins.
             continue_final_message: continue the last message; needs add_generation_prompt=False.
-            tools: for templates that describe tools.
+            tools: tool descriptions for the template.
             chat_template_kwargs: further variables of the template.
-            progress, use_tqdm: as `generate`.
-            options: as `generate`.
+            progress, use_tqdm: see `generate`.
+            options: see `generate`.
 
         Raises:
             PromptError: the model has no chat template, or it refuses the conversation.
@@ -267,7 +267,7 @@ class ClientModel(TracedModel):
             prompt: one prompt.
             runs: the interventions of each run: an op, a list of ops, or None for a run without.
             progress: show a bar of the runs; as `generate`.
-            options: as `generate`, but for `interventions`.
+            options: see `generate`; `interventions` is not accepted.
 
         Returns:
             the outputs, in the order of the runs.
@@ -290,9 +290,9 @@ class ClientModel(TracedModel):
         the requests in flight.
 
         Args:
-            sampling_params: of each prompt.
+            sampling_params: sampling parameters of each prompt.
             max_in_flight: outputs that may be pending, or wait for the loop. None: twice the requests of a step.
-            options: as `generate`; the same for each prompt.
+            options: see `generate`; the same for each prompt.
 
         Raises:
             PromptError, RequestError: of a prompt, after the outputs of those before it.
@@ -320,7 +320,7 @@ class ClientModel(TracedModel):
     def astream(
         self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[StreamPiece]:
-        """`stream` for ``async for``."""
+        """Stream one completion for ``async for``, like `stream`."""
         return self._requests.start_one("lm.astream", prompt, sampling_params, options, streaming=True).__aiter__()
 
     # -- forward passes --------------------------------------------------------------------
@@ -332,7 +332,7 @@ class ClientModel(TracedModel):
         """One forward pass over each prompt: the logits of all positions, and what is captured.
 
         Args:
-            prompts, progress: as `generate`.
+            prompts, progress: see `generate`.
             options: `capture`, `interventions`, `timeout` and `edits`, as `generate`.
 
         Raises:
@@ -448,7 +448,7 @@ class ClientModel(TracedModel):
         return self.backend.session(self, device, **kwargs)
 
     def explain(self, tracer: EngineTracer) -> str:
-        """How the blocks of a trace ran: declared, or the line that prevents it. Raises ValueError: it has not run."""
+        """Explanation of how the blocks of a trace ran: lowered, or the line that prevents it. Raises ValueError before it ran."""
         return explain(tracer)
 
     def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> list[Any]:
@@ -491,7 +491,7 @@ class ClientModel(TracedModel):
 
         Args:
             text: a text, token ids ([tokens] or [1, tokens]), or a list of texts, which makes a list of lists.
-            prepend_bos: of a text; see `to_tokens`.
+            prepend_bos: prepends the BOS token to a text; see `to_tokens`.
         """
         return token_calls.to_str_tokens(self.tokenizer, text, prepend_bos)
 

@@ -1,4 +1,4 @@
-"""What transformers' text-generation pipeline returns, for `LM.pipe`."""
+"""Results of `LM.pipe`, in the format of transformers' text-generation pipeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GeneratedText:
     """Makes the pipeline's records of all requests of one call, or of one ``with`` block.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
 
     Raises:
         PromptError: it has none.
@@ -43,7 +43,7 @@ class GeneratedText:
 
         Args:
             given: ``(args, kwargs)`` that hold them.
-            requests: of the first prompt, of the second, and so on: equally many for each.
+            requests: requests of the first prompt, then of the second, and so on: the same number for each.
         """
         prompts, written = prompts_of(*given, "the prompt")[0].prompts, given[0][0] if given[0] else None
         self._inputs += 1

@@ -55,7 +55,7 @@ class Requests:
         names: Sequence[str] | None = None,
         prompt_logits: bool = False,
     ) -> Submission:
-        """What a call asks for. Prompts, parameters and specs that are wrong in themselves are refused here."""
+        """The `Submission` of a call. Raises for invalid prompts, parameters and specs."""
         count, names = len(prompts), list(names or names_of(prompts))
         own = params_for(prompts, params)
         warn_of_flat_list(options.get("interventions"), count)
@@ -179,8 +179,8 @@ def wait_for(
     """The outputs, when all have ended. Whatever interrupts the wait ends the requests.
 
     Args:
-        names: as `results_of`.
-        progress: as `CallProgress`.
+        names: see `results_of`.
+        progress: see `CallProgress`.
     """
     try:
         with CallProgress(progress, len(handles), "requests") as shown:

@@ -37,8 +37,8 @@ class FakeModel(Envoy):
     """The model by its class in transformers, with fake weights: they have a shape, a dtype and a device, and no memory.
 
     Args:
-        config: of the model. Attributes of quantized weights are left out.
-        dtype, device: of weights and states.
+        config: config of the model. Attributes of quantized weights are omitted.
+        dtype, device: dtype and device of weights and states.
         served: the interleaver of the model that is scanned.
 
     Attributes:

@@ -24,7 +24,7 @@ class HookPoint:
 
     Attributes:
         name: TransformerLens' name, `blocks.3.hook_resid_post`; the site's own where TransformerLens has none.
-        site: of the value.
+        site: site of the value.
         ctx: a dict for the function, kept from hook to hook at this site.
     """
 

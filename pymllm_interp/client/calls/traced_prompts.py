@@ -18,7 +18,7 @@ PREFILL = SamplingParams(temperature=0.0, max_tokens=0)
 
 
 class TracedPrompt(NamedTuple):
-    """What a traced request is made from. `timeout` is in seconds."""
+    """Prompt and parameters of a traced request. `timeout` is in seconds."""
 
     token_ids: list[int]
     params: SamplingParams
@@ -29,7 +29,7 @@ class TracedPrompt(NamedTuple):
 
 
 class PromptReader(Protocol):
-    """What reads prompts: a factory of requests, or a server's backend."""
+    """Reader of prompts: a request factory, or a server's backend."""
 
     tokenizer: Any
 
@@ -49,7 +49,7 @@ def traced_prompt(
         mode: "trace" (one forward pass), "generate" or "pipe".
         kwargs: the trace's keywords; changed.
         what: names the prompt in messages.
-        known: what the keywords of the trace's other prompts came to, which are most often the same objects. Added to.
+        known: results for the keywords of the trace's other prompts, which are often the same objects. Updated in place.
         lowered: its block runs after the request.
 
     Raises:

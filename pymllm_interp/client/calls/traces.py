@@ -72,7 +72,7 @@ def run(
 
 
 def check_outside(backend: Backend) -> None:
-    """Raises RuntimeError where the caller is inside a block, of a trace or of a scan."""
+    """Raise RuntimeError if the caller is inside a block of a trace or scan."""
     if backend.engine.on_engine_thread:
         raise RuntimeError(
             "a trace cannot be opened inside the block of another, of this LM or of another: use a session, or invokes"
@@ -90,7 +90,7 @@ class Running:
             trace.cancel = self.cancel
 
     def add(self, handles: list[RequestHandle]) -> None:
-        """Requests were submitted."""
+        """Add submitted requests."""
         self.handles += handles
         if self._cancelled:
             self.cancel()
@@ -114,7 +114,7 @@ class Running:
 
 
 class _Shared(NamedTuple):
-    """What the requests of one `Submission` have in common."""
+    """Options shared by the requests of one `Submission`."""
 
     timeout: float | None
     cache_salt: str | None
@@ -132,7 +132,7 @@ def _submit(
     """Submit the requests, as many at a time as the engine runs together, and twice as many in all.
 
     Returns:
-        what some of them were refused with, so that their blocks must run elsewhere; None where all were submitted.
+        error that refused some of them, so that their blocks must run elsewhere; None if all were submitted.
 
     Raises:
         PromptError, TypeError, ValueError: a prompt or a keyword that no trace takes.
@@ -179,7 +179,7 @@ def _read(backend: Backend, mode: str, given: TraceInput | None, what: str, know
 
 
 def _check_may_run(backend: Backend, refused: Exception) -> None:
-    """Raises what the requests were refused with, if their blocks may not run elsewhere."""
+    """Raise the error of refused requests, if their blocks may not run elsewhere."""
     if backend.lowered is None or backend.lowered.mode != "require":
         return
     declares = isinstance(refused.__cause__, ValueError)  # `RequestFactory.declare`; else a limit or a name
@@ -201,7 +201,7 @@ def _ended(trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, single: 
 
 
 def error_of(event: FinishedEvent) -> BaseException | None:
-    """What ended a request: why it ended early comes before what its block, which still waited, made of that."""
+    """Error of an ended request. An early end takes precedence over the error that it caused in a waiting block."""
     if event.finish_reason == "timeout":
         return TimeoutError(f"request {event.request_id} ran into its timeout")
     return event.error

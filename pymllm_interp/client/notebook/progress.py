@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 SECONDS_BEFORE = 2.0
-"""How long a call takes before its bar appears by itself."""
+"""Seconds until a call shows a progress bar by itself."""
 
 
 class CallProgress:

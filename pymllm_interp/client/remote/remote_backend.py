@@ -42,14 +42,14 @@ MOST_IN_FLIGHT = 64
 
 
 LOAD_SECONDS = 600.0
-"""For the answer to an adapter's load, which may capture graphs."""
+"""Timeout of an adapter's load, which may capture graphs."""
 
 
 class RemoteBackend(Backend):
     """A `Backend` with a server's engine.
 
     Args:
-        url, api_key, timeout, lower_traces: as of `LM.connect`.
+        url, api_key, timeout, lower_traces: see `LM.connect`.
 
     Raises:
         ConnectionError: no server answers there, or it serves another version.
@@ -136,7 +136,7 @@ class RemoteBackend(Backend):
         why: str,
         refused: Exception | None = None,
     ) -> None:
-        """Raises NotDeclaredError: `RemoteTracer` sends the whole ``with``, of which the blocks are parts."""
+        """Raise NotDeclaredError: `RemoteTracer` sends the whole ``with`` that contains the blocks."""
         raise NotDeclaredError(why) from refused
 
     def session(self, model: TracedModel, device: Any, **kwargs: Any) -> RemoteSession:
@@ -185,7 +185,7 @@ def tree_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> nn.Modul
 
 
 def _tokenizer(engine: RemoteEngine) -> Any:
-    """The server's tokenizer."""
+    """Tokenizer of the server."""
     archive = engine.ask("GET", "/v1/interp/tokenizer").content
     with tempfile.TemporaryDirectory(prefix="pymllm-interp-") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:

@@ -20,14 +20,14 @@ from ...wire.receipts import receipt_of
 from .remote_errors import exception_of
 
 ANSWER_SECONDS = 60.0
-"""For calls with one short answer."""
+"""Timeout of calls with one short answer."""
 
 
 class ServerError(RuntimeError):
     """The server refused a request, or failed.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status code.
     """
 
     def __init__(self, message: str, status: int = 500) -> None:
@@ -86,7 +86,7 @@ class Frames:
                 return
 
     def close(self) -> None:
-        """End the response."""
+        """Close the response."""
         self._response.close()
 
 
@@ -94,7 +94,7 @@ class RemoteEngine:
     """A server's engine.
 
     Args:
-        url: of the server.
+        url: base URL of the server.
         api_key: or None.
         timeout: seconds to wait for the next part of an answer; None: as long as it takes.
     """
@@ -118,7 +118,7 @@ class RemoteEngine:
 
     @property
     def state(self) -> str:
-        """In words: "shut down", or how many requests are live."""
+        """Description of the engine's state: "idle", the number of live requests, or "shut down"."""
         if self._closed:
             return "shut down"
         live = len(self._calls)
@@ -238,12 +238,12 @@ class RemoteEngine:
             pass  # nothing runs there any more
 
     def check_open(self) -> None:
-        """Raises EngineClosedError after `shutdown`."""
+        """Raise EngineClosedError after `shutdown`."""
         if self._closed:
             raise EngineClosedError("the connection was shut down: it takes no more requests")
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters."""
+        """Counters of the server's engine."""
         return self.ask("GET", "/v1/interp/stats").json()
 
     def reset_prefix_cache(self) -> None:

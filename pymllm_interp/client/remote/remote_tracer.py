@@ -186,7 +186,7 @@ class RemoteSession(SessionTracer):
 
     Args:
         model: the session's model.
-        device: where the caller gets the saves.
+        device: device of the caller's saves.
     """
 
     def __init__(self, model: Any, device: Any = "cpu", backend: Any = None) -> None:

@@ -41,7 +41,7 @@ SCHEMAS_OF_TAGS = ("json_schema", "schema")
 
 
 def unsupported_part(schema: Any, where: str = "") -> str | None:
-    """What a grammar cannot hold of a schema, and where; None: it holds all of it.
+    """First part of a schema that grammars do not support, with its path; None if all of it is supported.
 
     Args:
         where: path of the schema in the one that was given, for the message.
@@ -102,7 +102,7 @@ def unsupported_in_tag(tag: Any) -> str | None:
 
 
 def _why_shape(schema: dict[str, Any]) -> str | None:
-    """Which keyword has a value of another type."""
+    """Error about a keyword with a value of the wrong type, or None."""
     texts = {"required": "a list of texts", "type": "a text or a list of texts"}
     for key, expected in texts.items():
         value = schema.get(key, [])

@@ -145,7 +145,7 @@ class StructuredOutputs:
 
 
 def _least_characters(value: Any) -> int:
-    """How long a value's JSON is at least. What has more than `MAX_CHARACTERS` is not walked to its end."""
+    """Lower bound of the length of a value's JSON. Stops counting above `MAX_CHARACTERS`."""
     count, left = 0, [value]
     while left and count <= MAX_CHARACTERS:
         value = left.pop()

@@ -48,7 +48,7 @@ class TokenConstraint(Protocol):
 
 
 class ConstraintSpec(Protocol):
-    """What a request asks for, as a value that can be pickled."""
+    """A picklable description of a request's constraint."""
 
     def make(self, vocab_size: int) -> TokenConstraint:
         """The constraint of a new request, on the caller's thread. An error refuses the request."""

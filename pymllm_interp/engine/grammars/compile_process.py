@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 MAX_BYTES = 2 << 30
 """Memory that compilations may take, beside the libraries."""
 START_SECONDS = 120.0
-"""For the start of a process, which imports xgrammar and torch."""
+"""Timeout of a process start, which imports xgrammar and torch."""
 
 
 class CompilerCall(NamedTuple):
@@ -34,7 +34,7 @@ class CompilerCall(NamedTuple):
     options: dict[str, Any]
 
     def on(self, compiler: Any) -> Any:
-        """Compile: an xgrammar CompiledGrammar."""
+        """The xgrammar CompiledGrammar of the call."""
         return getattr(compiler, self.method)(self.text, **self.options)
 
 
@@ -54,7 +54,7 @@ class CompileProcess:
 
         Args:
             info: xgrammar's TokenizerInfo.
-            seconds: of the wall clock, and of the processor.
+            seconds: limit of wall-clock time and of processor time.
 
         Raises:
             TimeoutError: it takes longer, or more memory than `MAX_BYTES`.
@@ -85,7 +85,7 @@ class CompileProcess:
         return self._process.stdout.readline()
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process and wait for it."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -27,7 +27,7 @@ class GrammarConstraint:
         compiled: xgrammar's CompiledGrammar.
         allowed: [words] int32, tokens that may come at all.
         end_ids: end-of-sequence tokens.
-        name: of the form, for messages.
+        name: kind of the structured output, for messages.
     """
 
     def __init__(self, compiled: Any, allowed: torch.Tensor, end_ids: Collection[int], name: str) -> None:

@@ -24,16 +24,16 @@ from .compile_process import START_SECONDS, CompileProcess, CompilerCall
 from .grammar_constraint import GrammarConstraint
 
 COMPILE_SECONDS = 10.0
-"""How long a grammar may take."""
+"""Timeout of one compilation."""
 QUEUE_SECONDS = 30.0
-"""How long a request waits until its grammar's turn comes."""
+"""Timeout of a request in the compilation queue."""
 COMPILING = 2
 """Grammars that are compiled at a time."""
 MAX_WAITING = 64
 """Grammars that may wait for that; beyond it, requests with new ones are refused."""
 MAX_GRAMMAR_BYTES = 64 << 20
 MAX_KEPT_BYTES = 256 << 20
-"""Of all compiled grammars that are kept; the least recently used one goes."""
+"""Limit of all cached compiled grammars; the least recently used one is dropped."""
 MAX_WHITESPACE = 32
 """White space in a row, between the parts of JSON: a model may otherwise write nothing else."""
 _PLACE = re.compile(r"^\s*\[[\d:]+\] \S+?:\d+: ")
@@ -64,7 +64,7 @@ class Grammars:
 
     Args:
         tokenizer: a transformers tokenizer, or None.
-        vocab_size: of the model's logits.
+        vocab_size: vocabulary size of the model's logits.
         end_ids: end-of-sequence tokens, with which a text ends where its grammar allows it.
 
     Attributes:

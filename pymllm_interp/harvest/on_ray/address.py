@@ -10,7 +10,7 @@ from .ray_version import NAMESPACE, connect_to_ray
 SCHEME = "ray:"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ANSWER_SECONDS = 60.0
-"""How long a cluster may take to name its fronts."""
+"""Timeout of a cluster's answer with its fronts."""
 
 
 def check_name(name: str) -> None:

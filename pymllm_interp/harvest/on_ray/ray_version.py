@@ -13,9 +13,9 @@ from ...utils.extras import install_command
 TESTED = (2, 60), (2, 61)
 """The first tested version, and the first one that is not."""
 CONNECT_SECONDS = 10.0
-"""How long an address may take to accept a connection."""
+"""Timeout of a connection to an address."""
 NAMESPACE = "pymllm-interp"
-"""Of the actors' names."""
+"""Ray namespace of the actors."""
 
 
 def load_ray() -> Any:

@@ -31,9 +31,9 @@ from .ray_version import connect_to_ray
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 SETTLE_SECONDS = 30.0
-"""How often the manifest is brought up to the records, for those that read meanwhile."""
+"""Seconds between updates of the manifest, for readers of a running harvest."""
 MOST_LOSSES = 3
-"""How many workers one unit may be lost with, before the harvest ends: the unit is then the likely reason."""
+"""Number of workers that one unit may be lost with. Then the harvest ends: the unit is the likely reason."""
 SLOW_FACTOR, SLOW_SECONDS = 3.0, 10.0
 """An idle worker also computes a unit that another one has had for far longer than the median."""
 
@@ -88,7 +88,7 @@ class UnitTask:
 
 
 class UnitQueue:
-    """Which unit is computed next. Does not know of Ray.
+    """Queue of units to compute. Independent of Ray.
 
     Args:
         missing: numbers of units without a record, in order.
@@ -260,16 +260,16 @@ class WorkerPool:
 
     @property
     def num_ready(self) -> int:
-        """Workers with a model."""
+        """Number of workers with a loaded model."""
         return len(self._idle) + len(self._tasks)
 
     @property
     def unit_seconds(self) -> list[float]:
-        """How long units took that workers of this pool computed, in the order of their ends."""
+        """Seconds of each unit that workers of this pool computed, in order of completion."""
         return self._queue.seconds
 
     def close(self) -> None:
-        """End the workers."""
+        """Kill the workers."""
         for worker in self._workers:
             self._ray.kill(worker)
 

@@ -41,14 +41,14 @@ class Activations(BySite):
         activations.save("out.safetensors")       # Activations.load reads it
 
     Attributes:
-        positions: by site, [positions] int64: positions of the rows among the input tokens, in ascending order.
-        token_ids: by site, [positions] int64: the tokens at these positions.
-        indexes: by site, [positions, top_k] int64: the directions that `Project(top_k=...)` kept, the features of `Features`, the
-            tokens of `Lens`.
-        counts: by site, [positions] int64: the number of active features (`Features`).
-        token_log_probs: by site, [positions, tokens]: log probabilities of the tokens that `Lens(tokens=...)` looks up.
-        token_ranks: by site, [positions, tokens] int64: the number of tokens that are more likely.
-        error: why the states are lost; reading any of them raises it. None where they are not.
+        positions: site -> [positions] int64: positions of the rows among the input tokens, in ascending order.
+        token_ids: site -> [positions] int64: the tokens at these positions.
+        indexes: site -> [positions, top_k] int64: the directions that `Project(top_k=...)` kept, the features of
+            `Features`, the tokens of `Lens`.
+        counts: site -> [positions] int64: the number of active features (`Features`).
+        token_log_probs: site -> [positions, tokens]: log probabilities of the tokens that `Lens(tokens=...)` looks up.
+        token_ranks: site -> [positions, tokens] int64: the number of tokens that are more likely.
+        error: reason that the states are lost, or None. Reading any of them raises it.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class SitePiece(NamedTuple):
     """Sites with equal positions. Their rows are columns of one tensor.
 
     Attributes:
-        sites: in the order of the columns.
+        sites: sites in the order of the columns.
         rows: [positions, sites * width]; of one site, its rows as they are.
         positions, token_ids: [positions] int64.
         others: further tensors of one site, by name.
@@ -49,8 +49,8 @@ class SiteTensors:
 
     Attributes:
         pieces: not divided yet.
-        order: of their sites.
-        rows, positions, token_ids: by site.
+        order: order of the sites.
+        rows, positions, token_ids: tensors by site.
         others: name -> site -> a further tensor.
     """
 
@@ -82,8 +82,8 @@ class BySite(Mapping[str, torch.Tensor], Shown):
     """A tensor for each site. A key is any name that `Site.parse` takes, or a `Site`.
 
     Args:
-        num_layers: of the model, to resolve negative layers.
-        positions: by site, of the tensors' rows; None where they are not known.
+        num_layers: number of layers of the model, to resolve negative layers.
+        positions: site -> positions of the tensors' rows; None if unknown.
     """
 
     def __init__(self, num_layers: int, positions: BySite | None = None) -> None:
@@ -179,7 +179,7 @@ class BySite(Mapping[str, torch.Tensor], Shown):
 
 
 def _reason(given: str, name: str) -> str:
-    """Why a key is missing and what to capture, for its error message. "": it is a site that was not asked for.
+    """Reason that a key is missing, with the capture to request. "": the site was not requested.
 
     Args:
         name: canonical, where it is a site's.

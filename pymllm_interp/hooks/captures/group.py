@@ -27,30 +27,30 @@ class Group:
     - else the state, where it is `needed`; in `spec.dtype` if that is narrower than the model's, and the reduction `narrows`.
 
     Args:
-        width: of a state.
-        dtype: of states.
+        width: width of a state.
+        dtype: dtype of the states.
         longest: upper bound of the request's positions.
-        reading: what the device makes of the states; None: they are sent, or what kernels stored in their place.
+        reading: device computation over the states; None: the stored values are sent.
 
     Attributes:
         sites: numbers of the sites (layers/edits), a column each.
         names: the sites, by column.
-        sources: by column, the other group and its column with the stored state; None: the own one.
+        sources: (group, column) that stores each column's state; None: this group itself.
         captured: [longest] bool, by position: whether it is captured.
         ordinals: [longest] int64, by position: its index among the positions that the result is made of, or -1.
         positions: [rows] int64, the positions that the result is made of.
         of_prompt: number of these among the prompt.
-        index: among the groups of the layout.
+        index: index among the groups of the layout.
         offset: first element in a record.
         probes: [n, width] float32, directions of dot products that the device computes; None for none.
         converted: narrower dtype that the device converts states to, or None.
         width: values sent for a state.
         kept_width: values kept for a state, padding included.
-        sent_dtype: of the values sent.
-        result_dtype: of the result, where it is states.
-        stored_dtype: of what kernels store.
+        sent_dtype: dtype of the values sent.
+        result_dtype: dtype of the result, if it consists of states.
+        stored_dtype: dtype that kernels store.
         in_order: positions must come in order, on one thread.
-        states: what is kept are states, and not what the device made of them.
+        states: whether states are kept, not values that the device computed.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Group:
         return self.offset + column * self._state_size
 
     def stored(self, states: torch.Tensor, probes: torch.Tensor | None) -> torch.Tensor:
-        """What is stored for states [n, state width]: [n, width]. `probes` are the group's, on the device of the states."""
+        """Stored values [n, width] of states [n, state width]. `probes` are the group's, on the device of the states."""
         if probes is not None:
             states = torch.stack([(states.float() * probe).sum(-1) for probe in probes], -1)
         return states.to(self.stored_dtype)
@@ -195,7 +195,7 @@ class Group:
 
         Args:
             states: [n, width].
-            probes: of the group, on the device.
+            probes: probes of the group, on the device.
             memory: [elements], the ring.
             place: first element of the first state.
             stride: elements from one state to the next.

@@ -44,11 +44,11 @@ class LayerCaptures(Generic[Rows]):
     """The values of one kind that one request captures.
 
     Args:
-        kind: of the sites.
-        num_layers: of the model.
+        kind: kind of the sites.
+        num_layers: number of layers of the model.
 
     Attributes:
-        layers: by number.
+        layers: layer number -> values.
     """
 
     def __init__(self, kind: str, num_layers: int, prompt_len: int) -> None:

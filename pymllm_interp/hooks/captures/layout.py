@@ -45,9 +45,9 @@ class CapturedSite(NamedTuple):
     """A site that is captured.
 
     Attributes:
-        number: of the site (layers/edits).
-        group, column: that it is kept in.
-        shape: of a position's state.
+        number: number of the site (layers/edits).
+        group, column: group and column that keep it.
+        shape: shape of a position's state.
         missing: positions that the prompt does not have.
     """
 
@@ -75,7 +75,7 @@ class RecordKind(NamedTuple):
 
     @property
     def sent_size(self) -> int:
-        """Elements that are sent."""
+        """Number of elements sent."""
         return self.packed_size or self.record_size
 
 
@@ -86,10 +86,10 @@ def _known_kind(*fields: Any) -> RecordKind:
 
 @dataclass(frozen=True, eq=False)
 class CaptureLayout:
-    """What a request captures, and where the states of each position are in its record.
+    """Captures of a request, and the layout of each position's record.
 
     Attributes:
-        groups: in the order of a record.
+        groups: groups in the order of a record.
         by_site: number of a site -> (the group that stores its states, its column).
         sites: all, in the order of a forward pass.
         longest: upper bound of the request's positions.
@@ -98,7 +98,7 @@ class CaptureLayout:
         packed_sizes: [longest] int64, elements that it is packed to, without the sums.
         sums_size: elements of the sums over prompt positions.
         reads: some states are read on the device.
-        generated: of generated positions; None where some group has not all of them.
+        generated: kind of generated positions; None if some group does not capture all of them.
     """
 
     groups: tuple[Group, ...]
@@ -117,7 +117,7 @@ class CaptureLayout:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """The sites' names."""
+        """Names of the sites."""
         return tuple(site.name for site in self.sites)
 
     @cached_property
@@ -192,7 +192,7 @@ class CaptureLayout:
             sizes: [positions], of `CaptureProgress.record_sizes`.
 
         Returns:
-            What `read_all` must write, together with that of other requests.
+            pending writes, which `read_all` makes together with those of other requests.
         """
         pending: list[Pending] = []
         found = sizes[sizes > 0]
@@ -226,11 +226,11 @@ class CaptureLayout:
 
 
 class CaptureProgress:
-    """How far the captures of a request are. The worker's `CapturedRows` is one; the scheduler has one of its own.
+    """Progress of a request's captures. The worker's `CapturedRows` is one; the scheduler has one of its own.
 
     Attributes:
         next_position: positions before it were sent. They are not captured again when they are computed again.
-        error: why the states are lost; nothing is captured any more. None where they are not.
+        error: reason that the states are lost and capturing stopped, or None.
     """
 
     def __init__(self, layout: CaptureLayout) -> None:
@@ -278,7 +278,7 @@ class CaptureProgress:
         return reserved
 
     def reserved_size(self, first: int, count: int) -> int:
-        """The sum of `reserved_sizes`."""
+        """Sum of `reserved_sizes`."""
         if count != 1 or self.packs(first):
             return int(self.reserved_sizes(first, count).sum())
         return 0 if first < self.next_position or self.error is not None else self.layout.record_sizes.item(first)
@@ -300,12 +300,12 @@ def layout_of(
     """The layout of a request's captures.
 
     Args:
-        specs: in any order.
+        specs: captures in any order.
         model: its sites and dtype.
         prompt_len: positions of the prompt.
         longest: upper bound of the request's positions.
         logits_from: the first position with logits.
-        readout: of the model, for reductions and normed sites.
+        readout: readout of the model, for reductions and normed sites.
 
     Raises:
         ValueError: what `bind` refuses, or a site that is captured in two ways. One that is named twice, alike, is captured once.
@@ -442,6 +442,6 @@ def _is_repeated(name: str, bound: Bound, asked: dict[str, Bound]) -> bool:
 
 
 def _way(bound: Bound) -> tuple[Any, ...]:
-    """What a capture reads of its site."""
+    """Grouping key of a capture's options."""
     spec = bound.spec
     return bound.windows, bound.missing, spec.dtype, spec.reduce, spec.heads

@@ -54,7 +54,7 @@ class _Transport:
 
     @property
     def width(self) -> int:
-        """Of the states."""
+        """Width of the states."""
         return next(iter(self.matrices.values())).shape[0]
 
     @property

@@ -21,7 +21,7 @@ from .reductions.reduction import Reduced
 
 
 class SentRecords(Protocol):
-    """What was sent to the host, and copies of it that are made together (`egress.block_copies.BlockCopies`)."""
+    """Records sent to the host, and copies of them that are made together (`egress.block_copies.BlockCopies`)."""
 
     def values(self, offset: int, count: int) -> np.ndarray:
         """[count] of the elements from `offset` on, as integers of their width."""
@@ -46,7 +46,7 @@ class GroupRows:
 
     Attributes:
         rows: None before `prepare`.
-        address: of the first row.
+        address: address of the first row.
     """
 
     def __init__(self, group: Group) -> None:
@@ -197,7 +197,7 @@ class GroupRows:
         newest[:] = row
 
     def begin_draft(self) -> None:
-        """From here on rows may be taken back: a pool folds them when they are settled. Rows that were not are forgotten."""
+        """Begin rows that may be taken back. A pool folds them when they are settled; earlier unsettled rows are forgotten."""
         self._drafted = []
 
     def settle(self, num_positions: int) -> None:
@@ -271,11 +271,11 @@ class CapturedRows(CaptureProgress):
     """The captured states of one request.
 
     Args:
-        layout: what is captured.
+        layout: layout of the captures.
 
     Attributes:
         groups: the rows of each group of the layout.
-        cut: by site, values that limits of reductions left out; after `result`.
+        cut: site -> values omitted by limits of reductions; set by `result`.
     """
 
     def __init__(self, layout: CaptureLayout) -> None:
@@ -350,10 +350,10 @@ class CapturedRows(CaptureProgress):
             yield from rows.shortfalls(num_positions, self._copied)
 
     def result(self, token_ids: Sequence[int]) -> Activations:
-        """The result.
+        """The captured states as `Activations`.
 
         Args:
-            token_ids: of the positions that the request computed.
+            token_ids: tokens of the positions that the request computed.
         """
         if self.error is not None:
             return lost(self.error)

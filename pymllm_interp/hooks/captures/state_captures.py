@@ -30,7 +30,7 @@ def places_in(name: str, site: Site | str, model: ModelSpec) -> list[tuple[int, 
     """(layer, where its state is) of the layers that a site names. ``state.*`` leaves out the layers without a state.
 
     Args:
-        name: of the spec, for messages.
+        name: name of the spec, for messages.
 
     Raises:
         UnsupportedModelError: no layer of the model has a recurrent state.
@@ -59,7 +59,7 @@ class _LayerStates(LayerRows):
         self.place = place
 
     def result(self, num_positions: int) -> torch.Tensor:
-        """[positions, *shape]."""
+        """States [positions, *shape]."""
         at = self.before(num_positions)
         return torch.stack([self.rows[p] for p in at]) if at else torch.zeros(0, *self.place.shape, dtype=self.dtype)
 
@@ -68,7 +68,7 @@ class StateCaptures(LayerCaptures[_LayerStates]):
     """The recurrent states that one request captures.
 
     Args:
-        specs: at `state` sites.
+        specs: captures at `state` sites.
         longest: upper bound of the request's positions.
 
     Raises:

@@ -18,7 +18,7 @@ def in_order_of_windows(op: OpT, name: str, windows: tuple[Window, ...], prompt_
     """The op with the rows of a field in the order of its windows' positions. With one vector [width] it is the op itself.
 
     Args:
-        name: of the field.
+        name: name of the field.
 
     Raises:
         ValueError: not one row per position.
@@ -45,7 +45,7 @@ def in_order_of_windows(op: OpT, name: str, windows: tuple[Window, ...], prompt_
 
 
 def _hint(name: str, rows: int, count: int | None) -> str:
-    """What to write in place of rows that do not fit the positions, for the message."""
+    """Advice for rows that do not fit the positions, or ""."""
     if rows == 1:
         return f": give {name}[0], one vector for all positions"
     each = f"positions=Generated(0, {rows}) takes one row for each of the first {rows} generated tokens"

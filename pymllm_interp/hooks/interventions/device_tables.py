@@ -20,7 +20,7 @@ from .vector_pool import num_rows
 
 
 class _Words(NamedTuple):
-    """What a row has and an empty row has not: words, and their places among the entries of a table."""
+    """Nonzero words of a row, and their indexes among the entries of a table."""
 
     op_places: np.ndarray  # [n] int64
     op_words: np.ndarray  # [n, WORDS] int32
@@ -77,7 +77,7 @@ class DeviceTables:
         """Stage the ops and captures of the request that gets this row; None for a request without.
 
         Args:
-            vector_rows: of each of `Declared.tensors`. Vectors that are there already are not written again.
+            vector_rows: rows of each of `Declared.tensors`. Vectors that are present are not written again.
         """
         if declared is not None:
             self._stage_vectors(declared, vector_rows)
@@ -167,7 +167,7 @@ class DeviceTables:
                 table.view(-1, table.shape[-1]).index_copy_(0, places, values)
 
     def _words_of(self, declared: Declared) -> _Words:
-        """What the tables hold of a request, as if it had the first row. Kept for requests with the same hooks and vectors."""
+        """Table words of a request, as if it had the first row. Cached for requests with the same hooks and vectors."""
         key = "words", self.tables.fires.shape[1:], *declared.vectors.values()
         if key not in declared.shared:
             declared.shared[key] = self._made_words(declared)

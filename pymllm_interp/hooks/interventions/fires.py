@@ -18,7 +18,7 @@ class Fires(dict[tuple[int, int], int | torch.Tensor]):
             self[key] = self.get(key, 0) + fired.sum()
 
     def begin_draft(self) -> None:
-        """From here on fires may be taken back. Those that were not settled are forgotten."""
+        """Begin fires that may be taken back. Earlier unsettled ones are forgotten."""
         self._drafted = []
 
     def settle(self, taken_back: int) -> None:

@@ -33,12 +33,12 @@ _RANKS = {
 
 
 class Flag(NamedTuple):
-    """Where a request keeps what a gate at an earlier site decided."""
+    """Location of a decision by a gate at an earlier site."""
 
     slot: int
-    """Among the request's gates."""
+    """Index among the request's gates."""
     prompt_len: int | None
-    """With scope="prompt", how many positions decide; None: each position for itself."""
+    """Number of deciding positions with scope="prompt"; None: each position decides for itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class GateRead(Op):
         return row_dots(state, self.probe.to(state.device))[:, 0] > self.threshold
 
     def words(self) -> OpWords:
-        """GATE."""
+        """Table words of GATE."""
         return OpWords(codes.GATE, rank=0)
 
 
@@ -80,7 +80,7 @@ class RequestGates:
     """The gates at earlier sites of one request's ops, each read once.
 
     Args:
-        prompt_len: in tokens.
+        prompt_len: length of the prompt in tokens.
         in_kernels: ops run as kernels, from device tables.
     """
 
@@ -124,7 +124,7 @@ class RequestGates:
         return flag
 
     def reads(self) -> Iterator[tuple[GateRead, Flag]]:
-        """What reads each gate's site, and the flag that it sets."""
+        """Reads of the gates' sites, with the flag that each sets."""
         for gate, flag in self._flags.items():
             positions = "all" if flag.prompt_len is None else "prompt"
             yield GateRead(str(gate.site), gate.probe, gate.threshold, positions), flag

@@ -72,7 +72,7 @@ class Knockout(PlacedSpec):
 
     @property
     def site(self) -> str:
-        """Where it acts: the pattern of its layers."""
+        """Site pattern of its layers."""
         layers: Any = self.layer
         if isinstance(layers, tuple):
             layers = layers[0] if len(layers) == 1 else "{" + ",".join(map(str, layers)) + "}"
@@ -85,7 +85,7 @@ class Knockout(PlacedSpec):
 
 
 Intervention = Op | Knockout
-"""What a request may declare in `interventions`."""
+"""Entry of `interventions`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class BoundKnockout:
         return bound
 
     def edges(self, start: int, stop: int, window: int | None) -> np.ndarray:
-        """Which positions from `start` to `stop` have a cut edge at layers with this sliding window: [stop - start] bool."""
+        """Positions from `start` to `stop` with a cut edge at layers with this sliding window: [stop - start] bool."""
         last_key = np.maximum.accumulate(np.where(_inside(self.keys, 0, stop), np.arange(stop), -1))[start:]
         first_seen = 0 if window is None else np.maximum(0, np.arange(start, stop) - window + 1)
         return (last_key >= first_seen) & _inside(self.queries, start, stop)
@@ -205,7 +205,7 @@ def request_cuts(
     """The edges that a request cuts and the patterns that it captures in a pass; None for none.
 
     Args:
-        index: of the request in the batch.
+        index: index of the request in the batch.
         first_row: its first row of the flat batch.
         start: position of that row.
         reads: layer -> the rows for which attention patterns are captured.
@@ -284,7 +284,7 @@ def _left_with_nothing(
 
 
 def _inside(windows: tuple[Window, ...], start: int, stop: int) -> np.ndarray:
-    """Which positions from `start` to `stop` are in the windows: [stop - start] bool."""
+    """Positions from `start` to `stop` that are in the windows: [stop - start] bool."""
     return selected(windows, stop)[start:]
 
 

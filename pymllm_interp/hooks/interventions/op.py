@@ -72,7 +72,7 @@ CAPTURED_ONLY = (
 )
 PATCHED_ONLY = "a recurrent state is captured, or replaced at the prompt's end by Patch(..., positions=-1)"
 Missing = Literal["error", "skip"]
-"""What happens to positions that a prompt does not have: an error, or they are left out and counted."""
+"""Handling of positions that a prompt does not have: raise an error, or skip and count them."""
 
 
 class Op(PlacedSpec, ABC):

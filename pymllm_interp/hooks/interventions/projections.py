@@ -82,7 +82,7 @@ class Ablate(Op):
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
-        """The basis."""
+        """The orthonormal basis."""
         return (self.basis,)
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
@@ -93,7 +93,7 @@ class Ablate(Op):
         return y
 
     def words(self) -> OpWords:
-        """PROJECT_OUT."""
+        """Table words of PROJECT_OUT."""
         return OpWords(codes.PROJECT_OUT, rank=len(self.basis))
 
 
@@ -136,7 +136,7 @@ class Clamp(Op):
 
     @cached_property
     def unit(self) -> Tensor:
-        """The direction, normalized."""
+        """Unit vector of the direction."""
         return self._unit("direction")
 
     @property
@@ -145,7 +145,7 @@ class Clamp(Op):
         return (self.unit,)
 
     def written(self) -> Iterator[tuple[str, float]]:
-        """The bounds."""
+        """Lower and upper bound, if given."""
         yield from ((name, bound) for name, bound in (("low", self.low), ("high", self.high)) if bound is not None)
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
@@ -156,5 +156,5 @@ class Clamp(Op):
         return x + (wanted - projection) * vectors[0]
 
     def words(self) -> OpWords:
-        """CLAMP."""
+        """Table words of CLAMP."""
         return OpWords(codes.CLAMP, a=-inf if self.low is None else self.low, b=inf if self.high is None else self.high)

@@ -1,4 +1,4 @@
-"""What each op computes, in torch: the reference for every kernel."""
+"""Reference implementations of all ops in torch, against which kernels are tested."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class SetFeature(Op):
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
-        """`table`."""
+        """The `table`."""
         return (self.table,)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -194,7 +194,7 @@ class SetFeature(Op):
                 yield f"feature {feature}", value * row.abs().max().item()
 
     def _hash_of(self, name: str, value: Any) -> Any:
-        """Of the SAE, what the op reads of it."""
+        """Hash of the parts of the SAE that the op reads."""
         return self._table_hash if name == "sae" and isinstance(value, SAE) else super()._hash_of(name, value)
 
     @cached_property
@@ -216,7 +216,7 @@ class SetFeature(Op):
         return y
 
     def words(self) -> OpWords:
-        """SET_FEATURE."""
+        """Table words of SET_FEATURE."""
         return OpWords(codes.SET_FEATURE, rank=len(self.features))
 
     def _checked_sites(self, model: ModelSpec) -> tuple[Site, ...]:

@@ -109,7 +109,7 @@ class Steer(Op):
         )
 
     def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
-        """With a vector for each position, the op with these in the order of the windows' positions.
+        """The op with a vector for each position in the order of the windows' positions.
 
         Raises:
             ValueError: not one vector per position.
@@ -128,7 +128,7 @@ class Steer(Op):
         return y
 
     def words(self) -> OpWords:
-        """ADD."""
+        """Table words of ADD."""
         dims = self.vector.ndim
         return OpWords(codes.ADD, rank=dims, norm=NORMS[self.norm], a=self.scale, row_per_position=dims == 2)
 
@@ -163,11 +163,11 @@ class Scale(Op):
         return self.factor == 1
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-        """The states, multiplied."""
+        """The states times the factor."""
         return self.factor * x
 
     def words(self) -> OpWords:
-        """SCALE."""
+        """Table words of SCALE."""
         return OpWords(codes.SCALE, rank=0, a=self.factor)
 
 
@@ -207,7 +207,7 @@ class Patch(Op):
         return (self.values,)
 
     def written(self) -> Iterator[tuple[str, float]]:
-        """The values."""
+        """Largest absolute value."""
         yield "values", self.values.abs().max().item()
 
     def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
@@ -219,9 +219,9 @@ class Patch(Op):
         return in_order_of_windows(self, "values", windows, prompt_len)
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-        """The values."""
+        """The values at the selected positions."""
         return of_positions(vectors[0], ordinals).expand_as(x)
 
     def words(self) -> OpWords:
-        """PATCH."""
+        """Table words of PATCH."""
         return OpWords(codes.PATCH, rank=self.values.ndim, row_per_position=self.values.ndim == 2)

@@ -25,7 +25,7 @@ class VectorPool:
 
     Args:
         capacity: number of rows.
-        width: of a row. A wider vector takes several rows, padded with zeros.
+        width: width of a row. A wider vector takes several rows, padded with zeros.
     """
 
     def __init__(self, capacity: int, width: int) -> None:

@@ -1,4 +1,4 @@
-"""What the configurations beside SAEs' weights say, in the terms of `SAE`.
+"""Reader of SAE configuration files. Returns the fields of `SAE`.
 
 Where the formats disagree:
 
@@ -23,7 +23,7 @@ from ...core.model_spec import PATTERN, STATE
 from ..site import Site
 
 NORMALIZATIONS = ("none", "layer_norm", "constant_norm_rescale")
-"""What an SAE may do to a state before it reads it."""
+"""Normalizations of an SAE's input."""
 _ARCHITECTURES = {
     "standard": "standard", "gated": "gated", "jumprelu": "jumprelu", "jump_relu": "jumprelu", "topk": "topk",
     "batchtopk": "jumprelu", "matryoshka_batchtopk": "jumprelu", "transcoder": "standard", "skip_transcoder": "standard",
@@ -35,7 +35,7 @@ _GEMMA_SCOPE = {"-res": "resid_post", "-mlp": "mlp_out", "-att": "z", "-transcod
 
 @dataclass
 class SAEFile:
-    """What a file says: fields of `SAE` beside the tensors, and tensors by the file's names."""
+    """Contents of a file: fields of `SAE` beside the tensors, and tensors by the file's names."""
 
     fields: dict[str, Any]
     tensors: dict[str, Any]

@@ -37,7 +37,7 @@ def read_fields(
     """The fields of an `SAE`, and a name of the source for messages. See `SAE.load`.
 
     Args:
-        source: as of `SAE.load`; an `SAEFile` in place of an SAE.
+        source: see `SAE.load`; an `SAEFile` is accepted instead of an SAE.
     """
     if isinstance(dtype, str):
         if dtype not in DTYPES:

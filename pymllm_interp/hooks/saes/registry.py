@@ -28,8 +28,8 @@ class SAERegistry(MutableMapping[str, SAE]):
     Names are resolved when a request is submitted: replacing or deleting an SAE affects later requests only.
 
     Args:
-        model: that the SAEs must fit.
-        device: that holds their tensors.
+        model: model that the SAEs must fit.
+        device: device of their tensors.
     """
 
     def __init__(self, model: ModelSpec, device: torch.device | str) -> None:
@@ -64,7 +64,7 @@ class SAERegistry(MutableMapping[str, SAE]):
             raise KeyError(f"no SAE {name!r}; {near} (lm.saes[{name!r}] = SAE.load(path) puts one there)") from None
 
     def encoders(self) -> dict[int, list[SAE]]:
-        """By site, the SAEs that must encode all features to know one."""
+        """SAEs by site that must encode all features to know one."""
         found: dict[int, list[SAE]] = {}
         for sae in dict.fromkeys(self._saes.values()):
             if (

@@ -35,7 +35,7 @@ from .formats import read_fields
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
 ARCHITECTURES = ("standard", "jumprelu", "gated", "topk")
 _EPSILON = 1e-5
-"""Of layer_norm, as in SAELens."""
+"""Epsilon of layer_norm, as in SAELens."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,15 +68,15 @@ class SAE:
     b_mag: Tensor | None = field(default=None, repr=False)
     """[d_sae], of `gated`."""
     k: int | None = None
-    """Of `topk`."""
+    """Number of active features of `topk`."""
     W_skip: Tensor | None = field(default=None, repr=False)
     """[width, d_out], of a transcoder with a skip connection, which adds ``x @ W_skip``."""
     subtract_b_dec: bool = True
     """Whether the encoder subtracts `b_dec` from its input."""
     normalization: str = "none"
-    """Of its input and, for an autoencoder, undone at its output: "none", "layer_norm" or "constant_norm_rescale"."""
+    """Normalization of the input: "none", "layer_norm" or "constant_norm_rescale". An autoencoder's output undoes it."""
     norm_gain: bool = True
-    """At `attn_in` and `mlp_in`: whether it reads the norm's output. False: the normed state before the gain multiplies it."""
+    """Whether the norm's gain applies at `attn_in` and `mlp_in`. False: states are normed without it."""
     model_name: str = ""
     """The model that it was trained on, as the file names it."""
     feature_names: Mapping[int, str] = field(default_factory=dict, repr=False)
@@ -132,10 +132,10 @@ class SAE:
             source: a folder of SAELens (cfg.json, sae_weights.safetensors), of Gemma Scope (params.npz), of Gemma Scope 2
                 (config.json, params.safetensors) or of Llama Scope (hyperparams.json, checkpoints/final.safetensors); a file of
                 tensors (.safetensors, .npz, or .pt with tensors alone); or an SAE of the package sae_lens.
-            site: that it reads, in place of the file's.
-            dtype: of its tensors and of `encode`; None: the file's.
-            norm_scaling_factor: of SAELens' "expected_average_only_in": inputs are multiplied by it. 1 where it is folded in.
-            fields: of `SAE`, by name, in place of the file's (``norm_gain=False``).
+            site: site that it reads, instead of the file's.
+            dtype: dtype of its tensors and of `encode`; None: the file's.
+            norm_scaling_factor: factor of inputs for SAELens' "expected_average_only_in". 1 if it is folded into the weights.
+            fields: fields of `SAE` that replace the file's (``norm_gain=False``).
 
         Raises:
             FileNotFoundError: no such file or folder, or no weights in it.
@@ -172,12 +172,12 @@ class SAE:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its tensors, and of `encode`."""
+        """Dtype of its tensors and of `encode`."""
         return self.W_enc.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of its tensors."""
+        """Device of its tensors."""
         return self.W_enc.device
 
     @property
@@ -236,7 +236,8 @@ class SAE:
         return pre.relu_()
 
     def top_k_threshold(self, x: Tensor) -> Tensor:
-        """Of a `topk` SAE, [...] float32 for states [..., width]: halfway between the k-th and the next pre-activation.
+        """Threshold of a `topk` SAE for states [..., width]: [...] float32, midway between the k-th and the next
+        pre-activation.
 
         The products are float32, whatever the dtype: in bfloat16 many features would be equal to the k-th. So the last of those
         that `encode` has may be others.
@@ -274,7 +275,7 @@ class SAE:
         """The states [..., d_out] that features [..., d_sae] stand for.
 
         Args:
-            features: of `encode`.
+            features: result of `encode`.
             x: the input, [..., width], for a skip connection or a normalization.
 
         Raises:

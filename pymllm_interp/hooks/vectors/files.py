@@ -36,7 +36,7 @@ def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tens
     """A contiguous copy of `source` as float32 on the CPU.
 
     Args:
-        source: of any floating dtype, on any device; lists may hold whole numbers too.
+        source: numbers of any floating dtype, on any device; lists may hold integers too.
         who: the vector's name in error messages.
         dims: allowed numbers of dimensions.
 
@@ -88,8 +88,8 @@ def load_vector(path: str | Path, name: str | None = None) -> Tensor:
     """Read one vector from a file.
 
     Args:
-        path: of a file in one of the formats above.
-        name: of the tensor; required if the file holds several.
+        path: file in one of the formats above.
+        name: name of the tensor; required if the file holds several.
 
     Returns:
         [width] float32, on the CPU.
@@ -160,7 +160,7 @@ def save_layer_vectors(
         path: ends in .safetensors or .gguf.
         vectors: layer -> [width].
         model_hint: the model's type ("llama").
-        model_fingerprint: of the model that they were made with.
+        model_fingerprint: fingerprint of the model that they were made with.
 
     Raises:
         ImportError: a .gguf file without the package `gguf`.

@@ -17,7 +17,7 @@ from ...utils.files.cache_folder import default_cache_dir
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
 ISAS = ("avx2", "avx512", "avx512_bf16", "amx")
-"""What products may use, from the fewest instructions. Each has those in front of it."""
+"""Instruction sets of matrix products, ascending. Each includes those before it."""
 ISA_VARIABLE = "PYMLLM_INTERP_MAX_CPU_ISA"
 """The environment variable that names the last of `ISAS` to use: a processor with fewer instructions is imitated. Default: all."""
 COMPILERS = ("g++", "clang++", "c++")
@@ -81,7 +81,7 @@ def _compile(command: list[str], library: Path) -> None:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """Description of the processor, on which `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

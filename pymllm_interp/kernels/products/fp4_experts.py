@@ -26,7 +26,7 @@ TILINGS = (
     Tiling(64, 128, 128, 4, 3),
     Tiling(128, 128, 128, 8, 3),
 )
-"""As `moe.TILINGS`. Channels are whole blocks of 64. The fastest of 2 to 12 for gpt-oss-20b on an H100."""
+"""Tilings, see `moe.TILINGS`. Channels are whole blocks of 64. The fastest of 2 to 12 for gpt-oss-20b on an H100."""
 
 _HALF = """
 and.b32 t, {half}, 0x81C081C0;
@@ -179,7 +179,7 @@ def expert_product(
     """`moe.expert_product` with a weight in MXFP4.
 
     Args:
-        words, scales, shift, rows: of `ExpertTiles`. A "clamped" gate has its rows interleaved, and "silu" has not.
+        words, scales, shift, rows: see `ExpertTiles`. Rows of a "clamped" gate are interleaved, those of "silu" are not.
     """
     channels = rows // 2 if gate else rows
     out = torch.empty(entries, channels, dtype=x.dtype, device=x.device)

@@ -119,7 +119,7 @@ def _expand(
 
 _shrink_launch, _expand_launch = Launcher(_shrink, pdl=True), Launcher(_expand, pdl=True)
 _shrink_beside, _add_parts_beside, _expand_after = Launcher(_shrink), Launcher(_add_parts), Launcher(_expand)
-"""For captures on two streams: such kernels start after all of their predecessors. The next one may start early."""
+"""Launchers for capture on two streams. Their kernels start after all predecessors, and let the next one start early."""
 
 
 def _parts(in_features: int) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def expand(
 
     Args:
         out: [rows, sum of sizes], contiguous.
-        h: of `shrink`, [parts, rows, projections * rank].
+        h: result of `shrink`, [parts, rows, projections * rank].
         b: [slots, sum of sizes, rank]; the rank is a power of 2.
         sizes: out features of each projection.
         joins: `shrink` ran beside the product.

@@ -19,7 +19,7 @@ from .quantized_codes import _decoded
 MANY_ROWS, STEP = 128, 64
 """More rows than that are many, and columns of codes that are multiplied at a time."""
 MULTIPROCESSORS = 132
-"""Of an H100. A program takes one."""
+"""Number of multiprocessors of an H100. A program takes one."""
 MANY_TILES = {8: Tile(256, 128, 8, 4), 4: Tile(256, 128, 8, 3)}
 """Bits of a code -> the fastest of 4 for 256 rows of an 8B model on an H100."""
 

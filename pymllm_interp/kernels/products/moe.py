@@ -211,7 +211,7 @@ def route(
         scoring: "softmax": the largest values of the softmax. "chosen": the largest logits, and their exponentials; with
             `normalise` the softmax of only these. "sigmoid": the largest sums of sigmoid and correction, and their sigmoids.
         correction: [experts] float32, with "sigmoid".
-        scale: what scores are multiplied by.
+        scale: factor of the scores.
     """
     logits = logits.contiguous()
     tokens, experts = logits.shape
@@ -305,7 +305,7 @@ def experts(
 
     Args:
         first, last: `expert_product` with the weights of gate and up, and of down.
-        biases: of both, [experts, rows].
+        biases: biases of both products, [experts, rows].
         clamp: alpha and limit of a "clamped" gate; None: the gate is "silu" (`expert_product`).
     """
     if not len(x):

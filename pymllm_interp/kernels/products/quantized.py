@@ -185,8 +185,8 @@ def product(
 
     Args:
         x: [..., in] float16 or bfloat16, contiguous.
-        kind, codes, scales, zeros, group_size, pair, scale_dtype: of `QuantizedWeight`. Of 4 bits, with more than one row, `pair`
-            is half of `block_of`.
+        kind, codes, scales, zeros, group_size, pair, scale_dtype: see `QuantizedWeight`. For 4 bits and more than one
+            row, `pair` is half of `block_of`.
         bias: [out].
 
     Returns:

@@ -1,4 +1,4 @@
-"""How quantised weights are divided, and which groups the kernels take. Imports no Triton."""
+"""Division of quantised weights into blocks, and the group sizes that kernels support. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_BLOCK_K = {8: 16, 4: 32}
 
 
 class Tile(NamedTuple):
-    """Of `few_rows` and `many_rows`: rows and channels of a block, warps, stages."""
+    """Tile of `few_rows` and `many_rows`: rows and channels of a block, warps, stages."""
 
     rows: int
     channels: int
@@ -27,7 +27,7 @@ def divided(width: int, parts: int, block: int) -> tuple[int, int]:
 
     Args:
         width: inputs.
-        parts: at most; at least one.
+        parts: maximum number of parts; at least one.
         block: the inputs of a part are a multiple of it.
     """
     parts = max(1, min(parts, width // PART_WIDTH))
@@ -52,7 +52,7 @@ def block_of(bits: int, width: int, group_size: int) -> int | None:
     """Inputs of a block of `few_rows`; None: no kernel takes these groups.
 
     Args:
-        bits: of a code.
+        bits: bits of a code.
         width: inputs.
         group_size: inputs of a scale.
     """

@@ -17,7 +17,7 @@ def _decoded(codes, zero, KIND: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
 
 @triton.jit
 def _decoded_float(codes, zero, KIND: tl.constexpr):
-    """`_decoded` in float32."""
+    """Variant of `_decoded` in float32."""
     if KIND == "fp8":
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif KIND == "fp4":

@@ -18,7 +18,7 @@ from .moe import Sorted, Tiling, gated
 from .quantized_blocks import BLOCK_K
 
 TILINGS = (Tiling(16, 64, 128, 4, 4), Tiling(32, 64, 128, 4, 4), Tiling(64, 64, 128, 4, 3), Tiling(128, 64, 128, 8, 3))
-"""As `moe.TILINGS`. FP8 with groups of fewer inputs has steps of a group."""
+"""Tilings, see `moe.TILINGS`. FP8 with groups of fewer inputs steps by a group."""
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def expert_product(
     """`moe.expert_product` with a weight of codes.
 
     Args:
-        codes, scales, group_size: of a `QuantizedWeight` [experts * rows, in]; see `has_expert_kernel`.
+        codes, scales, group_size: see `QuantizedWeight` [experts * rows, in] and `has_expert_kernel`.
         experts: number of experts.
     """
     rows, width = codes.shape[0] // experts, x.shape[-1]

@@ -77,7 +77,7 @@ def residual_sum(
 def add_norm_apart(
     site_ops: SiteOps, residual_add: int, h: torch.Tensor, delta: Delta, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`SiteOps.add_norm` site by site."""
+    """Site-by-site implementation of `SiteOps.add_norm`."""
     h = residual_sum(h, delta, site_ops, residual_add)
     normed, last = norm.normalize(h), final_norm_site(site_ops.num_layers)
     return h, apply_and_capture(normed, site_ops, last) if residual_add == input_add(site_ops.num_layers) else normed

@@ -33,7 +33,7 @@ RowFunction = Added | Callable[[torch.Tensor], torch.Tensor]
 
 
 class RowTaker(Protocol):
-    """What keeps the states of a request (`hooks/captures/rows.py`)."""
+    """Store of a request's states (`hooks/captures/rows.py`)."""
 
     def put(
         self, column: int, first: int, states: torch.Tensor, integers: np.ndarray | None, row: int, count: int
@@ -65,7 +65,7 @@ class HostOps:
     Args:
         by_site: site -> (rows, op): the first op of each request in batch order, then the second ones, and so on.
         captures: site -> captured rows.
-        num_layers: of the model.
+        num_layers: number of layers of the model.
 
     Rows are token rows; at the logits' site they are rows of the logits.
     """

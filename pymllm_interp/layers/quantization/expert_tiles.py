@@ -19,11 +19,11 @@ import torch
 from .weight import QuantizedWeight
 
 ROWS, INPUTS, GROUP, WORDS = 64, 128, 32, 16
-"""Of a tile: rows, inputs, inputs of a scale, and words of a row."""
+"""Size of a tile: rows, inputs, inputs of a scale, and words of a row."""
 PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 """Input of a half word -> its sign, and its other bits from the highest to the lowest."""
 TO_FIELD = 126
-"""What is added to E8M0: its 2^(e - 127) becomes 2^(e - 1), with exponent field e + 126."""
+"""Offset of E8M0: 2^(e - 127) becomes 2^(e - 1), with exponent field e + 126."""
 MAX_FIELD = 254
 
 
@@ -37,7 +37,7 @@ class ExpertTiles:
         shift: power of 2 that all scales are to be multiplied by.
         rows, width: out of an expert, and in.
         interleaved: gate and up are every other row; False: all rows of gate come first.
-        dtype: of the dequantised weight.
+        dtype: dtype of the dequantised weight.
     """
 
     words: torch.Tensor
@@ -81,7 +81,7 @@ class ExpertTiles:
 
     @property
     def shape(self) -> torch.Size:
-        """[experts * out, in]."""
+        """Shape [experts * out, in]."""
         return torch.Size((self.experts * self.rows, self.width))
 
     @property
@@ -108,10 +108,10 @@ class ExpertTiles:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where an expert's codes are.
+    """Layout of an expert's codes.
 
     Args:
-        rows: of a part.
+        rows: rows of a part.
     """
 
     rows: int
@@ -159,7 +159,7 @@ class _Layout:
         return padded.unflatten(2, (-1, size)).unflatten(1, (-1, ROWS)).permute(1, 3, 0, 2, 4)
 
     def _rows_of(self, tiles: torch.Tensor, columns: int) -> torch.Tensor:
-        """`_tiled`, back."""
+        """Inverse of `_tiled`."""
         parts = tiles.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)[:, : self.rows, :columns]
         parts = parts.transpose(0, 1) if self.interleaved else parts
         return parts.flatten(0, 1)

@@ -29,7 +29,7 @@ class QuantizableExperts(nn.Module):
         transposed: the parameters are [experts, in, out], views of memory that lies [experts, out, in].
         interleaved: gate and up are every other row of `gate_up_proj`.
         quantized: name -> the weight as it is stored; without an entry it is a parameter.
-        dtype: of unquantised weights.
+        dtype: dtype of unquantised weights.
     """
 
     NAMES: ClassVar = ("gate_up_proj", "down_proj")

@@ -47,7 +47,7 @@ class QuantizedGemm:
 
     @property
     def weight(self) -> QuantizedWeight:
-        """The weight."""
+        """The quantised weight."""
         assert self._weight is not None, "a subclass has the weight"
         return self._weight
 
@@ -117,7 +117,7 @@ def scaled_product(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor 
 
 
 def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.products.rounded_rows.round_rows` in plain torch."""
+    """Plain-torch reference of `kernels.products.rounded_rows.round_rows`."""
     rows = x.float()
     scales = rows.abs().amax(1, keepdim=True).div_(FP8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
     return rows.div_(scales).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales

@@ -1,4 +1,4 @@
-"""What `module.weight` of a quantised module is: a dequantised copy, which refuses writes that would be lost."""
+"""`module.weight` of a quantised module: a dequantised copy. It refuses writes, which would be lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DequantizedWeight(torch.Tensor):
         return _guarded(out, own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter."""
+        """Copy as an ordinary parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             copied = memo[id(self)] = nn.Parameter(self.as_subclass(torch.Tensor).clone(), False)
         return copied

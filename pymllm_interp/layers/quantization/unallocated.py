@@ -20,5 +20,5 @@ def unallocated_weights() -> Iterator[None]:
 
 
 def weight_device(device: str) -> str:
-    """Where a linear layer allocates its weight."""
+    """Device on which a linear layer allocates its weight."""
     return "meta" if _unallocated.get() else device

@@ -32,14 +32,14 @@ class QuantizedWeight:
     """A weight [out, in].
 
     Attributes:
-        kind: of the codes: "fp8" (E4M3), "uint8", "uint4" or "fp4" (E2M1).
+        kind: kind of the codes: "fp8" (E4M3), "uint8", "uint4" or "fp4" (E2M1).
         codes: [out, in] float8_e4m3fn or uint8. Of 4 bits: [out, in / 2] uint8; see `pair`.
         scales: [out, groups] float32, float16 or bfloat16; or uint8: E8M0, exponents of 2 plus 127.
         zeros: [out, groups] uint8: the codes of zero; None: 2^(bits - 1) of integers, 0 of others.
         group_size: inputs of a group; the last group may be smaller.
-        dtype: of the dequantised weight.
-        pair: of 4 bits, how far apart the two inputs of a byte are. The inputs are divided into blocks of ``2 * pair``. The first
-            half of a block is in the low bits.
+        dtype: dtype of the dequantised weight.
+        pair: distance of the two inputs in a byte of 4-bit codes. The inputs are divided into blocks of ``2 * pair``.
+            The first half of a block is in the low bits.
         scale_dtype: a dtype that has the scales exactly; None: theirs.
     """
 
@@ -54,13 +54,13 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """[out, in]."""
+        """Shape [out, in]."""
         rows, width = self.codes.shape
         return torch.Size((rows, width * 8 // BITS[self.kind]))
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """Device of the codes, scales and zero points."""
         return self.codes.device
 
     @property
@@ -198,7 +198,7 @@ def quantized(weight: torch.Tensor, kind: str = "fp8", group_size: int | None = 
     """A weight [out, in], rounded to the nearest codes with symmetric scales.
 
     Args:
-        weight: in the dtype that dequantised weights shall have.
+        weight: weight in the dtype of dequantised weights.
         kind: "fp8", "uint8" or "uint4".
         group_size: inputs of a group; None: a scale for each output channel.
     """

@@ -28,10 +28,10 @@ class Adapter:
     """An adapter.
 
     Attributes:
-        name: what requests call it.
-        folder: where it came from.
-        weights: by module path, A [rank, in] and B [out, rank], in the model's dtype. B has the scaling in it.
-        digest: of weights and paths: adapters with one digest are equal.
+        name: name in requests.
+        folder: folder that it was loaded from.
+        weights: module path -> A [rank, in] and B [out, rank], in the model's dtype. B includes the scaling.
+        digest: hash of weights and paths. Adapters with one digest are equal.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank."""
+        """Largest rank of its modules."""
         return max(a.shape[0] for a, _ in self.weights.values())
 
 

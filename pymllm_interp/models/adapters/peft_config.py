@@ -64,7 +64,7 @@ MAX_NAMES = 4096
 """Most names or patterns of a field."""
 MAX_ALPHA = 1e30
 MATCH_SECONDS = 1.0
-"""For a pattern at one module: `(a+)+b` would otherwise take for ever."""
+"""Timeout of matching a pattern with a module. Patterns such as `(a+)+b` need exponential time."""
 
 
 class AdapterError(ValueError):
@@ -73,7 +73,7 @@ class AdapterError(ValueError):
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What a LoRA adapter adapts, and how its products are scaled. Fields have PEFT's names."""
+    """Targets and scaling of a LoRA adapter. Fields have PEFT's names."""
 
     r: int
     lora_alpha: float
@@ -156,7 +156,7 @@ class PeftConfig:
         return self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.r)
 
     def scaling(self, module: str) -> float:
-        """What the product of A and B is multiplied by at a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+        """Factor of the product of A and B at a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         alpha, rank = (
             self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha),
             self.rank(module),

@@ -55,13 +55,13 @@ class AdapterSlots:
     """The loaded adapters of one model. `hold` may be called on any thread; what writes to the device, on the runner's.
 
     Args:
-        model: with its weights.
+        model: model with its weights.
         max_loras: slots.
         max_rank: largest rank of an adapter.
         digests: kept up to date: name -> digest of each loaded adapter (`ModelState.adapters`).
 
     Attributes:
-        version: of the slots' memory; passes that were captured with another version are stale.
+        version: version of the slots' memory. Passes captured with another version are stale.
     """
 
     def __init__(self, model: CausalLM, max_loras: int, max_rank: int, digests: MutableMapping[str, str]) -> None:
@@ -75,16 +75,16 @@ class AdapterSlots:
 
     @property
     def names(self) -> list[str]:
-        """Loaded adapters."""
+        """Names of loaded adapters."""
         return sorted(self._entries)
 
     def folder_of(self, name: str) -> str:
-        """Where a loaded adapter came from."""
+        """Folder that a loaded adapter came from."""
         return self._entries[name].adapter.folder
 
     @property
     def any_loaded(self) -> bool:
-        """Whether there are adapters."""
+        """Whether an adapter is loaded."""
         return bool(self._entries)
 
     @cached_property
@@ -255,6 +255,6 @@ class AdapterSlots:
 
 
 def unknown_adapter(name: object, names: list[str]) -> str:
-    """What is wrong with a name that no adapter has."""
+    """Error message for the name of an adapter that is not loaded."""
     known = f"loaded are {', '.join(names)}" if names else "none is loaded"
     return f"there is no adapter {shown(name)} ({known}): lm.load_adapter(name, folder) loads one"

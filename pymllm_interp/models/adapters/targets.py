@@ -15,7 +15,7 @@ from ..base import CausalLM
 
 
 class AdaptedProduct(Protocol):
-    """What computes a product with adapters: a `Product`, a `MergedLinear`, or the forward of a transformers module."""
+    """Module that computes a product with adapters: a `Product`, a `MergedLinear`, or the forward of a transformers module."""
 
     lora: LoRASlots | None
 
@@ -26,9 +26,9 @@ class Target(NamedTuple):
     Attributes:
         product: computes it.
         part: index of the module among the projections of the product.
-        in_features: of the product.
+        in_features: input features of the product.
         sizes: out features of all projections of the product.
-        weight: of the product; it has dtype and device.
+        weight: weight of the product; it gives dtype and device.
     """
 
     product: AdaptedProduct
@@ -39,7 +39,7 @@ class Target(NamedTuple):
 
     @property
     def out_features(self) -> int:
-        """Of the module."""
+        """Output features of the module."""
         return self.sizes[self.part]
 
 
@@ -78,7 +78,7 @@ def _target(module: nn.Module) -> Target | None:
 
 
 def unsupported_reason(model: nn.Module, path: str) -> str:
-    """Why an adapter cannot target a module."""
+    """Reason that an adapter cannot target a module."""
     parts = path.split(".")
     if "experts" in parts:
         return "it belongs to experts, and adapters of experts are not supported"

@@ -23,7 +23,7 @@ class Attention(ProjectedBranch):
 
     Attributes:
         by_head: whether the projection has q, k and v of each head next to each other.
-        scaling: of the scores.
+        scaling: scale of the scores.
         halved_rotation: see `rotation_of`.
     """
 
@@ -96,7 +96,7 @@ class Attention(ProjectedBranch):
         return apply_inner(z, batch.site_ops, self.layer_idx, "z")
 
     def attend_fused(self, qkv: torch.Tensor, rotation: Sequence[torch.Tensor], batch: ForwardBatch) -> torch.Tensor:
-        """`attend` of `projected_fused`."""
+        """Attention over the result of `projected_fused`."""
         if batch.fresh_kv_only or batch.token_to_kv_pool is None:  # k and v do not go to the pool
             return self.attend(*heads_of(qkv, self.num_kv_heads, self.by_head), rotation=rotation, batch=batch)
         return self.attn.of_written(self._write(qkv, rotation, batch), batch).unsqueeze(0)

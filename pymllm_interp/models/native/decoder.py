@@ -33,7 +33,7 @@ from ..base import CausalLM, Rotations, run_layers
 
 
 class AuxStates(NamedTuple):
-    """Where passes leave the inputs of some layers, for a head that drafts: static memory, which captured passes write, too."""
+    """Static memory for the inputs of some layers, read by a draft head. Captured passes write it too."""
 
     layers: tuple[int, ...]
     states: torch.Tensor
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         return h
 
     def output_of(self, h: torch.Tensor, batch: ForwardBatch) -> BaseModelOutputWithPast:
-        """What `forward` returns of the hidden states [1, tokens, hidden] after the final norm."""
+        """Output of `forward` for the hidden states [1, tokens, hidden] after the final norm."""
         if batch.site_ops is not None:
             batch.site_ops.capture(batch.site_ops.final_site, h)
         collected: Any = {} if batch.transformers_pass is None else batch.transformers_pass.end_layers(h)
@@ -209,7 +209,7 @@ class DecoderForCausalLM(CausalLM):
 
 
 def causal_output(logits: Any, outputs: BaseModelOutputWithPast) -> CausalLMOutputWithPast:
-    """What a model with its head returns."""
+    """Output of a model with its head."""
     return CausalLMOutputWithPast(logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
 

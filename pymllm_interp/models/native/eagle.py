@@ -26,7 +26,7 @@ from .qwen import Qwen3Attention
 
 
 class EagleOptions(NamedTuple):
-    """What a checkpoint's config says beside its layer."""
+    """Options of an EAGLE-3 checkpoint's config beside those of its layer."""
 
     draft_vocab_size: int
     layers: tuple[int, ...]
@@ -82,7 +82,7 @@ class Eagle3Head(CausalLM):
     """An EAGLE-3 head. Its logits have the model's vocabulary; tokens outside of the draft vocabulary have -inf.
 
     Args:
-        config: of the layer.
+        config: config of the layer.
         embedding: [vocab, hidden], the model's, for a checkpoint without its own; None: with its own.
         max_positions: positions of the longest sequence.
 

@@ -39,7 +39,7 @@ class ScaledEmbedding(Embedding):
 
 
 class GemmaAttention(LlamaAttention):
-    """Llama's attention."""
+    """Gemma's attention, which is Llama's."""
 
 
 class GemmaDecoderLayer(LlamaDecoderLayer):
@@ -125,7 +125,7 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
     def forward_fused(
         self, h: torch.Tensor, delta: torch.Tensor | None, rotation: tuple[torch.Tensor, ...], batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FusedLayer`."""
+        """Run the fused layer (`FusedLayer`)."""
         h, normed = self.input_layernorm.after_add(h, delta, batch.site_ops, self._input_add)
         delta = self.post_attention_layernorm.normalize(self.self_attn.forward_fused(normed, *rotation, batch=batch))
         h, normed = self.pre_feedforward_layernorm.after_add(h, delta, batch.site_ops, self._attention_add)
@@ -183,7 +183,7 @@ class Gemma3Attention(Qwen3Attention):
         return self.q_norm(q.unsqueeze(0))[0], self.k_norm(k.unsqueeze(0))[0], v
 
     def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
-        """Without the norm: transformers calls the norms of this family behind all projections."""
+        """The projection without a norm. transformers calls this family's norms after all projections."""
         return LlamaAttention.normed(self, projected, norm)
 
 

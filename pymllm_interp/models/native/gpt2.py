@@ -50,7 +50,7 @@ class GPT2Attention(Attention):
 
 
 class GPT2MLP(MLP):
-    """See `MLP`."""
+    """GPT-2's `MLP`, with one input projection."""
 
     last_projection = "c_proj"
 
@@ -106,7 +106,7 @@ class GPT2Block(DecoderLayer):
     def forward_fused(
         self, h: torch.Tensor, delta: torch.Tensor | None, rotation: tuple[torch.Tensor, ...], batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FusedLayer`."""
+        """Run the fused layer (`FusedLayer`)."""
         h, normed = self.ln_1.after_add(h, delta, batch.site_ops, self._input_add)
         delta = self.attn.forward_fused(normed, batch=batch)
         h, normed = self.ln_2.after_add(h, delta, batch.site_ops, self._attention_add)

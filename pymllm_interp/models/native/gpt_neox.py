@@ -46,7 +46,7 @@ class GPTNeoXAttention(Attention):
 
 
 class GPTNeoXMLP(MLP):
-    """See `MLP`."""
+    """GPT-NeoX's `MLP`, with one input projection."""
 
     last_projection = "dense_4h_to_h"
 
@@ -108,7 +108,7 @@ class GPTNeoXLayer(DecoderLayer):
     def forward_fused(
         self, h: torch.Tensor, delta: Delta | None, rotation: tuple[torch.Tensor, ...], batch: ForwardBatch
     ) -> tuple[torch.Tensor, Delta]:
-        """See `FusedLayer`."""
+        """Run the fused layer (`FusedLayer`)."""
         h, normed = self.input_layernorm.after_add(h, delta, batch.site_ops, self._input_add)
         attention = self.attention.forward_fused(normed, *rotation, batch=batch)
         if not self.use_parallel_residual:

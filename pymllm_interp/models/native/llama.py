@@ -50,12 +50,12 @@ class LlamaAttention(Attention):
 
     @staticmethod
     def scale_of(config: PretrainedConfig, spec: ModelSpec) -> float:
-        """What scores are multiplied by."""
+        """Scale of attention scores."""
         return spec.head_dim**-0.5
 
     @staticmethod
     def cap_of(config: PretrainedConfig) -> float | None:
-        """The soft-cap of scores."""
+        """Soft cap of attention scores, or None."""
         return None
 
     def projected(self, x: torch.Tensor, batch: ForwardBatch) -> Sequence[torch.Tensor]:
@@ -161,7 +161,7 @@ class LlamaDecoderLayer(DecoderLayer):
     def forward_fused(
         self, h: torch.Tensor, delta: torch.Tensor | None, rotation: tuple[torch.Tensor, ...], batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FusedLayer`. The next norm's kernel adds h and delta."""
+        """Run the fused layer (`FusedLayer`). The next norm's kernel adds h and delta."""
         cos, sin = rotation
         if h.is_cpu and (out := decode_layer(self, h, delta, cos, sin, batch)) is not None:
             return out

@@ -46,12 +46,12 @@ class SparseMoeBlock(ResidualBranch):
 
     @staticmethod
     def num_experts_of(config: PretrainedConfig) -> int:
-        """Experts of a layer."""
+        """Number of experts of a layer."""
         return config.num_experts
 
     @staticmethod
     def intermediate_size_of(config: PretrainedConfig) -> int:
-        """Neurons of an expert."""
+        """Intermediate size of an expert."""
         return config.intermediate_size
 
     @staticmethod
@@ -61,7 +61,7 @@ class SparseMoeBlock(ResidualBranch):
 
     @staticmethod
     def score_dtype_of(spec: ModelSpec) -> torch.dtype:
-        """The dtype of scores."""
+        """Dtype of router scores."""
         return spec.dtype
 
     @staticmethod
@@ -93,7 +93,7 @@ class SparseForCausalLM(LlamaForCausalLM):
     quantised_methods, quantises = frozenset({"fp8", "compressed-tensors"}), False
 
     def parameters_of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """With the weights of a layer's experts as two tensors. Checkpoints have three for each expert."""
+        """Parameters with the expert weights of a layer in two tensors. Checkpoints have three for each expert."""
         sizes, waiting = {"gate_up_proj": 2 * self.num_experts, "down_proj": self.num_experts}, {}
         for name, tensor in super().parameters_of(weights):
             if (found := EXPERT_WEIGHT.fullmatch(name)) is None:
@@ -130,7 +130,7 @@ class SparseForCausalLM(LlamaForCausalLM):
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer."""
+        """Number of experts of a layer."""
         mlp: SparseMoeBlock = self.model.layers[0].mlp  # pyright: ignore
         return mlp.gate.num_experts
 
@@ -166,7 +166,7 @@ class MixtralModel(LlamaModel):
 
 
 class MixtralForCausalLM(SparseForCausalLM):
-    """Jiang et al., 2024."""
+    """Mixtral (Jiang et al., 2024)."""
 
     decoder_cls = MixtralModel
 
@@ -246,7 +246,7 @@ class OlmoeForCausalLM(SparseForCausalLM):
 
 
 class Glm4MoeAttention(LlamaAttention):
-    """With `use_qk_norm` each head of q and k is normalised. A part of a head's channels is rotated."""
+    """GLM-4.5's attention. `use_qk_norm` normalises each head of q and k; a part of a head's channels is rotated."""
 
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
         super().__init__(config, spec, layer_idx, device)
@@ -392,7 +392,7 @@ class Glm4MoeForCausalLM(SparseForCausalLM):
         return config.first_k_dense_replace < config.num_hidden_layers
 
     def parameters_of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Without the layers behind the last one."""
+        """Parameters of the model's layers. Checkpoints have further ones after the last."""
         layers = range(self.spec.num_hidden_layers)
         known = ((name, tensor) for name, tensor in weights if _layer_of(name) in layers or _layer_of(name) is None)
         return super().parameters_of(known)

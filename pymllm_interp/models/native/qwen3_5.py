@@ -50,7 +50,7 @@ class GatedDeltaNet(ProjectedBranch):
     `norm` gets [tokens, heads, dim], for the rows of the pass. In transformers, heads and tokens are one dim.
 
     Attributes:
-        state_layouts: of the convolution, and of the delta rule.
+        state_layouts: layouts of the states of the convolution and of the delta rule.
         first_state: number of the first of them in the pool.
     """
 
@@ -87,7 +87,7 @@ class GatedDeltaNet(ProjectedBranch):
 
     @abstractmethod
     def projected(self, x: torch.Tensor) -> Projected:
-        """Of x [1, tokens, hidden], module by module."""
+        """Projections of x [1, tokens, hidden], module by module."""
 
     @abstractmethod
     def projected_fused(self, x: torch.Tensor, batch: ForwardBatch) -> Projected:
@@ -221,11 +221,11 @@ class GatedAttention(Qwen3Attention):
 
 
 class Qwen3_5Attention(GatedAttention):
-    """See `GatedAttention`."""
+    """Qwen3.5's `GatedAttention`."""
 
 
 class Qwen3NextAttention(GatedAttention):
-    """See `GatedAttention`."""
+    """Qwen3-Next's `GatedAttention`."""
 
 
 class Qwen3_5DecoderLayer(LlamaDecoderLayer):
@@ -278,7 +278,7 @@ class Qwen3_5DecoderLayer(LlamaDecoderLayer):
     def forward_fused(
         self, h: torch.Tensor, delta: torch.Tensor | None, rotation: tuple[torch.Tensor, ...], batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FusedLayer`."""
+        """Run the fused layer (`FusedLayer`)."""
         h, normed = self.input_layernorm.after_add(h, delta, batch.site_ops, self._input_add)
         if self.is_linear:
             delta = self.linear_attn.forward_fused(normed, batch=batch)
@@ -295,7 +295,7 @@ class Qwen3_5TextModel(LlamaModel):
 
     @staticmethod
     def rotary_of(config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> nn.Module:
-        """Of the first channels of a head."""
+        """Rotary embedding of the first channels of a head."""
         turned = int(spec.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
         return RotaryEmbedding(config, turned, max_positions, spec.dtype, device)
 

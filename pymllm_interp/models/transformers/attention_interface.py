@@ -71,9 +71,9 @@ def paged_attention(
     Args:
         query: [1, heads, tokens, head_dim].
         key, value: [1, kv_heads, tokens, head_dim]; the head size of values may differ.
-        kwargs: of the family's call: `scaling`, `softcap`, `s_aux` and others. `indices` [1, tokens, selected] are the positions
-            of the keys that a query attends to. Numbers that are no such position are left out. `position_bias` is added to scores:
-            what `position_rules.RelativeBias` gives.
+        kwargs: further arguments of the family's call: `scaling`, `softcap`, `s_aux` and others. `indices` [1, tokens,
+            selected] are the positions of the keys that a query attends to; invalid positions are ignored.
+            `position_bias` (`position_rules.RelativeBias`) is added to scores.
 
     Returns:
         ([1, tokens, heads, head_dim of values], weights). The weights are [1, heads, tokens, keys] in passes with eager attention
@@ -218,8 +218,8 @@ def _bias_of(bias: torch.Tensor, start: int, size: int, keys: int, lens: torch.T
     """The bias [1, heads, queries, keys] of `size` queries, from row `start` on.
 
     Args:
-        bias: of one request, or [1, 1, heads, tokens, extent] by distance, the largest first.
-        keys: of the request; its queries are the last positions.
+        bias: bias of one request, or [1, 1, heads, tokens, extent] by distance, the largest first.
+        keys: number of keys of the request; its queries are the last positions.
         lens: the length of each query's request, where each is of another request; `keys` is the largest.
     """
     if bias.ndim == 4:

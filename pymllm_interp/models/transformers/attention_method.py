@@ -24,7 +24,7 @@ SCALINGS: dict[str, Callable[[Any], float]] = {
 
 
 class AttentionMethod:
-    """In place of a module's `_attn`."""
+    """Replacement of a module's `_attn`."""
 
     def __init__(self, model: PreTrainedModel, module: Any) -> None:
         self._config, self._module = model.config, module

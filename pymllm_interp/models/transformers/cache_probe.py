@@ -29,7 +29,7 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""What a family's own code raises over a flat batch that it does not expect."""
+"""Errors of a family's code for an unexpected flat batch."""
 
 
 class _Flat(local):
@@ -86,7 +86,7 @@ def updates_of(model: PreTrainedModel, use_attention: Callable[[PreTrainedModel,
 
 @contextmanager
 def recording_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Within the block, the list holds the modules with a forward in progress, the innermost last."""
+    """List of the modules with a forward in progress, the innermost last."""
     running: list[nn.Module] = []
     handles = []
     for module in model.modules():

@@ -37,7 +37,7 @@ _current = _Current()
 
 @dataclass(frozen=True)
 class CacheRows:
-    """Which request each row belongs to, by its index, and the row's position: [rows] int64 each."""
+    """Index of each row's request, and the row's position: [rows] int64 each."""
 
     requests: torch.Tensor
     positions: torch.Tensor
@@ -77,7 +77,7 @@ class RequestsCache(Cache):
         return len(self.keys.positions), 0
 
     def padding_mask(self) -> torch.Tensor:
-        """What to pass as `attention_mask` [1, keys]: BLOOM and Falcon count ALiBi's positions as its cumulative sum less 1.
+        """Value of `attention_mask` [1, keys]. BLOOM and Falcon take ALiBi's positions as its cumulative sum less 1.
 
         It starts over at each request. Only at position 0 is the factor of the positions not 1.
         """
@@ -89,7 +89,7 @@ class RequestsCache(Cache):
 
     @contextmanager
     def serve(self) -> Iterator[None]:
-        """Within the block, models make their masks and biases for this cache."""
+        """Have models make their masks and biases for this cache."""
         before, _current.cache = _current.cache, self
         try:
             yield
@@ -101,7 +101,7 @@ class PoolCache(RequestsCache):
     """The keys and values of a pass's requests, over their pages.
 
     Args:
-        layers: of the pool, by the layer index that modules update the cache with.
+        layers: layers of the pool, by the layer index that modules update the cache with.
         windows: sliding windows by layer index, for a batch of one request. After the prompt, transformers' cache of such a
             layer ends there.
     """
@@ -183,7 +183,7 @@ def request_mask(*, mask_function: Any, dtype: torch.dtype = torch.float32, **kw
 
 
 class _Alibi:
-    """In place of MPT's `build_mpt_alibi_tensor`: the biases [heads, 1, keys] of the pass's keys."""
+    """Replacement of MPT's `build_mpt_alibi_tensor`: the biases [heads, 1, keys] of the pass's keys."""
 
     def __init__(self, build: Any) -> None:
         self._build = build

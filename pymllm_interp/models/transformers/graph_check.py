@@ -1,4 +1,4 @@
-"""What keeps a model's passes from being captured in CUDA graphs: control flow that depends on values on the device."""
+"""Detection of data-dependent control flow, which prevents CUDA graph capture of a model's passes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
 class WaitsForDevice(TorchDispatchMode):
-    """Within the block, records operations for which the host waits.
+    """Record of operations for which the host waits for the device.
 
     Attributes:
-        found: what the operations do, each once.
+        found: descriptions of the operations, without duplicates.
     """
 
     def __init__(self) -> None:

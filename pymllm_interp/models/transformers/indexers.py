@@ -26,11 +26,11 @@ from .parts.rows import CallRows, taken
 from .recurrent import PartModule
 
 NO_KEY = -1
-"""In place of a position, where a query selects fewer keys."""
+"""Padding position, if a query selects fewer keys."""
 
 
 class KeyPlace(NamedTuple):
-    """Where an indexer's keys are: channels of K, or of V, of a layer of the KV pool."""
+    """Location of an indexer's keys: channels of K or V in a layer of the KV pool."""
 
     layer: int
     half: int
@@ -45,7 +45,7 @@ class KeyPlace(NamedTuple):
 
 
 class _IndexCache:
-    """What an indexer takes for a cache: `update` gets its keys [batch, tokens, width], and returns those that it scores."""
+    """Cache of an indexer. `update` takes its keys [batch, tokens, width], and returns the keys to score."""
 
     def __init__(self, update: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._update = update
@@ -55,11 +55,11 @@ class _IndexCache:
 
 
 class IndexerModule(PartModule):
-    """In place of the forward of an indexer.
+    """Replacement of an indexer's forward.
 
     Attributes:
-        width: of a key, once a first pass has shown it.
-        place: where its keys are; set by `place_keys`.
+        width: width of a key, known after a first pass.
+        place: location of its keys, set by `place_keys`.
     """
 
     why = "selects keys"
@@ -146,8 +146,8 @@ def place_keys(name: str, indexers: list[IndexerModule], first_layer: int, width
     """Give each indexer a place for its keys, once a first pass has run them.
 
     Args:
-        name: of the model's class.
-        first_layer: of the KV pool, behind the attention layers.
+        name: name of the model's class.
+        first_layer: first free layer of the KV pool, after the attention layers.
         width: values of K, and of V, in a slot of a layer.
 
     Returns:

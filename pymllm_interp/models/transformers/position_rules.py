@@ -30,7 +30,7 @@ def serve_positions(model: nn.Module) -> int:
     """Give the positions of the pass to the modules that count from the length of the cache.
 
     Returns:
-        how many rows of a table of positions no token has: RoBERTa and similar models count from behind the padding token's id.
+        number of reserved rows of a position table: RoBERTa and similar models start after the padding token's id.
     """
     unused = 0
     for module in model.modules():
@@ -66,13 +66,13 @@ def _with_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
 
 
 class _Offsets:
-    """What an attention takes for a cache, and asks for the positions of its queries."""
+    """Cache for an attention that asks it for the positions of its queries."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self._positions = positions
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
-        """What to add to the numbers of the rows."""
+        """Offsets added to the row numbers."""
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def _with_offsets(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
 
 
 class RelativeBias:
-    """In place of the forward of a module that makes a bias of attention by distance.
+    """Replacement of a module that makes an attention bias by distance.
 
     In a pass of one request it gives [1, heads, tokens, keys], as transformers does. The keys of earlier passes are among them.
     Else it gives [1, 1, heads, tokens, extent]: the bias at each distance, the largest first. No dim of that is taken for the rows

@@ -1,4 +1,4 @@
-"""What a transformers model's attention is, read off one short pass: heads, scaling, windows, soft-caps, sinks.
+"""Properties of a transformers model's attention, found in a short pass: heads, scaling, windows, soft caps, sinks.
 
 The pass runs with an attention function and a mask function that record their arguments. A mask function in transformers gets the
 rule that says which keys a query sees. The rule is evaluated at a few queries. It must be causal, with or without a sliding window,
@@ -45,7 +45,7 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: b
     """Run `model` over a few tokens, on its own device: with an attention function, or else with a cache.
 
     Args:
-        spec: what the config says.
+        spec: spec according to the config.
         has_states: the model has modules with a recurrent state, which run request by request. It may have no attention.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a model's first pass shows: its attention calls, and whether its passes can be captured."""
+"""Results of a model's first pass: its attention calls, and whether its passes can be captured."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class AttentionCall:
     module:       nn.Module
     num_heads:    int
     num_kv_heads: int
-    head_dims:    tuple[int, int]  # of queries and keys, of values
+    head_dims:    tuple[int, int]  # (queries and keys, values)
     scaling:      float
     softcap:      float | None
     window:       int | None
     eager:        bool
     chunk:        int | None = None  # a query sees the keys of its chunk of positions
-    layer_idx:    int = 0            # of the cache, where there is no attention function
-    sinks:        nn.Parameter | None = None  # [heads], where the backend computes with them
+    layer_idx:    int = 0            # layer index of the cache, without an attention function
+    sinks:        nn.Parameter | None = None  # [heads], if the backend applies them
     takes:        str = ""           # "indices" of each query's keys, or "position_bias"
     # fmt: on
 
@@ -40,12 +40,12 @@ class Probe:
     """A model's first pass.
 
     Attributes:
-        calls: of the attention function, in order.
-        states: what modules at the ends of sites hold, by (path, end): tensors [1, tokens, width].
+        calls: calls of the attention function, in order.
+        states: values at the ends of sites, by (path, end): tensors [1, tokens, width].
         logits: [1, tokens, vocab].
         cached: the family computes attention itself, over what its cache returns.
         reads_rules: evaluate the rules of masks.
-        waits: what a pass does for which the host waits for the device.
+        waits: operations of a pass for which the host waits for the device.
     """
 
     context_len: int
@@ -63,7 +63,7 @@ class Probe:
 
     @property
     def why_no_graphs(self) -> str | None:
-        """Why passes cannot be captured in CUDA graphs; None where they can."""
+        """Reason that passes cannot be captured in CUDA graphs, or None."""
         if self.cached:
             return "its modules compute attention over the lengths in the batch"
         if any(call.chunk is not None for call in self.calls):

@@ -40,7 +40,7 @@ StateKey = tuple[StateKind, int]
 
 
 class LayerStates:
-    """What a module takes for a cache: the states of one layer, of the requests of one call.
+    """Cache of a module with states: one layer's, for the requests of one call.
 
     Args:
         states: [batch, *shape] each; None where the requests are at their start.
@@ -54,12 +54,12 @@ class LayerStates:
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:
-        """By index; a module may write to them in place."""
+        """Convolution states by index; a module may write to them in place."""
         return {index: state for (kind, index), state in self.states.items() if kind == "conv"}
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor]:
-        """By index; a module may write to them in place."""
+        """Recurrent states by index; a module may write to them in place."""
         return {index: state for (kind, index), state in self.states.items() if kind == "recurrent"}
 
     @property
@@ -117,7 +117,7 @@ class LayerStates:
         return self.states.get(("recurrent", 0))
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        """MiniMax's `update_recurrent_state`."""
+        """Update the state, under MiniMax's name."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
 
@@ -130,7 +130,7 @@ _probed = _Probed()
 
 @contextmanager
 def as_decoding() -> Iterator[None]:
-    """Within the block, the tokens of a probe have states, which are zeros, as in a decode pass."""
+    """Give the tokens of a probe zero states, as in a decode pass."""
     _probed.continued = True
     try:
         yield
@@ -139,14 +139,14 @@ def as_decoding() -> Iterator[None]:
 
 
 class PartModule:
-    """In place of the forward of a module that runs several times in a pass, for parts of its rows.
+    """Replacement of the forward of a module that runs several times in a pass, for parts of its rows.
 
     Args:
-        path: of the module in the model.
+        path: module path in the model.
     """
 
     why = ""
-    """What makes it run so, for messages: "...which `why`"."""
+    """Reason that it runs so, for messages: "...which `why`"."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
@@ -187,13 +187,13 @@ class PartModule:
 
 
 class RecurrentModule(PartModule):
-    """In place of the forward of a module with a recurrent state.
+    """Replacement of the forward of a module with a recurrent state.
 
     Attributes:
-        layouts: of its states, by key, once a first pass has shown them.
+        layouts: layouts of its states by key, known after a first pass.
         first: number of its first state in the pool.
         by_token: later chunks of a prompt run token by token.
-        arguments: of its call in the first pass, by name.
+        arguments: arguments of its call in the first pass, by name.
     """
 
     why = "has a recurrent state"
@@ -267,7 +267,7 @@ class RecurrentModule(PartModule):
         return flat(out, True)
 
     def continuation_error(self) -> float:
-        """How far a chunk behind another is from the whole, for the tokens of the first pass.
+        """Relative error of a run in two chunks against a run in one, for the tokens of the first pass.
 
         Returns:
             the largest difference of outputs and states, over their largest value.
@@ -394,7 +394,7 @@ def check_states(name: str, modules: Sequence[RecurrentModule]) -> list[StateLay
     """Find out how the states of all modules continue. A first pass has run them.
 
     Args:
-        name: of the model's class.
+        name: name of the model's class.
 
     Returns:
         the states of all modules, as a pool numbers them.

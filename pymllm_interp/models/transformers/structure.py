@@ -24,7 +24,7 @@ UNBOUNDED_CONTEXT = 32768
 
 
 def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
-    """What the config says of a model, before it is built. `model_spec` replaces it."""
+    """Spec of a model before it is built, from its config. `model_spec` replaces it."""
     text: Any = config.get_text_config()
     if getattr(text, "num_hidden_layers", None) is None:
         raise UnsupportedModelError(
@@ -112,10 +112,10 @@ def _mixers_of(model: PreTrainedModel, row: Family) -> tuple[str, ...]:
 def model_spec(
     model: PreTrainedModel, family: Family, declared: ModelSpec, found: Probe, has_states: bool = False
 ) -> ModelSpec:
-    """What the model is, by its first pass. Kinds of sites are left out if their values are not where the family has them.
+    """Spec of a model, from its first pass. Kinds of sites are omitted if their values are not where the family has them.
 
     Args:
-        declared: of the config.
+        declared: spec according to the config.
         has_states: it has modules with recurrent states.
 
     Raises:

@@ -53,8 +53,8 @@ class TransformersModel(CausalLM):
     """A decoder of transformers with its head.
 
     Args:
-        served: with its weights. Its children become this module's.
-        declared: what the config says of it.
+        served: transformers model with its weights. Its children become this module's.
+        declared: spec according to the config.
 
     Raises:
         UnsupportedModelError: its attention cannot run over the KV pool.
@@ -150,7 +150,7 @@ class TransformersModel(CausalLM):
 
     @contextmanager
     def _attention(self, batch: ForwardBatch) -> Iterator[dict[str, Any]]:
-        """What the model's forward is called with, so that it attends to the pages of the pass."""
+        """Keyword arguments of the model's forward, so that it attends to the pages of the pass."""
         transformers_pass = batch.transformers_pass
         is_eager = transformers_pass is not None and transformers_pass.eager and batch.attention_cuts is None
         if not self._is_cached and not (is_eager and self._by_cache):
@@ -162,12 +162,12 @@ class TransformersModel(CausalLM):
             yield {"attention_mask": mask, self._cache_name: cache}
 
     def _no_mask(self) -> torch.Tensor | None:
-        """None, or [1, 1, 1, 1]: indexers take a part of the mask, which says nothing."""
+        """None, or [1, 1, 1, 1] for indexers, which slice the mask without using its values."""
         return next(self.parameters()).new_zeros(1, 1, 1, 1) if self._attention_name == PAGED_INDEXED else None
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
-        """Within the block, the family's own eager attention and masks."""
+        """Use the family's own eager attention and masks."""
         for config in self._configs:
             config._attn_implementation_internal = "eager"
         try:
@@ -227,7 +227,7 @@ def _forget_padding(served: PreTrainedModel) -> None:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a method."""
+    """Do nothing, as a replaced method."""
 
 
 def check_has_class(config: PretrainedConfig) -> None:
@@ -244,8 +244,8 @@ def load_transformers_model(
 
     Args:
         spec: `config_spec` of the config.
-        folder: with safetensors, which transformers reads and converts; None: random weights.
-        seed: of random weights.
+        folder: folder of safetensors, which transformers reads and converts; None: random weights.
+        seed: seed of random weights.
 
     Raises:
         UnsupportedModelError: transformers has no causal language model for the config, or it cannot be served.

@@ -33,7 +33,7 @@ class TransformersForward:
 
     Args:
         family: the folder of transformers that has the class.
-        class_name: of transformers' class.
+        class_name: class name in transformers.
 
     Attributes:
         instrumented: the same forward with its operations served to hooks, once `.source` was used; else None.
@@ -45,7 +45,7 @@ class TransformersForward:
 
     @cached_property
     def original(self) -> Callable[..., Any]:
-        """``forward(module, ...)``."""
+        """The class's ``forward(module, ...)``."""
         module = import_module(f"transformers.models.{self.family}.modeling_{self.family}")
         return inspect.unwrap(getattr(module, self.class_name).forward)  # without translation of old parameter names
 
@@ -81,7 +81,7 @@ class TransformersPass:
     """One pass. `LlamaModel` and its layers call it where `ForwardBatch.transformers_pass` is set.
 
     Args:
-        batch: of one request, with `eager`.
+        batch: batch of one request, with `eager`.
         eager: run transformers' own attention, with eager attention, in place of the attention backend.
         attentions, states: collect attention weights, or hidden states.
 
@@ -168,7 +168,7 @@ class PagedCache:
     is no prefix. Then the pass has only its own K and V.
 
     Args:
-        batch: of one request.
+        batch: batch of one request.
     """
 
     def __init__(self, batch: ForwardBatch, spec: ModelSpec) -> None:
@@ -220,7 +220,7 @@ class PagedCache:
         return row[self._first(window) : self._prefix].to(torch.int64)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions before the pass."""
+        """Number of positions before the pass."""
         return self._prefix
 
 

@@ -177,7 +177,7 @@ def _random_mxfp4(module: QuantizableExperts, kind: str, generator: torch.Genera
 
 
 def experts_of(model: nn.Module) -> dict[str, QuantizableExperts]:
-    """Path -> experts."""
+    """Quantizable experts by module path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, QuantizableExperts)}
 
 

@@ -34,11 +34,11 @@ SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationFormat:
-    """What `quantization_config` says.
+    """Contents of a config's `quantization_config`.
 
     Attributes:
         method: its `quant_method`.
-        kind, group_size: of the weights; for random ones. Real weights are read by their tensors.
+        kind, group_size: kind and group size of the weights, for random ones. Real weights are read by their tensors.
         settings: the whole of it.
     """
 
@@ -89,8 +89,8 @@ class QuantizationFormat:
 
         Args:
             path: names the module in errors.
-            tensors: by leaf name.
-            dtype: of the dequantised weight.
+            tensors: tensors by leaf name.
+            dtype: dtype of the dequantised weight.
 
         Raises:
             WeightsError: tensors that are missing, or do not fit each other.
@@ -133,7 +133,7 @@ def _settings(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _problem(method: str, settings: Mapping[str, Any]) -> str | None:
-    """Why a scheme is not read, and the fix."""
+    """Reason that a scheme is not supported, and the fix; None if it is."""
     if method == "gptq":
         if settings.get("desc_act"):
             return "desc_act=True (act-order) reorders the inputs; use a checkpoint made with desc_act=False"

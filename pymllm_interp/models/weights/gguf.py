@@ -128,7 +128,7 @@ def _check_architecture(reader: GGUFReader, path: Path) -> None:
 
 
 def _squeeze(architecture: str) -> str:
-    """Without separators: GGUF writes "qwen2moe", transformers "qwen2_moe"."""
+    """The name without separators: GGUF writes "qwen2moe", transformers "qwen2_moe"."""
     return architecture.replace("-", "").replace("_", "")
 
 

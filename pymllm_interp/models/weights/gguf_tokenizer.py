@@ -57,7 +57,7 @@ def read_tokenizer(reader: GGUFReader, path: Path) -> PreTrainedTokenizerFast:
 
 
 def _pre_tokenizer(name: str) -> PreTokenizer | None:
-    """How text is cut before the merges, by llama.cpp's name for it; None for one that is not known here."""
+    """Pre-tokenizer by llama.cpp's name; None for an unknown one."""
     bytes_only = ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = ByteLevel(add_prefix_space=False, use_regex=True)
     match name:

@@ -73,7 +73,7 @@ class ModelState:
         return sum([tensor._version for _, tensor in self._named])
 
     def namespace(self, adapter: str | None = None) -> Hashable:
-        """What KV depends on beside `version`, for requests with this adapter; None for the model itself.
+        """Key of KV beside `version`, for requests with this adapter; None for the model itself.
 
         Raises:
             ValueError: no such adapter is loaded.

@@ -103,7 +103,7 @@ def load_quantized(
     Args:
         weights: the checkpoint's tensors, by their names in the module tree.
         stored: the checkpoint's format; None: it is unquantised.
-        quantize: of `ModelConfig`. The head's weight is left.
+        quantize: format of `ModelConfig.quantize`. The head's weight is left.
 
     Raises:
         WeightsError: as `load_weights`; or quantised tensors that are missing or do not fit.

@@ -189,7 +189,7 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _meant(path: Path) -> str:
-    """What a misspelt model may stand for, for a message: the demo, or a folder or .gguf file beside it. "": nothing is near."""
+    """Likely meaning of a misspelt model, for a message: the demo, or a folder or .gguf file beside it. "" if nothing is near."""
     beside = islice(path.parent.iterdir(), MAX_BESIDE) if path.parent.is_dir() else ()
     models = [one for one in beside if one.suffix == ".gguf" or (one / "config.json").is_file()]
     spelt = {str(one).lower(): str(one) for one in models} | ({"demo": "demo"} if len(path.parts) == 1 else {})

@@ -12,7 +12,7 @@ from ...wire.failures import EngineError
 
 
 class EngineDiedError(EngineClosedError):
-    """The engine process ended."""
+    """The engine process ended before it answered."""
 
 
 class SlowReaderError(RuntimeError):
@@ -23,7 +23,7 @@ class Call:
     """The messages that answer one call, in order.
 
     Args:
-        number: of the call.
+        number: call's number in messages.
         limit: bytes that may wait here.
     """
 

@@ -51,15 +51,15 @@ class Door(ABC):
     """Calls of an engine, its named vectors and its adapters.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
 
     Attributes:
-        info: what the engine said of itself (`Backend.describe`); None until it is ready.
-        schemas: of interventions and captures, for the OpenAPI document.
-        folder: for sockets and files; only this user can read it.
+        info: engine's description (`Backend.describe`); None until it is ready.
+        schemas: schemas of interventions and captures, for the OpenAPI document.
+        folder: folder for sockets and files, readable by this user only.
         store: folder of captured states that wait to be fetched.
-        tokenizer_folder: with the files of the tokenizer, where the model has one.
-        restarts: how often an engine process was started again.
+        tokenizer_folder: folder of the tokenizer's files, if the model has a tokenizer.
+        restarts: number of restarts of an engine process.
         adapters: loaded LoRA adapters, name -> folder; also for the engine processes that follow this one.
     """
 
@@ -104,14 +104,14 @@ class Door(ABC):
         """Whether the engine is found to be stuck, and is being ended."""
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """By replica: `up`, `draining`, `requests` that run, and `why_down`. Empty where there are no replicas."""
+        """State of each replica: `up`, `draining`, running `requests`, and `why_down`. Empty without replicas."""
         return {}
 
     # -- calls -----------------------------------------------------------------------------
 
     @property
     def num_calls(self) -> int:
-        """Calls that have not ended."""
+        """Number of open calls."""
         return len(self._calls)
 
     def open(self, make: Callable[[int], m.ToEngine]) -> Call:
@@ -170,7 +170,7 @@ class Door(ABC):
         """The answers of all engine processes that are ready, by replica. A single engine process has the name "".
 
         Args:
-            seconds: that an answer may take. A replica that takes longer is left out.
+            seconds: timeout of an answer. Slower replicas are omitted.
         """
 
     # -- adapters --------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Door(ABC):
         return await self._order(m.PutVector(0, owner, name, body, kind, time.time_ns()))
 
     async def drop_vector(self, owner: str, name: str) -> None:
-        """Forget a vector."""
+        """Delete a named vector."""
         await self._order(m.DropVector(0, owner, name, time.time_ns()))
 
     @abstractmethod

@@ -26,11 +26,11 @@ BROKEN = (
 )
 """Events of a connection that could not be made, or broke."""
 RETRY_SECONDS = 0.2
-"""Between two attempts to open a session."""
+"""Seconds between attempts to open a session."""
 
 
 class LinkOwner(Protocol):
-    """What a link tells, and asks."""
+    """Callbacks of a link, and the state that it reads."""
 
     def vector_orders(self) -> Iterable[VectorOrder]:
         """Orders that the replica must have before it takes calls."""
@@ -45,7 +45,7 @@ class LinkOwner(Protocol):
         ...
 
     def came_up(self, link: Link) -> None:
-        """The link takes calls."""
+        """Handle a link that accepts calls."""
         ...
 
     def lost(self, link: Link, calls: list[Call], why: str) -> None:
@@ -53,12 +53,12 @@ class LinkOwner(Protocol):
         ...
 
     def deliver(self, call: Call, message: m.FromEngine) -> None:
-        """A message has come."""
+        """Handle a message of a call."""
         ...
 
 
 class LinkBrokenError(Exception):
-    """The session ended."""
+    """The session ended before the answer."""
 
 
 class Link:
@@ -66,15 +66,15 @@ class Link:
 
     Args:
         replica: an engine process. Another process of the same name needs another link.
-        keys: of the cluster's fronts.
+        keys: keys of the cluster's fronts.
         silence: seconds without a message, after which the replica counts as gone.
         most_unread: bytes on their way to the replica, above which `send` refuses more.
 
     Attributes:
         up: takes calls.
-        calls: by number.
-        ready: what the replica said of itself, in this session.
-        why_down: in words; empty while `up`.
+        calls: calls by number.
+        ready: replica's description of itself in this session.
+        why_down: reason that it is down, as text; empty while `up`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """The replica's name."""
+        """Name of the replica."""
         return self.replica.name
 
     # -- calls -------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ logger = logging.getLogger("pymllm_interp.server")
 
 
 class WatchedEngine(Protocol):
-    """What `Liveness` asks of an engine process."""
+    """Attributes and calls of an engine process that `Liveness` uses."""
 
     info: dict[str, Any] | None
 
@@ -48,10 +48,10 @@ class Liveness:
 
     Args:
         engine: the process.
-        limits: how long it may take.
+        limits: time limits of the engine.
 
     Attributes:
-        stuck: what is stuck, until the process has ended; empty: nothing.
+        stuck: description of what is stuck, until the process has ended; empty: nothing.
     """
 
     def __init__(self, engine: WatchedEngine, limits: ServeLimits) -> None:
@@ -63,7 +63,7 @@ class Liveness:
         self._unanswered, self._progress, self._since = 0, "", time.monotonic()
 
     async def watch(self) -> None:
-        """Watch, for ever."""
+        """Watch the engine process until cancelled."""
         limits = self._limits
         pause = min(5.0, limits.engine_message_seconds / 4, limits.engine_step_seconds / 4)
         while True:

@@ -26,7 +26,7 @@ class ProcessDoor(Door):
     """Starts the engine process, sends it messages, and starts it again when it ends.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         on_exit: called when the engine process ended by itself, before it is started again.
 
     Attributes:

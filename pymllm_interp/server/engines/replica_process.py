@@ -30,7 +30,7 @@ INLINE_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """What the engine processes of all replicas have in common."""
+    """Settings shared by the engine processes of all replicas."""
 
     model: dict[str, Any]
     """Fields of ModelConfig."""
@@ -43,7 +43,7 @@ class ReplicaSettings:
     log_level: str = "info"
     log_format: str = "json"
     vllm: dict[str, Any] | None = None
-    """As of `ServeSettings`: the engine is vLLM."""
+    """vLLM's arguments, if vLLM is the engine (`ServeSettings`)."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters that each replica loads when it starts: name -> a folder that all nodes have."""
 
@@ -60,7 +60,7 @@ class ReplicaProcess:
     """One engine process.
 
     Args:
-        name: of the replica.
+        name: name of the replica.
         host: address of this machine that it listens on.
         without: prefixes of environment variables that the process does not get.
     """
@@ -168,11 +168,11 @@ class ReplicaProcess:
     # -- what its link tells -----------------------------------------------------------------
 
     def vector_orders(self) -> Iterable[VectorOrder]:
-        """None: fronts bring them."""
+        """Return no orders: fronts send them."""
         return ()
 
     def learned(self, order: VectorOrder) -> None:
-        """Fronts keep vectors."""
+        """Ignore an order: fronts keep vectors."""
 
     async def opened(self, link: Link) -> None:
         """Keep what the process says of itself."""
@@ -180,13 +180,13 @@ class ReplicaProcess:
         self.info = link.ready.info
 
     def came_up(self, link: Link) -> None:
-        """Questions can be asked."""
+        """Do nothing: the process asks through `ask`."""
 
     def lost(self, link: Link, calls: list[Call], why: str) -> None:
-        """End questions."""
+        """Fail all open calls."""
         for call in calls:
             call.put(EngineDiedError(f"replica {self.name} does not answer: {why}"))
 
     def deliver(self, call: Call, message: m.FromEngine) -> None:
-        """An answer."""
+        """Pass a message to its call."""
         call.put(message)

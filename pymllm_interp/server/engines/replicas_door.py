@@ -24,18 +24,18 @@ from .vector_orders import VectorOrder
 
 logger = logging.getLogger(__name__)
 RUNS = 2
-"""How often a request may be started: once more where its replica ended before it had any output."""
+"""Attempts of a request: one more if its replica ended before any output."""
 UNREAD = 4
 """So many times `max_queued_bytes` may be on their way to a replica."""
 WAIT_SECONDS = 60.0
-"""How long a request that is run again may wait for a replica."""
+"""Seconds that a retried request waits for a replica."""
 
 
 class ReplicatedCall(Call):
-    """A call, and what is needed to run it again.
+    """A call, and the state that a retry needs.
 
     Attributes:
-        message: that started it.
+        message: message that started the call.
         link: the replica that serves it; None while it waits for one.
         shown: it had output, which must not be seen twice.
     """
@@ -76,10 +76,10 @@ class ReplicasDoor(Door):
     """Replicas, as one engine. A call that has had no output yet runs again where its replica ends.
 
     Args:
-        settings: of the server.
-        keys: of the cluster's fronts.
+        settings: settings of the server.
+        keys: keys of the cluster's fronts.
         follow: calls `update` with the replicas, again whenever they change.
-        fingerprint: of the weights that all replicas must have; empty: the first one's.
+        fingerprint: fingerprint that the weights of all replicas must have; empty: the first replica's.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class ReplicasDoor(Door):
         return False  # who started a replica ends it when it is stuck
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """By replica: whether it is up, and draining, its requests, and why it is down."""
+        """State of each replica: `up`, `draining`, `requests`, and `why_down`."""
         found: dict[str, dict[str, Any]] = {
             one.name: {"up": False, "draining": one.draining, "requests": 0, "why_down": "its process does not run"}
             for one in self._down.values()

@@ -20,7 +20,7 @@ class LinkKeys:
 
     @classmethod
     def new(cls) -> LinkKeys:
-        """A new pair."""
+        """Generate a key pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
@@ -35,9 +35,9 @@ class Replica:
     key: str
     """Its public key, which is new with each process."""
     version: str
-    """Of pymllm-interp."""
+    """Version of pymllm-interp."""
     fingerprint: str
-    """Of its weights."""
+    """Fingerprint of the weights."""
     draining: bool = False
     """Whether it takes no more calls."""
 
@@ -53,7 +53,7 @@ class Replica:
         return cls(name, "", "", "", "", draining)
 
     def differs_from(self, fingerprint: str) -> str:
-        """Why it cannot serve beside replicas with weights of this fingerprint; empty: it can."""
+        """Reason that it cannot serve beside replicas with weights of this fingerprint, or ""."""
         if self.version != __version__:
             return f"replica {self.name} runs pymllm-interp {self.version}, and this is {__version__}: install the same"
         if fingerprint and self.fingerprint != fingerprint:

@@ -1,4 +1,4 @@
-"""Which replica serves a call: pure functions.
+"""Routing of calls to replicas, by pure functions.
 
 Equal prompts with equal edits meet on one replica, where their KV is. Rendezvous hashing: each replica has a rank for each key.
 A replica that comes or goes moves only its own keys.
@@ -20,7 +20,7 @@ LOAD_FACTOR, LOAD_MARGIN = 1.1, 4
 
 
 def key_of(message: Submit) -> bytes:
-    """What the KV of a call's first prompt depends on: owner, salt, edits and its first block of tokens."""
+    """Hash of what the KV of a call's first prompt depends on: owner, salt, edits and its first block of tokens."""
     edits = [message.interventions[:1], message.edits, message.options.get("cache_salt")]
     first = message.prompts[0][:BLOCK] if message.prompts else []
     return _digest(msgspec.msgpack.encode([message.owner, edits, first]))

@@ -10,7 +10,7 @@ def merged_stats(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """`Engine.stats` of all engines as of one: numbers are added. Of anything else, the first engine's is kept.
 
     Args:
-        found: of each engine; not empty.
+        found: non-empty list of the engines' statistics.
     """
     return dict(found[0]) if len(found) == 1 else _added(found)
 

@@ -34,7 +34,7 @@ class VectorOrders:
         return True
 
     def all(self) -> list[VectorOrder]:
-        """All orders."""
+        """Newest order of each vector."""
         return list(self._newest.values())
 
     def vectors(self, owner: str) -> dict[str, PutVector]:

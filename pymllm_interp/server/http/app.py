@@ -100,17 +100,17 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/version", tags=["Operation"])
     async def version() -> dict[str, Any]:
-        """The server's version."""
+        """Version of pymllm-interp."""
         return {"version": __version__}
 
     @app.get("/load", tags=["Operation"])
     async def load() -> dict[str, Any]:
-        """How many requests and traces run."""
+        """Number of running requests and traces."""
         return {"server_load": state.num_running}
 
     @app.get("/metrics", tags=["Operation"])
     async def metrics() -> Response:
-        """Counters, for Prometheus."""
+        """Counters in the format of Prometheus."""
         gauges = {
             "store_bytes": state.store.num_bytes, "store_files": state.store.num_files,
             "response_bytes": state.responses.num_bytes, "responses": state.responses.num_responses,
@@ -124,7 +124,7 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/status", tags=["Operation"])
     async def status() -> dict[str, Any]:
-        """Which model runs, and how busy it is: what the page at `/` draws."""
+        """Model and load, as drawn by the page at `/`."""
         stats = await state.stats() or {}
         hooked = sum(n for how, n in stats.get("execution", {}).items() if how.split(":")[0] not in ("plain", "replay"))
         return {

@@ -50,7 +50,7 @@ def parse(body: bytes) -> Any:
 
 
 def _depth(body: bytes) -> int:
-    """How deep its lists and objects are nested. The parser's own limit is Python's, another one in each version."""
+    """Nesting depth of lists and objects. Limited here because the limit of Python's parser differs by version."""
     depth = most = 0
     for found in _MARK.finditer(body):
         mark = body[found.start()]
@@ -64,7 +64,7 @@ class JsonRequest(Request):
     """A request with JSON that is read by `parse`."""
 
     async def json(self) -> Any:
-        """The body's JSON."""
+        """The parsed body."""
         body = await self.body()
         if len(body) <= SMALL:
             return parse(body)
@@ -72,10 +72,10 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route of `JsonRequest`s."""
+    """A route that passes a `JsonRequest` to its handler."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request."""
+        """The handler of a request."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

@@ -29,7 +29,7 @@ PIPELINED = 64
 """Requests that may wait behind another one of their connection."""
 SECONDS_BETWEEN_REPORTS = 60.0
 LINGER_SECONDS = 1.0
-"""How long a refused connection stays open, for the client to read why."""
+"""Seconds that a refused connection stays open, so that the client can read the reason."""
 
 
 READ_SECONDS, READ_BYTES = 300.0, 1 << 16
@@ -42,7 +42,7 @@ class Resting:
     A client has to send a request, the rest of one, or to read its answer.
 
     Args:
-        limits: of the server.
+        limits: connection limits of the server.
     """
 
     def __init__(self, limits: ServeLimits) -> None:
@@ -114,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _idle(self) -> bool:
-        """Whether no request runs."""
+        """Whether no request is running on the connection."""
         return self.cycle is None or self.cycle.response_complete
 
     # -- of the parser: each says what became of the bytes that were received
@@ -163,7 +163,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Continue after the client has read."""
         super().resume_writing()
         self._stop_read_timer()
         if not self._idle:
@@ -255,7 +255,7 @@ def http_config(app: Any, limits: ServeLimits, **tls: Any) -> Config:
 
 
 def with_room_for_files(most: int) -> int:
-    """How many connections the process's limit of open files allows, up to `most`. Raises that limit as far as it may."""
+    """Number of connections that the limit of open files allows, up to `most`. Raises the process's soft limit if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most + BACKLOG + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -22,7 +22,7 @@ class ApiError(Exception):
     """An answer that says what was wrong.
 
     Args:
-        status: of HTTP.
+        status: HTTP status code.
         param: the field that was wrong.
         code: a word for programs.
     """
@@ -34,7 +34,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
+        """The error as OpenAI's JSON."""
         kind = TYPES.get(self.status, "api_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -44,7 +44,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException, refused: bool) -> ApiError:
-    """What a client is told of an exception.
+    """The HTTP error of an exception.
 
     Args:
         refused: the request was refused, and nothing ran: wrong values are the client's then.
@@ -67,14 +67,14 @@ def api_error(error: BaseException, refused: bool) -> ApiError:
 
 
 def _weight(error: Any) -> tuple[int, bool]:
-    """How much an error says. An error deep inside says more than an error about another form. An error of a list itself
-    says more than others.
+    """Sort key of validation errors by usefulness. Errors deep in the value come before errors of other union members,
+    and errors of a whole list come first.
     """
     return len(error["loc"]), error["type"] == "value_error" and isinstance(error.get("input"), list)
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
-    """What a client is told of a request that does not fit the schema: the first wrong value, and where."""
+    """The HTTP error of a request that does not fit the schema: the first wrong value, and its path."""
     chosen = max(errors, key=_weight, default=None)
     if chosen is None:
         return ApiError(400, "the request does not fit the schema")

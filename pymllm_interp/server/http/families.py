@@ -14,11 +14,11 @@ LENGTHS = tuple(float(factor * 10**power) for power in range(6) for factor in (1
 
 
 class MetricFamily(NamedTuple):
-    """A metric.
+    """Name, type and help text of a Prometheus metric.
 
     Attributes:
         kind: counter, gauge or histogram.
-        help: what the metric counts.
+        help: description of the counted quantity.
         buckets: upper bounds, of a histogram.
     """
 

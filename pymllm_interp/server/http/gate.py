@@ -40,7 +40,7 @@ class RequestGate:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
+        """Check, count and serve a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -152,7 +152,7 @@ class _Body:
 
 
 def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Of a header given twice, this process and a proxy before it could each read another one."""
+    """Refuse duplicate headers, of which this process and a proxy could read different ones."""
     names = Counter(name.lower() for name, _ in headers)
     for name in SINGLE:
         if names[name] > 1:

@@ -52,7 +52,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the HTTP process counts.
+    """Counters and histograms of the HTTP process.
 
     Args:
         model: name of the model for clients: the label model_name of all series.
@@ -83,7 +83,7 @@ class Metrics:
         Args:
             engines: counters (`Engine.stats`) by replica, which are labelled with its name; "" is a single engine.
             gauges: further values, by name.
-            states: of replicas (`Door.states`).
+            states: states of replicas (`Door.states`).
         """
         lines: dict[str, list[str]] = {}
         for name, labels, value in self._own(gauges):
@@ -123,7 +123,7 @@ class CallMetrics:
     """Times and lengths of the requests of one call: of its prompts, and their `n`.
 
     Args:
-        metrics: where they are counted.
+        metrics: metrics that count them.
         started: `time.perf_counter()` at which the call's HTTP request arrived.
         prompt_tokens: length of each request's prompt.
         generated: is told of new tokens.

@@ -27,7 +27,7 @@ from ...wire.messages import Finished
 MAX_QUEUED = 2048
 """Spans that wait to be sent; further ones are dropped."""
 EXPORT_SECONDS, END_SECONDS = 10, 2
-"""How long a batch may take to be sent, and what the server's end waits for."""
+"""Timeouts of sending a batch, and of the export at shutdown."""
 _parent: ContextVar[Context | None] = ContextVar("parent", default=None)
 
 
@@ -51,7 +51,7 @@ class Spans:
         """Make the trace context of a request's headers the parent of its spans.
 
         Args:
-            headers: with names in lower case.
+            headers: headers with lower-case names.
         """
         _parent.set(TraceContextTextMapPropagator().extract(headers, Context()))
 

@@ -34,15 +34,15 @@ RATE_SECONDS = 5.0
 
 
 class ServerState:
-    """The engine, the tokenizer, and what is counted.
+    """Shared state of the HTTP process: engine, tokenizer, stores and counters.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         engine: makes the engine, from the settings and a function that is called when it ended by itself.
 
     Attributes:
         callers: number of a call that clients may abort -> name of its client.
-        threads: for work on texts, by the clients' names.
+        threads: threads for work on texts, shared fairly by client name.
         draining: the server is ending, and takes no more requests.
     """
 
@@ -80,7 +80,7 @@ class ServerState:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the engine said of itself.
+        """The engine's description of itself (`Backend.describe`).
 
         Raises:
             EngineDiedError: it is not ready.
@@ -135,7 +135,7 @@ class ServerState:
         return sum(self._running.values())
 
     def generated(self, tokens: int) -> None:
-        """Count new tokens."""
+        """Count new tokens for the rate and the total."""
         self.metrics.totals["generation_tokens"] += tokens
         now = time.monotonic()
         self._tokens.append((now, tokens))
@@ -171,7 +171,7 @@ class ServerState:
 
 
 def _spans_to(endpoint: str | None) -> Spans | None:
-    """Where spans are sent; None without an endpoint, and then nothing of OpenTelemetry is imported."""
+    """Exporter of spans; None without an endpoint, which imports nothing of OpenTelemetry."""
     if endpoint is None:
         return None
     from .spans import Spans
@@ -180,7 +180,7 @@ def _spans_to(endpoint: str | None) -> Spans | None:
 
 
 def client_of(request: Request) -> Client:
-    """Who sent a request, as the gate found."""
+    """The client of a request, as the gate identified it."""
     return request.state.client
 
 

@@ -16,7 +16,7 @@ STRANGERS = "strangers"
 
 
 class Trust(IntEnum):
-    """What a key's holder may do; each level includes those before it."""
+    """Permissions of a key; each level includes those before it."""
 
     PLAIN = 0
     """Generate."""
@@ -42,7 +42,7 @@ class Trust(IntEnum):
 
 @dataclass(frozen=True)
 class Client:
-    """Who sent a request. Clients of one name share their vectors and limits.
+    """The sender of a request. Clients of one name share their vectors and limits.
 
     Attributes:
         operator: may do what all clients feel. No level of trust includes it.
@@ -73,7 +73,7 @@ class Keys:
 
     Args:
         keys: none: clients need no key.
-        keyless: what clients may do where no keys are.
+        keyless: permissions of clients if the server has no keys.
     """
 
     def __init__(self, keys: Sequence[Key], keyless: Trust = Trust.DECLARED) -> None:

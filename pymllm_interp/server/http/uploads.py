@@ -26,7 +26,7 @@ class Uploads:
     """Reserves names and bytes for vectors before their bodies are read.
 
     Args:
-        limits: of each owner's vectors.
+        limits: limits of each owner's vectors.
         held: the vectors of an owner that were received, by name.
     """
 

@@ -12,11 +12,11 @@ from ...wire import messages as m
 from .engine_server import EngineServer
 
 POLL_MS = 500
-"""How often the process looks whether its parent lives."""
+"""Milliseconds between checks that the parent is alive."""
 
 
 class DoorEnd(Protocol):
-    """Messages in and out."""
+    """Transport of an engine process's messages."""
 
     def send(self, messages: list[m.FromEngine]) -> None:
         """Send messages. Called on one thread, the outbox's. Does not wait."""
@@ -35,7 +35,7 @@ class ProcessEnd:
     """Two sockets of the HTTP process, which started this one.
 
     Args:
-        settings: of the engine process: `requests` and `events` (addresses), and `parent` (its process id).
+        settings: settings of the engine process: `requests` and `events` (addresses), and `parent` (its process id).
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:

@@ -44,8 +44,8 @@ class EngineServer:
     """Takes messages, one at a time, and answers them.
 
     Args:
-        model: what is served.
-        outbox: where answers go.
+        model: the served model.
+        outbox: queue of outgoing answers.
         queued_bytes: results of a trace that may wait for its client, before the trace does.
         tokenizer: folder with the tokenizer's files; None, or no such folder, without a tokenizer.
     """
@@ -97,7 +97,7 @@ class EngineServer:
             self._stored[message.owner] = done
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters."""
+        """Counters of the engine."""
         return self.model.engine.stats() | {"kv_tokens": self.model.limits.kv_tokens, "traces": self.traces.num_running}
 
     @property
@@ -112,7 +112,7 @@ class EngineServer:
                 self._abort(m.Abort(call))
 
     def close(self) -> None:
-        """End what runs."""
+        """End running calls and traces."""
         self._submitters.shutdown(wait=False, cancel_futures=True)
         self._orders.shutdown(wait=False, cancel_futures=True)
         self.model.backend.factory.grammars.close()
@@ -273,7 +273,7 @@ def _vectors_of(body: bytes, what: str) -> Any:
 
 
 def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
-    """What a client's call asks for."""
+    """A client's call as a `Submission`."""
     room, prompts = model.limits.max_model_len, message.prompts
     params = _for_each([None if given is None else _params(given) for given in message.params], prompts)
     params = [one or model.backend.defaults.fitting(room - len(ids)) for one, ids in zip(params, prompts, strict=True)]

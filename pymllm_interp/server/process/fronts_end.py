@@ -52,7 +52,7 @@ class FrontKey:
     """Admits fronts with one public key.
 
     Args:
-        key: as Z85 text.
+        key: key as Z85 text.
     """
 
     def __init__(self, key: str) -> None:
@@ -67,8 +67,9 @@ class FrontsEnd:
     """Sessions with fronts.
 
     Args:
-        settings: of the engine process. Its `replica` has `host` to listen on, and `front_key`, the fronts' public key. `announce`
-            is a file descriptor: one JSON line says how the start went. After `silence` seconds without a message a front is gone.
+        settings: settings of the engine process. Its `replica` has `host` to listen on, and `front_key`, the fronts'
+            public key. `announce` is a file descriptor: one JSON line says how the start went. After `silence` seconds
+            without a message a front is considered lost.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:

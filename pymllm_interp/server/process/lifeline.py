@@ -14,9 +14,9 @@ import threading
 import time
 
 BEAT_SECONDS = 0.5
-"""How often the parent is told that the start makes progress."""
+"""Seconds between progress messages to the parent during the start."""
 ORDERLY_SECONDS = 10.0
-"""How long a process that serves may take to end after its parent."""
+"""Seconds that a serving process may take to end after its parent."""
 PR_SET_PDEATHSIG = 1
 
 

@@ -111,7 +111,7 @@ class CallEvents:
 
     Args:
         call: its number.
-        request_ids: in the order of the call's requests.
+        request_ids: request ids in the order of the call's requests.
         ended: called when all have ended, on the outbox's thread.
     """
 

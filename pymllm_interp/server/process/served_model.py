@@ -15,7 +15,7 @@ from ...lens.bridge_of import bridge_of
 
 
 class ServedModel(ClientModel):
-    """What `LM` is to one Python program: the same backend, with a request factory for each owner of named vectors.
+    """The served counterpart of `LM`: the same backend, with a request factory for each owner of named vectors.
 
     Args:
         model, server: configuration, as of `LM`.
@@ -45,7 +45,7 @@ class ServedModel(ClientModel):
         return VllmBackend(model, server, vllm)
 
     def factory(self, owner: str) -> RequestFactory:
-        """Makes the requests of one owner, with the owner's named vectors."""
+        """The request factory of an owner, with the owner's named vectors."""
         if owner not in self._factories:
             cache_owner = None if self._shared_prefix_cache else owner
             # Another thread may have made one.
@@ -53,7 +53,7 @@ class ServedModel(ClientModel):
         return self._factories[owner]
 
     def of(self, owner: str, edits: list[Any], sent: Callable[[list[Request]], None] | None = None) -> ServedModel:
-        """This model as one owner's traces see it: with the owner's vectors, and persistent edits.
+        """A view of this model for one owner's traces, with the owner's vectors and persistent edits.
 
         Args:
             sent: called with the requests of each trace before they are submitted.

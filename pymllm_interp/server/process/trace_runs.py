@@ -26,7 +26,7 @@ from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 WAKE_SECONDS = 0.2
-"""How often a trace that waits for its client looks whether it is ended."""
+"""Seconds between checks whether a trace that waits for its client was aborted."""
 
 
 class RunEndedError(BaseException):
@@ -54,7 +54,7 @@ class TraceRun:
         self._thread = threading.get_ident()
 
     def sent(self, requests: list[Request]) -> None:
-        """Requests were submitted."""
+        """Record submitted requests."""
         self._requests += [request.request_id for request in requests]
 
     def send(self, size: int, wait: bool) -> None:
@@ -98,8 +98,8 @@ class TraceRuns:
     """Runs the traces of clients.
 
     Args:
-        model: what they are written against.
-        outbox: where their results go.
+        model: model that the traces are written against.
+        outbox: queue of outgoing results.
         queued_bytes: results of a trace that may wait for its client.
     """
 
@@ -136,7 +136,7 @@ class TraceRuns:
             run.end()
 
     def close(self) -> None:
-        """End them all."""
+        """Abort all traces."""
         for call in self.calls:
             self.abort(call)
 
@@ -209,7 +209,7 @@ class TraceRuns:
             self._send_result(run, tracer, names.bound)
 
     def _send_result(self, run: TraceRun, tracer: Any, bound: Mapping[str, Any]) -> None:
-        """What the block saved, also before it failed."""
+        """Send a block's saved values, also if it failed."""
         encoder, header = ValueEncoder(), {"type": "result", "receipts": [], "captures": [], "warnings": []}
         header["names"] = {name: encoder.encode(value, name) for name, value in bound.items()}
         if isinstance(tracer, ServedTracer):
@@ -221,7 +221,7 @@ class TraceRuns:
         self._outbox.put(frame)
 
     def _send_step(self, run: TraceRun, step: int, saved: Mapping[str, Any]) -> None:
-        """What is saved so far; they are copies, which the outbox's thread packs."""
+        """Send the values saved so far. They are copies, which the outbox's thread packs."""
 
         def frame() -> m.Frame:
             encoder = ValueEncoder()
@@ -247,12 +247,12 @@ class ServedTracer(EngineTracer):
         self.texts = []
 
     def warn(self, texts: list[str]) -> None:
-        """Keep the texts."""
+        """Keep warnings for the result."""
         self.texts += texts
 
 
 class _Named:
-    """What a payload names in place of pickling it: models, their modules, and the tracer."""
+    """Objects that a payload names instead of pickling them: models, their modules, and the tracer."""
 
     def __init__(self, root: ServedModel, owner: str, run: TraceRun | None) -> None:
         self._root, self._owner, self._run = root, owner, run

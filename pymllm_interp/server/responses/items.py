@@ -33,7 +33,7 @@ class RefusalPart(Strict):
 
     @property
     def text(self) -> str:
-        """The refusal."""
+        """Text of the refusal."""
         return self.refusal
 
 
@@ -65,7 +65,7 @@ class CallItem(Strict):
 
 
 class CallOutputItem(Strict):
-    """What a function returned."""
+    """Output of a function that a client called."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)

@@ -18,7 +18,7 @@ class OutputItems:
         call_id: makes the ids of calls.
 
     Attributes:
-        items: as OpenAI's JSON.
+        items: items as OpenAI's JSON.
     """
 
     def __init__(self, call_id: Callable[[], str]) -> None:
@@ -31,7 +31,7 @@ class OutputItems:
         """Take more text; its events, without their numbers.
 
         Args:
-            logprobs: of the tokens of the text.
+            logprobs: log probabilities of the text's tokens.
         """
         self._logprobs += logprobs
         for part in parts:

@@ -65,7 +65,7 @@ class FlatChoice(Strict):
 
 
 class ResponsesRequest(SharedRequest):
-    """`POST /v1/responses`."""
+    """Body of `POST /v1/responses`."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": "What is the capital of France?", "max_output_tokens": 20}}
@@ -110,7 +110,7 @@ class ResponsesRequest(SharedRequest):
         """The messages of the conversation, without the instructions.
 
         Args:
-            before: of the response that is continued.
+            before: messages of the continued response.
 
         Raises:
             PromptError: the output of a call that there is not, or too many messages.

@@ -27,7 +27,7 @@ from .request import ResponsesRequest
 
 
 def responses_routes(state: ServerState) -> APIRouter:
-    """The routes."""
+    """Router of /v1/responses."""
     router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
     @router.post("/v1/responses")
@@ -143,7 +143,7 @@ class ResponseWork(Work):
     """One request for a response.
 
     Args:
-        messages: of the conversation before it, without the instructions.
+        messages: conversation before the request, without the instructions.
     """
 
     _format: ResponseJson

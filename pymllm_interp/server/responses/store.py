@@ -28,7 +28,7 @@ class Kept:
 
     @property
     def size(self) -> int:
-        """Bytes that it counts."""
+        """Bytes counted against the limits."""
         return len(self.response) + len(self.messages) + OVERHEAD
 
 
@@ -40,7 +40,7 @@ class ResponseStore:
 
     Args:
         limits: count and bytes of a key's, bytes of all, and how long they are kept.
-        folder: that the servers of a cluster share: each counts its own responses, and finds all.
+        folder: folder shared by the servers of a cluster. Each counts its own responses, and finds all.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ResponseStore:
 
     @property
     def num_responses(self) -> int:
-        """Responses of all keys."""
+        """Number of responses of all keys."""
         return sum(map(len, self._kept.values()))
 
     def keep(self, owner: str, name: str, response: bytes, messages: bytes) -> bool:

@@ -13,7 +13,7 @@ from .orders import taken
 
 
 def adapter_routes(state: ServerState) -> APIRouter:
-    """The routes."""
+    """Router of the LoRA adapter endpoints."""
     router = APIRouter(tags=["LoRA"], route_class=JsonRoute)
 
     @router.post("/v1/load_lora_adapter")

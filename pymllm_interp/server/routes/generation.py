@@ -31,9 +31,9 @@ class CompletionPiece:
     """New text of one completion.
 
     Attributes:
-        prompt, sample: which completion.
-        logprobs: of the new tokens, where they were asked for.
-        end: how it ended; None while it runs.
+        prompt, sample: indexes of the prompt and of its completion.
+        logprobs: log probabilities of the new tokens, if requested.
+        end: end of the completion; None while it runs.
     """
 
     prompt: int
@@ -50,8 +50,8 @@ class Generation:
     Args:
         engine: serves them.
         tokenizer: a transformers tokenizer, or None.
-        prompts: in order.
-        call: with its requests, already accepted.
+        prompts: prompts of the request, in order.
+        call: accepted call with the prompts' requests.
     """
 
     def __init__(self, engine: Door, tokenizer: Any, prompts: Sequence[Prompt], call: Call) -> None:
@@ -119,7 +119,7 @@ class Generation:
 
     @property
     def unfinished(self) -> bool:
-        """Whether completions continue."""
+        """Whether any completion is still running."""
         return self._left > 0
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Generation:
 
 
 def event_of(message: m.Finished) -> FinishedEvent:
-    """What `Completion` reads of the message, as the engine's event."""
+    """The message as the engine's event that `Completion` reads."""
     return FinishedEvent(
         "",
         message.token_ids,

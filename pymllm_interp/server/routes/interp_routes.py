@@ -44,7 +44,7 @@ _NAME = re.compile(r"\w[\w ./-]{0,127}")
 
 
 def interp_routes(state: ServerState) -> APIRouter:
-    """The routes."""
+    """Router of the interpretability endpoints."""
     router = APIRouter(tags=["Interpretability"], route_class=JsonRoute)
 
     @router.get("/v1/interp/capabilities")
@@ -116,7 +116,7 @@ def _archive(folder: Path) -> bytes:
 def _vector_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/v1/interp/vectors")
     async def names(request: Request) -> dict[str, Any]:
-        """This key's vectors."""
+        """Names and sizes of this key's vectors."""
         found = state.engine.vectors(require(request, Trust.DECLARED).name)
         return {
             "vectors": [{"name": name, "bytes": len(v.body), "format": v.format} for name, v in sorted(found.items())]
@@ -229,7 +229,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
 
 
 def _completions(params: dict[str, Any] | None) -> int:
-    """Completions of a prompt."""
+    """Number of completions of each prompt."""
     n = (params or {}).get("n", 1)
     if type(n) is not int or n < 1:
         raise ApiError(400, f"n={shown(n)}: expected a whole number from 1 on", "params")

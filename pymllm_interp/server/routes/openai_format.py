@@ -26,10 +26,10 @@ class Format:
 
     Args:
         kind: "cmpl" or "chatcmpl".
-        name: of the model.
+        name: name of the model.
         return_token_ids: token ids in each choice.
         logprobs: whether log probabilities were asked for.
-        top: of each position, beside the token's own.
+        top: number of further tokens listed at each position.
         echo: the prompt before each completion.
         parser: makes the parser of a message from the prompt's text; None: the text is its content.
     """
@@ -93,7 +93,7 @@ class Format:
         return "tool_calls" if called and end.finish_reason == "stop" else end.finish_reason
 
     def _end(self, found: dict[str, Any], index: int, end: m.Finished) -> None:
-        """What belongs to a completion as a whole."""
+        """Add the fields of a whole completion."""
         if end.prompt_logprobs is not None and not self.echo:
             found["prompt_logprobs"] = [
                 None if entry is None else {
@@ -123,7 +123,7 @@ class Format:
         return found | self._state.store.link(name, stored)
 
     def usage(self, prompts: Sequence[Prompt], ends: Mapping[Any, m.Finished]) -> dict[str, Any]:
-        """Counts of tokens."""
+        """Token counts of the request."""
         read = sum(len(prompt.token_ids) for prompt in prompts)
         made = sum(len(end.token_ids) for end in ends.values())
         cached = sum(end.num_cached_tokens for (_, sample), end in ends.items() if sample == 0)
@@ -190,7 +190,7 @@ class TextSoFar:
     """The text of a choice's tokens so far, which says where each token begins in it.
 
     Args:
-        tokenizer, skip_special_tokens, prompt_token_ids: as of `Detokenizer`.
+        tokenizer, skip_special_tokens, prompt_token_ids: see `Detokenizer`.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool, prompt_token_ids: Sequence[int]) -> None:
@@ -213,7 +213,7 @@ class TextSoFar:
 
 
 def usage_of(read: int, made: int) -> dict[str, Any]:
-    """Counts of tokens of prompts, and of completions."""
+    """Token counts of prompts and completions, as OpenAI's `usage`."""
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 

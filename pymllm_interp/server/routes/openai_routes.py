@@ -40,7 +40,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class DisconnectedError(Exception):
-    """The client is gone."""
+    """The client disconnected."""
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -67,7 +67,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 def openai_routes(state: ServerState) -> APIRouter:
-    """The routes."""
+    """Router of the OpenAI endpoints."""
     router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
     @router.get("/v1/models")
@@ -115,7 +115,7 @@ def _card(state: ServerState) -> dict[str, Any]:
 
 
 def _adapter_card(state: ServerState, name: str) -> dict[str, Any]:
-    """As vLLM lists a LoRA adapter."""
+    """Description of a LoRA adapter, in vLLM's format."""
     return _card(state) | {"id": name, "root": state.engine.adapters[name], "parent": state.settings.name}
 
 
@@ -135,7 +135,7 @@ def adapter_of(state: ServerState, name: str | None) -> str | None:
 
 
 class Asked(NamedTuple):
-    """What a request asks for, before its prompts are tokenized."""
+    """Parsed parameters of a request, before its prompts are tokenized."""
 
     prompts: int
     params: SamplingParams
@@ -150,7 +150,7 @@ class Asked(NamedTuple):
 def asked_of(
     state: ServerState, body: GenerationRequest, count: int, max_tokens: int | None, read: Callable[[], list[RenderedPrompt]]
 ) -> Asked:  # fmt: skip
-    """What is asked for.
+    """Parsed parameters of a request.
 
     Raises:
         ApiError: another model, or more prompts than a request may have.
@@ -396,5 +396,5 @@ class Work:
 
 
 def _data(value: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Data of one server-sent event."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

@@ -12,7 +12,7 @@ class Refused(NamedTuple):
     """A field that is refused.
 
     Attributes:
-        reason: why, and what serves in its place.
+        reason: reason, and the alternative.
         neutral: values that change nothing, so that clients may send them. None always is one.
     """
 
@@ -78,7 +78,7 @@ REFUSED: dict[str, Refused] = {
     "vllm_xargs": Refused("there are no extensions of vLLM's", ({},)),
     "watermarking": Refused("texts are not watermarked", (False,)),
 }  # fmt: skip
-"""By name. What is neither here nor a field of the request is refused as unknown."""
+"""Name -> refusal. Other unknown fields are refused as unknown."""
 
 _HERE = "use /v1/chat/completions, which has it"
 OF_RESPONSES: dict[str, Refused] = REFUSED | {
@@ -107,7 +107,7 @@ OF_RESPONSES: dict[str, Refused] = REFUSED | {
     ),
     "truncation": Refused("items are not left out: truncate_prompt_tokens keeps the last tokens", ("disabled",)),
 }  # fmt: skip
-"""As `REFUSED`, of /v1/responses."""
+"""`REFUSED` for /v1/responses."""
 
 
 def without_neutral(given: Mapping[Any, Any], known: Iterable[str], refusals: Mapping[str, Refused]) -> dict[Any, Any]:

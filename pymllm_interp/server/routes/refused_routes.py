@@ -90,7 +90,7 @@ def _answer(reason: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 def unknown_route(path: str, served: Iterable[str]) -> str:
-    """What a client is told of a path that no route has.
+    """Error message for an unknown path, with the nearest known ones.
 
     Args:
         served: paths of the routes.

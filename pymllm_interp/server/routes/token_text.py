@@ -46,7 +46,7 @@ def token_word(data: bytes, prefix: str = "") -> str:
     """A token's text; for a part of a character its bytes, as OpenAI writes them: `\\xf0\\x9f`.
 
     Args:
-        prefix: before such bytes; completions have "bytes:".
+        prefix: text before such bytes; completions have "bytes:".
     """
     if is_text(data):
         return data.decode()

@@ -15,7 +15,7 @@ from .openai_routes import adapter_of, conversation, texts
 
 
 def tokenize_routes(state: ServerState) -> APIRouter:
-    """The routes."""
+    """Router of the tokenizer endpoints."""
     router = APIRouter(tags=["Tokens"], route_class=JsonRoute)
 
     @router.post("/tokenize")

@@ -42,7 +42,7 @@ class JsonCall:
         self._plain = False  # its fields come in another order, or its name is no JSON
 
     def push(self, text: str) -> list[Part]:
-        """Take more text."""
+        """Parse more text."""
         known = len(self.raw)
         end = self._object.find(text)
         self.raw += text if end is None else text[:end]
@@ -130,7 +130,7 @@ class LlamaCalls(SteppedParser):
     """`{"name": ..., "parameters": {...}}` in place of a text, several with `;` between them: Llama 3.
 
     Args:
-        names: of the tools: an object with another name is a text.
+        names: names of the tools. An object with another name is text.
     """
 
     TAG = "<|python_tag|>"
@@ -203,7 +203,7 @@ class MistralCalls(SteppedParser):
         return True
 
     def _is_text(self, text: str, parts: list[Part]) -> bool:
-        """What was taken is no call: it is a text, and so is what follows."""
+        """Treat the taken text, and what follows, as text and not as a call. Returns True."""
         parts.append(Part("content", self._taken + text[:1]))
         self._in, self._taken, self._text = "", "", text[1:]
         return True

@@ -24,12 +24,12 @@ class Function(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """How a model writes tool calls.
+    """Syntax of a model's tool calls.
 
     Attributes:
-        parser: of the names of the tools.
+        parser: function from the names of the tools to a parser.
         call: (beginning, end) of a call of this function; its arguments stand between them.
-        around: what stands before the first call, between two, and behind the last.
+        around: texts before the first call, between calls, and after the last.
         special: its marks are special tokens, which the text must keep.
     """
 

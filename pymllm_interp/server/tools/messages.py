@@ -17,7 +17,7 @@ class MessageParser:
 
     Args:
         tool_format: name of the format of its tool calls; None: they are not parsed.
-        names: of the tools.
+        names: names of the tools.
         reasoning: name of the format of its reasoning; None: it is not split off.
         inside: the text begins inside of its reasoning.
         several: more than one call may come; others are left out.
@@ -51,7 +51,7 @@ class MessageParser:
         return parts + self._calls.end() if ended else parts
 
     def delta(self, text: str, ended: bool) -> dict[str, Any]:
-        """What more text adds to the message, as a stream's delta."""
+        """The message's delta for more text, as streamed."""
         found: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
         for part in self.parts(text, ended):

@@ -34,7 +34,7 @@ class SteppedParser(ABC):
 
     def __init__(self) -> None:
         self._text = ""
-        """What was not taken yet."""
+        """Text that is not parsed yet."""
 
     def push(self, text: str) -> list[Part]:
         self._text += text

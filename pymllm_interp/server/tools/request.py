@@ -24,7 +24,7 @@ class FunctionTool(Strict):
 
 
 class Tool(Strict):
-    """A tool: a function."""
+    """A tool definition: a function."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
@@ -45,13 +45,13 @@ class NamedTool(Strict):
 
 
 class ToolPlan:
-    """How the messages of one chat request are written and read.
+    """Formats of writing and parsing the messages of one chat request.
 
     Args:
-        tools: of the request; those that its calls may be of, by `choice`.
+        tools: tools of the request. `choice` selects those that may be called.
         choice: OpenAI's `tool_choice`.
         several: more than one call may come.
-        tool_format, reasoning: of the server.
+        tool_format, reasoning: formats of the server.
 
     Raises:
         PromptError: a choice that the tools or the server do not have.

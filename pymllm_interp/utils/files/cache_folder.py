@@ -14,7 +14,7 @@ _KINDS = {
     "compiled kernels": re.compile(r"[a-z_]+-[0-9a-f]{16}\.so"),
     "unfinished": re.compile(r"\..+-[0-9a-f]{16}-v\d+\..+|tmp\w{8}"),
 }
-"""What an entry is -> its name."""
+"""Kind of an entry -> pattern of its name."""
 
 
 class CacheEntry(NamedTuple):
@@ -26,14 +26,14 @@ class CacheEntry(NamedTuple):
 
 
 def default_cache_dir() -> Path:
-    """`$PYMLLM_INTERP_CACHE`, `$XDG_CACHE_HOME/pymllm-interp`, or ~/.cache/pymllm-interp."""
+    """Folder of the cache: `$PYMLLM_INTERP_CACHE`, `$XDG_CACHE_HOME/pymllm-interp`, or ~/.cache/pymllm-interp."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pymllm-interp"
 
 
 def cache_entries(folder: Path) -> list[CacheEntry]:
-    """What this package wrote into a folder, by name. Other files are left out."""
+    """This package's entries in a folder, by name. Other files are omitted."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         kind = next((kind for kind, name in _KINDS.items() if name.fullmatch(path.name)), None)

@@ -113,7 +113,7 @@ def check_gguf(path: Path, max_values: int | None = None) -> None:
 
 
 class _GGUFHeader:
-    """Reads a GGUF header."""
+    """Reader of a GGUF file's header. Checks counts against the bytes that exist."""
 
     def __init__(self, data: mmap.mmap, max_values: int | None) -> None:
         self._data, self._at, self._alignment = data, 0, 32

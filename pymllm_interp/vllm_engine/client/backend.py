@@ -44,7 +44,7 @@ HOOKS = {
     "declared": "in front of vLLM's norms, inside its compiled passes and CUDA graphs",
     "traces": "after their requests, over captured states (lm.trace lowered)",
 }
-"""How hooks run, in words."""
+"""Description of how hooks run, by kind."""
 INSTEAD = "declare it (interventions=, capture=), or use LM(model), whose engine is our own"
 
 
@@ -52,7 +52,7 @@ class VllmBackend(FactoryBackend):
     """A `Backend` with vLLM's processes: its scheduler, kernels, ranks and quantisation. Hooks are declared ones.
 
     Args:
-        model, server: as of a `LocalBackend`; settings without a counterpart in vLLM are refused.
+        model, server: see `LocalBackend`; settings without a counterpart in vLLM are refused.
         arguments: further ones of vLLM's, such as `tensor_parallel_size`.
 
     Raises:
@@ -132,7 +132,7 @@ class VllmBackend(FactoryBackend):
         why: str,
         refused: Exception | None = None,
     ) -> None:
-        """Raises VllmRefusalError: no block runs in the passes. The message has the line that prevents it."""
+        """Raise VllmRefusalError: no block runs in the passes. The message has the line that prevents it."""
         why = why or "lower_traces='off'"
         raise VllmRefusalError(f"{TRACES}, and this one cannot: {why}. {INSTEAD}") from refused
 

@@ -21,7 +21,7 @@ from .results_link import ResultsLink
 from .uplink import Uplink
 
 CALL_SECONDS = 120.0
-"""How long all ranks may take to answer a call of ours."""
+"""Timeout of a call to all ranks."""
 RANK_MODULE = "pymllm_interp.vllm_engine.worker.worker"
 ResultT = TypeVar("ResultT")
 
@@ -30,15 +30,15 @@ class VllmCore:
     """Starts vLLM's processes, and opens each rank.
 
     Args:
-        arguments: of vLLM's `AsyncEngineArgs`.
-        config: of the client; some of it goes to the ranks.
+        arguments: fields of vLLM's `AsyncEngineArgs`.
+        config: config of the client; the ranks receive parts of it.
 
     Attributes:
         version: vLLM's.
         config: vLLM's `VllmConfig`.
         on_cuda: the ranks have CUDA devices.
-        ranks: what `interp_open` said of each.
-        uplink, link: to all ranks, and from rank 0.
+        ranks: answers of all ranks to `interp_open`.
+        uplink, link: connections to all ranks, and from rank 0.
         kinds: the module `vllm.sampling_params`.
 
     Raises:
@@ -125,7 +125,7 @@ class VllmCore:
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """`call_async`, and wait."""
+        """Call a method of all ranks, and wait for the answers."""
         return self.wait(self.call_async(method, *arguments))
 
     def close(self) -> None:
@@ -150,5 +150,5 @@ class VllmCore:
 
 
 def closed() -> EngineClosedError:
-    """What calls raise after the end."""
+    """Error of calls after `close`."""
     return EngineClosedError("the engine was shut down: it takes no more requests")

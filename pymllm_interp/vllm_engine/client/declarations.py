@@ -22,22 +22,22 @@ class NoReadout:
     """A `Readout` for checks: the model is on the ranks, which compute reductions."""
 
     def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
-        """Not here."""
+        """Raise NotImplementedError: norms are on the ranks."""
         raise NotImplementedError("norms are on the ranks")
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Not here."""
+        """Raise NotImplementedError: the head is on the ranks."""
         raise NotImplementedError("the head is on the ranks")
 
 
 class VllmDeclarations(Declarations):
-    """See `hooks.declarations.Declarations`.
+    """Checks and binds the hooks of requests for vLLM (`hooks.declarations.Declarations`).
 
     Args:
-        limits, model: as there.
-        ranks: of tensor parallelism.
+        limits, model: see `Declarations`.
+        ranks: number of tensor-parallel ranks.
         step_tokens: most token rows of a step.
-        ring_bytes: of the ring on rank 0; None where captures do not use one.
+        ring_bytes: bytes of rank 0's ring; None if captures do not use one.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class VllmDeclarations(Declarations):
         self._ranks, self._step_tokens, self._ring_bytes = ranks, step_tokens, ring_bytes
 
     def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
-        """See there.
+        """Check and bind a request's hooks, see `Declarations.declare`.
 
         Raises:
             ValueError: likewise, and what needs attention's kernels, a head that is split over ranks, or a larger ring.

@@ -32,8 +32,8 @@ class _Live:
     """A request on its way.
 
     Attributes:
-        task: that serves it.
-        reason: to end it with, once somebody has asked for that.
+        task: task that serves it.
+        reason: reason for its end, once requested.
         started: its task runs. One that is cancelled before would never answer.
         sent: vLLM knows it.
     """
@@ -47,7 +47,7 @@ class _Live:
 
 
 class VllmRequestEngine:
-    """See the module. Requests are served on the loop of vLLM's client.
+    """Engine that serves requests on the loop of vLLM's client.
 
     Args:
         core: vLLM.
@@ -76,7 +76,7 @@ class VllmRequestEngine:
 
     @property
     def state(self) -> str:
-        """In words: "shut down", or how many requests are live."""
+        """Description of the engine's state: "shut down", "idle" or the number of live requests."""
         if self._closing is not None or self.forked is not None:
             return "shut down" if self.forked is None else "of the parent process"
         return f"live requests: {len(self._live)}" if self._live else "idle"
@@ -87,7 +87,7 @@ class VllmRequestEngine:
         return self.core.on_loop
 
     def check_open(self) -> None:
-        """Raises EngineClosedError where requests cannot be submitted."""
+        """Raise EngineClosedError if requests cannot be submitted."""
         if self.forked is not None:
             raise self.forked.with_traceback(None)
         if self._closing is not None:
@@ -129,7 +129,7 @@ class VllmRequestEngine:
         }  # fmt: skip
 
     def progress(self) -> Progress:
-        """How far the engine is, for those that look whether it is stuck."""
+        """The engine's progress, for watchdogs."""
         return Progress(f"{self.num_events} {self._steps}", bool(self._live), False)
 
     def reset_prefix_cache(self) -> None:
@@ -165,7 +165,7 @@ class VllmRequestEngine:
             time.sleep(0.05)
 
     def after_fork(self, error: EngineClosedError) -> None:
-        """In a forked child: calls raise `error`, and nothing waits."""
+        """Mark the engine of a forked child: calls raise `error`, and nothing waits."""
         self._lock = threading.Lock()
         self._closing = self.forked = error
 
@@ -217,7 +217,7 @@ class VllmRequestEngine:
         await self._answer(one)
 
     def _named(self, error: BaseException) -> BaseException:
-        """What ended a request, in words of its caller's. vLLM's end is that of the engine."""
+        """Error of a request for its caller. The end of vLLM's engine becomes EngineClosedError."""
         if type(error).__name__ == "EngineDeadError":
             told = EngineClosedError(
                 "vLLM's engine has ended: a rank was killed, or has failed; its log says which. Make a new LM"

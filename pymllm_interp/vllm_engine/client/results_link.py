@@ -21,7 +21,7 @@ class ResultsLink:
     """Asks for the results of requests that have ended, and passes them on. Both on the client's loop, many at once.
 
     Args:
-        address, key: of `Egress`.
+        address, key: address and key of `Egress`.
         soon: calls a function on the loop.
     """
 

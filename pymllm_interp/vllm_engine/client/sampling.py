@@ -67,7 +67,7 @@ def _seed_of(request: Request) -> int:
 
 
 def salt_of(request: Request, declared: Declared | None) -> str | None:
-    """What requests must have in common to share KV: owner, salt of the caller, and all edits at all positions.
+    """Cache salt of a request: its owner, the caller's salt, and all edits at all positions.
 
     vLLM keeps the KV of generated tokens under the hashes of prompts, so edits of generated positions count. Positions count as
     they are bound to the prompt. One that counts from the prompt's end is another position for another prompt.

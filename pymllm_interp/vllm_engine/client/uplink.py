@@ -20,7 +20,7 @@ MAX_BYTES = 4 << 30
 
 
 class Uplink:
-    """See the module. Used on the engine's loop only.
+    """Connection that sends hooks to all ranks. Used on the engine's loop only.
 
     Args:
         call: a collective call of all ranks: (method, *arguments) -> the answers, in the ranks' order.

@@ -12,10 +12,10 @@ from ...models.weights.model_state import ModelState, settings_of
 
 
 class VllmWeights(ModelState):
-    """What weights vLLM serves: a hash of each rank's parameters, and of the config. They do not change while it runs.
+    """State of the served weights: a hash of each rank's parameters, and of the config. They do not change.
 
     Args:
-        checksums: of the ranks' weights, in their order.
+        checksums: checksums of the ranks' weights, in rank order.
     """
 
     def __init__(self, config: Any, checksums: list[int]) -> None:

@@ -16,7 +16,7 @@ from .hooked_request import HookedRequest
 
 
 class StepBatch:
-    """What of a step does not change from one to the next, and counts that requests get when it ends.
+    """State shared by consecutive steps with the same requests, and counts that requests get when it ends.
 
     Args:
         ids: vLLM's, in the order of the batch.
@@ -26,7 +26,7 @@ class StepBatch:
     Attributes:
         hooked: (place in the batch, request) of those with hooks.
         rows: [reqs] int64, rows of the tables; -1 for requests without hooks.
-        captures: of each request, or None; empty where none captures.
+        captures: captures of each request, or None; empty if none captures.
         largest_records: [reqs] int64, upper bounds of ring elements for a position.
         all_logits: [reqs] bool, whether all positions of a request have logits.
         touches_logits: some request has an op or a capture at the logits.
@@ -53,8 +53,8 @@ class StepBatch:
 
         Args:
             tokens: [reqs], token rows.
-            mode: how it ran.
-            calls: of the op, that saw all of them.
+            mode: execution mode of the step.
+            calls: number of op calls that saw all tokens.
         """
         self._tokens += tokens
         self._steps[mode] += 1
@@ -79,7 +79,7 @@ class VllmStep:
         query_start_loc: [reqs + 1] int32, first token row of each request.
         first: [reqs], first position of each.
         counts: [reqs], positions of each.
-        mode: how the pass runs, for receipts.
+        mode: execution mode of the pass, for receipts.
     """
 
     batch: StepBatch
@@ -90,7 +90,7 @@ class VllmStep:
 
     @property
     def num_tokens(self) -> int:
-        """Token rows."""
+        """Number of token rows."""
         return int(self.query_start_loc[-1])
 
     @property
@@ -100,7 +100,7 @@ class VllmStep:
 
     @property
     def positions(self) -> np.ndarray:
-        """[tokens] int64."""
+        """Positions of the token rows, [tokens] int64."""
         shifts = self.first - self.query_start_loc[:-1]
         return np.repeat(shifts, self.counts) + np.arange(self.num_tokens)
 

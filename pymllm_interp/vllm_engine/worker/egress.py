@@ -29,9 +29,9 @@ class Egress:
     """Listens for the client, and answers the ends of requests, each when its results have arrived on the host.
 
     Args:
-        key: that the client must have.
+        key: key that the client must present.
         finish: `RankStage.finish`.
-        arena: with results.
+        arena: arena of the results.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Egress:
         threading.Thread(target=self._accept, name="pymllm-interp-egress", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more clients."""
+        """Stop accepting clients."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -80,7 +80,7 @@ class _Answers:
     """Outcomes on their way to the client: those that have arrived together are one message.
 
     Args:
-        arena: that the client maps; None where it does not.
+        arena: arena that the client maps, or None.
     """
 
     def __init__(self, connection: Connection, arena: ResultArena | None) -> None:
@@ -125,7 +125,7 @@ class _Answers:
 
 
 def _own_address() -> str:
-    """Where other hosts reach this one; the loopback where there is no other host."""
+    """Address for other hosts; the loopback address if there are none."""
     import os
 
     if os.environ.get("VLLM_HOST_IP"):

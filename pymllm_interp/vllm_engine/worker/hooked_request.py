@@ -16,11 +16,11 @@ class HookedRequest:
 
     Attributes:
         request_id: ours.
-        row: of the tables, while it has one.
+        row: row of the tables, while it has one.
         declared: None once its results were asked for.
         met: rows that the op met of it, over all taps; on CUDA the tables' count comes on top.
         scheduled: token rows of its steps.
-        steps: by execution.
+        steps: number of steps by execution.
     """
 
     request_id: str
@@ -37,7 +37,7 @@ class HookedRequest:
 
     @property
     def captures(self) -> CapturedRows | None:
-        """What it captures through the ring."""
+        """Captured rows of the ring, or None."""
         return None if self.declared is None else self.declared.captures
 
     @property
@@ -55,10 +55,10 @@ class HookedRequest:
 
 @dataclass
 class RankResult:
-    """What rank 0 says of a request that has ended.
+    """Outcome of an ended request on rank 0.
 
     Attributes:
-        error: why it cannot be trusted; None where it can.
+        error: reason that it is invalid, or None.
     """
 
     declared: DeclaredResult

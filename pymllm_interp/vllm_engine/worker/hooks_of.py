@@ -21,13 +21,13 @@ class HooksOf:
     """The requests with hooks of a rank's runner.
 
     Args:
-        stage: of the rank.
-        model: of vLLM; its `compute_logits` is replaced by one that serves the logits' site.
+        stage: stage of the rank.
+        model: vLLM's model. A wrapper replaces its `compute_logits`, to serve the logits' site.
 
     Attributes:
         hidden: [tokens, hidden] of the pass under way, after the final norm.
         expects_pass: a call of the model is a pass of scheduled requests.
-        tensors: of the requests' hooks, by key.
+        tensors: tensors of the requests' hooks, by key.
     """
 
     def __init__(self, stage: RankStage, model: Any) -> None:
@@ -84,11 +84,11 @@ class HooksOf:
         return found
 
     def begin(self, req_ids: list[str], starts: np.ndarray, computed: np.ndarray, mode: str) -> None:
-        """See `RankStage.begin`."""
+        """Begin a step, see `RankStage.begin`."""
         self.stage.begin(req_ids, starts, computed, mode)
 
     def end(self) -> None:
-        """A step was launched."""
+        """End the launch of a step."""
         self.hidden = None
         self.stage.end()
 
@@ -98,7 +98,7 @@ class HooksOf:
         self.stage.idle()
 
     def graph_mode(self) -> str:
-        """How the pass under way runs: "none", "piecewise" or "full"."""
+        """CUDA graph mode of the current pass: "none", "piecewise" or "full"."""
         from vllm.forward_context import get_forward_context  # pyright: ignore[reportMissingImports]
 
         return get_forward_context().cudagraph_runtime_mode.name.lower()

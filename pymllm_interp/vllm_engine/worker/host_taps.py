@@ -1,4 +1,4 @@
-"""What the op does where ops and captures are functions: on a CPU."""
+"""Taps on a CPU, with ops and captures as functions."""
 
 from __future__ import annotations
 

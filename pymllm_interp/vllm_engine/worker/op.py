@@ -13,7 +13,7 @@ import torch
 
 
 class Taps(Protocol):
-    """What the ops call: the declared stage of a rank."""
+    """Callbacks of the ops: a rank's stage of declared hooks."""
 
     def pair(self, delta: torch.Tensor, stream: torch.Tensor, residual_add: int) -> None:
         """Ops and captures of the delta and the sum at a residual add; both [rows, hidden], changed in place."""
@@ -61,7 +61,7 @@ def _state(rows: torch.Tensor, site: int, handle: int) -> None:
 
 
 def _nothing(*_: object) -> None:
-    """Shapes and dtypes stay."""
+    """Fake implementation: shapes and dtypes do not change."""
 
 
 for _key in ("CPU", "CUDA"):

@@ -12,12 +12,12 @@ from ..structures import Structure
 
 
 class VllmReadout:
-    """See `hooks.captures.reductions.reduction.Readout`.
+    """Norm and head of vLLM's model (`hooks.captures.reductions.reduction.Readout`).
 
     Args:
-        model: of vLLM.
+        model: vLLM's model.
         structure: its norms, tapped.
-        ranks: of tensor parallelism.
+        ranks: number of tensor-parallel ranks.
     """
 
     def __init__(self, model: Any, structure: Structure, ranks: int) -> None:
@@ -25,7 +25,7 @@ class VllmReadout:
         self.head = model.compute_logits
 
     def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
-        """What a norm makes of the stream's rows [n, hidden]."""
+        """Norm at a site, applied to rows [n, hidden] of the residual stream."""
         found: Any = self._structure.last
         if site.kind in ("attn_in", "mlp_in"):
             assert site.layer is not None, "sites of layers have one"

@@ -27,10 +27,10 @@ class ResultArena:
 
     Args:
         keep: upper bound, in bytes, of freed memory that is kept for reuse.
-        size: of the file, which takes memory only where it is written; None: of the host's memory.
+        size: bytes of the file, which takes memory only for written pages; None: those of the host's memory.
 
     Attributes:
-        name: of the file, for processes of this host and user.
+        name: name of the file, for processes of this host and user.
         kept: bytes of freed memory that is kept.
     """
 
@@ -81,7 +81,7 @@ class ResultArena:
         memory[first : min(whole, stop)] = 0
 
     def given(self, tensor: torch.Tensor) -> Shared | None:
-        """Where a tensor is; None where it is not in the arena. From now on its block is the client's."""
+        """Location of a tensor, whose block then belongs to the client; None if it is not in the arena."""
         start = self._start(tensor)
         if start is None:
             return None

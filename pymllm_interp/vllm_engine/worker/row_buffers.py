@@ -9,7 +9,7 @@ from ...utils.upload import upload
 
 
 class VllmRowBuffers:
-    """By token row (`TableOps`). Rows behind a step's own have no owner: a captured graph may be longer than its step.
+    """Buffers by token row (`TableOps`). Rows after a step's own have no owner: a captured graph may be longer than its step.
 
     Args:
         tokens: most token rows of a pass, padding included.
@@ -47,7 +47,7 @@ class VllmRowBuffers:
         self.used = count
 
     def clear(self) -> None:
-        """No row has an owner."""
+        """Clear the owners of all rows."""
         if self.used:
             self.op_rows[: self.used].fill_(-1)
             self.used = 0

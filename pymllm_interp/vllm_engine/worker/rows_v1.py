@@ -19,7 +19,7 @@ class CpuNoise(torch.Generator):
     before: torch.Tensor
 
     def get_offset(self) -> int:
-        """Nothing depends on it."""
+        """Return 0: nothing depends on the offset."""
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:

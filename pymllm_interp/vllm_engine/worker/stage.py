@@ -39,7 +39,7 @@ _NEUTRAL = SamplingParams()
 SMALL_RING = 1 << 16
 """Bytes of the ring of a rank that captures nothing."""
 WAIT_SECONDS = 2e-4
-"""Between two looks whether the ring has room."""
+"""Seconds between checks for room in the ring."""
 
 
 class TappedStage(DeclaredStage):
@@ -72,14 +72,14 @@ class RankStage:
     """Ops and captures of a rank. Steps come from the rank's thread, ends of requests from the one that serves the client.
 
     Args:
-        config: of the client.
-        model: what specs are bound to.
-        device: of the rank.
+        config: config of the client.
+        model: model that specs are bound to.
+        device: device of the rank.
         tokens: most token rows of a pass, padding included.
         rows: most requests of a step.
         taps: calls of the op in one pass.
-        rank: among the tensor-parallel ones; only rank 0 captures.
-        readout: of the model.
+        rank: tensor-parallel rank; only rank 0 captures.
+        readout: readout of the model.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class RankStage:
             req_ids: vLLM's, in the order of the batch.
             starts: [at least reqs + 1], first token row of each.
             computed: [at least reqs], first position of each.
-            mode: how the pass runs.
+            mode: execution mode of the pass.
         """
         self.num_steps += 1
         if not self.busy:
@@ -419,7 +419,7 @@ class RankStage:
     # -- the op ----------------------------------------------------------------------------------
 
     def pair(self, delta: torch.Tensor, stream: torch.Tensor, residual_add: int) -> None:
-        """See `Taps`."""
+        """Apply ops and captures at a residual add (`Taps.pair`)."""
         if self.static is not None:
             from ...kernels.edit_pair import edit_pair
 
@@ -433,7 +433,7 @@ class RankStage:
     def norm(
         self, delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int
     ) -> None:
-        """See `Taps`."""
+        """Compute a norm with ops and captures (`Taps.norm`)."""
         from ...kernels.edit_ops import edit_norm_
 
         assert self.static is not None, "norms of vLLM stay where ops are functions"
@@ -450,7 +450,7 @@ class RankStage:
         )
 
     def state(self, rows: torch.Tensor, site: int) -> None:
-        """See `Taps`."""
+        """Apply ops and captures at a site (`Taps.state`)."""
         if self.static is not None:
             from ...kernels.edit_pair import edit_state
 

@@ -35,9 +35,9 @@ PADDING = 1024
 SPARE_ROWS = 64
 """Rows of the tables for requests that have ended, until their results were read."""
 SWITCH_SECONDS = 5e-4
-"""How long a thread that copies captured states may keep the thread that launches passes from running."""
+"""Longest time that a copying thread may delay the thread that launches passes."""
 WITHOUT_OP = "PYMLLM_INTERP_VLLM_WITHOUT_OP"
-"""For the test of the canary: the taps are left out."""
+"""Environment variable that disables the taps, for the canary's test."""
 
 
 class InterpWorker:
@@ -123,7 +123,7 @@ class InterpWorker:
         return {"rank": self.rank, "steps": stage.num_steps, "calls": stage.calls}
 
     def interp_stages(self) -> dict[str, dict[str, float]]:
-        """Where time went since the last call (`utils.stage_times`), and memory of results; empty where it is not measured."""
+        """Stage times since the last call (`utils.stage_times`), and memory of results; empty if not measured."""
         arena = self._hooks.stage.arena
         memory: dict[str, dict[str, float]] = {
             "results: kept": {"bytes": arena.kept}, "results: live": {"bytes": arena.live}

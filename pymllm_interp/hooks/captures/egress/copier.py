@@ -29,7 +29,7 @@ from .ring_allocator import RingAllocator
 logger = logging.getLogger(__name__)
 
 NO_MEMORY = (MemoryError, OSError, RuntimeError)
-"""What a failed allocation or copy raises. Only the captures of the affected request are lost."""
+"""Errors of a failed allocation or copy. Only the captures of the affected request are lost."""
 MAX_STEPS = 32
 """Upper bound of the steps that are held."""
 MAX_BYTES = 256 << 20
@@ -90,10 +90,10 @@ class SentSpan(NamedTuple):
 
 
 class _KeptAt(NamedTuple):
-    """Where the records of a step, and of those that follow it, are kept as they are.
+    """Destination of the records of consecutive steps.
 
     Attributes:
-        addresses: of each group, [requests] int64; 0 for a request without memory.
+        addresses: addresses by group, [requests] int64; 0 for a request without memory.
     """
 
     step: AlikeStep
@@ -146,7 +146,7 @@ class BlockCopies:
         self._steps.append((places.ravel(), source.ravel(), size))
 
     def make(self) -> None:
-        """Make all copies."""
+        """Make all collected copies."""
         parts = [(to, source, np.full(len(to), size, np.int64)) for to, source, size in self._steps]
         if self._rows:
             places: list[int] = []
@@ -167,7 +167,7 @@ class RingCopier:
     """Copies spans of the host ring to results and frees them, on a thread of its own.
 
     Args:
-        allocator: of the ring.
+        allocator: allocator of the ring.
         results: memory of the results.
 
     Attributes:

@@ -31,17 +31,17 @@ class Memory(Protocol):
 
 
 class FreshMemory:
-    """Memory that holds zeros."""
+    """Memory allocated as zeros."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros. The kernel maps zero pages: memory that is not used is not written."""
         return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
 
     def clear(self, rows: torch.Tensor, used: int) -> None:
-        """Nothing to do: the memory holds zeros."""
+        """Do nothing: the memory holds zeros."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing: nothing is kept."""
 
 
 FRESH = FreshMemory()

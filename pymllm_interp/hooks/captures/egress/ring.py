@@ -85,13 +85,13 @@ class CaptureRing:
 
     Args:
         size: bytes of each ring (`capture_ring_bytes`).
-        dtype: of the states.
+        dtype: dtype of the states.
         when_full: "block" or "fail" (`capture_when_full`).
         results: memory of the results; None: memory of which nothing is kept.
 
     Attributes:
         memory: [elements], the device ring, which kernels write to.
-        allocator: of the ring.
+        allocator: allocator of the ring.
         admission: the scheduler's side.
         results: memory of the results.
         bytes_sent: bytes copied to the host, or being copied.

@@ -48,7 +48,7 @@ class Features(Reduction):
 
     @property
     def norm_gain(self) -> bool:
-        """The SAE's."""
+        """Whether the SAE reads the norm's output after the gain."""
         return self._sae.norm_gain
 
     @property

@@ -52,7 +52,7 @@ class _LayerPatterns(LayerRows):
             self.rows[position] = row[:, : position + 1].clone()
 
     def result(self, num_positions: int) -> torch.Tensor:
-        """[positions, heads, keys]."""
+        """Patterns [positions, heads, keys]."""
         positions = self.before(num_positions)
         padded = torch.zeros(len(positions), self.num_heads, num_positions, dtype=self.dtype)
         for row, position in zip(padded, positions, strict=True):
@@ -64,7 +64,7 @@ class PatternCaptures(LayerCaptures[_LayerPatterns]):
     """The patterns that one request captures.
 
     Args:
-        specs: at `pattern` sites.
+        specs: captures at `pattern` sites.
         longest: upper bound of the request's positions.
 
     Raises:

@@ -13,7 +13,7 @@ from .reduction import Reduction
 
 @dataclass(frozen=True, eq=False)
 class States(Reduction):
-    """No reduction: each state as it is."""
+    """Identity: each state unchanged."""
 
     on_device = False
     of_states = True
@@ -25,7 +25,7 @@ class Pool(States):
 
     pools = True
     initial = 0.0
-    """What the fold begins with, unless it `narrows`."""
+    """Initial value of the fold, unless it `narrows`."""
 
     def fold(self, before: np.ndarray, state: np.ndarray) -> None:
         """Change `before` [sites, width] to what it is with one more state [sites, width].

@@ -18,7 +18,7 @@ class _Piece(NamedTuple):
 
     Attributes:
         part: index of the part.
-        columns: of its states.
+        columns: columns of its states.
         site: one of theirs.
         rows: [n * columns, width].
     """
@@ -30,18 +30,18 @@ class _Piece(NamedTuple):
 
 
 class StateReading:
-    """What is made of captured states before they leave the device: the norm of `attn_in` and `mlp_in`, and a reduction.
+    """Device computation over captured states: the norm of `attn_in` and `mlp_in`, and a reduction.
 
     Args:
         normed: the sites are outputs of norms, and the states are states of the stream.
-        reduction: that runs on the device; None for none.
-        readout: of the model.
-        width: of a state.
-        dtype: of the values that are sent, without a reduction.
+        reduction: reduction that runs on the device; None for none.
+        readout: readout of the model.
+        width: width of a state.
+        dtype: dtype of the values sent, without a reduction.
 
     Attributes:
         width: values sent for a state.
-        dtype: of these values.
+        dtype: dtype of the values.
         reduces: there is a reduction.
         key: equal for readings that one call can serve.
     """
@@ -129,7 +129,7 @@ def read_all(pending: Sequence[Pending]) -> None:
 def reading_of(
     spec: Capture, normed: bool, width: int, dtype: torch.dtype, readout: Readout | None
 ) -> StateReading | None:
-    """What the device makes of the states of a capture; None for nothing."""
+    """Device computation over a capture's states; None for none."""
     reduction = spec.reduction
     on_device = reduction if reduction.on_device else None
     if not normed and on_device is None:

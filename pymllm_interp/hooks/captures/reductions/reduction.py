@@ -28,7 +28,7 @@ class Readout(Protocol):
     """Parts of the model as functions of rows, which no op or trace acts on."""
 
     def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
-        """What a norm makes of the stream's rows [n, hidden].
+        """Norm at a site, applied to rows [n, hidden] of the residual stream.
 
         Args:
             site: `attn_in`, `mlp_in` or `final_norm`: the norm's output.
@@ -57,12 +57,12 @@ class Reduced:
 
 
 class Reduction(Spec):
-    """What a capture returns of its states: by default, something of each state."""
+    """Result that a capture returns instead of its states."""
 
     on_device = True
     """Whether `sent` runs on the device. False: the states are sent, or their dot products with `probes`."""
     norm_gain = True
-    """At `attn_in` and `mlp_in`: whether it reads the norm's output. False: the normed state before the gain multiplies it."""
+    """Whether the norm's gain applies at `attn_in` and `mlp_in`. False: states are normed without it."""
     of_states = False
     """Whether its rows are states, with the model's dtype and heads. False: float32 values of another width."""
     narrows = False
@@ -78,7 +78,7 @@ class Reduction(Spec):
         return None
 
     def needed(self, captured: np.ndarray, prompt_len: int) -> np.ndarray:
-        """Which of the captured positions the result is made of: [positions] bool."""
+        """Captured positions that the result needs: [positions] bool."""
         return captured
 
     def placed(self, positions: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Reduction(Spec):
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """Of the values of `sent`."""
+        """Dtype of the values of `sent`."""
         return torch.int32
 
     def row_elements(self, width: int) -> int:
@@ -106,7 +106,7 @@ class Reduction(Spec):
         return None if type(self).read is Reduction.read else site
 
     def read(self, site: Site, rows: Tensor, readout: Readout) -> Tensor:
-        """What `sent` reads of the rows [n, width] of a site, or of sites that are `read_alike`."""
+        """Input of `sent` from the rows [n, width] of a site, or of sites that are `read_alike`."""
         return rows
 
     def sent(self, rows: Tensor, readout: Readout) -> Tensor:
@@ -117,7 +117,7 @@ class Reduction(Spec):
         """The result of all values [positions, sent_width] of one site and request.
 
         Args:
-            dtype: of `Capture`; None: float32.
+            dtype: dtype of the `Capture`; None: float32.
             states: the values are whole states, which nothing on the device reduced.
         """
         raise NotImplementedError
@@ -134,5 +134,5 @@ def as_words(*values: Tensor) -> Tensor:
 
 
 def floats(words: Tensor) -> Tensor:
-    """The floats of `as_words`."""
+    """Inverse of `as_words`: the float32 values."""
     return words.contiguous().view(torch.float32)

@@ -16,14 +16,14 @@ class CallRows(NamedTuple):
     """Rows of the pass that one call of a module computes."""
 
     # fmt: off
-    rows:      torch.Tensor | slice  # of the flat batch: of several requests with one row each, or of one request
+    rows:      torch.Tensor | slice  # rows of the flat batch: one row of several requests, or one request
     requests:  torch.Tensor | slice  # their indices in the batch
     continued: bool                  # they have states
     batched:   bool                  # [rows, 1, ...]; else [1, rows, ...]
     # fmt: on
 
     def span(self, spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-        """Which of `spans`, (first row, number of rows), the part is; None: none of them."""
+        """The entry of `spans`, (first row, number of rows), that is this part, or None."""
         rows = self.rows
         found = None if isinstance(rows, torch.Tensor) else (rows.start, rows.stop - rows.start)
         return found if found in spans else None
@@ -79,7 +79,7 @@ def flat(value: Any, batched: bool) -> Any:
 
 
 def padded(value: Any, rows: int) -> Any:
-    """With rows of zeros up to `rows`."""
+    """The value with zero rows appended up to `rows`."""
     if isinstance(value, tuple):
         return tuple(padded(each, rows) for each in value)
     if not isinstance(value, torch.Tensor) or value.ndim < 3 or value.shape[0] != 1 or value.shape[1] >= rows:
