@@ -1,4 +1,4 @@
-"""What the code of a block shows: whether it needs gradients or names of other blocks, or only reads."""
+"""Analysis of a block's code: whether it needs gradients or names of other blocks, or only reads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def helpers_want_gradients(code: CodeType, scope: Mapping[str, Any], outer: Mapp
 
     Args:
         scope, outer: values of the names; `outer` is asked where `scope` has none.
-        depth: how far calls are followed.
+        depth: maximum depth of followed calls.
     """
     for name in all_names(code):
         helper = scope.get(name)

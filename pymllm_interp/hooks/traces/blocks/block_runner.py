@@ -28,12 +28,12 @@ class BlockRunner:
     """Runs blocks on the engine's thread. An error of a block ends its own request and no other.
 
     Args:
-        points: where blocks are filed while they wait.
+        points: points at which waiting blocks are filed.
 
     Attributes:
         serving: the trace of the block that runs now; else None.
         watchdog: watches for blocks that run too long; None for none.
-        seconds: for which the engine's thread has served blocks.
+        seconds: seconds for which the engine's thread has served blocks.
     """
 
     def __init__(self, points: Points) -> None:
@@ -127,7 +127,7 @@ class BlockScope:
             failed: called with the error of the block; by default, the error ends the block's request.
 
         Returns:
-            what the block waits for next, or None.
+            request that the block waits for next, or None.
         """
         trace, worker, watchdog, scope = block.trace, block.worker, self._watchdog, self._scope
         saves, depth, following, error = trace.saves, block.depth, None, None

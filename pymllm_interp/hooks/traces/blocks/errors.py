@@ -30,7 +30,7 @@ def too_late(request_id: str, location: str, before: str, step: int | None = Non
 
     Args:
         before: location at which the block was served last; "" for none.
-        step: that the block is pinned to by ``tracer.iter``.
+        step: step that ``tracer.iter`` pins the block to.
     """
     where = "" if step is None else f" in step {step}"
     at = f": the block was at `{before}` before" if before else ""

@@ -30,7 +30,7 @@ class Modes(NamedTuple):
 
     @classmethod
     def now(cls) -> Modes:
-        """The current thread's modes."""
+        """Modes of the current thread."""
         return cls(is_inference_mode_enabled(), is_grad_enabled(), autocast_by_device())
 
 

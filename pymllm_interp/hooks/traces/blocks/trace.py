@@ -40,7 +40,7 @@ class Block(Mediator):
     Attributes:
         target_visit: the visit of the current pass that the block waits for, if it waits for a location.
         served: the block has been resumed at least once.
-        last_location: where the block was last served; "" before the first time.
+        last_location: location at which the block was last served; "" before the first time.
         pinned_pass: the pass of the step that ``tracer.iter`` pins it to, once it was served there.
         late: the text of the error of a read out of order, which nnsight's ``with tracer.iter[...]:`` catches.
         reads_tokens: it was served a value of the streamer.
@@ -60,7 +60,7 @@ class Block(Mediator):
     depth = 1
 
     def occurrence(self, location: str) -> int:
-        """How many times the request's passes have reached `location`."""
+        """Number of times that the request's passes have reached `location`."""
         return self.interleaver.points.occurrence(self.trace, location)
 
     def wanted(self, location: str) -> int:
@@ -88,8 +88,8 @@ class RequestTrace:
         block: the request's own block; None if it has persistent edits only.
         edits: persistent edits, which run before the block.
         grad: run the pass with gradients and no other request, whether or not a block names autograd.
-        options: how the request's passes run.
-        transfer: of the ``with`` block's saves; None leaves them where they are.
+        options: options of the request's passes.
+        transfer: transfer of the ``with`` block's saves; None leaves them on their device.
         on_step: called after each pass with its number and copies of the saved values by name, beside the engine's thread.
 
     Attributes:
@@ -100,7 +100,7 @@ class RequestTrace:
         request_ids: the requests with rows that the blocks see, in the order of their prompts. More than one: an invoke has a list
             of prompts, or no prompt and the whole batch. Empty until they are made.
         prompt_lens: tokens of each prompt. Empty until the blocks start.
-        padding: where several prompts stand in their pass; None on the left.
+        padding: padding of several prompts in their pass; None: on the left.
         padded: its prompts are padded to the longest one of the ``with`` block.
         pad_token_id: fills the result of several requests.
         whole_batch: traces of the ``with`` block with blocks that see all of its requests.
@@ -115,9 +115,9 @@ class RequestTrace:
         over: no further pass comes.
         ended: no block is served any more.
         stopped: a block called ``tracer.stop()``.
-        error: what ended the request, other than ``tracer.stop()``. Only `fail` sets it.
+        error: error that ended the request, other than ``tracer.stop()``. Only `fail` sets it.
         result: output of a single forward pass, for ``tracer.result``.
-        activations: what each request captured, in the order of the prompts; set when they are over.
+        activations: captured states of each request, in the order of the prompts; set when all have ended.
         gang: the traces that share each step with this one, itself included; empty for a trace on its own.
         cancel: ends the requests; set once they are submitted.
         postprocess: makes ``tracer.result`` once all requests of the ``with`` block have finished; None for token ids.
@@ -178,7 +178,7 @@ class RequestTrace:
 
     @property
     def request_id(self) -> str:
-        """For messages: the request, or the requests, that the trace watches."""
+        """Ids of the request, or requests, for messages."""
         return ", ".join(self.request_ids)
 
     @property
@@ -251,8 +251,8 @@ class RequestTrace:
         return names if names and self.receipt.reads and only_binds(block.node) else []
 
     def take_error(self) -> BaseException | None:
-        """What ended the request, for its caller: the traceback has the lines of the block only. The trace and the pass let go of
-        it.
+        """Error that ended the request, for its caller: the traceback has the lines of the block only. The trace and
+        the pass drop their references to it.
 
         The frames of the pass hold its tensors, and this trace.
         """

@@ -67,7 +67,7 @@ class Watchdog:
 
     @property
     def culprit(self) -> str:
-        """What holds up the engine's thread, in words."""
+        """Description of what holds up the engine's thread."""
         run = self.running
         return "a step runs" if run is None else f"the block of request {run[0].request_id} runs, or waits for a lock"
 

@@ -27,7 +27,7 @@ from .values import (
 
 
 def lower(block: Mediator, saved: set[int], model: LoweringModel, single: bool) -> Lowering:
-    """What a block reads and edits, or why it is not known before it runs.
+    """Reads and edits of a block as a plan, or the reason that they are unknown before it runs.
 
     Args:
         saved: ids of the containers that were saved above the block.

@@ -30,12 +30,12 @@ def append_rows(
     """Append what the blocks append, place after place, request after request: the order of a forward pass.
 
     Args:
-        plan: of all blocks.
-        traces: of requests that have ended.
-        states: what the request of each captured.
+        plan: plan of all blocks.
+        traces: traces of ended requests.
+        states: captured states of each request.
         prompt_lens: positions of each prompt.
-        passes: of each request.
-        device: where values are computed; None leaves them on the CPU.
+        passes: number of passes of each request.
+        device: device that computes the values; None: the CPU.
 
     Returns:
         False, and nothing is appended, if a block has to run: they do more, or raise.
@@ -72,7 +72,7 @@ def append_rows(
 
 
 def _lists(trace: RequestTrace, appends: StepLoop) -> list[Any]:
-    """What a block appends to, by place. Raises KeyError for a name that it does not have."""
+    """Lists that a block appends to, in order. Raises KeyError for an unbound name."""
     assert trace.main_block is not None
     scope = trace.main_block.lcls
     return [scope[name] for name, _ in appends.appends]
@@ -95,7 +95,9 @@ def _parts(
     plan: BlockPlan, row: Row, states: Sequence[Activations], prompt_lens: Sequence[int], single: bool,
     device: torch.device | None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """What each block reads of a site, with storage of its own. Raises LookupError: an index is out of range, or not captured."""
+    """Parts of a site that each block reads, with separate storage. Raises LookupError for an index out of range or not
+    captured.
+    """
     found: list[torch.Tensor] = []
     for own, length in zip(states, prompt_lens, strict=True):
         windows, last_only = plan.windows(row.site, length), row.site == LOGITS and not single

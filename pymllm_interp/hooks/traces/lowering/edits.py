@@ -147,7 +147,7 @@ class Edits:
             raise NotStatic(self._cause(site, value) or str(refused)) from None
 
     def _cause(self, site: str, value: ast.expr) -> str:
-        """What of a value no declared op computes, and the one that does the same; "" for other causes."""
+        """Reason that no declared op computes a value, and the op that does the same; "" for other causes."""
         steps = made = ""
         for part in ast.walk(value):
             function = part.func if isinstance(part, ast.Call) else None
@@ -196,7 +196,7 @@ class Edits:
         """The operand of an edit, if it exists before the block runs.
 
         Args:
-            width: of the state.
+            width: width of the state.
             assigned: the result is assigned, so it must have the dtype of the states.
 
         Returns:

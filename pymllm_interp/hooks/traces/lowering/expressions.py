@@ -42,9 +42,9 @@ class Expressions:
     """The state of one walk over a block, and its expressions.
 
     Attributes:
-        plan: what it has found.
-        line: where it is.
-        steps: of the loop over steps that it is in.
+        plan: plan found so far.
+        line: current line.
+        steps: steps of the enclosing loop over steps.
         read: sites that were read.
         used: sites of which something was made.
         names: the block's own, and their values.
@@ -311,7 +311,7 @@ class Expressions:
         self.names = hidden
 
     def _items(self, of: Any) -> Iterator[Any]:
-        """What a loop goes over, which must be known."""
+        """Items of a loop, which must be static."""
         if isinstance(of, Envoy) and type(of) is TracedEnvoy:
             return (child for _, child in of._named_children())
         if type(of) is torch.Tensor and of.dim() > 1 and len(of) <= MAX_NODES:

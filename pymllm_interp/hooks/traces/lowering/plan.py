@@ -41,7 +41,7 @@ def points_of(root: str, family: Family, num_layers: int, softcap: float | None)
 
     Args:
         root: path of the model's envoy.
-        softcap: of the logits, which the head's output is before.
+        softcap: Soft cap applied after the LM head, or None.
     """
     found: dict[str, SiteLocation] = {}
     before, inside, after = [], [], []
@@ -120,7 +120,7 @@ class Edit(NamedTuple):
     Attributes:
         operator: "+", "-", "*" or "=".
         operand: a number, or a tensor [width].
-        positions: where it acts.
+        positions: positions of the edit.
     """
 
     site: str
@@ -164,10 +164,10 @@ class StepLoop(NamedTuple):
     """A loop over steps that does nothing but append parts of values to lists.
 
     Attributes:
-        rows: what one step reads, each once.
+        rows: distinct parts that one step reads.
         appends: (name of a list, index into `rows`), in the order of a step.
         reads: reads of one step.
-        unkept: what one step reads and does not append.
+        unkept: parts that one step reads and does not append.
         start, stop: the steps; `stop` None for no end.
     """
 
@@ -181,11 +181,11 @@ class StepLoop(NamedTuple):
 
 @dataclass
 class BlockPlan:
-    """What a block reads and edits.
+    """Reads and edits of a block.
 
     Attributes:
-        needs: by site.
-        edits: in the order of the block.
+        needs: site -> positions that are read.
+        edits: edits in the order of the block.
         code: the block to run after the request, with a read in place of each edit; None: its own code.
         computes: the block computes with what it reads, and not only moves it.
         has_vectors: an edit has the values of a tensor from outside, which may change.
@@ -243,11 +243,11 @@ class NotStatic(Exception):
 
 @dataclass(frozen=True)
 class NotLowered:
-    """Why a block runs in the forward pass.
+    """Reason that a block runs in the forward pass.
 
     Attributes:
-        reason: what the block does.
-        line: of the file; 0 where no line of the block prevents it.
+        reason: action of the block that prevents lowering.
+        line: line of the file; 0 if no line of the block prevents it.
     """
 
     reason: str
@@ -266,7 +266,7 @@ class LoweringModel(NamedTuple):
     Attributes:
         points: locations that are sites.
         widths: kind of site -> width of its states.
-        dtype, device: of its states.
+        dtype, device: dtype and device of its states.
     """
 
     points: Points

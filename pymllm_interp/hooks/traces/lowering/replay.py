@@ -34,17 +34,17 @@ class Replay:
     """The passes of one request, as its block sees them.
 
     Args:
-        trace: of the block.
-        plan: what the block reads.
+        trace: trace of the block.
+        plan: plan of the block's reads and edits.
         points: locations that are sites.
-        states: what the request captured.
-        token_ids: of the prompt and of the generation.
+        states: captured states of the request.
+        token_ids: tokens of the prompt and of the generation.
         prompt_len: positions of the prompt.
-        device: where values are computed; None leaves them on the CPU.
+        device: device that computes the values; None: the CPU.
 
     Attributes:
         counts: nnsight asks for these when a block starts.
-        passes: of the request.
+        passes: number of passes of the request.
         shares: other blocks run beside it, and fill the same lists.
     """
 
@@ -80,7 +80,7 @@ class Replay:
     # -- what a waiting block asks ---------------------------------------------------------------
 
     def at(self, location: str) -> str:
-        """`Points.at`."""
+        """The location itself (`Points.at`)."""
         return location
 
     def occurrence(self, *asked: Any) -> int:
@@ -92,18 +92,18 @@ class Replay:
         return self._step + (point.order < self._order)
 
     def pass_of(self, _: RequestTrace) -> int:
-        """`Points.pass_of`."""
+        """Number of the replayed pass (`Points.pass_of`)."""
         return self._step
 
     def has_passed(self, block: Block, location: str) -> bool:
-        """`Points.has_passed`."""
+        """Whether the replay is past a location (`Points.has_passed`)."""
         point = self._points.get(location)
         if point is None or location == "result":
             return False
         return (self._step, self._order) > (block.pinned_pass, point.order)
 
     def key(self, *_: Any) -> tuple[int, int]:
-        """`VisitCounts.key`: none is equal."""
+        """Key that equals no other (`VisitCounts.key`)."""
         return _NO_KEY
 
     # -- the block -------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class Replay:
             self._taken = pool.submit(self._loop_values)
 
     def _loop_values(self) -> list[list[torch.Tensor]] | None:
-        """What the loop reads, by steps; None if it has to run."""
+        """Values that the loop reads, by step; None if the loop has to run."""
         loop = self.plan.loop
         assert loop is not None
         stop = self._loop_stop(loop)
@@ -283,7 +283,7 @@ class Replay:
         return end
 
     def _result(self) -> Any:
-        """What ``tracer.result`` is."""
+        """Value of ``tracer.result``."""
         if not self._trace.single:
             return torch.tensor([list(self._token_ids)])
         from transformers.modeling_outputs import CausalLMOutputWithPast

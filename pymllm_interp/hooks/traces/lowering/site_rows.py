@@ -12,7 +12,7 @@ from .step_loop import LoopRows
 
 
 class SiteRows:
-    """What was captured of a site, by steps.
+    """Captured rows of a site, by step.
 
     Args:
         states: [positions, width], in ascending order.
@@ -44,7 +44,7 @@ class SiteRows:
         last_only: bool,
         device: torch.device | None,
     ) -> SiteRows:
-        """Of states [positions, ...] as they arrived, on a device; None leaves them where they are."""
+        """Rows from captured states [positions, ...], on a device; None: their own."""
         states = states.reshape(len(states), -1) if device is None else states.to(device).flatten(1)
         return cls(states, windows, prompt_len, last_only)
 

@@ -27,10 +27,10 @@ class TakenLoop:
     """A loop over steps, or a block without one, that only appends rows as far as the walk has come.
 
     Args:
-        steps: of the loop; None for a block.
+        steps: steps of the loop; None for a block.
 
     Attributes:
-        reads: of one step.
+        reads: number of reads of one step.
         rows: parts of values that one step reads.
     """
 
@@ -81,7 +81,7 @@ class TakenLoop:
 
 
 def _tensor(read: RowRead | SiteRead) -> Any:
-    """What identifies the tensor of a step: each read of a site's whole value is the same one."""
+    """Identity of a step's tensor. All reads of a site's whole value have the same one."""
     return id(read) if isinstance(read, RowRead) else read.site
 
 
@@ -102,7 +102,7 @@ class LoopRows(NamedTuple):
 
 
 def part_of(rows: LoopRows, row: Row) -> LoopRows:
-    """What a loop reads of a site.
+    """Part of a site that a loop reads.
 
     Raises:
         IndexError: the index is out of range.
@@ -115,7 +115,7 @@ def part_of(rows: LoopRows, row: Row) -> LoopRows:
 
 
 def taken_rows(parts: Sequence[LoopRows], loop: StepLoop) -> list[list[torch.Tensor]]:
-    """What a loop reads, by steps, for each of its rows. Each tensor is contiguous and has storage of its own, as saves have it.
+    """Values that a loop reads, by step, for each of its rows. Each tensor is contiguous and has separate storage, as saves do.
 
     Where the loop takes most of the captured memory, nothing is copied (`rows_in_place`). A site's second read is copied.
     """
@@ -172,11 +172,11 @@ def rows_in_place(rows: torch.Tensor) -> list[torch.Tensor]:
 def columns_of(
     loop: StepLoop, scope: Mapping[str, Any], values: Sequence[list[torch.Tensor]]
 ) -> dict[int, tuple[list[Any], list[list[torch.Tensor]]]] | None:
-    """What a loop appends: id of a list -> the list, and the values of each append, by steps.
+    """Values that a loop appends: id of a list -> the list, and the values of each append, by step.
 
     Args:
-        scope: of the block.
-        values: of `StepLoop.rows`, by steps.
+        scope: names of the block.
+        values: values of `StepLoop.rows`, by step.
 
     Returns:
         None if a name is not a list.

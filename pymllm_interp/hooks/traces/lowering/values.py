@@ -42,7 +42,7 @@ class Unknown:
 
 
 class SiteRead(Unknown):
-    """What a location gives: a value of a site, or a tuple of it."""
+    """Value at a location: that of a site, or a tuple of it."""
 
     __slots__ = ("in_tuple", "site", "steps")
 
@@ -67,7 +67,7 @@ class RowRead(Unknown):
 
 
 class TracerValue:
-    """The block's own tracer."""
+    """The tracer of the block."""
 
 
 class Steps:

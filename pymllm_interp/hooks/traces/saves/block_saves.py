@@ -24,7 +24,7 @@ class BlockSaves:
         transfer: copies saves to the caller's device.
         ids: ids of the objects that ``.save()`` marked.
         outer: values that were saved above the block, by the name that they had there.
-        collected: what the engine delivered when the requests had ended, by name (`Request.saves`).
+        collected: values that the engine delivered when the requests had ended, by name (`Request.saves`).
         changed: a block of the request has run since the saves were last searched.
     """
 
@@ -84,7 +84,7 @@ class BlockSaves:
     # -- when it is over, on the caller's thread -------------------------------
 
     def settle(self, into: list[torch.Tensor]) -> None:
-        """What a list holds stays as it is: each tensor has storage of its own."""
+        """Give each tensor of a list separate storage, so that it does not change."""
         self._seen[id(into)] = len(into)
         self.transfer.settle(into)
 

@@ -77,7 +77,7 @@ class PieceCutter:
 
 
 cutter = PieceCutter()
-"""For all transfers of the process."""
+"""The cutter of all transfers in the process."""
 
 
 @cache

@@ -52,7 +52,7 @@ class SaveTransfer:
 
     Attributes:
         seen: see `find_tensors`; for lists saved above several blocks, which these fill together.
-        pieces: by storage (`UntypedStorage._cdata`).
+        pieces: pieces by storage (`UntypedStorage._cdata`).
     """
 
     MIN_TENSORS = 16

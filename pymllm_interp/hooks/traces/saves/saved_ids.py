@@ -50,7 +50,7 @@ class SavedIds(set[int]):
             alive.number = number
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all ids."""
         if self._held is not None:
             self._held.clear()  # the references in it hold their callback, which holds this dict
         super().clear()

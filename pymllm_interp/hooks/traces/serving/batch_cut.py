@@ -18,7 +18,7 @@ class GatheredBatch:
 
     Args:
         cut: the tensor that the rows are from.
-        rows: which rows.
+        rows: rows that were gathered.
         tensor: the copy: [requests, tokens, ...], or [requests, ...] for a step's logits and samples.
     """
 
@@ -133,7 +133,7 @@ class BatchCut:
         return [tensor.detach().flatten(0, 1) if dim else tensor.detach()]
 
     def seen_by(self, rows: Rows) -> torch.Tensor:
-        """What the request was last served."""
+        """Value that the request was last served."""
         if isinstance(rows, BatchRows):
             return self.rows_of(rows)
         served = self._served.get(rows.logit_start if self.logits else rows.start)

@@ -1,4 +1,4 @@
-"""Which rows of a step belong to which request's trace.
+"""Assignment of a step's rows to the traces of its requests.
 
 A step's batch is flat. `process_new_reqs` gives each traced request a batch group, its ``[start, size]`` token rows, in the
 order of the batch; after the forward pass `unflatten` gives it its row among the sampled ones; `process_finished_reqs` winds it
@@ -117,7 +117,7 @@ class NNsightRequestHelper:
         return sorted(dict.fromkeys(own + self._batches), key=lambda trace: (places[trace.trace_id], trace.order))
 
     def count_requests(self, traces: set[RequestTrace]) -> int:
-        """How many requests of this step the traces see."""
+        """Number of this step's requests that the traces see."""
         return sum(trace in traces for trace in self._own_traces()) if traces else 0
 
     def process_new_reqs(self, new_reqs: Sequence[ScheduledRequest]) -> None:
@@ -143,7 +143,7 @@ class NNsightRequestHelper:
         self._give_rows()
 
     def leave_step(self) -> None:
-        """No traced request takes part in a step."""
+        """Clear the groups after a step without traced requests."""
         self.req_id_to_batch_group_idx.clear()
         self.batch_groups, self._batches = [], []
 

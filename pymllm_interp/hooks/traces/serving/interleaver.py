@@ -51,7 +51,7 @@ class EngineInterleaver(Interleaver):
     Attributes:
         traces: the traces of the current pass, in batch order.
         visits: visits of the current pass.
-        pass_options: how the current pass runs.
+        pass_options: options of the current pass.
         points: locations at which blocks wait, or have waited, in the current pass.
         blocks: runs the blocks.
         nan_check: counts edits that contain NaN.
@@ -62,8 +62,9 @@ class EngineInterleaver(Interleaver):
         samples, streamer: locations of a step's tokens: as they were drawn, and as the generation goes on with them.
         result_locations: locations of a finished request's result.
         run_locations: locations that the runner serves, not a module: the step's logits and samples.
-        eager_parts: how often an attention or an MLP ran kernel by kernel in a pass of graph segments, by the location
-            inside it that blocks waited for: its module's path relative to the layer, plus ".source" for operations.
+        eager_parts: number of times that an attention or an MLP ran kernel by kernel in a pass of graph segments. Keys
+            are the locations inside it that blocks waited for: its module's path relative to the layer, plus ".source"
+            for operations.
     """
 
     def __init__(self) -> None:

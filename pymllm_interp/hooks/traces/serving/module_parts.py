@@ -29,7 +29,7 @@ def rows_inside(interleaver: PassServer, path: str) -> list[tuple[int, int]]:
     """(first row, number of rows) of each request with a block that waits inside the module. Blocks that see several fail.
 
     Args:
-        path: of the module, with the root's.
+        path: module path, including the root's.
     """
     found: dict[RequestTrace, None] = {}
     for point in _points_inside(interleaver, path):
@@ -50,10 +50,10 @@ def rows_inside(interleaver: PassServer, path: str) -> list[tuple[int, int]]:
 
 @contextmanager
 def serve_part(interleaver: PassServer, path: str, span: tuple[int, int] | None) -> Iterator[None]:
-    """Within the block, one call of the module.
+    """Serve one call of the module.
 
     Args:
-        span: of `rows_inside`; None: the call is for others.
+        span: entry of `rows_inside`; None: the call is for other requests.
     """
     visits, place = interleaver.visits, interleaver.points.at(f"{path}.output")
     for name in [name for name in visits.counts if is_inside(path, name)]:
@@ -102,7 +102,7 @@ def _is_at(trace: RequestTrace, span: tuple[int, int]) -> bool:
 
 
 def _hide_others(point: Point, own: list[RequestTrace]) -> tuple[Point, list[Any], list[Any], list[Any]]:
-    """What waits at the point for other traces than `own`; it is taken away."""
+    """Remove and return what waits at the point for other traces than `own`."""
     parked = [block for block in point.parked if block.trace not in own]
     caches = [entry for entry in point.caches if entry[0].trace not in own]
     skips = [entry for entry in point.skips if entry[0].trace not in own]

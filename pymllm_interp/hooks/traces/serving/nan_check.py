@@ -19,7 +19,7 @@ _Found = tuple[torch.Tensor, list[_Editor]]
 
 
 class _Sent:
-    """What a pass has found, in flight to the host."""
+    """Results of a pass, in flight to the host."""
 
     def __init__(self, pass_number: int, found: list[_Found]) -> None:
         self.pass_number = pass_number
@@ -72,9 +72,9 @@ class NaNCheck:
         """Check an edited value.
 
         Args:
-            value: what the model goes on with.
+            value: value that the model continues with.
             of_logits: see `RowSpan.layout`.
-            edits: how often each trace has edited it.
+            edits: number of edits of each trace.
         """
         for trace in edits:
             trace.last_edit = self.pass_number

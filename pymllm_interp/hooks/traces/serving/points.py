@@ -125,7 +125,7 @@ class Points:
             point.parked.remove(block)
 
     def occurrence(self, trace: RequestTrace, name: str) -> int:
-        """How many times the request's passes have reached a location."""
+        """Number of times that the request's passes have reached a location."""
         return trace.visits.occurrence(self.at(name), self._visits)
 
     def pass_of(self, trace: RequestTrace) -> int:
@@ -147,7 +147,7 @@ class Points:
         return self._visits.of(point) >= self._visits.per_pass.get(name, 1)
 
     def key(self, trace: RequestTrace, name: str) -> tuple[int, int]:
-        """See `VisitCounts.key`."""
+        """Key of a location's visit (`VisitCounts.key`)."""
         return trace.visits.key(self.at(name), self._visits)
 
     def reaches(self, block: Block, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which rows of a pass's values a block sees: `RowSpan` for one request, `BatchRows` for several.
+"""Rows of a pass that a block sees: `RowSpan` for one request, `BatchRows` for several.
 
 The batch is flat. Most values have one row per token of the step, in dim 1 behind a leading 1 at module boundaries and in
 dim 0 inside a module. Values of the head have *logit rows* instead: one row per token whose logits are computed.
@@ -93,7 +93,7 @@ def rows_of_step(entries: Sequence[ScheduledRequest]) -> list[RowSpan]:
 
 
 class Padding(NamedTuple):
-    """Where the prompts of a batch stand in their pass, as in a padded tensor [prompts, width]."""
+    """Positions of a batch's prompts in their pass, as in a padded tensor [prompts, width]."""
 
     left: tuple[int, ...]
     """Padding before each prompt, in tokens."""
@@ -125,8 +125,8 @@ class BatchRows:
     Rows of padding, and those of finished requests, read as zeros. What is written to them is dropped.
 
     Args:
-        spans: of each request, in the order of the prompts; None for a request that is not in the pass.
-        padding: of a pass over prompts; None pads on the left.
+        spans: row span of each request, in the order of the prompts; None for a request that is not in the pass.
+        padding: padding of a pass over prompts; None pads on the left.
 
     Attributes:
         gathered: padded copies that were made of the rows.
@@ -151,7 +151,7 @@ class BatchRows:
         self.gathered: list[PaddedCopy] = []
 
     def places(self, logits: bool) -> _Places:
-        """Where each request's rows stand in the batch."""
+        """Indexes of each request's rows in the batch."""
         found = self._places.get(logits)
         if found is None:
             found = self._places[logits] = self._find_places(logits)

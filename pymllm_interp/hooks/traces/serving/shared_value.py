@@ -23,12 +23,12 @@ class SharedValue:
     has been served (`settle`): the batch's rows are copied once, however many requests assign.
 
     Args:
-        value: what the model has computed. Its memory is never assigned to, since the model may use it elsewhere.
+        value: result of the model. Its memory is never assigned to, since the model may use it elsewhere.
         of_logits: it has logit rows instead of token rows.
         readers: number of blocks that wait for it, as far as is known.
 
     Attributes:
-        edits: how often each trace has edited its rows.
+        edits: number of edits of each trace.
         containers: the last tuple or dict that each trace was served, or has assigned.
         masks: the attention masks among them; None where the value has none.
         row_memory: memory of the batch that was cut into single rows, [rows, ...] each; see `SaveTransfer.adopt`.
@@ -113,7 +113,7 @@ class SharedValue:
         self.edits[trace] = self.edits.get(trace, 0) + 1
 
     def settle(self) -> Any:
-        """What the model continues with."""
+        """Return the value that the model continues with."""
         if self.edits and self._whole is not None and self._whole.rows_count_alone:
             torch.autograd.graph.increment_version([self._whole.tensor])
         if self._assigned or self._differentiable:

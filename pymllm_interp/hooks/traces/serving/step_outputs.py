@@ -1,4 +1,4 @@
-"""What a step gives beyond the values of modules: the output of a single forward pass, and the sampled tokens."""
+"""Step values beside those of modules: the output of a single forward pass, and the sampled tokens."""
 
 from __future__ import annotations
 

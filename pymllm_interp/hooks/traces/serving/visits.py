@@ -22,7 +22,7 @@ class Location:
         layer: index of its decoder layer; None outside of the layers.
         below: path of its module relative to the layer; "" for the layer itself.
         ends_layer: it is the layer's own output.
-        module_output: for an operation (`.source`), the output location of its module; else None.
+        module_output: output location of the module that contains an operation (`.source`); else None.
         has_attention: its module contains an attention.
     """
 
@@ -96,7 +96,7 @@ class PassVisits:
             parts.discard((module, ""))
 
     def of(self, location: Location) -> int:
-        """How many times the pass has reached `location`."""
+        """Number of times that the pass has reached `location`."""
         count = self.counts.get(location.name)
         if count is not None:
             return count

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class SavedSteps:
-    """What a trace has saved after each pass, as it comes. Another task than the trace's reads it.
+    """Queue of a trace's saved values after each pass. Read by another task than the trace's.
 
         steps = SavedSteps()
         ... async with lm.generate(prompt, on_step=steps) as tracer: ...      # in one task
@@ -35,7 +35,7 @@ class SavedSteps:
         self._put((step, saved))
 
     def close(self) -> None:
-        """The trace is over."""
+        """Mark the end of the trace."""
         self._put(None)
 
     def _put(self, item: tuple[int, dict[str, Any]] | None) -> None:
@@ -59,7 +59,7 @@ class SavedSteps:
 
 
 class LeftTracer(Protocol):
-    """What an ``async with`` leaves."""
+    """Tracer that an ``async with`` block leaves."""
 
     kwargs: dict[str, Any]
     served: list[RequestTrace]
@@ -105,7 +105,7 @@ async def leave_async(tracer: LeftTracer, kind: Any, error: Any) -> bool:
 
 
 async def ready(value: T) -> T:
-    """A value, for ``await``."""
+    """The value as an awaitable."""
     return value
 
 

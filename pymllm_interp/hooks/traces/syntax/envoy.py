@@ -166,7 +166,7 @@ class TracedEnvoy(Envoy):
 
 
 def _maker(tree: Any, module: nn.Module, path: str) -> Callable[..., Envoy]:
-    """What makes the envoy of a module: the class that `envoys=` names for it, or `TracedEnvoy`.
+    """Factory of a module's envoy: the class that `envoys=` names for it, or `TracedEnvoy`.
 
     Args:
         tree: has `_envoys` and `_rename`, which are the same for the whole tree.
@@ -257,7 +257,7 @@ class TracedModel(TracedEnvoy):
         envoys: nnsight's map from module classes or paths to envoy classes.
 
     Attributes:
-        default_options: how passes run for traces that do not say.
+        default_options: options of passes for traces without own ones.
     """
 
     interleaver: EngineInterleaver
@@ -285,7 +285,7 @@ class TracedModel(TracedEnvoy):
         self._children.append(self.generator)
 
     def tree_maker(self, rename: dict[Any, Any] | None = None, envoys: dict[Any, Any] | None = None) -> TreeMaker:
-        """What makes this object, not initialised yet, the tree over the weights that a runner has loaded."""
+        """Function that makes this uninitialised object the tree over a runner's loaded weights."""
         own: weakref.ref[TracedModel] = weakref.ref(self)
 
         def wrap(module: nn.Module, interleaver: EngineInterleaver) -> weakref.ref[TracedModel]:
@@ -353,7 +353,7 @@ class TracedModel(TracedEnvoy):
         return attention_words(self)
 
     def pass_options(self, blocks: list[Mediator], kwargs: dict[str, Any]) -> PassOptions:
-        """How the passes of a request with these blocks run. Takes transformers' keywords out of `kwargs`."""
+        """Options of the passes of a request with these blocks. Takes transformers' keywords out of `kwargs`."""
         options = take_options(kwargs, self.default_options)
         codes = [block.code for block in blocks]
         eager = options.eager_attention or reads_attention_source(lambda: self._attention_words, codes)

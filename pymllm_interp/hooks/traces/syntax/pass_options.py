@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 
 class PassOptions(NamedTuple):
-    """How the passes of a traced request run.
+    """Options of a traced request's passes.
 
     Attributes:
-        eager_attention: with transformers' own attention forward and eager attention. Its operations are served by `.source`.
+        eager_attention: whether transformers' own attention forward and eager attention run. `.source` serves its operations.
         output_attentions: the model's output has the attention weights of all layers; implies `eager_attention`.
         output_hidden_states: the model's output has the hidden states of all layers.
     """
@@ -26,7 +26,7 @@ class PassOptions(NamedTuple):
 
     @property
     def modules_for(self) -> str:
-        """Why such a pass runs module by module, wherever blocks wait; "" where it need not."""
+        """Reason that such a pass runs module by module, wherever blocks wait, or ""."""
         if self.eager_attention:
             return "a trace asks for transformers' own attention"
         return "a trace asks for the hidden states of all layers" if self.output_hidden_states else ""
@@ -48,7 +48,7 @@ def take_options(kwargs: dict[str, Any], default: PassOptions = NONE) -> PassOpt
     """Take transformers' keywords out of the keywords of a trace.
 
     Args:
-        default: for a trace without these keywords.
+        default: options of a trace without these keywords.
 
     Raises:
         ValueError: an attention implementation other than "eager", or nnsight's `remote`.

@@ -1,4 +1,4 @@
-"""Where the block of a scan runs, a module stands for its double in the model of fake tensors (client/calls/scan.py)."""
+"""Scan blocks: in them, a module stands for its double in the model of fake tensors (client/calls/scan.py)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ScanInterleaver(Interleaver):
 
 
 def current_scan() -> ScanInterleaver | None:
-    """What serves the block that runs here, if it is the block of a scan."""
+    """The interleaver of the current block, if it is the block of a scan."""
     mediator = getattr(getcurrent(), "mediator", None)
     interleaver = None if mediator is None else getattr(mediator(), "interleaver", None)
     return interleaver if isinstance(interleaver, ScanInterleaver) else None
 
 
 def check_outside_scan() -> None:
-    """Raises RuntimeError inside the block of a scan, which makes all tensors fake."""
+    """Raise RuntimeError inside the block of a scan, which makes all tensors fake."""
     if current_scan() is not None:
         raise RuntimeError("a trace cannot be opened inside the block of a scan: use a session")
 

@@ -22,7 +22,7 @@ class SessionTracer(Tracer):
     """A ``with lm.session():`` block: its traces see each other's values, and its caller gets the saved ones at its end.
 
     Args:
-        device: where the caller gets the saves; see `EngineTracer`.
+        device: device of the caller's saves; see `EngineTracer`.
     """
 
     parse, compile = under_ast_lock(Tracer.parse), under_ast_lock(Tracer.compile)

@@ -102,7 +102,7 @@ def reads_attention_source(words: Callable[[], AttentionWords], codes: Iterable[
     """Whether the code of a block uses `.source` of an attention, as far as names tell.
 
     Args:
-        words: of the model; called if the code uses any `.source`.
+        words: attention words of the model; called if the code uses any `.source`.
     """
     uses = [use for code in codes for use in source_uses(code)]
     return any(owner in words().modules or operation in words().operations for owner, operation in uses)

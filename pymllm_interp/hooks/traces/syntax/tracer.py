@@ -56,7 +56,7 @@ class EngineTracer(InterleavingTracer):
     """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block. Each prompt of its invokes is one request.
 
     Args:
-        device: where the caller gets the saves; the CPU by default. Inside a session, saves stay where they are, and the
+        device: device of the caller's saves; the CPU by default. Inside a session, saves stay on their device, and the
             session's `device` applies at its end.
 
     Raises:
@@ -65,7 +65,7 @@ class EngineTracer(InterleavingTracer):
     Attributes:
         mode: "trace" (one forward pass) or "generate".
         receipts: the receipt of each invoke, in their order. Set when the block has run.
-        plans: what was declared in the place of each block; empty where the blocks ran elsewhere.
+        plans: declared plan of each block; empty if the blocks ran elsewhere.
         captures: the activations that each prompt's request captured (`capture=`), in order; empty for a request without
             captures. A state is captured after the block's edits.
     """
@@ -284,7 +284,7 @@ class EngineTracer(InterleavingTracer):
 
 
 class EngineInvoker(Invoker):
-    """One ``with tracer.invoke(prompt):`` block."""
+    """A ``with tracer.invoke(prompt):`` block."""
 
     tracer: EngineTracer  # pyright: ignore[reportIncompatibleVariableOverride]
     parse, compile = under_ast_lock(Invoker.parse), under_ast_lock(Invoker.compile)
