@@ -36,7 +36,7 @@ CaptureField = Annotated[str | dict[str, Any], WithJsonSchema({COMPONENT: "Captu
 
 
 class StreamOptions(Strict):
-    """Options of a stream."""
+    """Fields of `stream_options`."""
 
     include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
     continuous_usage_stats: bool | None = Field(

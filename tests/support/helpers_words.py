@@ -1,4 +1,4 @@
-"""Counts habits of prose: phrases that hide the noun, and sentences of more than twenty words."""
+"""Counts habits of prose in docstrings and comments: texts that do not begin with a noun or a verb, and long sentences."""
 
 from __future__ import annotations
 
@@ -10,25 +10,99 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 LONGEST = 20
 """Words of a sentence of a docstring, at most."""
 HABITS = {
     "alone": r"\balone\b",
-    "whose": r"\bwhose\b",
-    "those of": r"\bthose of\b",
-    "goes on": r"\bgo(?:es)? on\b",
-    "is none": r"\b(?:is|are) (?-i:none)\b",
+    "any more": r"\b(?:any|no) more\b(?! than)",
     "but for": r"\bbut for\b",
+    "goes on": r"\b(?:go(?:es)?|going|went) on\b",
+    "is none": r"\b(?:is|are) (?-i:none)\b",
+    "ours": r"\b(?:ours|theirs)\b",
+    "somebody": r"\b(?:some|no|any|every)body\b",
+    "so many": r"\bso (?:many|much)\b",
+    "those of": r"\bthose of\b",
+    "what": r"\bwhat (?:is|are|was|were|it|they|the|a|an|its|their|no|one)\b",
+    "whose": r"\bwhose\b",
 }
-"""Habit -> its pattern in text on one line. "alone" is mostly written for "only", and "goes on" for "continues"."""
+"""Habit -> its pattern in text on one line. "alone" is mostly written for "only", and "what it keeps" for a noun."""
+RELATIVES = "how that what when where which who whom whose why".split()
+PREPOSITIONS = """about after against among as at before behind beside between beyond by for from if in into of on over per than
+through to under unlike upon via with within without""".split()
+NO_NOUN = frozenset((*RELATIVES, *PREPOSITIONS, *"are has he is it nothing none not see they this was".split()))
+"""First words of texts without a noun or a verb in front."""
+THIRD_PERSON = frozenset(
+    """adds allocates asks calls checks compiles computes copies counts does drops ends finds forgets gets gives has keeps lets
+    loads looks makes merges puts raises reads registers removes returns runs sends serves sets splits starts stops takes tells
+    turns waits writes""".split()
+)
+"""First words of functions that are written in the imperative, as in "Return"."""
+ENTRY = re.compile(r"\*{0,2}\w+(?:, \*{0,2}\w+)*(?: \([^)]*\))?: (.*)")
 
 
-def docstrings(source: str) -> Iterator[str]:
+class Docstring(NamedTuple):
+    """A docstring, with the statement that it describes: a definition, a module, or an assignment to a field or constant."""
+
+    node: ast.AST
+    line: int
+    text: str
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it describes a function, which is written in the imperative, or as the noun that it returns."""
+        return isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+    @property
+    def name(self) -> str:
+        """Name of a function or class, else ""."""
+        return getattr(self.node, "name", "")
+
+
+def docstrings_of(tree: ast.AST) -> Iterator[Docstring]:
     """Docstrings, those under fields and constants included."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield inspect.cleandoc(node.value.value)
+    for node in ast.walk(tree):
+        above: ast.AST = node
+        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield Docstring(above, statement.lineno, inspect.cleandoc(value.value))
+            above = statement
+
+
+def first_word(text: str) -> str:
+    """The first word in lower case, without the shape in brackets before it."""
+    return re.split(r"[\s,.:;)]", re.sub(r"^\[[^\]]*\],? ?", "", text), maxsplit=1)[0].lower()
+
+
+def entries(docstring: str) -> Iterator[str]:
+    """Texts of the entries in its sections of arguments, attributes and results."""
+    for block in re.split(r"\n\s*\n", docstring):
+        heading, _, body = block.partition(":\n")
+        if heading in ("Args", "Attributes"):
+            yield from (found[1] for line in inspect.cleandoc("\n" + body).splitlines() if (found := ENTRY.match(line)))
+        elif heading in ("Returns", "Yields"):
+            yield body.strip()
+
+
+def repeats_its_name(docstring: Docstring) -> bool:
+    """Whether it has at most four words, all of them from the name, as in "Close the link." for `close_link`."""
+    words = set(re.findall(r"[a-z]+", docstring.text.lower())) - {"a", "an", "the", "it", "of", "its", "this"}
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", docstring.name).lower().replace("_", " ")
+    return len(words) <= 4 and words <= {
+        form for word in spaced.split() for form in (word, word + "s", word + "d", word + "ed")
+    }
+
+
+def wrong_beginnings(docstring: Docstring) -> Counter[str]:
+    """Counts of "entry" and "first": entries and docstrings with a wrong first word; of "echo": see `repeats_its_name`."""
+    word = first_word(docstring.text)
+    return Counter(
+        entry=sum(first_word(text) in {*RELATIVES, *PREPOSITIONS} for text in entries(docstring.text)),
+        first=word in NO_NOUN or (docstring.is_function and word in THIRD_PERSON),
+        echo=bool(docstring.name) and repeats_its_name(docstring),
+    )
 
 
 def comments(source: str) -> Iterator[str]:
@@ -65,9 +139,9 @@ def habits(text: str) -> Counter[str]:
 def sentences(docstring: str) -> Iterator[str]:
     """The sentences of a docstring, without its indented code. Each entry of a list is a text of its own."""
     for block in re.split(r"\n\s*\n", docstring):
-        heading, _, entries = block.partition(":\n")
+        heading, _, body = block.partition(":\n")
         if re.fullmatch(r"[A-Z][a-z]+", heading):  # Args, Raises, Returns
-            block = inspect.cleandoc("\n" + entries)
+            block = inspect.cleandoc("\n" + body)
         elif all(line.startswith("    ") for line in block.splitlines()):
             continue
         for text in re.split(r"\n(?=- |\*{0,2}\w+(?:, \w+)*(?: \([^)]*\))?: )", block):
@@ -80,22 +154,22 @@ def long_sentences(docstring: str) -> list[str]:
 
 
 def count_python(source: str) -> Counter[str]:
-    """The habits of a file's docstrings and comments, and the long sentences of its docstrings."""
-    texts = list(docstrings(source))
-    counted = sum((habits(text) for text in (*texts, *comments(source))), Counter())
-    counted["long"] = sum(len(long_sentences(text)) for text in texts)
+    """Counts of a file: habits of docstrings and comments, wrong beginnings and long sentences of docstrings."""
+    counted: Counter[str] = sum(map(habits, comments(source)), Counter())
+    for docstring in docstrings_of(ast.parse(source)):
+        counted += habits(docstring.text) + wrong_beginnings(docstring)
+        counted["long"] += len(long_sentences(docstring.text))
     return counted
 
 
-def count_rooms(package: Path, docs: Path) -> dict[str, Counter[str]]:
-    """Top-level room of the package -> its counts. Files beside the rooms are "top".
+def count_package(package: Path) -> dict[str, Counter[str]]:
+    """File -> its counts."""
+    return {
+        path.relative_to(package).as_posix(): count_python(path.read_text()) for path in sorted(package.rglob("*.py"))
+    }
 
-    "docs" are the committed Markdown pages; their sentences are not counted.
-    """
-    rooms: dict[str, Counter[str]] = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).parts
-        rooms.setdefault(parts[0] if len(parts) > 1 else "top", Counter()).update(count_python(path.read_text()))
+
+def count_docs(docs: Path) -> dict[str, Counter[str]]:
+    """Committed Markdown page -> its habits."""
     pages = [page for page in sorted(docs.rglob("*.md")) if page.name != "api.md"]  # made from the docstrings
-    rooms["docs"] = sum((habits(page_text(page.read_text())) for page in pages), Counter())
-    return rooms
+    return {page.relative_to(docs).as_posix(): habits(page_text(page.read_text())) for page in pages}
