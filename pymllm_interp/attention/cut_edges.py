@@ -121,7 +121,7 @@ class RequestCuts:
         read.keep(pattern_of(q[self.first_row + rows], k, hidden, heads, layer))
 
     def keep_pattern(self, layer: int, weights: torch.Tensor) -> None:
-        """Keep what is captured at a layer of the request's weights [1, heads, queries, keys], which its modules computed."""
+        """Keep the captured part of a layer's weights [1, heads, queries, keys] of the request, which its modules computed."""
         read = self.reads.get(layer)
         if read is not None:
             (rows,) = upload(weights.device, read.rows)
@@ -209,7 +209,7 @@ class PassCuts:
         return pass_cuts(request for request in self.requests if request.index == index)
 
     def rows_from(self, start: int, stop: int) -> PassCuts | None:
-        """The cuts of a decode batch's requests `start` to `stop`, as a batch of their own."""
+        """The cuts of a decode batch's requests `start` to `stop`, as their own batch."""
         return pass_cuts(
             RequestCuts(
                 request.index - start,

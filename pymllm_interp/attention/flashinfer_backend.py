@@ -1,4 +1,4 @@
-"""Attention for half precision on CUDA: FlashInfer's prefill kernels, and a decode kernel of our own.
+"""Attention for half precision on CUDA: FlashInfer's prefill kernels, and a native decode kernel.
 
 The leading requests of a pass with one row each run `DecodeAttention`. It reads lengths and the request table on the device. A
 decode pass has no other rows, so that it is captured as it is. The other requests run FlashInfer's paged prefill. It is planned
@@ -177,7 +177,7 @@ class FlashInferAttnBackend(AttentionBackend):
             "kv_data_type": pool.dtype,
         }
         paged = part.qo_indptr, part.kv_indptr, part.kv_indices, part.last_page_len
-        planned.owner = None  # a failed plan is nobody's
+        planned.owner = None  # a failed plan has no owner
         try:
             planned.plan(*paged, kind.num_heads, kind.num_kv_heads, kind.head_dim, pool.page_size, **options)
         except (RuntimeError, OSError) as error:  # FlashInfer compiles missing kernels with nvcc and ninja

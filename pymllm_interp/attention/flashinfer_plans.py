@@ -93,7 +93,7 @@ class Planned:
 
 
 def scale_by_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Scale attention in place: it becomes what it is with ``exp(sink)`` in each softmax's sum.
+    """Scale attention in place, as if ``exp(sink)`` were in each softmax's sum.
 
     Args:
         out: [tokens, heads, head_dim].
@@ -202,7 +202,7 @@ def prefill_lens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(`qo_indptr`, `kv_indptr`, `last_page_len`) of a `PrefillPart` from the request `first` on, on the host.
 
-    `kv_indptr` is pinned where the batch is on CUDA, for an asynchronous copy.
+    `kv_indptr` is pinned if the batch is on CUDA, for an asynchronous copy.
     """
     seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
     lens = seq_lens.cpu().numpy().astype(np.int64)[first:]

@@ -1,1 +1,1 @@
-"""Plain data that everybody may import; imports nothing of ours."""
+"""Plain data that all rooms may import; it imports no other room."""

@@ -25,7 +25,7 @@ class TokenEvent:
 class RequestTimes(NamedTuple):
     """Seconds from a request's submission to its admission to a step, its first token and its end.
 
-    `queued` or `first_token` is None where the request ended before.
+    `queued` or `first_token` is None if the request ended before.
     """
 
     queued: float | None
@@ -45,7 +45,7 @@ class FinishedEvent:
     stop_reason: int | str | None = None
     """The stop string or token id, where that was the reason; None for the model's main end-of-sequence token."""
     text_length: int | None = None
-    """Characters of the text that are kept, where a stop string ended it; None: all."""
+    """Characters of the text to keep, if a stop string ended it; None: all."""
     num_hidden_tokens: int = 0
     """Tokens at the end that the text leaves out: the one that stopped the generation."""
     logprobs: list[dict[int, Logprob]] | None = None

@@ -19,7 +19,7 @@ EXPERTS = "experts"
 HEAD_SITES = ("q", "k", "v", "z")
 """Kinds of sites with a state that is split into attention heads, [heads, head_dim]."""
 PATTERN = "pattern"
-"""Attention patterns: they can be captured, and are no state of a point of the pass."""
+"""Attention patterns. They can be captured, but are not states at a point of the pass."""
 STATE = "state"
 """Recurrent states, of the sequence so far: they can be captured, and patched at the prompt's end."""
 LOGITS = "logits"
@@ -77,7 +77,7 @@ class Family:
         embed, layers, final_norm, head: module paths; `layers` is the list of decoder layers.
         attention_norm, attention, mlp_norm, mlp: children of a decoder layer.
         q_proj, k_proj, v_proj, o_proj: children of the attention.
-        qkv: child of the attention with q, k and v in one output; "": each has a projection of its own.
+        qkv: child of the attention with q, k and v in one output; "": separate projections.
         by_head: whether q, k and v of each head follow each other; else all q, all k, all v.
         down_proj: the MLP's last projection.
         router: child of the MLP that scores its experts; "": it has none.
@@ -171,7 +171,7 @@ class Family:
         return points
 
     def is_slice(self, kind: str) -> bool:
-        """Whether a kind's value is a part of what is at its point."""
+        """Whether a kind's value is a part of the value at its point."""
         return bool(self.qkv) and kind in ("q", "k", "v")
 
     def first_layer(self, kind: str) -> int:
@@ -195,7 +195,7 @@ class Family:
 
 
 _PARALLEL = frozenset({"resid_mid"})
-"""Attention and MLP read the same stream: there is no stream between them."""
+"""Attention and MLP read the same stream: no residual stream exists between them."""
 _FUSED_QKV = frozenset({"q", "k", "v"})
 """One projection makes q, k and v."""
 _SCALED = frozenset({"attn_out", "mlp_out"})
@@ -206,7 +206,7 @@ _LATENT_FAMILIES = "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", 
 _STREAMS = frozenset({"embed", "attn_out", "mlp_out", "mlp_act", "final_norm"})
 """The residual stream is several streams, wider than what is added to each."""
 _EXPERTS = frozenset({"mlp_act"})
-"""Each expert has neurons of its own."""
+"""Each expert has its own neurons."""
 
 _MIXED = frozenset({"q", "k", "v", "z"})
 """Only some layers have attention."""

@@ -144,7 +144,7 @@ class SiteOps(Protocol):
     """Kinds of inner sites that may have ops or captures in this pass."""
 
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
-        """`value` [1, tokens, width] after the ops at `site`: fresh memory, or `value` itself where there are no ops."""
+        """`value` [1, tokens, width] after the ops at `site`: fresh memory, or `value` itself without ops."""
         ...
 
     def capture(self, site: int, value: torch.Tensor) -> None:
@@ -279,7 +279,7 @@ class ForwardBatch:
     pixel_values:          torch.Tensor | None = None
     image_grid_thw:        torch.Tensor | None = None
 
-    # Ours.
+    # Fields beyond pymllm's.
     state_pool:      LayerStatePool | None = None  # set by the runner; slots are `req_pool_indices`; None: no layer has states
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
     rope_lens:       torch.Tensor | None = None  # [tokens] int64, the lengths that length-dependent RoPE scalings see

@@ -30,7 +30,7 @@ class EngineLimits:
 
     Attributes:
         max_model_len: tokens of a request, prompt and new ones.
-        max_num_tokens: tokens of a step. A longer traced prompt has a step for itself.
+        max_num_tokens: tokens of a step. A longer traced prompt runs in a step without others.
         kv_tokens: slots of the KV pool.
         max_running: requests of a step.
     """

@@ -185,7 +185,7 @@ class ModelSpec:
     family: Family
     num_hidden_layers: int
     hidden_size: int
-    """Width of the residual stream; where it is several streams (hyper-connections), of all."""
+    """Width of the residual stream; of all streams together with hyper-connections."""
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int

@@ -29,7 +29,7 @@ class AttentionCuts(Protocol):
         ...
 
     def keep_pattern(self, layer: int, weights: torch.Tensor) -> None:
-        """Keep what is captured of one request's weights [1, heads, queries, keys]."""
+        """Keep the captured part of one request's weights [1, heads, queries, keys]."""
         ...
 
     def of_request(self, index: int) -> AttentionCuts | None:
@@ -37,12 +37,12 @@ class AttentionCuts(Protocol):
         ...
 
     def rows_from(self, start: int, stop: int) -> AttentionCuts | None:
-        """The cuts of a decode batch's requests `start` to `stop`, as a batch of their own."""
+        """The cuts of a decode batch's requests `start` to `stop`, as their own batch."""
         ...
 
 
 class TransformersOutputs(Protocol):
-    """A pass that gives what transformers' model gives beyond logits (models/transformers/transformers_pass.py)."""
+    """A pass with transformers' outputs beyond logits (models/transformers/transformers_pass.py)."""
 
     eager: bool
     """transformers' own attention runs, in place of the attention backend."""
@@ -68,7 +68,7 @@ class TransformersOutputs(Protocol):
         ...
 
     def collected(self) -> dict[str, tuple[torch.Tensor, ...]]:
-        """`attentions` and `hidden_states` of the model's output, where they are asked for."""
+        """`attentions` and `hidden_states` of the model's output, if requested."""
         ...
 
 
@@ -102,7 +102,7 @@ class AdapterRows:
     Attributes:
         spans: row spans in ascending order. Empty in a captured pass, which reads `tiles`.
         tiles: rows that kernels serve, on CUDA; None elsewhere.
-        products: spans that matrix products serve where there are `tiles`.
+        products: spans that matrix products serve when `tiles` exist.
         version: version of the adapter weights' memory. Passes captured with another version are stale.
     """
 
@@ -120,7 +120,7 @@ class AdapterRows:
             sizes: [requests], token rows of each.
 
         Returns:
-            None where no request has an adapter.
+            None if no request has an adapter.
         """
         stops = np.cumsum(sizes).tolist()
         spans = [
@@ -139,7 +139,7 @@ class AdapterRows:
         return [(slot, rows_of(own)) for slot, own in rows.items()]
 
     def rows_from(self, start: int, stop: int) -> AdapterRows | None:
-        """The rows ``[start, stop)`` as a pass of their own, which matrix products serve."""
+        """The rows ``[start, stop)`` as their own pass, which matrix products serve."""
         cut = [
             AdapterSpan(slot, max(first, start) - start, min(last, stop) - start) for slot, first, last in self.spans
         ]

@@ -1,4 +1,4 @@
-"""Receipts: what was applied to a request, what was captured, and how its steps ran."""
+"""Receipts: applied interventions, captures, and execution of a request's steps."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Request:
     num_shared_pages: int = 0
     """The first of them belong to the prefix cache."""
     num_pages_sent: int = 0
-    """Pages that the runner was told of in launched steps."""
+    """Pages that launched steps sent to the runner."""
     host_kv: Any = None
     """KV in host memory, while swapped out."""
     num_preemptions: int = 0
@@ -153,7 +153,7 @@ class Request:
     activations: Any = None
     """The captured `hooks.captures.activations.Activations`, or None."""
     saves: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Key of a trace -> what it saved, by name: its own, and traces that end with this request."""
+    """Key of a trace -> saved values by name: its own, and traces that end with this request."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -180,7 +180,7 @@ class Request:
 
     @property
     def expected_len(self) -> int | None:
-        """Positions that results must report; None where the request ended before its prompt was complete, or by an error."""
+        """Positions that results must report; None if the request ended before its prompt was complete, or by an error."""
         if self.finish_reason == "error":
             return None
         if self.output_token_ids or self.finish_reason in ("stop", "length"):
@@ -204,7 +204,7 @@ class Request:
 
     @property
     def num_tokens_left(self) -> int:
-        """Tokens to compute before the next one can be sampled; 0 where none is to be sampled any more."""
+        """Tokens to compute before the next one can be sampled; 0 if no token is to be sampled."""
         return 0 if self.awaits_last_token else self.num_tokens - self.kv_len
 
     @property

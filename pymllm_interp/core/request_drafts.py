@@ -1,4 +1,4 @@
-"""`RequestDrafts`: what came of a request's draft tokens, and when it is worth to propose more."""
+"""`RequestDrafts`: counts of a request's draft tokens, and when to propose more."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RequestDrafts:
         return DraftCounts(self.steps, self.drafted, self.accepted)
 
     def due(self, num_generated: int) -> bool:
-        """Whether drafts are proposed behind so many generated tokens."""
+        """Whether drafts are proposed after this many generated tokens."""
         return num_generated >= self.resumes_at
 
     def count(self, drafted: int, accepted: int, num_generated: int) -> bool:

@@ -26,7 +26,7 @@ MAX_TOKEN_IDS = 1024
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 4096
 """Most stop strings, and most characters of all of them. Each new token is compared with them."""
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids"}
-"""transformers' names, which the `with` form of generate takes as they are -> ours."""
+"""transformers' names, which the `with` form of generate accepts -> names of this class."""
 _BANS = "here it is bad_words, for words; logit_bias={token_id: -1e4} keeps a token out"
 ELSEWHERE = {
     **{alias: f"here it is {name}" for alias, name in ALIASES.items()},
@@ -45,7 +45,7 @@ _Class = TypeVar("_Class")
 
 
 def _explained(cls: type[_Class]) -> type[_Class]:
-    """A dataclass that answers a keyword of another project with what it is here."""
+    """A dataclass whose error for another project's keyword names the equivalent here."""
     init, known = cls.__init__, [spec.name for spec in fields(cls)]  # pyright: ignore[reportArgumentType]
 
     @wraps(init)
@@ -63,8 +63,8 @@ class SamplingParams:
     """Sampling parameters and stop conditions of a request. Names and defaults are vLLM's.
 
     Raises:
-        TypeError: another name; the message says what it is here.
-        ValueError: a value is out of its range; the message names it, what is allowed, and what came.
+        TypeError: an unknown name; the message gives the equivalent.
+        ValueError: a value out of range; the message has its name, the allowed range and the value.
     """
 
     n: int = 1
@@ -107,7 +107,7 @@ class SamplingParams:
     bad_words: list[str] | tuple[str, ...] | None = None
     """Words that are not generated: the last token of each is not sampled after the others. With and without a space before."""
     truncate_prompt_tokens: int | None = None
-    """Keep this many of the prompt's last tokens; -1 keeps what the context holds beside max_tokens."""
+    """Keep this many of the prompt's last tokens; -1 keeps those that fit the context beside max_tokens."""
     include_stop_str_in_output: bool = False
     """Leave the stop string in the text, and that of a token which ended the generation."""
     skip_special_tokens: bool = True
@@ -119,8 +119,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | dict[str, Any] | None = None
     """The form of the text: a JSON schema, a pattern, choices or a grammar (docs/engine/structured.md). A dict has its fields."""
     speculate: bool | None = None
-    """False: no drafts are proposed (docs/engine/speculative.md). None: where the engine has a drafter, and the request allows it.
-    True: the request is refused where they cannot be. The tokens are the same in any case."""
+    """False: no drafts (docs/engine/speculative.md). None: drafts if the engine has a drafter, and the request allows
+    them. True: refuse the request if it cannot have drafts. The tokens are the same in any case."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):

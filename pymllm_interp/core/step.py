@@ -1,4 +1,4 @@
-"""One step as plain data: what the scheduler decides, and what its execution answers.
+"""One step as plain data: the decisions of the scheduler, and the results of its execution.
 
 A `SchedulerOutput` holds numbers, token ids and small records, no live request, device tensor or callback. It round-trips
 through pickle, so that another process, or another rank, can run the step.
@@ -192,7 +192,7 @@ class SchedulerOutput:
     drafts: dict[str, list[int]] = field(default_factory=dict)
     """Request id -> draft tokens, the inputs of its part's rows after the first. Its hooks count when they are `settled`."""
     by_row: bool = False
-    """Whether a step with short parts may run as a decode pass, each token a row of its own. Logits are wanted of all rows."""
+    """Whether a step with short parts may run as a decode pass with a row for each token. All rows have logits."""
     settled: dict[str, int] = field(default_factory=dict)
     """Request id -> positions that stay of those that it computed with drafts, since the last step."""
     finished_req_ids: set[str] = field(default_factory=set)
@@ -244,13 +244,13 @@ class ModelRunnerOutput:
     execution: str = ""
     """Value of the step's `runner.partition.Execution`."""
     errors: dict[str, BaseException] = field(default_factory=dict)
-    """Request id -> what its hooks raised in this step."""
+    """Request id -> error that its hooks raised in this step."""
     stopped: set[str] = field(default_factory=set)
     """Requests that called `tracer.stop()`."""
     saves: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Request id -> what its trace saved, by name; set by `finish_nnsight`."""
+    """Request id -> values saved by its trace, by name; set by `finish_nnsight`."""
     shared_saves: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Key of a trace without a request of its own (an invoke without a prompt) -> what it saved, by name."""
+    """Key of a trace without its own request (an invoke without a prompt) -> saved values by name."""
 
     @property
     def req_id_to_index(self) -> dict[str, int]:

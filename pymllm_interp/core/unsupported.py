@@ -1,4 +1,4 @@
-"""Features of other servers that are not supported: keywords of their users, and what to use in their place."""
+"""Features of other servers that are not supported: keywords of their users, and the alternatives."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ OPTIONS: dict[str, str] = {
     "calculate_kv_scales": KV_QUANTISATION,
     **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), QUANTISATION),
 }  # fmt: skip
-"""Keywords of an engine -> why not, and what serves instead."""
+"""Keywords of an engine -> reason and alternative."""
 
 OF_REQUESTS: dict[str, str] = {
     **{name: f"it is not supported: use structured_outputs, with {field}" for name, field in _FORMS.items()},
@@ -111,7 +111,7 @@ OF_REQUESTS: dict[str, str] = {
         MULTIMODAL,
     ),
 }  # fmt: skip
-"""Keywords of a request or of its sampling parameters -> why not, and what serves instead."""
+"""Keywords of a request or of its sampling parameters -> reason and alternative."""
 
 _IN_PROCESS = (
     "a trace runs code on the model, `with lm.trace(prompt):`; lm.runner.model is the module of a local engine"
@@ -146,7 +146,7 @@ METHODS: dict[str, str] = {
         "pymllm_interp.lens.Bridge(lm) has TransformerLens' names; the modules have their weights, lm.lm_head.weight",
     ),
 }  # fmt: skip
-"""Methods and attributes of vLLM's `LLM` and TransformerLens' models that an `LM` does not have -> what serves instead."""
+"""Methods and attributes of vLLM's `LLM` and TransformerLens' models that an `LM` lacks -> alternative."""
 
 ATTRIBUTES: dict[str, str] = {
     "n_layers": "num_layers", "n_layer": "num_layers", "num_hidden_layers": "num_layers", "n_heads": "num_heads",

@@ -14,10 +14,10 @@ from ..utils.arguments import PromptError
 def bad_word_ids(tokenizer: Any, words: Sequence[str], vocab_size: int, what: str) -> tuple[tuple[int, ...], ...]:
     """The token ids of words, without and with a space before them, as in vLLM.
 
-    The form with a space counts where it is as many tokens, and begins with another one.
+    The form with a space counts if it has the same number of tokens, and begins with another one.
 
     Args:
-        what: names the prompt in messages.
+        what: prompt name used in error messages.
 
     Raises:
         PromptError: no tokenizer, or a word that has no tokens, or some outside the vocabulary.

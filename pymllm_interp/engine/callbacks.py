@@ -1,4 +1,4 @@
-"""`Callbacks`: runs callers' functions beside the engine's thread, which serves everybody and must not wait for them."""
+"""`Callbacks`: runs callers' functions outside the engine's thread, which must not wait for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ MAX_THREADS = 8
 
 
 class Callbacks:
-    """Runs functions on daemon threads of its own. Functions of one owner run in order, functions of several owners at the same
-    time.
+    """Runs functions on its own daemon threads. Functions of one owner run in order, those for several owners concurrently.
 
     Threads start when they are first needed. Whatever a function raises is logged, and goes no further.
     """
@@ -56,7 +55,7 @@ class Callbacks:
             return len(self._waiting.get(owner, ()))
 
     def close(self, timeout: float) -> None:
-        """Let what is queued run, and end the threads; give up after `timeout` seconds. A second call does nothing."""
+        """Run queued functions, and end the threads; give up after `timeout` seconds. A second call does nothing."""
         with self._lock:
             closed, self._closed = self._closed, True
             threads = list(self._threads)

@@ -82,7 +82,7 @@ class RequestConstraint:
             ConstraintError: it allows nothing.
         """
         self.turn = next(_turns)
-        if seconds > SLOW_SECONDS / 2:  # one of them is slow: each is timed by itself next, and none takes turns for it
+        if seconds > SLOW_SECONDS / 2:  # one of them is slow: next each is timed separately
             self.seconds = SLOW_SECONDS
         else:
             self.seconds += WEIGHT * (seconds - self.seconds)
@@ -158,11 +158,11 @@ class RequestConstraint:
 
 
 def constraint_of(params: SamplingParams, grammars: Grammars, vocab_size: int, what: str) -> RequestConstraint | None:
-    """A constraint for a new request; None where its parameters name none, or it generates nothing.
+    """A constraint for a new request; None if its parameters name none, or it generates nothing.
 
     Args:
         grammars: the engine's grammars. The first request with a grammar waits for its compilation.
-        what: names the prompt in messages.
+        what: prompt name used in error messages.
 
     Raises:
         PromptError: `params.constraint` cannot be made, or `params.structured_outputs` not compiled.

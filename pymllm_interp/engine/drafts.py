@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Drafts:
-    """Asks the drafter for drafts of decoding requests, adds them to steps, and counts what becomes of them.
+    """Asks the drafter for drafts of decoding requests, adds them to steps, and counts accepted ones.
 
     A request is drafted for if its hooks allow it (`why_undrafted`). This is decided when it is added.
 
@@ -39,7 +39,7 @@ class Drafts:
 
     @classmethod
     def of(cls, runner: InterpModelRunner) -> Drafts | None:
-        """The drafts of an engine over this runner; None where nothing proposes any.
+        """The drafts of an engine over this runner; None without a drafter.
 
         Raises:
             ValueError: the passes have too few rows for the drafts of a model.
@@ -84,7 +84,7 @@ class Drafts:
     ) -> None:
         """Give decoding requests of a step rows for drafts.
 
-        They take rows, pages and room in the ring that are left: nothing is preempted for them, and nobody waits.
+        They take rows, pages and room in the ring that are left: they neither preempt nor delay a request.
 
         Args:
             requests: the live ones, by id.
@@ -175,7 +175,7 @@ class Drafts:
             request.warnings.append(message)
             self._undrafted["the drafter failed"] += 1
 
-    # -- what came of it ---------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------
 
     def settle(self, request: Request, entry: ScheduledRequest, num_drafts: int, num_sampled: int) -> None:
         """Count a step of a request with drafts. Then all of its tokens have KV, except the last.
@@ -214,7 +214,7 @@ def check_speculate(request: Request, drafts: bool, what: str) -> None:
 
     Args:
         drafts: the engine has a drafter.
-        what: names the prompt in messages.
+        what: prompt name used in error messages.
 
     Raises:
         PromptError: it cannot.

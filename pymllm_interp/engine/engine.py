@@ -48,7 +48,7 @@ class EngineThread(threading.Thread):
 
 
 class Engine:
-    """Serves requests on a thread of its own, which the runner is initialised on too.
+    """Serves requests on its own thread, on which the runner is initialised too.
 
     This matters on a CPU, where each thread that computes in parallel has OpenMP workers of its own. Two such threads on two cores
     made a decode step 35 % slower.
@@ -93,7 +93,7 @@ class Engine:
         return f"live requests: {len(self.ends.subscribers)}" if self.ends.subscribers else "idle"
 
     def start(self) -> None:
-        """Initialise the runner on the thread, and serve. What the runner's `initialize` raises, this raises.
+        """Initialise the runner on the thread, and serve. Raises the errors of the runner's `initialize`.
 
         After any error its maker calls `shutdown`: the thread holds the weights and the pool until then.
         """
@@ -137,7 +137,7 @@ class Engine:
             self._post(end)
 
     def run(self, command: RunnerCommand) -> Any:
-        """Have the runner run a command between steps. Returns its answer. Raises what `call` raises."""
+        """Have the runner run a command between steps. Returns its answer. Raises like `call`."""
         return self.call(partial(self.runner.run, command))
 
     def post(self, command: RunnerCommand) -> None:
@@ -149,9 +149,9 @@ class Engine:
         self.call(self.scheduler.kv.reset_prefix_cache)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run `function` on the engine's thread, to look at the engine or to measure it. Returns what it returns.
+        """Run `function` on the engine's thread, to inspect or measure the engine. Returns its result.
 
-        It runs between steps, or at once where it is called there. What a runner has to do is a command (`run`).
+        It runs between steps, or at once if called on that thread. Commands of a runner use `run`.
 
         Raises:
             RuntimeError: called on another engine's thread, which must not wait.
@@ -212,7 +212,7 @@ class Engine:
         return threading.current_thread() is self._thread
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End what runs, stop the thread and release the runner. Does not wait inside blocks and callbacks.
+        """End running requests, stop the thread and release the runner. Does not wait inside blocks and callbacks.
 
         Raises:
             TimeoutError: the thread has not ended after `timeout` seconds. It ends as soon as it can.
@@ -253,7 +253,7 @@ class Engine:
     def _start(self) -> None:
         ready = self._ready
         try:
-            self.check_open()  # nobody waits any more
+            self.check_open()  # no thread is waiting now
             self._initialize()
         except BaseException as error:
             self._closing = error
@@ -343,12 +343,12 @@ class Engine:
         return self._in_flight is not None or (self.scheduler.has_work() and not self._waits_for_room)
 
     def step(self) -> None:
-        """Launch a step, and deliver what the one before it made while the device works.
+        """Launch a step, and deliver the results of the one before it while the device works.
 
-        With `async_scheduling` a step's tokens are read after the launch of the next step. So the device does not wait for the
-        host. A step that ends a request so runs one token too many for it, which is dropped. Where the next step depends on this
-        one's tokens (`Request.needs_tokens`), they are read first. Before a block is served, or a constraint masks the next token,
-        `_sync_previous_step` reads them.
+        With `async_scheduling` a step's tokens are read after the launch of the next step, so the device does not wait
+        for the host. A step that ends a request thus runs one token too many for it, which is dropped. If the next step
+        depends on this one's tokens (`Request.needs_tokens`), they are read first. `_sync_previous_step` reads them
+        before a block is served, or a constraint masks the next token.
         """
         started, step = time.perf_counter(), self.scheduler.schedule()
         while self.scheduler.lost:
@@ -418,7 +418,7 @@ class Engine:
         try:
             output = launched.get_output()
             self._pacing.ended()
-        except Exception as error:  # the device's: what the step computed is lost for all of its requests
+        except Exception as error:  # the device's: the step's results are lost for all of its requests
             logger.warning("the tokens of a step could not be read: %r", error)
             self._pacing.forget()
             self.scheduler.kv.reset_prefix_cache()
@@ -437,8 +437,8 @@ class Engine:
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
         """A pass failed. Its traced requests cannot be run again, so they end; the others are run again.
 
-        Where it had no trace, all end. After a lack of memory, decoding requests are run again once, without the prompts that made
-        the step large. A step with drafts is run again without.
+        Without a trace, all requests of the step end. After running out of memory, decoding requests run once again,
+        without the prompts that made the step large. A step with drafts runs again without them.
         """
         logger.warning("a step failed: %r", error)
         live = [(entry, self.scheduler.requests.get(entry.request_id)) for entry in step.scheduled]
@@ -455,7 +455,7 @@ class Engine:
         self.scheduler.failed(step)
 
     def _call_soon(self, command: Callable[[], None]) -> None:
-        """Run `command` on the engine's thread, while it closes too: at once, where it is called there."""
+        """Run `command` on the engine's thread, even while it closes: at once if called there."""
         if self._on_own_thread:
             command()
             return

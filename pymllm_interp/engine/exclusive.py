@@ -10,10 +10,10 @@ from ..utils.arguments import PromptError
 
 
 class ExclusiveTurns:
-    """Turns of the requests that run in steps of their own. Their steps alternate with the steps of all other requests.
+    """Turns of the requests that run in exclusive steps. Their steps alternate with the steps of all other requests.
 
     Attributes:
-        requests: live requests that run in steps of their own, in the order of their turns.
+        requests: live requests that run in exclusive steps, in the order of their turns.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class ExclusiveTurns:
         self._others_next = False
 
     def add(self, request: Request) -> None:
-        """Add a request, if it runs in steps of its own."""
+        """Add a request, if it runs in exclusive steps."""
         if request.exclusive:
             self.requests.append(request)
 
@@ -31,8 +31,7 @@ class ExclusiveTurns:
             self.requests.remove(request)
 
     def next(self, others: bool) -> list[Request]:
-        """The request that has the next step for itself, with its gang. Empty: it is the others' turn, or no such request
-        generates.
+        """The request that has the next step, with its gang. Empty: it is the others' turn, or no such request generates.
 
         Args:
             others: there are other requests.

@@ -1,4 +1,4 @@
-"""KV pages and rows of live requests. It is the only owner of what is free, what is held, and what the prefix cache keeps.
+"""KV pages and rows of live requests. It is the only owner of free, held and cached pages.
 
 A request's first `num_shared_pages` pages belong to the prefix cache, which it holds; the others are its own. Its owner writes a
 page before a later request can share it, in the same step or a later one.
@@ -31,7 +31,7 @@ class KVManager:
         allocator: pages of the pool.
         kv_pool: the K and V themselves.
         sharing: the prefix cache's sharing; None: off.
-        states: recurrent states, by row; None where no layer has any.
+        states: recurrent states by row; None if no layer has any.
         rope_boundary: see `ModelSpec`.
 
     Attributes:
@@ -69,7 +69,7 @@ class KVManager:
     # -- pages -------------------------------------------------------------------------
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that so many positions take."""
+        """Number of pages for this many positions."""
         return -(-num_tokens // self.page_size)
 
     @property
@@ -160,7 +160,7 @@ class KVManager:
         """Take back the request's row and pages. A second call does nothing.
 
         Args:
-            keep: leave what it computed to the prefix cache.
+            keep: leave its computed KV to the prefix cache.
         """
         first, prefix = request.num_shared_pages, request.prefix
         own = request.pages[first:]
@@ -211,21 +211,21 @@ class KVManager:
                 self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all KV of requests that have ended. Those that run keep theirs."""
+        """Forget all KV of requests that have ended. Running requests keep theirs."""
         if self._snapshots is not None:
             self._snapshots.clear()
         self._free(self._tree.reset())
 
     def discard_unwritten(self) -> None:
-        """The last scheduled step failed: what it was to write leaves the prefix cache. No request may hold it."""
+        """Remove the pages that the failed last step was to write from the prefix cache. No request may hold them."""
         self._free(self._tree.discard(self._unwritten))
         self._unwritten.clear()
 
     # -- snapshots of recurrent states -----------------------------------------------------
 
     def chunk(self, request: Request, budget: int) -> int:
-        """Tokens of the request's next chunk. Chunks end where a state is captured, and where snapshots are due. A snapshot that is
-        due now is kept.
+        """Tokens of the request's next chunk. Chunks end where a state is captured, and where snapshots are due. A
+        snapshot that is due now is taken.
 
         Args:
             budget: the chunk's tokens at most.
@@ -238,7 +238,7 @@ class KVManager:
         return min([tokens, *(each - request.kv_len for each in (*stops[:1], stop) if each is not None)])
 
     def _plan_snapshots(self, request: Request) -> None:
-        """Plan snapshots of an admitted request: where it leaves known pages, and at its prompt's last page."""
+        """Plan snapshots of an admitted request: at the end of its cached pages, and at its prompt's last page."""
         if len(request.unit) > 1:  # its prompt runs in one pass
             return
         pages = {request.prefix.num_known, (request.prompt_len - 1) // self.page_size}
@@ -252,9 +252,10 @@ class KVManager:
             self._snapshots.keep(request.pages[request.kv_len // self.page_size - 1], request.req_pool_idx)
 
     def _adopt(self, request: Request, num_pages: int) -> None:
-        """Have the prefix cache own the request's first pages. Where the cache has equal pages, the request gives up its own.
+        """Make the prefix cache own the request's first pages. If the cache has equal pages, the request releases its
+        duplicates.
 
-        `share` stops at pages that the cache has. A request that computes them again, for its states, has pages of its own.
+        `share` stops at pages that the cache has. A request that computes them again, for its states, has separate pages.
         """
         first, prefix = request.num_shared_pages, request.prefix
         if first >= num_pages:
@@ -279,7 +280,7 @@ class KVManager:
             self._snapshots.drop(pages)
         self.allocator.free_pages(pages)
 
-    # -- what the runner is told -----------------------------------------------------------
+    # -- updates for the runner --------------------------------------------------------------
 
     def page_writes(self) -> list[PageWrite]:
         """Pages of running requests that the runner does not know yet."""

@@ -1,4 +1,4 @@
-"""`PrefixSharing`: what a request shares with others through the prefix cache, and what it must compute itself.
+"""`PrefixSharing`: the tokens that a request shares through the prefix cache, and those that it must compute.
 
 | request | shares |
 |---|---|
@@ -31,7 +31,7 @@ class Prefix:
     """A request's part of the prefix cache.
 
     Attributes:
-        key: its tokens and namespaces; None where it shares nothing.
+        key: its tokens and namespaces; None if it shares nothing.
         kind: kind of its namespaces.
         node: node of the tree that it holds, while it has pages.
         reason: reason that the last `match` stopped; "" at the end of the tree.
@@ -89,14 +89,14 @@ class PrefixSharing:
         return Prefix(RadixKey(request.prompt_token_ids, size, namespaces), kind)
 
     def model_changed(self) -> bool:
-        """Whether the model was edited since the last call: what the tree has is of no use then."""
+        """Whether the model was edited since the last call. Then the tree's KV is stale."""
         if self._model is None:
             return False
         version, self._version = self._version, self._model.version
         return version != self._version
 
     def match(self, request: Request) -> Match | None:
-        """The pages that the request can start with; None where it shares nothing."""
+        """The pages that the request can start with; None if it shares nothing."""
         prefix = self.prefix_of(request)
         if prefix.key is None:
             return None
@@ -114,7 +114,7 @@ class PrefixSharing:
 
     @staticmethod
     def _reusable(request: Request) -> tuple[int, str]:
-        """(positions that need not be computed, why no more)."""
+        """(positions that need not be computed, reason for no more)."""
         limit, seen = request.num_tokens - 1, request.computed_once
         if request.all_logits and seen < request.prompt_len:
             return min(limit, seen), "logits of the prompt"
@@ -127,7 +127,7 @@ class PrefixSharing:
         return limit, ""
 
     def admitted(self, request: Request, num_cached: int) -> None:
-        """Count a request that starts with so many tokens of the tree."""
+        """Count a request that starts with this many tokens of the tree."""
         prefix = self.prefix_of(request)
         if request.num_preemptions:
             self.num_recomputed += max(request.computed_once - num_cached, 0)
@@ -161,7 +161,7 @@ class PrefixSharing:
         """Token counts: asked for and found by kind of namespace, recomputed, evicted. Also counts of requests by
         reason for no reuse.
 
-        `off` says why requests share nothing; "" where they do.
+        `off` is the reason that requests share nothing, or "".
         """
         size, asked, cached = self.tree.page_size, dict(self._asked), dict(self._cached)
         return {

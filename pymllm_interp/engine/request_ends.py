@@ -33,7 +33,7 @@ class RequestEnds:
     """Ends requests one at a time, so that an error affects only its own request, and tells their subscribers.
 
     Args:
-        runner: releases what an ended request holds.
+        runner: releases the resources of an ended request.
         callbacks: calls callers' functions beside the engine's thread.
         call_soon: runs a command on the engine's thread.
 
@@ -58,7 +58,7 @@ class RequestEnds:
         self._answers_lock = threading.Lock()
 
     def note(self, requests: Iterable[Request]) -> None:
-        """Note what steps must do for these requests, so that they look for it in no others."""
+        """Record the requests that need handling in steps, so that steps check no others."""
         for request in requests:
             for ids, concerned in (
                 (self.declared, request.declared is not None),
@@ -86,14 +86,14 @@ class RequestEnds:
                 self.finished(request)
 
     def known(self, request_ids: Iterable[str]) -> list[Request]:
-        """Those of the requests that the scheduler has."""
+        """The subset of the requests that the scheduler has."""
         return [found for rid in request_ids if (found := self.scheduler.requests.get(rid)) is not None]
 
     def finished(self, request: Request) -> None:
         """Wind up a request that the scheduler has ended, and tell its caller."""
         if request.gang is not None:
             if not all(member.finished for member in request.gang):
-                return  # its blocks may still wait for those of the others
+                return  # its blocks may still wait for blocks of the others
             ending, request.gang[:] = list(request.gang), []
         else:
             ending = [request]
@@ -152,7 +152,7 @@ class RequestEnds:
                 logger.exception("request %s could not be answered", request.request_id)
 
     def _finish_declared(self, request: Request) -> Future[DeclaredResult]:
-        """Give back what the request reserved, and have the worker complete its results."""
+        """Release the request's reservations, and have the worker complete its results."""
         assert request.hooks is not None and self.runner.declarations is not None, "it declared something"
         self.runner.declarations.release(request)
         arrived, receipt = self.runner.finish_declared(request.ending()), request.receipt
@@ -169,7 +169,7 @@ class RequestEnds:
         """Emit the request's last event.
 
         Args:
-            arrived: the results of what it declared.
+            arrived: the results of its interventions and captures.
         """
         if arrived is not None:
             error = arrived.exception()
@@ -186,7 +186,7 @@ class RequestEnds:
         self.subscribers.pop(request.request_id, None)
 
     def emit_tokens(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Emit an event for each token of a request that streams and goes on."""
+        """Emit an event for each token of a streaming request that continues."""
         for entry, tokens in zip(step.scheduled, output.sampled_token_ids, strict=True):
             request = self.scheduler.requests.get(entry.request_id)
             if request is None or not request.stream:
@@ -233,7 +233,7 @@ class RequestEnds:
     # -- while a block holds up the thread, on the watchdog's ------------------------------------
 
     def end_waits(self) -> None:
-        """End the waits for requests whose time is over. The thread winds them up when it comes to it."""
+        """End the waits for requests past their time limit. The thread winds them up later."""
         now = time.monotonic() - OVERDUE_SECONDS
         for request, _ in list(self.subscribers.values()):
             if request.deadline is not None and request.deadline < now:
@@ -255,7 +255,7 @@ class RequestEnds:
 
 
 def _take_result(request: Request, result: DeclaredResult) -> None:
-    """Note the results of what a request declared."""
+    """Record the results of a request's interventions and captures."""
     request.activations = found = result.activations
     request.receipt.interventions, request.receipt.captures = result.applied, result.captured
     if found is not None and found.error is not None and str(found.error) not in request.warnings:

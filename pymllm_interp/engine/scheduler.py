@@ -1,9 +1,10 @@
 """Scheduling: the requests of the next step, and their numbers of tokens.
 
-Continuous batching over a paged KV pool. A step holds every decoding request. The rest of its token budget is for chunks of
-prompts. A traced prompt runs in one pass. A prompt starts after the pages that the prefix cache has. When the pool is full, the
-latest request is preempted. A plain request later resumes from what the prefix cache kept. The KV of a traced request is swapped to
-host memory and back. A request skips the step if its captures find no room in the ring; no other request does.
+Continuous batching over a paged KV pool. A step holds every decoding request. The rest of its token budget is for
+chunks of prompts. A traced prompt runs in one pass. A prompt starts after the pages that the prefix cache has. When the
+pool is full, the latest request is preempted. A plain request later resumes from the cached prefix. The KV of a traced
+request is swapped to host memory and back. A request skips the step if its captures find no room in the ring; no other
+request does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .stopping import take
 from .waiting_queue import WaitingQueue
 
 MAX_OVERTAKEN_SWAPPED = 8
-"""Requests that may be admitted while one waits in host memory: after so many, they wait for it."""
+"""Requests admitted while one waits in host memory, at most. Later ones wait for it."""
 
 
 class Scheduler:
@@ -37,7 +38,7 @@ class Scheduler:
         config: `schedule_policy`, `scheduling_policy`, `max_running_requests` and `max_itl_ms` are read.
         max_num_tokens: upper bound of a step's token rows.
         kv: pages and rows of the requests.
-        ring_admission: reserves room for captured states in the ring; None where captures need none.
+        ring_admission: reserves room for captured states in the ring; None if captures need none.
         times: durations of the steps so far; None: unknown.
         drafts: drafts of decoding requests; None: no drafter.
 
@@ -119,7 +120,7 @@ class Scheduler:
         return self.ring_admission is not None and self.ring_admission.waits
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request and release what it holds. A finished request is left as it is."""
+        """End a request and release its resources. Finished requests are ignored."""
         if request.finished:
             return
         queue = {RequestStatus.RUNNING: self.running, RequestStatus.SWAPPED: self.swapped}.get(request.status)
@@ -277,7 +278,7 @@ class Scheduler:
             unit = request.unit
             whole = request.trace is not None or len(unit) > 1
             tokens = sum(r.num_tokens_left for r in unit) if whole else 0
-            # Longer than any step may be: it has one for itself.
+            # Longer than any step may be: it runs without others.
             beyond = self.max_num_tokens < tokens and not step.scheduled
             if (
                 (tokens > budget + self._beyond_target and not beyond)
@@ -359,7 +360,7 @@ class Scheduler:
             return True
         return self.ring_admission.fits(unit, [1 if r.trace is None else r.num_tokens_left for r in unit])
 
-    # -- what a step computed ---------------------------------------------------------------
+    # -- results of a step ------------------------------------------------------------------
 
     def launched(self, step: SchedulerOutput) -> None:
         """A step was launched: the next one may be scheduled, whether or not its tokens have been read."""
@@ -464,7 +465,7 @@ class Scheduler:
                 self.num_swapped += 1
 
     def _put_back(self, request: Request) -> None:
-        """Let a plain request wait for its admission again. The prefix cache keeps what it computed."""
+        """Move a plain request back to the waiting queue. The prefix cache keeps its computed KV."""
         self.running.remove(request)
         self._release(request)
         self._preempted_ids.add(request.request_id)

@@ -29,7 +29,7 @@ class StepTimes:
         self._per_token: dict[int, float] = {}
 
     def predict(self, rows: int, prompt_tokens: int) -> float | None:
-        """Seconds of a step with so many decode rows and prompt tokens; None before any such step."""
+        """Seconds of a step with these numbers of decode rows and prompt tokens; None before any such step."""
         decode = _nearest(self._decode, _row_key(rows))
         if not prompt_tokens:
             return decode
@@ -37,7 +37,7 @@ class StepTimes:
         return None if per_token is None else (decode or 0.0) + per_token * prompt_tokens
 
     def prompt_tokens(self, rows: int, seconds: float) -> int | None:
-        """Prompt tokens that fit beside so many decode rows in a step of `seconds`; None before any such step."""
+        """Prompt tokens that fit beside this many decode rows in a step of `seconds`; None before any such step."""
         decode = _nearest(self._decode, _row_key(rows))
         if decode is None or not self._per_token:
             return None
@@ -122,7 +122,7 @@ class StepPacing:
         self._ended = now
 
     def forget(self) -> None:
-        """A step failed: what was launched is not read."""
+        """Drop the launched steps, after one failed."""
         self._launched.clear()
         self._ended = self._waited_for = None
 

@@ -57,7 +57,7 @@ def _append(request: Request, token: int, output: ModelRunnerOutput, accepted: l
 
 
 def _stop_by(request: Request, token: int) -> None:
-    """A token ends the request. Its text is looked at where it is kept, as in vLLM."""
+    """A token ends the request. Its text is checked only if it is kept, as in vLLM."""
     request.stop_reason = None if token == request.eos_token_id else token
     if not request.params.include_stop_str_in_output:
         request.num_hidden_tokens = 1

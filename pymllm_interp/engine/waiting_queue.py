@@ -11,7 +11,7 @@ from ..core.request import Request
 LOOKAHEAD = 64
 """Requests at the head of the queue that "lpm" orders."""
 MAX_OVERTAKEN = 64
-"""Requests that may overtake one: after so many, it is tried first."""
+"""Requests that may overtake one, at most. Then it is tried first."""
 
 
 class WaitingQueue:

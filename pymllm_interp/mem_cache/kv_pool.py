@@ -108,7 +108,7 @@ class KVPool:
         return HostKV(kv)
 
     def swap_in(self, slots: Sequence[int] | np.ndarray | torch.Tensor, host: HostKV) -> None:
-        """Write what `swap_out` made to `slots`, bit for bit.
+        """Write K and V from `swap_out` to `slots`, bit for bit.
 
         Raises:
             ValueError: the numbers of slots and tokens differ.

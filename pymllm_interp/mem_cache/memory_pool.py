@@ -8,8 +8,8 @@ pages of slots, and `KVPool` holds their K and V:
     req_to_token_pool.write(row, 0, allocator.slots_of(pages, 0, 20))  # page_size 16: 112..127, 48..51
     req_to_token_pool.apply_staged_writes()
 
-Row 0 and page 0 are dummies that padding points to. They are never handed out, so a padded row of a captured graph reads
-and writes nobody's memory.
+Row 0 and page 0 are dummies for padding. They are never handed out, so a padded row of a captured graph reads and
+writes no request's memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ReqToTokenPool:
         max_context_len: positions in a row.
         device: device of `req_to_token`.
 
-    `req_to_token`: [size + 1, max_context_len] int32. It changes in `apply_staged_writes` and `clear` only, never behind
-    the back of a pass that is under way. Entries past what a request has written are stale: read up to its length.
+    `req_to_token`: [size + 1, max_context_len] int32. It changes in `apply_staged_writes` and `clear` only, never
+    during a pass. Entries beyond a request's length are stale.
     """
 
     def __init__(self, size: int, max_context_len: int, device: str | torch.device) -> None:
@@ -49,7 +49,7 @@ class ReqToTokenPool:
         self.req_to_token = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def clear(self) -> None:
-        """Take every row back, drop what is staged, and zero the table."""
+        """Take back all rows, drop staged writes, and zero the table."""
         self._free = list(range(self.size, 0, -1))
         self._live: set[int] = set()
         self._dirty: dict[int, tuple[int, int]] = {}
@@ -69,7 +69,7 @@ class ReqToTokenPool:
         return row
 
     def claim(self, row: int) -> None:
-        """Note that `row` is in use, where the pool of another process handed it out. A row in use is left as it is.
+        """Mark `row` as used, if the pool of another process handed it out. A used row is unchanged.
 
         Raises:
             ValueError: not one of rows 1..size.

@@ -5,8 +5,8 @@ A radix tree over pages of tokens::
     root -- [system prompt, 90 pages] -- [question A, 3 pages]
                                       `- [question B, 5 pages] -- [its answer, 2 pages]
 
-An edge is found by the tokens of its first page and by that page's *namespace*. The namespace says what else the KV of the page
-depends on; None for nothing. A page's KV depends on all pages before it, so equal paths from the root mean equal KV.
+An edge is found by the tokens of its first page and by that page's *namespace*: everything else that the page's KV
+depends on, or None. A page's KV depends on all pages before it, so equal paths from the root mean equal KV.
 
 Pages are shared by reference. A *held* node, and all nodes above it, are not evicted. Among the others, the least recently
 used leaf is evicted first, from its end.
@@ -95,7 +95,7 @@ class Match(NamedTuple):
     num_pages_of_node: int
     pages: list[int]
     num_evictable: int
-    """Pages among them that nobody holds."""
+    """Pages among them that no request holds."""
 
 
 class RadixCache:
@@ -106,7 +106,7 @@ class RadixCache:
 
     Attributes:
         num_pages: number of pages in the tree.
-        num_evictable: pages that nobody holds.
+        num_evictable: pages that no request holds.
         num_evicted: pages that `evict` gave back so far.
     """
 
@@ -252,7 +252,7 @@ class RadixCache:
         return known
 
     def evict(self, num_pages: int) -> list[int]:
-        """Give back pages that nobody holds, the least recently used first: `num_pages`, or as many as there are."""
+        """Give back unheld pages, the least recently used first: at most `num_pages`."""
         freed: list[int] = []
         while len(freed) < num_pages and self._leaves:
             used, _, node = heappop(self._leaves)
@@ -264,7 +264,7 @@ class RadixCache:
         return freed
 
     def discard(self, pages: set[int]) -> list[int]:
-        """Remove `pages`, which nobody holds, and all that follows them. Returns the pages that the tree gives back."""
+        """Remove `pages`, which no request holds, and all that follows them. Returns the removed pages."""
         freed: list[int] = []
         for node in list(self._nodes()):
             kept = next((i for i, page in enumerate(node.pages) if page in pages), None)
@@ -275,7 +275,7 @@ class RadixCache:
         return freed
 
     def reset(self) -> list[int]:
-        """Forget everything. Returns the pages that nobody holds; the others come back by `release`."""
+        """Forget everything. Returns the unheld pages; `release` returns the others."""
         evicted, freed = self.num_evicted, self.evict(self.num_evictable)
         self.num_evicted = evicted
         self._old_roots = [root for root in (*self._old_roots, self._root) if root.children]
@@ -315,7 +315,7 @@ class RadixCache:
         return freed
 
     def _note_leaf(self, node: Node) -> None:
-        """Put a node into the eviction order, if it is a leaf that nobody holds."""
+        """Put a node into the eviction order, if it is an unheld leaf."""
         if node.holders or node.children or not node.pages:
             return
         self._entries += 1

@@ -23,13 +23,13 @@ StateKind = Literal["conv", "recurrent"]
 
 @dataclass(frozen=True)
 class StateLayout:
-    """One state of a layer: what its code in transformers keeps for each sequence.
+    """Layout of one state of a layer, which its code in transformers keeps for each sequence.
 
     Attributes:
         kind: "conv" for the last inputs of a convolution.
         shape: shape of one request's state.
         dtype: dtype that the layer's code reads and writes.
-        layer: index of the decoder layer; None where it is not known.
+        layer: index of the decoder layer, or None if unknown.
     """
 
     kind: StateKind
@@ -44,7 +44,7 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class HostState:
-    """The states of one slot on the host; what `StatePool.swap_out` made."""
+    """The states of one slot on the host, from `StatePool.swap_out`."""
 
     states: tuple[torch.Tensor, ...]
 
@@ -142,7 +142,7 @@ class StatePool:
         return HostState(tuple(state[slot].to("cpu", copy=True) for state in self.states))
 
     def swap_in(self, slot: int, host: HostState) -> None:
-        """Write what `swap_out` made to a slot, bit for bit."""
+        """Write the states from `swap_out` to a slot, bit for bit."""
         for state, saved in zip(self.states, host.states, strict=True):
             state[slot].copy_(saved)
 

@@ -36,7 +36,7 @@ class StateSnapshots:
         return set(self._places)
 
     def close(self) -> None:
-        """Free the memory. Nothing is kept any more."""
+        """Free the memory. Later snapshots are not kept."""
         self._states, self._memory, self._free, self.size = [], [], [], 0
         self._places.clear()
 

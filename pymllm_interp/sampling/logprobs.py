@@ -1,6 +1,6 @@
 """Log probabilities of sampled and of prompt tokens, as tensors that leave the device with the sampled tokens.
 
-The caller chooses what they are taken from (`Sampler.logprobs_mode`). By default this is the raw logits, in float32, before any
+The caller chooses their source (`Sampler.logprobs_mode`). By default this is the raw logits, in float32, before any
 penalty, temperature or filter.
 """
 

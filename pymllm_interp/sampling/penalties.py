@@ -98,7 +98,7 @@ class PenaltyBatch:
     def from_requests(
         cls, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
     ) -> PenaltyBatch | None:
-        """The penalties of the requests that have any; None where no request has.
+        """The penalties of the requests; None if no request has any.
 
         Raises:
             ValueError: a token of such a request is outside the vocabulary.

@@ -51,7 +51,7 @@ class RejectionSampler:
         """Accept the leading drafts that equal the sampled tokens. Does not synchronize.
 
         Args:
-            token_ids: [sampled rows] int, what was sampled in each row.
+            token_ids: [sampled rows] int, sampled token of each row.
         """
         rows = np.minimum(self.starts[:-1, None] + np.arange(self._following.shape[1]), len(token_ids) - 1)
         rows, following, num_rows = upload(token_ids.device, rows, self._following, self._num_rows)

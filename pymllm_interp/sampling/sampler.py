@@ -34,10 +34,10 @@ class SamplerOutput:
     logprobs: LogprobTensors | None = None
     """Log probabilities; None if no row requests them."""
     masked: torch.Tensor | None = None
-    """[rows] bool: whether a constraint forbade the largest logit. None where no row has one."""
+    """[rows] bool: whether a constraint forbade the largest logit. None without constraints."""
     flat: torch.Tensor | None = None
     """[rows] bool: whether the logits are all equal, or the largest is NaN or infinite. False in rows that are not
-    `SamplingBatch.checked`; None where no row is."""
+    `SamplingBatch.checked`; None if no row is."""
 
 
 class Sampler:

@@ -40,7 +40,7 @@ class AllowedTokens(NamedTuple):
 
 @dataclass
 class SamplingBatch:
-    """Sampling parameters by row, on the logits' device. A field is None where no row asks for it.
+    """Sampling parameters by row, on the logits' device. A field is None if no row needs it.
 
     A greedy row in a mixed batch has temperature 0 and its filters off.
     """
@@ -183,7 +183,7 @@ def _completing(request: SamplingRequest) -> set[int]:
 
 
 def _allowed(requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device) -> AllowedTokens | None:
-    """The requests' `allowed_token_ids`; None where no request has any."""
+    """The requests' `allowed_token_ids`; None if no request has any."""
     params = [(row, request.params) for row, request in enumerate(requests)]
     found = [(row, torch.frombuffer(p.allowed, dtype=torch.int64)) for row, p in params if p.allowed_token_ids]
     if not found:

@@ -1,1 +1,1 @@
-"""Speculative decoding: what proposes draft tokens. Drafts never change a token (docs/engine/speculative.md)."""
+"""Speculative decoding: sources of draft tokens. Drafts never change a token (docs/engine/speculative.md)."""

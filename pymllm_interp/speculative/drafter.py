@@ -1,4 +1,4 @@
-"""`Drafter`: what proposes draft tokens, and how an engine is told which one."""
+"""`Drafter`: a source of draft tokens, and how an engine is configured with one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DRAFTS = 32
 MAX_NGRAM = 64
 """Longest n-gram that is looked for."""
 DEFAULT_DRAFTS, DEFAULT_NGRAM = 4, 5
-"""Draft tokens of a `Drafter` that names no number; length of the n-grams where none is given, as in vLLM."""
+"""Draft tokens of a `Drafter` without a number, and default length of n-grams, as in vLLM."""
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model",),
@@ -39,11 +39,12 @@ ELSEWHERE = {
 class Drafter(Protocol):
     """Proposes the tokens that may come next in decoding requests. The engine's thread calls it before a step.
 
-    The model samples its own token at each drafted position. It accepts drafts while they equal these tokens. So a wrong draft
-    costs time, and changes nothing. A drafter that raises is asked no more for the requests that it was asked for.
+    The model samples a token at each drafted position. It accepts drafts while they equal these tokens. So a wrong
+    draft costs time, and changes nothing. A drafter that raises is not asked again for the affected requests.
 
-    An attribute `num_speculative_tokens` sets the `k` of the calls; without it, `k` is 4. A method ``foresees(request)`` says
-    whether drafts are likely behind the next token. Where it returns False, the next step need not wait for that token.
+    An attribute `num_speculative_tokens` sets the `k` of the calls; without it, `k` is 4. A method
+    ``foresees(request)`` tells whether drafts are likely after the next token. If it returns False, the next step need
+    not wait for that token.
     """
 
     def propose(self, requests: Sequence[Request], k: int) -> Sequence[Sequence[int]]:
@@ -60,7 +61,7 @@ class Drafter(Protocol):
 
 
 class DrafterError(ValueError):
-    """A drafter failed, or proposed what is no token. The message names its class."""
+    """A drafter failed, or proposed invalid tokens. The message names its class."""
 
 
 class SpeculativeConfig(NamedTuple):

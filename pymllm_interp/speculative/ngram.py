@@ -1,4 +1,4 @@
-"""`NgramDrafter`: what followed the text's last n tokens when they stood in it before (prompt lookup)."""
+"""`NgramDrafter`: proposes the tokens after an earlier occurrence of the last n tokens (prompt lookup)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_PLACES = 512
 
 
 class NgramDrafter:
-    """Finds the longest n-gram at the end of prompt and output that stood in them before, and proposes what followed.
+    """Finds an earlier occurrence of the longest n-gram that ends prompt and output, and proposes the tokens after it.
 
     Of equally long ones it takes the latest that `k` tokens follow.
 

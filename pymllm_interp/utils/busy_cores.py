@@ -12,11 +12,11 @@ SAMPLES = 3
 
 
 def share_cores() -> None:
-    """Let torch's OpenMP threads sleep at barriers where other processes run; call it before torch is imported.
+    """Make torch's OpenMP threads sleep at barriers if other processes run. Call it before torch is imported.
 
-    They spin by default, which is fastest on a quiet machine. On a busy one each barrier waits for a thread without a core.
-    Beside 8 processes on 2 cores, 24 tokens of the demo model took over a minute. Sleeping threads took 3.3 s.
-    OpenMP reads the variable once, so nothing changes after torch's import. What the user has set is kept.
+    By default they spin, which is fastest on a quiet machine. On a busy one each barrier waits for a thread without a
+    core. Beside 8 processes on 2 cores, 24 tokens of the demo model took over a minute. Sleeping threads took 3.3 s.
+    OpenMP reads the variable once, so nothing changes after torch's import. Variables set by the user are kept.
     """
     chosen = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys()
     if "torch" not in sys.modules and not chosen and others_running() >= max(1, (os.cpu_count() or 1) // 4):
@@ -24,7 +24,7 @@ def share_cores() -> None:
 
 
 def others_running() -> int:
-    """Threads of the machine that run or wait for a core, without this one; 0 where there is no Linux."""
+    """Threads of the machine that run or wait for a core, without this one; 0 except on Linux."""
     try:
         found = []
         for _ in range(SAMPLES):

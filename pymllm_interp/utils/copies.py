@@ -1,4 +1,4 @@
-"""Copies of objects that share what does not change."""
+"""Copies of objects that share constant parts."""
 
 from __future__ import annotations
 

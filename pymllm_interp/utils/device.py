@@ -33,7 +33,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
 
 
 def resolve_device(device: str) -> str:
-    """ "cpu" or "cuda[:n]"; "auto" is CUDA where there is one.
+    """Device name "cpu" or "cuda[:n]"; "auto" is CUDA if available.
 
     Raises:
         ValueError: CUDA is asked for and not available, or has no such device; or another kind of device.

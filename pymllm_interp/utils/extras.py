@@ -12,7 +12,7 @@ from .busy_cores import share_cores
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra. pymllm-interp is not on PyPI, where its name could be anybody's."""
+    """The command that installs an extra. pymllm-interp is not on PyPI, so its name there may belong to another project."""
     return f'pip install -e ".[{extra}]" in a checkout of pymllm-interp'
 
 
@@ -21,8 +21,8 @@ def library_of_extra(what: str, library: str, extra: str) -> Iterator[None]:
     """Say how to install `library`, if an import in the block does not find it.
 
     Args:
-        what: needs the library; it begins the message.
-        extra: of pymllm-interp, which installs the library.
+        what: feature that needs the library; it begins the message.
+        extra: extra of pymllm-interp that installs the library.
     """
     try:
         yield

@@ -37,7 +37,7 @@ def lower_threshold(objects: int) -> None:
 
 
 class LiveObjects:
-    """Raises the threshold until it is freed itself. What it stands for refers to it.
+    """Raises the threshold until it is freed. The objects that it stands for refer to it.
 
     Args:
         count: objects, about.

@@ -1,4 +1,4 @@
-"""Imports of transformers that leave out what an engine does not call."""
+"""Imports of transformers without parts that an engine does not call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _USER = "transformers.generation.candidate_generator"
 def import_generation() -> None:
     """Import transformers' generation without scikit-learn, which is imported when it is first called.
 
-    transformers imports it, where it is installed, for one function of assisted generation (candidate_generator.py). With scipy and
-    pandas behind it, that is a third of the CPU time in which an engine starts.
+    If installed, transformers imports it for one function of assisted generation (candidate_generator.py). With scipy
+    and pandas behind it, that is a third of the CPU time of an engine's start.
     """
     installed = getattr(transformers.utils, "is_sklearn_available", None)
     if installed is None or _USER in sys.modules or "sklearn" in sys.modules or not installed():

@@ -54,7 +54,7 @@ def log_handler(form: str, process: str) -> logging.Handler:
 
 
 def log_to_stderr(form: str, level: str, process: str) -> None:
-    """Log all records of this process, its warnings and what its threads raise. For the whole life of the process."""
+    """Log all records of this process, its warnings and its threads' errors. For the whole life of the process."""
     logging.basicConfig(level=level.upper(), handlers=[log_handler(form, process)], force=True)
     logging.captureWarnings(True)
 

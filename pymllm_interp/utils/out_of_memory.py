@@ -1,7 +1,7 @@
 """Running out of memory, as an error that says what to lower and holds no memory itself.
 
-The error that torch raises does: its traceback has the frames of what failed, and they have their tensors. A caller who
-keeps it, or a notebook that does so for them, finds no room for the next try.
+The error that torch raises keeps memory: its traceback has the frames of the failed call, with their tensors. A caller
+or notebook that keeps the error has no room for the next try.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class StageTimes:
                     totals[i] += value
 
     def taken(self) -> dict[str, dict[str, float]]:
-        """The totals by stage since the last call, and of all threads of the process. What was zero throughout is left out."""
+        """The totals by stage since the last call, for all threads of the process. Zeros are omitted."""
         now = time.perf_counter(), time.process_time(), _faults(of_process=True)
         with self._lock:
             totals, self._totals = self._totals, {}
@@ -92,7 +92,7 @@ class _Measured:
 
 
 def _faults(of_process: bool = False) -> int:
-    """Page faults of this thread so far, where the system counts them."""
+    """Page faults of this thread so far, if the system counts them."""
     if sys.platform != "linux":
         return 0
     import resource

@@ -6,4 +6,4 @@ TRACE_PATH = "/v1/interp/trace"
 TRACE_TYPE = "application/x-pymllm-trace"
 """Content type of traces. Web pages of other origins cannot send it without asking."""
 GUARDED = ("/v1", "/tokenize", "/detokenize")
-"""Beginnings of paths that need a key, where there are keys."""
+"""Path prefixes that need a key, if the server has keys."""

@@ -49,7 +49,7 @@ class Submit(EngineMessage):
 
 
 class Abort(EngineMessage):
-    """End what the call runs. Its last messages still come."""
+    """End the work of a call. Its last messages still come."""
 
     requests: list[int] | None = None
     """Numbers of requests; None: all."""
@@ -98,7 +98,7 @@ class RunTrace(EngineMessage):
 
 
 class ReadFrames(EngineMessage):
-    """The client has read frames of the call, of so many bytes: its trace may send more."""
+    """The client has read frames of the call, with this many bytes: its trace may send more."""
 
     size: int
 
@@ -116,7 +116,7 @@ class ResetPrefixCache(EngineMessage):
 
 
 class AskTokenizer(EngineMessage):
-    """Answered by `Answer` with the tokenizer's files, name -> bytes; none where the model has no tokenizer."""
+    """Request for the tokenizer's files. The `Answer` maps names to bytes; empty if the model has no tokenizer."""
 
 
 class Hello(EngineMessage):
@@ -131,14 +131,14 @@ class Pulse(EngineMessage):
 
 
 class Stop(EngineMessage):
-    """End the process, and what runs."""
+    """End the process and all its work."""
 
 
 # -- from the engine process ----------------------------------------------------------------
 
 
 class Ready(EngineMessage):
-    """The engine runs. `info` is what clients may know of it (`engine_process.describe`)."""
+    """The engine runs. `info` is its description for clients (`engine_process.describe`)."""
 
     info: dict[str, Any]
     schemas: dict[str, Any]
@@ -169,7 +169,7 @@ class CapturedStates(msgspec.Struct, omit_defaults=True):
     """Site -> shape."""
     data: bytes | None = None
     file: str | None = None
-    """Name of a file in the store, where they are too large for `data`."""
+    """Name of a file in the store, if they are too large for `data`."""
 
 
 class Finished(EngineMessage):

@@ -1,4 +1,4 @@
-"""Sizes of what a call declares, checked before any of it is walked. Errors name the field, its limit and what was given."""
+"""Size limits of a call's specs, checked before any of them is walked. Errors name the field, its limit and the value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_NAME = 256
 
 
 class CallSizes:
-    """Counts what the specs of a call hold.
+    """Counts the items in the specs of a call.
 
     Args:
         prompts: number of prompts that each list of specs is for.

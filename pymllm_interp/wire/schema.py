@@ -112,7 +112,7 @@ FORMS: dict[Any, Any] = {
     int: StrictInt,
     Sequence[int]: Annotated[list[StrictInt], Field(max_length=MAX_NAMED)],
 }
-"""Annotation of a field, or a part of it -> its type in JSON. Numbers, strings and choices are what they are."""
+"""Annotation of a field, or a part of it -> its type in JSON. Numbers, strings and choices are unchanged."""
 
 
 def _type_of(hint: Any) -> Any:
@@ -147,7 +147,7 @@ OP_MODELS: dict[str, Any] = {name: _model(cls) for name, cls in ops().items()}
 
 
 def components() -> dict[str, Any]:
-    """Schemas of the OpenAPI document: `Intervention`, `CaptureSpec`, and what these refer to."""
+    """Schemas of the OpenAPI document: `Intervention`, `CaptureSpec`, and the types that these refer to."""
     intervention: Any = Annotated[reduce(or_, OP_MODELS.values()), Field(discriminator="op")]
     capture: Any = str | _model(Capture)
     adapters = {"Intervention": TypeAdapter(intervention), "CaptureSpec": TypeAdapter(capture)}

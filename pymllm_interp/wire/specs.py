@@ -56,7 +56,7 @@ class TaggedClasses(NamedTuple):
     """Name that an object without the key has."""
 
     def class_of(self, value: Any) -> type[Spec] | None:
-        """The class that an object names; None where it names none."""
+        """The class that an object names, or None."""
         name = value.get(self.key, self.default) if isinstance(value, Mapping) else None
         return self.classes().get(name) if isinstance(name, str) else None
 
@@ -64,7 +64,7 @@ class TaggedClasses(NamedTuple):
         """The spec of an object.
 
         Raises:
-            PromptError: an unknown name or field, or what the class refuses.
+            PromptError: an unknown name or field, or an error of the class.
         """
         cls = self.class_of(value)
         if cls is None:
@@ -220,7 +220,7 @@ def intervention_of(value: Any, what: str = "interventions") -> Intervention:
     """An intervention from JSON.
 
     Raises:
-        PromptError: an unknown op or field, or what the op's class refuses.
+        PromptError: an unknown op or field, or an error of the op's class.
     """
     return INTERVENTIONS.made(value, what)
 
@@ -229,13 +229,13 @@ def capture_of(value: Any, what: str = "capture") -> Capture:
     """A capture from JSON: a site, or an object with the fields of `Capture`.
 
     Raises:
-        PromptError: an unknown field, or what `Capture` refuses.
+        PromptError: an unknown field, or an error of `Capture`.
     """
     return _made(Capture, {"site": value} if isinstance(value, str) else value, what)
 
 
 def part_class(part: type[Spec], value: Any) -> type[Spec] | None:
-    """The class of a spec within another, from its annotation and JSON; None where the JSON names none."""
+    """The class of a spec within another, from its annotation and JSON; None if the JSON names none."""
     return part if is_dataclass(part) else REDUCTIONS.class_of(value)
 
 
@@ -278,7 +278,7 @@ def _fields_of(cls: type) -> dict[str, _Field]:
 
 
 def _value_of(field: _Field, value: Any, what: str) -> Any:
-    """The value of an argument. What has no form of its own in JSON is checked by the class."""
+    """The value of an argument. Values without their own form in JSON are checked by the class."""
     if field.reader is not None:
         return field.reader(value, what)
     part = field.argument.part
@@ -305,4 +305,4 @@ READERS: dict[Any, Callable[[Any, str], Any]] = {
     Positions: positions_of,
     FeatureTargets: _targets_of,
 }
-"""Annotation -> what reads such a field."""
+"""Annotation -> reader of such a field."""

@@ -1,4 +1,4 @@
-"""`Strict`: what JSON objects of requests are checked by."""
+"""`Strict`: the base class of JSON objects in requests."""
 
 from __future__ import annotations
 

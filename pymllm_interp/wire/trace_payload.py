@@ -54,10 +54,10 @@ def source_of_block(node: ast.With | ast.AsyncWith, filename: str) -> str:
 
 
 def _checked_line(line: int) -> int:
-    """A line number that so many empty lines are made of.
+    """A line number, represented by empty lines.
 
     Raises:
-        ValueError: no file has so many.
+        ValueError: a number above the limit.
     """
     if not 0 <= line <= MOST_LINES:
         raise ValueError(f"line {line}: a trace's source has at most {MOST_LINES} lines")
@@ -96,7 +96,7 @@ def with_arguments_of_super(source: str, first: str) -> str:
 
 
 def _calls_of_super(node: ast.AST) -> Iterator[Any]:
-    """Calls of `super` in a block. Calls inside its functions and classes, which have arguments of their own, are omitted."""
+    """Calls of `super` in a block. Calls inside its functions and classes, which have their own arguments, are omitted."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             continue
@@ -205,8 +205,8 @@ def load(payload: bytes, find: Callable[[Any], Any]) -> dict[str, Any]:
 class Sources:
     """Compiles blocks, and keeps their sources for tracebacks and for nnsight, which reads the blocks inside of a block there.
 
-    Equal line numbers of equal file names are no equal blocks, where many clients have files of one name. So a block's file is
-    named with the hash of its source.
+    Equal line numbers of equal file names are not equal blocks, since many clients have files of one name. So a block's
+    file is named with the hash of its source.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class Sources:
 
 
 class RecordedNames(dict[str, Any]):
-    """Local variables of a frame that stands in for the client's. Records what a trace binds there."""
+    """Local variables of a frame that stands in for the client's. Records the names that a trace binds there."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         super().__init__(names)

@@ -78,7 +78,7 @@ class StructuredOutputs:
         """Structured outputs from a mapping of their fields, as they come over the wire.
 
         Raises:
-            TypeError, ValueError: what they cannot be.
+            TypeError, ValueError: an invalid type or value.
         """
         if given is None or isinstance(given, cls):
             return given

@@ -50,7 +50,7 @@ class CompileProcess:
         return self._process is not None
 
     def check(self, info: Any, call: CompilerCall, seconds: float) -> str | None:
-        """Compile a grammar; None, or what is wrong with it.
+        """Compile a grammar. Returns None, or the error.
 
         Args:
             info: xgrammar's TokenizerInfo.
@@ -121,7 +121,7 @@ def main() -> None:
     print("null", file=answers, flush=True)
     for line in sys.stdin:
         method, text, options, seconds = json.loads(line)
-        # The processor's time ends the process, too, should nobody be left to do so.
+        # The limit of processor time ends the process, too, if its parent is gone.
         limit = math.ceil(time.process_time() + seconds) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         try:

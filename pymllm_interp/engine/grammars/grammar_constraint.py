@@ -19,7 +19,7 @@ MEAN_SECONDS = 0.005
 
 
 class GrammarConstraint:
-    """The tokens that continue a text of a grammar. Where the text is complete, it may end.
+    """Mask of the tokens that continue a text of a grammar. A complete text may end.
 
     Accepted tokens, which a mask has allowed, are taken with the next mask.
 
@@ -50,7 +50,7 @@ class GrammarConstraint:
         self._check_time(started)
 
     def matcher(self) -> Any:
-        """xgrammar's matcher, for the next mask; None where the text is complete. The mask is to be cut to `allowed`."""
+        """xgrammar's matcher for the next mask; None if the text is complete. The mask is to be cut to `allowed`."""
         self._take()
         return None if self._matcher.is_terminated() else self._matcher
 

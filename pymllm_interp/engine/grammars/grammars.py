@@ -1,4 +1,4 @@
-"""`Grammars`: the structured outputs of one engine, compiled by xgrammar on threads of their own, and kept."""
+"""`Grammars`: the structured outputs of one engine, compiled by xgrammar on separate threads, and cached."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Grammars:
             self._compiling[key] = future
             self._deadlines[future] = time.monotonic() + QUEUE_SECONDS
             self._queued.add(future)
-        # A thread of its own, which nothing waits for: a compiler that is busy cannot be stopped.
+        # A thread that is not joined: a busy compiler cannot be stopped.
         threading.Thread(target=self._run, args=(key, future), name="pymllm-interp-grammar", daemon=True).start()
         return future
 
@@ -175,7 +175,7 @@ class Grammars:
             future.set_result(found)
         except BaseException as error:
             future.set_exception(error if isinstance(error, ImportError | GrammarError) else _error_of(key, error))
-        with self._lock:  # now that nobody waits for it
+        with self._lock:  # no request waits for it now
             del self._compiling[key], self._deadlines[future]
             self._queued.discard(future)
 

@@ -1,4 +1,4 @@
-"""The folder of what is made once on a machine: converted models and compiled kernels."""
+"""The folder of files that are made once on a machine: converted models and compiled kernels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cache_entries(folder: Path) -> list[CacheEntry]:
 
 
 def remove_entry(entry: CacheEntry) -> None:
-    """Remove an entry. A process that has it open keeps what it read.
+    """Remove an entry. A process that has it open keeps its open files.
 
     Raises:
         OSError: it cannot be removed.

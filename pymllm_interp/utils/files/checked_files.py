@@ -141,7 +141,7 @@ class _GGUFHeader:
         if any(start + end > len(self._data) for _, end in spans):
             raise ValueError("a tensor ends behind the file")
         if any(end > following for (_, end), (following, _) in pairwise(spans)):
-            raise ValueError("tensors share bytes")  # each would take memory of its own
+            raise ValueError("tensors share bytes")  # loaded separately, they would multiply the file's size
 
     def _tensor(self, sizes: Any, types: Any) -> tuple[int, int]:
         """The start and the end of a tensor's data, from the start of all data."""

@@ -47,8 +47,7 @@ class Lens(Reduction):
     """Tokens to look up: ids, or texts that are one token each."""
     transport: TunedLens | JacobianLens | None = None
     """Map from a layer's state to the last layer's. None: the identity (the logit lens); a `TunedLens` (Belrose et al.
-    2023, arXiv 2303.08112); or a `JacobianLens`.
-    """
+    2023, arXiv 2303.08112); or a `JacobianLens`."""
 
     def __post_init__(self) -> None:
         self._check("top_k", is_whole(self.top_k) and self.top_k >= 0, "a whole number from 0 on")

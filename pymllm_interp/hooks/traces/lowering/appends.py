@@ -96,8 +96,7 @@ def _parts(
     device: torch.device | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Parts of a site that each block reads, with separate storage. Raises LookupError for an index out of range or not
-    captured.
-    """
+    captured."""
     found: list[torch.Tensor] = []
     for own, length in zip(states, prompt_lens, strict=True):
         windows, last_only = plan.windows(row.site, length), row.site == LOGITS and not single
