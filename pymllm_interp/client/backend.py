@@ -1,7 +1,8 @@
 """`Backend`, the interface between an `LM` and the engine behind it.
 
-`LocalBackend` is an engine of this process, `RemoteBackend` a server's. Another engine is one more subclass: ``LM(backend=...)``
-has the calls of an `LM` over it. What it does not define raises NotImplementedError with its name and that of the feature.
+`LocalBackend` is an engine of this process, `RemoteBackend` a server's. Another engine is one more subclass:
+``LM(backend=...)`` has the calls of an `LM` over it. Undefined methods raise NotImplementedError with the names of backend
+and feature.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ class Backend(ABC):
         tracer: the class of a trace's ``with`` block: (model, mode, *inputs, **keywords).
         engine: runs the requests, and outlives the backend until they have ended. A `RequestEngine`.
         facts: the model, the engine's limits, and the defaults of requests.
-        module: the model's modules (`nn.Module`), which traces are written against; on the meta device where the weights are
+        module: the model's modules (`nn.Module`), which traces are written against; on the meta device if the weights are
             elsewhere.
         lowered: finds the blocks of traces that can run after their requests; None: none can.
-        runs_code: blocks may be sent to where the model is.
-        interleaver: an `EngineInterleaver`, which serves the blocks of traces; None where they do not run in this process.
+        runs_code: whether blocks may be sent to the model's process.
+        interleaver: an `EngineInterleaver`, which serves the blocks of traces; None if they do not run in this process.
         tokenizer: a transformers tokenizer, or None: prompts are then token ids.
         vectors: named vectors, which interventions may give instead of tensors. Assignment uploads a vector.
         saes: named SAEs, for captures and interventions. Assignment raises NotImplementedError for a server's.
@@ -100,7 +101,8 @@ class Backend(ABC):
         return self.facts.defaults
 
     def describe(self) -> dict[str, Any]:
-        """`ModelFacts.to_json`, and what is loaded now: what a server's ``/v1/interp/capabilities`` answers."""
+        """`ModelFacts.to_json`, and the loaded vectors, SAEs and adapters: the answer of a server's
+        ``/v1/interp/capabilities``."""
         return self.facts.to_json() | {
             "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},
             "adapters": self.adapters if self.in_process else {},
@@ -124,11 +126,11 @@ class Backend(ABC):
 
     @abstractmethod
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of a trace without a block, on the CPU. Raises what `run_blocks` raises, and what its edits do."""
+        """The result of a trace without a block, on the CPU. Raises errors of `run_blocks`, and of its edits."""
 
     @abstractmethod
     def session(self, model: TracedModel, device: Any, **kwargs: Any) -> SessionTracer:
-        """The ``with`` block around several traces of `model`. What it saves is on `device` afterwards."""
+        """The ``with`` block around several traces of `model`. Its saves are on `device` afterwards."""
 
     def run_blocks(
         self,
@@ -151,7 +153,7 @@ class Backend(ABC):
         """
         self.require_process("a block of this process")
 
-    # -- what needs the model's process ------------------------------------------------------
+    # -- calls that need the model's process -------------------------------------------------
 
     def require_process(self, feature: str, instead: str = "") -> None:
         """Raise NotImplementedError, which names the feature and this backend, unless the model is in this process.

@@ -64,10 +64,10 @@ def render(
     """The text and the token ids of a conversation. The template writes the special tokens, so none are added to its text.
 
     Args:
-        messages: as OpenAI's; the template gets what `template_messages` makes of them.
-        what: names the prompt in messages.
+        messages: OpenAI's messages; the template gets the result of `template_messages`.
+        what: prompt name used in error messages.
         chat_template: template to use instead of the tokenizer's.
-        add_generation_prompt: end where the assistant's answer begins.
+        add_generation_prompt: end at the beginning of the assistant's answer.
         continue_final_message: leave the last message open, to be continued.
         tools: tool descriptions for the template.
         chat_template_kwargs: further variables of the template.
@@ -110,7 +110,7 @@ def rendered_conversations(tokenizer: Any, messages: Any, **how: Any) -> list[Re
     """The prompts of one conversation, or of each of a list. Keywords as `render`.
 
     Raises:
-        PromptError: neither, or what `render` refuses.
+        PromptError: neither, or an error of `render`.
     """
     conversations = [messages] if is_conversation(messages) else messages
     if not isinstance(conversations, list | tuple) or not all(map(is_conversation, conversations)):
@@ -124,10 +124,10 @@ def rendered_conversations(tokenizer: Any, messages: Any, **how: Any) -> list[Re
 def template_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
     """Messages as chat templates read them: text as content, and objects as the arguments of tool calls.
 
-    Text parts are joined by newlines and null is no text, as in vLLM.
+    Text parts are joined by newlines, and null becomes no text, as in vLLM.
 
     Raises:
-        PromptError: content that is no text, or a tool call without a function.
+        PromptError: content other than text, or a tool call without a function.
     """
     found = []
     for index, given in enumerate(messages):

@@ -41,11 +41,11 @@ class CompletionOutput(Shown):
     logprobs_mode: str = "raw_logprobs"
     """Kind of values in `logprobs` (`ServerConfig.logprobs_mode`)."""
     drafts: DraftCounts | None = None
-    """Passes with drafts, their drafts, and the accepted ones; None where none are proposed (docs/engine/speculative.md)."""
+    """Passes with drafts, their drafts, and the accepted ones; None without drafts (docs/engine/speculative.md)."""
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the log probabilities of `token_ids`; None without SamplingParams(logprobs=...), or where they are logits."""
+        """Sum of the log probabilities of `token_ids`; None without SamplingParams(logprobs=...), or for raw logits."""
         if self.logprobs is None or self.logprobs_mode.endswith("logits"):
             return None
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
@@ -60,7 +60,7 @@ class CompletionOutput(Shown):
         return f"CompletionOutput({', '.join(parts)})"
 
     def table(self) -> Table:
-        """The text, its tokens, why it ended, and what was captured."""
+        """The text, its tokens, reason of its end, and captures."""
         return Table(f"completion {self.index}", ("", ""), self._rows())
 
     def _rows(self) -> list[tuple[str, Any]]:
@@ -96,7 +96,7 @@ class RequestOutput(Shown):
     def perplexity(self) -> float | None:
         """Perplexity of the prompt: exp of the mean negative log probability of its tokens. The first token has no probability.
 
-        None without SamplingParams(prompt_logprobs=...), for a prompt of one token, or where they are logits.
+        None without SamplingParams(prompt_logprobs=...), for a prompt of one token, or for raw logits.
         SamplingParams(prompt_logprobs=0, max_tokens=0) generates nothing.
         """
         found, ids = self.prompt_logprobs, self.prompt_token_ids
@@ -137,7 +137,7 @@ class RequestOutput(Shown):
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """The first completion's log probabilities, a dict for each token; None where not asked for."""
+        """The first completion's log probabilities, a dict for each token; None unless requested."""
         return self.outputs[0].logprobs
 
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ class RequestOutput(Shown):
         )
 
     def table(self) -> Table:
-        """The prompt, and for each completion its text, tokens, why it ended, and what was captured."""
+        """The prompt, and for each completion its text, tokens, reason of its end, and captures."""
         prompt = str(self.prompt_token_ids) if self.prompt is None else self.prompt
         rows: list[tuple[str, Any]] = [("prompt", prompt), ("prompt tokens", len(self.prompt_token_ids))]
         if self.num_cached_tokens:
@@ -166,7 +166,7 @@ class StreamPiece(str):
 
     Attributes:
         text: the piece itself.
-        token_ids: tokens that the piece was decoded from; several where a character took several.
+        token_ids: tokens that the piece was decoded from; several for one character in several tokens.
         output_index: index of the completion among the prompt's `n`.
         finish_reason: set on the last piece of a completion. Its text may be empty.
         activations, receipt: set on the last piece, where something was captured or declared; else None.
@@ -214,10 +214,10 @@ class Completion:
         self._emitted = self._emitted_chars = 0
 
     def token_piece(self, token_id: int, hold: bool = True) -> StreamPiece | None:
-        """The text that a new token adds. A part of a character is held back, and what may turn out a stop string.
+        """The text that a new token adds. Incomplete characters and possible stop strings are held back.
 
         Args:
-            hold: None where all of the text is held back, so that the next piece has this token too; else a piece without text.
+            hold: None if all of the text is held back, so that the next piece has this token too; else a piece without text.
         """
         self._token_ids.append(token_id)
         if self._tokenizer is None:
@@ -229,7 +229,7 @@ class Completion:
         return None if hold and end <= self._emitted_chars else self._piece(text, end, None)
 
     def last_piece(self, finished: FinishedEvent) -> StreamPiece:
-        """The rest of the text, with what belongs to the completion as a whole."""
+        """The rest of the text, with the results of the whole completion."""
         self._token_ids = finished.token_ids
         text = self.text(finished)
         piece = self._piece(text, len(text), finished.finish_reason)

@@ -14,7 +14,7 @@ CUT = "\ufffd"
 CONTEXTS = (1, 2, 3, 4, 8, 64)
 """Numbers of tokens that others are decoded behind: of the last character's bytes, and more where these have no text."""
 MAX_HELD = 64
-"""Most tokens that are held back for one character. More are no character."""
+"""Most tokens that are held back for one character. Longer sequences are not a character."""
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -27,10 +27,10 @@ def decode(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool =
 class Detokenizer:
     """Decodes a completion piece by piece, behind the end of its prompt: decoders strip the first space of a text.
 
-    A token may be a part of a character; such a piece is held back until the character is whole. The pieces do not depend on how
-    many tokens come at once, so their concatenation is the completion's text. The decoder's text of all ids may be another.
-    With byte fallback, a cut character makes U+FFFD of all bytes before it. `tokenizers.decoders.DecodeStream` raises an error
-    there. It also drops what it holds back at the end, and serves no tokenizer that is Python code.
+    A token may be a part of a character; such a piece is held back until the character is whole. The pieces do not depend on
+    how many tokens come at once, so their concatenation is the completion's text. The decoder's text of all ids may differ.
+    With byte fallback, a cut character makes U+FFFD of all bytes before it. `tokenizers.decoders.DecodeStream` raises an
+    error there. It also drops held-back text at the end, and does not serve tokenizers in Python.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -53,7 +53,7 @@ class Detokenizer:
             self._begin_within(self._seen)
 
     def _follow(self, seen: list[int]) -> None:
-        """Decode what comes behind these tokens."""
+        """Decode the tokens after these."""
         for size in CONTEXTS:
             self._context = seen[-size:]
             self._context_text = self._decode(self._context)
@@ -110,7 +110,7 @@ class Detokenizer:
         return self._decode(held)  # bytes behind other bytes, and no character
 
     def _own(self, piece: str) -> str:
-        """A piece, without what the prompt's text has of it."""
+        """A piece, without its beginning in the prompt's text."""
         if not piece or not self._cut_before:
             return piece
         known, self._cut_before = self._cut_before, ""
@@ -152,7 +152,7 @@ class StopStrings:
 
 
 def find_stop(text: str, new: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """The first stop string in `text` that ends within its last `new` characters: (where it begins, which)."""
+    """The first stop string in `text` that ends within its last `new` characters: (its start, the string)."""
     found = [
         (index, stop) for stop in stops if (index := text.find(stop, max(0, len(text) - new - len(stop) + 1))) != -1
     ]
@@ -164,7 +164,7 @@ _LETTERS: WeakKeyDictionary[Any, tuple[list[int], str]] = WeakKeyDictionary()
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """The text of one token within a text: with the space before it, which decoders strip where a text begins."""
+    """The text of one token within a text, with the space before it, which decoders strip at the beginning of a text."""
     if tokenizer not in _LETTERS:
         letter = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         _LETTERS[tokenizer] = letter, decode(tokenizer, letter)

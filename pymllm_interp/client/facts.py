@@ -1,4 +1,4 @@
-"""`ModelFacts`: all that a client knows of a served model. `to_json` is what a server tells of its own."""
+"""`ModelFacts`: all that a client knows of a served model. A server sends its own as `to_json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelFacts:
     """A served model, the engine's limits, and the defaults of requests. None of it changes while the model is served."""
 
     name: str
-    """The model's name, and where it is served, if that is elsewhere."""
+    """Name of the model, and its server, if any."""
     model: str
     """Requested model: a name, folder, file or hub id."""
     folder: Path | None
@@ -60,7 +60,7 @@ class ModelFacts:
     tasks: tuple[str, ...] = ("generate",)
     """Tasks that requests may ask for."""
 
-    # What checks of requests read, in the process of the engine's client.
+    # For checks of requests, in the process of the engine's client.
     names: tuple[str, ...] = field(default=(), repr=False)
     """Names under which files may know the model."""
     page_size: int = field(default=1, repr=False)
@@ -74,7 +74,7 @@ class ModelFacts:
 
     @property
     def sliding_window_size(self) -> int | None:
-        """The widest sliding window of the layers, or None where some layer sees the whole context."""
+        """The widest sliding window of the layers, or None if some layer attends to the whole context."""
         windows = [window for window in self.spec.sliding_windows if window]
         return max(windows) if len(windows) == self.spec.num_hidden_layers else None
 

@@ -26,9 +26,9 @@ FILE = "generation_config.json"
 NEW_TOKENS = 20
 """transformers' default length of a generation, in new tokens."""
 TOP_K = 50
-"""transformers' default `top_k`, where a generation samples."""
+"""transformers' default `top_k` for sampling."""
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
-"""Values that count where a generation samples. `repetition_penalty` counts in greedy ones too."""
+"""Values that matter when a generation samples. `repetition_penalty` matters in greedy ones too."""
 FOLLOWED = (
     *FILTERS, "repetition_penalty", "do_sample", "max_new_tokens", "max_length", "min_new_tokens", "min_length",
 )  # fmt: skip
@@ -68,11 +68,11 @@ class GenerationDefaults:
 
     @classmethod
     def of(cls, setting: str, hf_config: PretrainedConfig, folder: Path | None) -> GenerationDefaults:
-        """The defaults that LM(generation_config=...) asks for. What differs from the neutral ones is logged.
+        """The defaults for LM(generation_config=...). Values that differ from the neutral ones are logged.
 
         Args:
             setting: "auto", the model's own file; "none", only its end-of-sequence ids; or a folder with another file.
-            hf_config: has the values where the model has no such file.
+            hf_config: has the values if the model has no such file.
             folder: the model's, or None.
 
         Raises:
@@ -113,7 +113,7 @@ class GenerationDefaults:
         return GenerationDefaults({**self.values, **given}, self.eos_token_ids, "eos_token_id" in given)
 
     def _log(self, origin: str) -> None:
-        """Say what is followed, and what is not: both change tokens without a word in the caller's code."""
+        """Log applied and ignored values: they change tokens without a word in the caller's code."""
         if self.sampling_params != SamplingParams():
             logger.warning(
                 "%s sets the default sampling parameters %s; LM(..., generation_config='none') ignores them",
@@ -131,7 +131,7 @@ class GenerationDefaults:
 
     @property
     def _of_calls(self) -> dict[str, Any]:
-        """Those of the file's values that vLLM follows, by our names."""
+        """The file's values that vLLM follows, by names of `SamplingParams`."""
         names = ("repetition_penalty", *FILTERS, "max_new_tokens")
         return {ALIASES.get(name, name): self.values[name] for name in names if name in self.values}
 
@@ -177,8 +177,8 @@ class GenerationDefaults:
     def of_trace(self, kwargs: Mapping[str, Any], lengths: Lengths) -> SamplingParams:
         """SamplingParams of a traced generation, from transformers' and vLLM's names.
 
-        Greedy, unless `do_sample` (the caller's or the file's) or a `temperature` asks for sampling, which has transformers'
-        `top_k` of 50 then.
+        Greedy, unless `do_sample` (the caller's or the file's) or a `temperature` asks for sampling. Sampling has
+        transformers' `top_k` of 50.
 
         Args:
             kwargs: the caller's keywords.

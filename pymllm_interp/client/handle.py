@@ -1,4 +1,4 @@
-"""`RequestHandle`: what a caller holds while its requests run."""
+"""`RequestHandle`: the caller's handle of running requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .completion import Completion, RequestOutput, StreamPiece, decoded
 
 
 class RequestError(RuntimeError):
-    """A request failed. Its `__cause__` is what ended it.
+    """A request failed. Its `__cause__` is the error.
 
     Attributes:
         outputs: outputs of all prompts of the call, in order; failed ones have finish_reason "error".
@@ -68,7 +68,7 @@ class RequestEngine(Protocol):
         ...
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End this client's requests, and what only it uses. A second call does nothing.
+        """End this client's requests, and free its exclusive resources. A second call does nothing.
 
         Raises:
             TimeoutError: it takes longer than `timeout` seconds. It ends as soon as it can.
@@ -79,11 +79,11 @@ class RequestEngine(Protocol):
 class RequestHandle:
     """One prompt's requests, from submission to result. Made by `LM.submit`.
 
-    `result()` waits, `cancel()` ends the requests, and iterating yields `StreamPiece`s where they were submitted for streaming.
+    `result()` waits, `cancel()` ends the requests, and iterating yields `StreamPiece`s if they were submitted for streaming.
     Subscribes to the requests' events: the engine's thread only stores them, the caller's thread decodes them.
 
     Args:
-        prompt: text of the prompt, where it was text.
+        prompt: text of the prompt, if it was text.
         requests: the prompt's `n` requests.
         tokenizer: a transformers tokenizer, or None.
         engine: serves the requests.
@@ -130,7 +130,7 @@ class RequestHandle:
             self._events.put(event)
         if last and len(self._finished) == len(self.requests):
             self._ended.set_result(None)
-        # Last: what it raises must not lose the event.
+        # Last: an error of its own must not lose the event.
         if (notify := self._on_event) is not None:
             notify()
 
@@ -152,7 +152,7 @@ class RequestHandle:
             self._ended.result(timeout)
         except TimeoutError:
             raise TimeoutError(f"request {self.requests[0].request_id} is still running after {timeout} s") from None
-        except (KeyboardInterrupt, SystemExit):  # a signal's: nobody waits any more
+        except (KeyboardInterrupt, SystemExit):  # a signal's: the wait is over
             self.cancel()
             raise
 
@@ -181,7 +181,7 @@ class RequestHandle:
                 woken.set_result(None)
 
         def on_end() -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
+            with suppress(RuntimeError):  # the loop is closed: no task waits
                 loop.call_soon_threadsafe(wake)
 
         self._ended.add_done_callback(lambda _: on_end())
@@ -207,7 +207,7 @@ class RequestHandle:
         return next((event.error for event in found if event is not None and event.error is not None), None)
 
     def output(self) -> RequestOutput:
-        """The prompt and its completions; what there is of them, where they have not ended."""
+        """The prompt and its completions, as far as they have come."""
         first = self.requests[0]
         outputs = [
             self._completions[r.request_id].output(self._finished.get(r.request_id) or _so_far(r))
@@ -231,7 +231,7 @@ class RequestHandle:
         )
 
     def cancel(self) -> None:
-        """End the request. Its result has what was generated so far, with finish_reason "abort"."""
+        """End the request. Its result has the tokens so far, with finish_reason "abort"."""
         self._engine.abort([request.request_id for request in self.requests])
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -262,7 +262,7 @@ class RequestHandle:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def on_event() -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
+            with suppress(RuntimeError):  # the loop is closed: no task waits
                 loop.call_soon_threadsafe(arrived.set)
 
         self._on_event = on_event

@@ -46,7 +46,7 @@ class LocalBackend(FactoryBackend):
 
     Args:
         model, server: the configuration of the model and of the engine.
-        wrap: makes the tree of the client over the loaded weights (`TracedModel.tree_maker`); None where it is made later.
+        wrap: makes the tree of the client over the loaded weights (`TracedModel.tree_maker`); None if it is made later.
 
     Attributes:
         runner: the model's.
@@ -77,7 +77,7 @@ class LocalBackend(FactoryBackend):
         """End an engine that could not be set up. A notebook keeps the error, which holds this frame and those below."""
         try:
             if engine is not None:
-                engine.shutdown()  # a second Ctrl-C ends this wait; the thread then ends by itself
+                engine.shutdown()  # a second Ctrl-C ends this wait; the thread then ends without it
         finally:
             vars(self).clear()
             clear_frames(error.__traceback__)

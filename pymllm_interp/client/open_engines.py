@@ -1,8 +1,7 @@
-"""The engines of this process: what becomes of each when its `LM` is deleted, at a fork, and at exit.
+"""The engines of this process: their ends when an `LM` is deleted, at a fork, and at exit.
 
-An engine's thread holds the engine, the weights and the KV pool. So an engine does not end by itself with the last reference to
-its `LM`; it is told (`Engine.release`), and ends when its last request has ended. Handles and streams that outlive their `LM`
-are served to their end.
+An engine's thread holds the engine, the weights and the KV pool. So deleting the last reference to its `LM` does not end it:
+`Engine.release` does, when its last request has ended. Handles and streams that outlive their `LM` are served to their end.
 """
 
 from __future__ import annotations

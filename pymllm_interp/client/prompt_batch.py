@@ -31,7 +31,7 @@ class PromptBatch(NamedTuple):
 
 
 def prompts_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[PromptBatch, dict[str, Any]]:
-    """(prompts, the other keywords) of an invoke; no prompts where it has none.
+    """(prompts, the other keywords) of an invoke; empty prompts without any.
 
     Raises:
         PromptError: an encoding that cannot be served as it is.
@@ -76,7 +76,7 @@ def split(prompt: Any, what: str) -> PromptBatch:
 
 
 def repeated(batch: PromptBatch, copies: int) -> PromptBatch:
-    """Each prompt so many times, one after the other.
+    """Each prompt `copies` times, one after the other.
 
     Raises:
         PromptError: no whole number above 0.
@@ -122,7 +122,7 @@ def rows_of(ids: Any, what: str) -> list[list[int]]:
     """Token ids of each row of a list, or of a tensor or array [tokens] or [prompts, tokens].
 
     Raises:
-        PromptError: they are no whole numbers.
+        PromptError: values that are not integers.
     """
     if type(ids) is list and set(map(type, ids)) == {int}:
         return [list(ids)]

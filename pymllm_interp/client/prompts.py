@@ -31,7 +31,7 @@ def as_prompts(prompts: Any) -> list[Any]:
 
 
 def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
-    """The text, where there is one, and the token ids of a prompt of any kind; the ids are not checked.
+    """The text, if any, and the token ids of a prompt of any kind; the ids are not checked.
 
     Raises:
         PromptError: another type, text that no tokenizer reads, or no tokenizer.
@@ -72,10 +72,10 @@ def names_of(prompts: Sequence[Any]) -> list[str]:
 
 
 def ids_of(prompt: Any, what: str) -> list[int]:
-    """Token ids of a prompt that is no text: ids, a tensor, an array, or a tokenizer's dict.
+    """Token ids of a prompt other than text: ids, a tensor, an array, or a tokenizer's dict.
 
     Raises:
-        PromptError: another type, several prompts in one, or ids that are no whole numbers.
+        PromptError: another type, several prompts in one, or ids that are not integers.
     """
     if isinstance(prompt, BYTES):
         raise PromptError(f"{what} is {type(prompt).__name__}: pass text, such as prompt.decode('utf-8')")
@@ -110,7 +110,7 @@ def params_for(
 
 
 def warn_of_flat_list(interventions: Any, prompts: int) -> None:
-    """Warn, at the caller's line, of a flat list of ops with as many entries as there are prompts: it could mean either."""
+    """Warn, at the caller's line, of a flat list with one op for each prompt: it could mean either."""
     if prompts < 2 or not isinstance(interventions, list | tuple) or len(interventions) != prompts:
         return
     if all(isinstance(op, Intervention) for op in interventions):

@@ -1,4 +1,4 @@
-"""Requests from what a caller passes. All that can be wrong with a request is found here, before anything runs."""
+"""Requests from a caller's arguments. All errors of a request are found here, before anything runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RequestFactory:
         declarations: binds interventions and captures.
         weights: version, fingerprint and adapters of the model.
         saes: SAEs by name, for specs that give a name in an SAE's place.
-        hold_adapter: pins an adapter to a slot; None where there are no adapters.
+        hold_adapter: pins an adapter to a slot; None without adapters.
 
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
@@ -113,7 +113,7 @@ class RequestFactory:
     # -- plain requests ---------------------------------------------------------------------
 
     def for_prompts(self, submission: Submission) -> list[list[Request]]:
-        """The requests of each prompt. What is wrong with any of them is raised before one is scheduled.
+        """The requests of each prompt. An error of any of them is raised before one is scheduled.
 
         Raises:
             PromptError, ValueError: a prompt, a parameter, an intervention or a capture that cannot be served.
@@ -148,7 +148,7 @@ class RequestFactory:
                     request.receipt = request.trace.receipt
                     self._check_pass([request], what)
                 if any(spec.site == LOGITS for spec in captures[i]):
-                    request.params = param  # the prompt's logits of each completion, where they are asked for
+                    request.params = param  # the prompt's logits of each completion, if requested
                 self.declare(request, declared[i], captures[i], what, fingerprints.get(adapters[i]))
                 check_speculate(request, self.facts.speculates, what)
             found.append(requests)
@@ -248,7 +248,7 @@ class RequestFactory:
             fingerprint: fingerprint of the weights, for the receipt; None: the current one.
 
         Raises:
-            PromptError: what the model does not have, or the tables, the ring and results do not hold.
+            PromptError: something that the model lacks, or that exceeds the tables, the ring or the results.
         """
         try:
             self._declarations.declare(interventions, captures, request)
@@ -291,7 +291,7 @@ class RequestFactory:
             raise
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Give back what `hold` reserved."""
+        """Release the reservations of `hold`."""
         for request in requests:
             self._declarations.release(request)
             if request.adapter_hold is not None:

@@ -26,11 +26,11 @@ def max_tokens_of(
     what: str,
     forward_only: bool,
 ) -> int:
-    """Upper bound of a request's new tokens; 1 where the only one is dropped.
+    """Upper bound of a request's new tokens; 1 if the only token is dropped.
 
     Args:
         ids: token ids of the prompt.
-        what: names the prompt in messages.
+        what: prompt name used in error messages.
         forward_only: a trace of one pass.
 
     Raises:

@@ -37,18 +37,18 @@ OPTIONS = tuple(RequestOptions.__annotations__)
 TRACE_OPTIONS = (*OPTIONS, "device", "grad", "on_step")
 """Keywords of a trace, beside its prompt."""
 SAMPLING = (*SamplingParams.__dataclass_fields__, *ALIASES, "do_sample")
-"""Names of sampling parameters: ours and transformers'."""
+"""Names of sampling parameters: this package's and transformers'."""
 
 
 def check_options(who: str, given: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> None:
-    """Look for a keyword that is none of `RequestOptions`.
+    """Look for a keyword outside of `RequestOptions`.
 
     Args:
         who: the call, such as "lm.generate".
         elsewhere: name that other projects use -> advice.
 
     Raises:
-        TypeError: one is not; the message says what was meant.
+        TypeError: an unknown keyword; the message has the alternative.
     """
     hints = {**unsupported.OF_REQUESTS, **(elsewhere or {})}
     for name in given:
@@ -102,7 +102,7 @@ def check_trace_options(given: Iterable[str]) -> None:
     """Look for a keyword that `lm.trace` does not take.
 
     Raises:
-        TypeError: there is one; the message says what was meant.
+        TypeError: an unknown keyword; the message has the alternative.
     """
     names = list(given)
     for name in names:

@@ -11,7 +11,7 @@ import torch
 from ..core.model_spec import HEAD_SITES, INNER_SITES, final_norm_site, num_sites
 
 ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE, SET_FEATURE = range(1, 8)
-"""Codes of ops; 0 is no op. GATE changes no state: it sets a flag for ops at later sites."""
+"""Codes of ops; 0 stands for none. GATE changes no state: it sets a flag for ops at later sites."""
 NO_NORM, PRESERVE, MATCH = range(3)
 """Normalization of an ADD: no rescaling; the sum gets the state's norm; the vector gets the state's norm."""
 MORE = 1 << 24
@@ -92,7 +92,7 @@ class Encoder(Protocol):
         ...
 
     def top_k_threshold(self, x: torch.Tensor) -> torch.Tensor:
-        """[n] float32, of states [n, width]: what active features are above."""
+        """Thresholds [n] float32 of states [n, width]: active features are above."""
         ...
 
 

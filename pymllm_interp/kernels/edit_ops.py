@@ -454,7 +454,7 @@ def edit(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -> t
 
 
 def _thresholds(encoders: Sequence[Encoder], states: torch.Tensor) -> torch.Tensor:
-    """[tokens, encoders] float32: what each encoder's active features are above, of states [tokens, width]."""
+    """[tokens, encoders] float32: each encoder's threshold of active features, for states [tokens, width]."""
     rows = max(1, ENCODED // max(encoder.d_sae for encoder in encoders))
     return torch.cat(
         [torch.stack([encoder.top_k_threshold(part) for encoder in encoders], -1) for part in states.split(rows)]

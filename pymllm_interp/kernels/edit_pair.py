@@ -1,6 +1,6 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false
-"""A Triton kernel for declared ops and captures in front of somebody else's norm, in place.
+"""A Triton kernel for declared ops and captures in front of another library's norm, in place.
 
 The norm gets the delta and the stream, and adds them. A row with an edited sum becomes (0, the edited sum), which the norm adds
 exactly. Rows without an owner are neither read nor written.

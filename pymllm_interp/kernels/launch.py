@@ -56,7 +56,7 @@ class Launcher:
 
     Args:
         kernel: a `triton.jit` function.
-        pdl: the kernel's last parameter, PDL, turns programmatic dependent launch on. It is used where the device has it.
+        pdl: the kernel's last parameter, PDL, turns programmatic dependent launch on. It is used if the device has it.
         options: compile options other than `num_warps`.
     """
 

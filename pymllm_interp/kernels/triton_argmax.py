@@ -31,7 +31,7 @@ def _partial(scores, keys, stride, vocab, splits, BLOCK: tl.constexpr):
         order = tl.where(value != value, 0x7FFFFFFF, order)
         larger = (order > best) & (place < vocab)
         best, where = tl.where(larger, order, best), tl.where(larger, place, where)
-    # Places without a score stay lowest, below what -inf comes to.
+    # Places without a score stay lowest, below the key of -inf.
     key = (best.to(tl.int64) << 32) | (0xFFFFFFFF - where.to(tl.int64))
     tl.store(keys + row * splits + split, tl.max(key, axis=0))
 

@@ -161,7 +161,7 @@ def conv_prompts(
         slots: [requests] int64.
         continued: [requests] int32, whether the slot has inputs from before.
         firsts: [rows] int64, the first row of the row's request.
-        sources: [rows] int64, the slot of the row's request; -1 where it has no inputs from before.
+        sources: [rows] int64, the slot of the row's request; -1 without earlier inputs.
     """
     rows, channels = x.shape
     out = x.new_empty(rows * channels)

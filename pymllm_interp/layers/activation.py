@@ -17,7 +17,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 def silu(x: torch.Tensor) -> torch.Tensor:
     """``x * sigmoid(x)``, computed in float32; fresh memory.
 
-    On CUDA this is our kernel: two implementations of exp differ in the last bit, and `gated` uses ours.
+    On CUDA this is a native kernel: two implementations of exp differ in the last bit, and `gated` uses the native one.
     """
     if (kernels := kernels_for(x)) is not None:
         return kernels.silu(x)
@@ -39,7 +39,7 @@ FUNCTIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """The function of a config's name: ours, or else transformers'."""
+    """The function of a config's name: native, or else transformers'."""
     return FUNCTIONS.get(name) or _of_transformers(name)
 
 
@@ -50,7 +50,7 @@ def _of_transformers(name: str) -> nn.Module:
 
 
 def gated(gate_up: torch.Tensor, act: Activation) -> torch.Tensor:
-    """gate_up [..., 2 * size] -> [..., size]: ``act(gate) * up``; one kernel where there is one for `act`."""
+    """gate_up [..., 2 * size] -> [..., size]: ``act(gate) * up``; one kernel if `act` has one."""
     if act is silu and (kernels := kernels_for(gate_up)) is not None:
         return kernels.silu_mul(gate_up)
     if (act is gelu or act is gelu_tanh) and (kernels := triton_kernels_for(gate_up)) is not None:

@@ -1,14 +1,14 @@
 """The gated delta rule (Yang et al., 2025) behind a short causal convolution, over the slots of a pass's requests.
 
-A head's state is a matrix S [key_dim, dim]. A token decays it, and corrects what it holds for the token's key::
+A head's state is a matrix S [key_dim, dim]. A token decays it, and corrects its value at the token's key::
 
     S = exp(g) * S
     S = S + k (beta * (v - S'k))'          g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b)
     out = S'q
 
-Rows of requests that continue with one token are a *step*: each reads and writes its slot in place. The rows of each other request
-are a *prompt*, and are computed in chunks of tokens. On CUDA fla-core does that, where it is installed. The first chunk of a prompt
-reads no slot.
+Rows of requests that continue with one token are a *step*: each reads and writes its slot in place. The rows of each other
+request are a *prompt*, and are computed in chunks of tokens, on CUDA by fla-core if it is installed. The first chunk of a
+prompt reads no slot.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def mix(
     """The convolution and the delta rule: [tokens, heads, dim] in the dtype of x, in fresh memory. Rows of padding are zeros.
 
     Args:
-        states: None where nothing is read or kept.
+        states: None if no state is read or kept.
         batch: batch of the pass; None: the rows are one sequence.
     """
     if batch is None:
@@ -318,7 +318,7 @@ def chunked_rule(
 
 @cache
 def fla_rule() -> Any:
-    """fla-core's `chunk_gated_delta_rule`; None where no version of `FLA_VERSIONS` can be imported."""
+    """fla-core's `chunk_gated_delta_rule`; None if no version of `FLA_VERSIONS` can be imported."""
     try:
         found = tuple(int(part) for part in version("fla-core").split(".")[:2])
         if FLA_VERSIONS[0] <= found < FLA_VERSIONS[1]:

@@ -276,7 +276,7 @@ class MergedLinear:
 
 
 class LinearForward:
-    """The forward of a plain `nn.Linear` in our kernels, where a pass calls it.
+    """The forward of a plain `nn.Linear` in native kernels, if a pass calls it.
 
     Attributes:
         lora: the adapters' parts of it; None until an adapter targets it.

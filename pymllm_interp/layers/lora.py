@@ -1,10 +1,10 @@
-"""LoRA: what adapters add to a matrix product (Hu et al., 2021), for each token row by its own adapter.
+"""LoRA: adapters' additions to a matrix product (Hu et al., 2021), for each token row by its own adapter.
 
-A row with an adapter gets ``product + (x A^T) (scaling B)^T``: what PEFT's module returns. `LoRASlots` holds A and B of several
+A row with an adapter gets ``product + (x A^T) (scaling B)^T``, like PEFT's module. `LoRASlots` holds A and B of several
 adapters for one product, each in a slot. Of merged projections (q, k and v) each part has its own A and B.
 
-Rows in few tiles run our Triton kernels on CUDA, in CUDA graphs too. Long prompts, and all rows on a CPU, run as matrix products.
-On a CPU a row's result does not depend on the other rows, where our kernels compute the product itself.
+Rows in few tiles run native Triton kernels on CUDA, in CUDA graphs too. Long prompts, and all rows on a CPU, run as matrix
+products. On a CPU a row's result does not depend on the other rows, if native kernels compute the product itself.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def side_stream(device: int) -> torch.cuda.Stream:
 
 
 def _rows_of_tiles(rows: AdapterRows, tiles: RowTiles) -> Iterator[tuple[int, slice | torch.Tensor]]:
-    """(slot, token rows) of what a pass lays out for kernels, on a CPU."""
+    """(slot, token rows) of a pass's layout for kernels, on a CPU."""
     for slot, start, count in tiles.tiles.tolist():
         if count:
             yield slot, tiles.order[start : start + count].long()

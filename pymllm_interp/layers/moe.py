@@ -108,7 +108,8 @@ class SigmoidRouter(TopKRouter):
     Logits are float32, as in transformers.
 
     Args:
-        groups, top_groups: experts are in so many groups, and chosen from those with the highest two ranks together.
+        groups, top_groups: number of groups of experts, and of the groups with the highest sums of their top two ranks, which
+            are used.
         scaling: factor of the scores.
     """
 
@@ -159,7 +160,7 @@ def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     pairs = gate_up.unflatten(-1, (-1, 2))
     pairs = pairs if pairs.dtype is torch.float64 else pairs.float()
     gate, up = pairs[..., 0].clamp(max=CLAMP_LIMIT), pairs[..., 1].clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
-    # By our `silu`: the last bit of torch's exp depends on the place of a row among the others.
+    # By the native `silu`: the last bit of torch's exp depends on the place of a row among the others.
     return ((up + 1) * (silu(CLAMP_ALPHA * gate) / CLAMP_ALPHA)).to(gate_up.dtype)
 
 
@@ -167,7 +168,7 @@ class Experts(QuantizableExperts):
     """MLPs with gates; the weights of all of them are two tensors.
 
     On CUDA, Triton kernels multiply rows sorted by expert (kernels/products/moe.py). Otherwise each chosen expert multiplies its
-    rows: on a CPU, with gradients, and where a hook waits at `act_fn`.
+    rows: on a CPU, with gradients, and if a hook waits at `act_fn`.
 
     Args:
         act: the name of the activation function.
@@ -259,7 +260,7 @@ def multiplied(
 
 
 def known_experts(ids: torch.Tensor, scores: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, scores), where a score is NaN if its expert does not exist.
+    """(ids, scores), with NaN as the score of an expert that does not exist.
 
     A block may have written the ids. Its row becomes NaN; other requests share the pass.
     """

@@ -1,4 +1,4 @@
-"""Torch's own doors to a served model: each is used, or refused where it is opened.
+"""Writes to a served model through torch: each takes effect, or is refused at once.
 
 Most passes run fused, or as CUDA graphs, so they call no module and hold the addresses of the weights. `seal` therefore
 gives the modules of a loaded model these rules:

@@ -1,8 +1,8 @@
 """The contract between the runner and a model, and the parts of it that all decoders share.
 
 A model has two forward passes over the same kernels. `forward` calls every module, under the names and with the tensors of
-the family's transformers class: hooks see this pass. `forward_fused` calls no module: passes without hooks run it. Where no
-hook waits, `forward` runs fused code too, as graph segments (`ForwardBatch.run_segment`).
+the family's transformers class: hooks see this pass. `forward_fused` calls no module: passes without hooks run it. Between
+hooks, `forward` runs fused code too, as graph segments (`ForwardBatch.run_segment`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ResidualBranch(nn.Module, ABC):
             inputs: the inputs of `forward_fused`, in order, by register name.
 
         Returns:
-            [1, tokens, hidden]; None where a hook waits inside: run module by module.
+            [1, tokens, hidden]; None if a hook waits inside: run module by module.
         """
         hook_query, layer = batch.hook_query, self.layer_idx
         if hook_query is None:
@@ -155,7 +155,7 @@ class ResidualBranch(nn.Module, ABC):
     def _run_parts(
         self, batch: ForwardBatch, hook_query: HookQuery, inputs: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | None:
-        """`run_segments` where a hook waits inside; None: it cannot."""
+        """`run_segments` when a hook waits inside; None: it cannot."""
         return None
 
     def after_ops(self, out: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:

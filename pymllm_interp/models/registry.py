@@ -106,7 +106,7 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def is_native(config: PretrainedConfig, impl: str) -> bool:
-    """Whether our own class runs the model; else transformers' class does.
+    """Whether a native class runs the model; else transformers' class does.
 
     Raises:
         UnsupportedModelError: `impl` is "native", and the architecture has no native implementation.

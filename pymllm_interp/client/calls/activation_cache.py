@@ -19,7 +19,7 @@ NamesFilter = str | Site | Sequence[str | Site] | Callable[[str], bool] | None
 LENS_NAMES = {kind: name for name, kind in TRANSFORMER_LENS.items() if not name.endswith("hook_normalized")}
 """Kind of site -> TransformerLens' name, where both have the same value."""
 SHORT_NAMES = {"post": "mlp_act"}
-"""TransformerLens' short names that are not our kinds -> our kind."""
+"""TransformerLens' short names of kinds -> kind of site."""
 
 OF_TRANSFORMER_LENS = frozenset({
     "accumulated_resid", "apply_ln_to_stack", "compute_head_results", "decompose_resid", "get_full_resid_decomposition",
@@ -78,7 +78,7 @@ def select_traced_sites(names: NamesFilter, model: ModelSpec) -> list[Site]:
     """`select_sites` for blocks, which read the value at a module: a router returns more than its logits.
 
     Raises:
-        ValueError: what `select_sites` refuses, and a router that is named.
+        ValueError: an error of `select_sites`, or a router that is named.
     """
     found = select_sites(names, model, captured=False)
     routers = [site for site in found if site.kind in ("router", EXPERTS)]
@@ -116,7 +116,7 @@ class ActivationCache(BySite):
 
         Raises:
             ImportError: transformer-lens is not installed.
-            RuntimeError: the `LM` of the states does not exist any more.
+            RuntimeError: the `LM` of the states was deleted.
             TypeError: an `LM` of a server.
         """
         lm = self._lm()

@@ -8,7 +8,7 @@ from ...hooks.traces.syntax.tracer import EngineTracer
 
 
 def explain(tracer: EngineTracer) -> str:
-    """A paragraph for each invoke: what was declared in its place, or the line that prevents it.
+    """A paragraph for each invoke: the declared hooks that replace it, or the line that prevents it.
 
     Raises:
         ValueError: the trace has not run.

@@ -1,4 +1,4 @@
-"""One forward pass over each prompt, without generation: `ForwardOutput`, and what the calls of an `LM` run."""
+"""One forward pass over each prompt, without generation: `ForwardOutput`, and the functions behind the calls of an `LM`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ForwardOutput(Shown):
     """One forward pass over a prompt."""
 
     prompt: str | None
-    """The text, where it was text or a conversation."""
+    """The prompt's text, if it was text or a conversation."""
     prompt_token_ids: list[int]
     logits: torch.Tensor
     """[tokens, vocab], of the model's dtype, on the CPU."""
@@ -56,7 +56,7 @@ class ForwardOutput(Shown):
         return f"ForwardOutput({prompt}prompt_tokens={len(self.prompt_token_ids)}, activations={self.activations!r})"
 
     def table(self) -> Table:
-        """The prompt, the logits' shape, what was captured and what was applied."""
+        """The prompt, the logits' shape, captures and applied interventions."""
         prompt = str(self.prompt_token_ids) if self.prompt is None else self.prompt
         rows = [("prompt", prompt), ("prompt tokens", len(self.prompt_token_ids)), ("logits", list(self.logits.shape))]
         rows.append(("activations", ", ".join(site for site in self.activations if site != "logits")))

@@ -1,4 +1,4 @@
-"""`KnownNames`: what names in specs stand for, looked up when a request is submitted."""
+"""`KnownNames`: the objects behind names in specs, looked up when a request is submitted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class KnownNames(NamedTuple):
 
 
 def with_token_ids(spec: Any, tokenizer: Any) -> Any:
-    """A spec with token ids in place of texts in its `Lens`; itself where it has none.
+    """The spec with token ids instead of texts in its `Lens`; itself without such texts.
 
     Raises:
         PromptError: a text that is not one token, or no tokenizer.
@@ -112,7 +112,7 @@ def _plain(name: str) -> str:
 
 
 def unknown_attribute(name: str, modules: Sequence[str], attributes: Sequence[str]) -> str:
-    """The message of an `LM` without the attribute `name`, with what is near."""
+    """Error message of an `LM` without the attribute `name`, with the nearest names."""
     if name in unsupported.ATTRIBUTES:
         hint = f"did you mean lm.{unsupported.ATTRIBUTES[name]}?"
     elif name in unsupported.METHODS:

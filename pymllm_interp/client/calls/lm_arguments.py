@@ -40,7 +40,7 @@ def check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
 
 
 def vllm_arguments(engine: str, server: dict[str, Any]) -> dict[str, Any] | None:
-    """vLLM's arguments, taken out of the keywords; None for our own engine.
+    """vLLM's arguments, taken out of the keywords; None for the native engine.
 
     Raises:
         ValueError: another engine.

@@ -31,7 +31,7 @@ from ..prompt_batch import prompts_of
 OWN_WORDS = ("interventions", "capture", "n", "num_return_sequences")
 """Keywords of a trace with which its block runs in the passes."""
 THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
-"""Threads that copy what the loops of several blocks read."""
+"""Threads that copy values for the loops of several blocks."""
 FEWEST_SHARED = 8
 """Blocks of a ``with`` from which on these threads are used."""
 ANOTHER_INVOKE = "another invoke is not lowered"
@@ -92,7 +92,7 @@ class Lowered:
     def lower(
         self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput | None]
     ) -> list[BlockPlan] | str:
-        """The plans of blocks that can all run after their requests. Else why not; "" where none may.
+        """The plans of blocks that can all run after their requests. Else the reason; "" if no block may.
 
         Raises:
             LoweringError: a block cannot, and must.
@@ -149,7 +149,7 @@ class Lowered:
         try:
             count = len(prompts_of(args, kwargs, "the prompt")[0].prompts)
         except Exception:
-            return NotLowered("its prompt cannot be read")  # said where the request is made
+            return NotLowered("its prompt cannot be read")  # the error is raised where the request is made
         if count != 1:
             return NotLowered("it has a list of prompts")
         saved = {id(value) for value in trace.saves.outer.values()}

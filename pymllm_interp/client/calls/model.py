@@ -48,7 +48,7 @@ PLUMBING = frozenset({"model_maker", "resolve_specs", "submission", "submit_pref
 class ClientModel(TracedModel):
     """A model's module tree, the backend that runs it, and the calls for outputs, forward passes and traces.
 
-    `LM` is one, and so is what a server serves.
+    `LM` is a subclass, and so is a server's model.
 
     Args:
         backend: has the model, and runs requests.
@@ -183,15 +183,15 @@ class ClientModel(TracedModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate: as a call for outputs, as a ``with`` block to trace the generation.
 
-        ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt is
-        text, token ids, or a list of messages. One set of parameters serves all prompts, or a list gives each its own; so with
-        `interventions`, a list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`, and with `capture`, a list of sites and
-        `Capture`s (the states are in the output's `activations`). `timeout` is in seconds. `progress` (vLLM's `use_tqdm`) shows a
-        bar of the prompts. By default calls of above two seconds show one, in notebooks and on terminals.
+        ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt
+        is text, token ids, or a list of messages. One set of parameters serves all prompts, or a list gives each its own. The
+        same holds for `interventions`, a list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`, and for `capture`, a list
+        of sites and `Capture`s. The captured states are in the output's `activations`. `timeout` is in seconds. `progress`
+        (vLLM's `use_tqdm`) shows a bar of the prompts. By default calls of above two seconds show one, in notebooks and on
+        terminals.
 
-        ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy unless asked otherwise, takes transformers' and
-        vLLM's names for its parameters, and serves every step to the block. What that saves is on the CPU afterwards, or on
-        `device`.
+        ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy by default, takes transformers' and vLLM's names
+        for its parameters, and serves every step to the block. Its saves are on the CPU afterwards, or on `device`.
 
         Raises:
             PromptError, ValueError: a prompt or a parameter that cannot be served; nothing was scheduled then.
@@ -234,7 +234,7 @@ class ClientModel(TracedModel):
             messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
             sampling_params: one for all conversations, or a list.
             chat_template: template to use instead of the tokenizer's.
-            add_generation_prompt: end the prompt where the assistant's answer begins.
+            add_generation_prompt: end the prompt at the beginning of the assistant's answer.
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: tool descriptions for the template.
             chat_template_kwargs: further variables of the template.
@@ -329,7 +329,7 @@ class ClientModel(TracedModel):
     def forward(
         self, prompts: Any, *, progress: bool | None = None, **options: Unpack[RequestOptions]
     ) -> list[ForwardOutput]:
-        """One forward pass over each prompt: the logits of all positions, and what is captured.
+        """One forward pass over each prompt: the logits of all positions, and captures.
 
         Args:
             prompts, progress: see `generate`.
@@ -392,9 +392,9 @@ class ClientModel(TracedModel):
     def trace(self, *inputs: Any, trace: bool = True, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One forward pass, with a block that reads and edits it: ``with lm.trace(prompt) as tracer:``.
 
-        A list of prompts is one padded batch [prompts, tokens, ...] to its block. Without a prompt, the block opens one ``with
-        tracer.invoke(prompt):`` for each of its prompts; ``padding=True`` pads these to the longest one, on the left. What it saves
-        is on the CPU afterwards, or on `device`. In a coroutine, ``async with`` leaves the event loop free.
+        A list of prompts is one padded batch [prompts, tokens, ...] to its block. Without a prompt, the block opens one
+        ``with tracer.invoke(prompt):`` for each of its prompts; ``padding=True`` pads these to the longest one, on the left.
+        Saves are on the CPU afterwards, or on `device`. In a coroutine, ``async with`` leaves the event loop free.
 
         Args:
             trace: False runs the pass without a block, and returns the model's output.
@@ -444,7 +444,7 @@ class ClientModel(TracedModel):
         return self.backend.run_pass(self, "pipe", inputs, PIPELINE | kwargs)
 
     def session(self, device: Any = "cpu", **kwargs: Any) -> SessionTracer:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Several traces that see each other's values: ``with lm.session():``. What it saves is on `device` afterwards."""
+        """Several traces that see each other's values: ``with lm.session():``. Their saves are on `device` afterwards."""
         return self.backend.session(self, device, **kwargs)
 
     def explain(self, tracer: EngineTracer) -> str:

@@ -11,7 +11,7 @@ from ..chat import is_conversation
 from ..prompt_batch import prompts_of
 
 PIPELINE = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
-"""Parameters of transformers' text-generation pipeline, where nobody says otherwise."""
+"""Default parameters of transformers' text-generation pipeline."""
 
 
 class _Prompt(NamedTuple):

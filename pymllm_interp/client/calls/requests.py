@@ -1,4 +1,4 @@
-"""`Requests`: what the calls of a model ask for, and their requests."""
+"""`Requests`: makes the requests of a model's calls."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from ...hooks.traces.syntax.tracer import EngineTracer
 from ..prompt_batch import prompts_of
 
 ENGINE = "pymllm_interp_scan"
-"""Attention of scans where a family has eager attention only: its modules return no weights, like the engine's."""
+"""Attention of scans for families with eager attention only: its modules return no weights, like the engine's."""
 WITHOUT_VALUES = ("interventions", "capture", "on_step")
 """Keywords of a trace that a scan refuses."""
 OF_ENGINE = ("timeout", "priority", "cache_salt")
@@ -160,7 +160,7 @@ class ScanTracer(EngineTracer):
 
 
 def _of_forward(kwargs: dict[str, Any], options: PassOptions) -> dict[str, Any]:
-    """The keywords of the model's forward among those of a scan.
+    """The keywords of the model's forward among the keywords of a scan.
 
     Raises:
         TypeError: one asks for values.

@@ -74,12 +74,12 @@ class PlacedHooks:
                 value.copy_(new)
 
     def state_in(self, value: torch.Tensor) -> torch.Tensor:
-        """The site's state [prompts, tokens, ...] in what is at the module's end: a view."""
+        """The site's state [prompts, tokens, ...] in the value at the module's end: a view."""
         return state_at(self.point.site.kind, value, self.model)
 
 
 def state_at(kind: str, value: torch.Tensor, model: ModelSpec) -> torch.Tensor:
-    """The state [batch, tokens, ...] of a kind of site in what is at its module's end: a view."""
+    """The state [batch, tokens, ...] of a kind of site in the value at its module's end: a view."""
     if not model.family.is_slice(kind):
         rows = value.flatten(2) if value.ndim == 4 and kind.startswith("resid_") else value  # of several streams, all
         return rows.unflatten(-1, model.shape(kind))

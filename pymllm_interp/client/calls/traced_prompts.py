@@ -48,16 +48,16 @@ def traced_prompt(
     Args:
         mode: "trace" (one forward pass), "generate" or "pipe".
         kwargs: the trace's keywords; changed.
-        what: names the prompt in messages.
+        what: prompt name used in error messages.
         known: results for the keywords of the trace's other prompts, which are often the same objects. Updated in place.
         lowered: its block runs after the request.
 
     Raises:
-        PromptError, TypeError, ValueError: what no trace takes.
+        PromptError, TypeError, ValueError: a prompt or keyword that no trace takes.
     """
     limits = reader.facts.limits
     _, ids = checked(reader.tokenizer, prompt, limits.vocab_size, what)
-    # By identity: the trace holds its keywords. What is wrong with one is said for each prompt.
+    # By identity: the trace holds its keywords. Errors are raised for each prompt.
     key = len(ids), lowered, *((name, id(value)) for name, value in kwargs.items())
     if (found := known.get(key)) is not None:
         return TracedPrompt(ids, *found[1:])

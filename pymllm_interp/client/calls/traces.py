@@ -1,4 +1,4 @@
-"""`run`: serves the blocks of a ``with``, after declared requests where they can be lowered, else by `Backend.run_blocks`."""
+"""`run`: serves the blocks of a ``with`` after declared requests if they can be lowered, else by `Backend.run_blocks`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Running:
             handle.cancel()
 
     def wait(self, besides: int = 0) -> None:
-        """Wait until all have ended but the last ones, so many."""
+        """Wait until all have ended except the last `besides`."""
         for handle in self.handles[: len(self.handles) - besides]:
             handle.wait()
 

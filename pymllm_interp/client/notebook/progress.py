@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 SECONDS_BEFORE = 2.0
-"""Seconds until a call shows a progress bar by itself."""
+"""Seconds until a call shows a progress bar."""
 
 
 class CallProgress:

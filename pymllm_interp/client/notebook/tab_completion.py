@@ -25,7 +25,7 @@ SAFE = (
     ActivationCache, Activations, BySite, CompletionOutput, ForwardOutput, GeneratorEnvoy, RequestOutput, SAERegistry,
     TracedEnvoy, VectorRegistry,
 )  # fmt: skip
-"""Types whose attributes and entries have no effects when they are read outside a block."""
+"""Types with attributes and entries that can be read outside a block without effects."""
 
 
 def set_up_completion(model: type) -> None:
@@ -60,7 +60,7 @@ def _children(context: Any) -> dict[str, Any]:
     )
     try:
         envoy = guarded.guarded_eval(found[1], scope)
-    except Exception:  # what is written so far may raise anything
+    except Exception:  # any incomplete expression may raise
         return {"completions": []}
     names = [name for name, _ in envoy._named_children()] if isinstance(envoy, TracedEnvoy) else []
     matches = [name for name in names if name.startswith(found[2]) and name.isidentifier()]

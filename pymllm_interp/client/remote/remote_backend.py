@@ -83,7 +83,7 @@ class RemoteBackend(Backend):
         self.runs_code = info["trust"] == "code"
 
     def describe(self) -> dict[str, Any]:
-        return self._info  # the server's `describe`, and what the key may do
+        return self._info  # the server's `describe`, and the key's permissions
 
     def submit(self, submission: Submission) -> list[RequestHandle]:
         if not submission.prompts:
@@ -109,7 +109,7 @@ class RemoteBackend(Backend):
         return handles
 
     def _sent(self, prompt: RenderedPrompt, params: SamplingParams | None, name: str) -> list[int]:
-        """The token ids that the server gets. What no context holds is refused here, and does not travel."""
+        """The token ids for the server. Ids beyond the context are refused before they are sent."""
         limits = self.limits
         params = params or self.defaults.fitting(limits.max_model_len - len(prompt.token_ids))
         ids = truncated(prompt.token_ids, params, limits.max_model_len)

@@ -36,7 +36,7 @@ class ServerError(RuntimeError):
 
 
 def error_of(status: int, message: str) -> BaseException:
-    """The exception for an answer that is no success."""
+    """The exception for an unsuccessful answer."""
     if status in (401, 403):
         return PermissionError(message)
     if status == 400:
@@ -45,7 +45,7 @@ def error_of(status: int, message: str) -> BaseException:
 
 
 class Frames:
-    """The frames of a response: a JSON header and a body each. Closing it ends what runs on the server.
+    """The frames of a response: a JSON header and a body each. Closing it ends its work on the server.
 
     Attributes:
         call: the server's number of the call; None before its first frame.
@@ -135,7 +135,7 @@ class RemoteEngine:
 
         Raises:
             ConnectionError: no server answers.
-            PermissionError, PromptError, ServerError: what the server refuses with.
+            PermissionError, PromptError, ServerError: the server refuses the request.
         """
         self.check_open()
         try:
@@ -173,7 +173,7 @@ class RemoteEngine:
     # -- requests ----------------------------------------------------------------------------
 
     def start(self, body: dict[str, Any]) -> tuple[Frames, dict[str, Any]]:
-        """Submit requests: their frames, and what the server accepted.
+        """Submit requests: their frames, and the accepted requests.
 
         Raises:
             PromptError, ValueError, TypeError: the server refuses them.
@@ -187,7 +187,7 @@ class RemoteEngine:
         return frames, header
 
     def follow(self, frames: Frames, subscribers: Sequence[tuple[str, Any]]) -> None:
-        """Pass a call's events to its subscribers, on a thread of its own.
+        """Pass a call's events to its subscribers, on its own thread.
 
         Args:
             subscribers: (request id, subscriber) of each request, in order.
@@ -235,7 +235,7 @@ class RemoteEngine:
         try:
             self.ask("POST", "/v1/interp/abort", json={"call": call, "requests": requests})
         except (ConnectionError, EngineClosedError):
-            pass  # nothing runs there any more
+            pass  # the call has ended on the server
 
     def check_open(self) -> None:
         """Raise EngineClosedError after `shutdown`."""
@@ -251,7 +251,7 @@ class RemoteEngine:
         self.ask("POST", "/v1/interp/reset_prefix_cache")
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Close the connections. What runs ends; the server goes on."""
+        """Close the connections. Running calls end; the server continues."""
         if not self._closed:
             for call in {frames.call for frames, _ in list(self._calls.values()) if frames.call is not None}:
                 self.abort_call(call)

@@ -21,7 +21,7 @@ _CLASSES: tuple[type[BaseException], ...] = (
 )  # fmt: skip
 OURS: dict[str, type[BaseException]] = {cls.__name__: cls for cls in _CLASSES}
 OURS["EngineDiedError"] = EngineClosedError
-"""Exceptions that a client gets back as what they are, beside Python's own."""
+"""Exceptions, beside Python's, that a client gets back with their class."""
 
 
 class RemoteError(RuntimeError):
@@ -29,7 +29,7 @@ class RemoteError(RuntimeError):
 
 
 def exception_of(failure: Failure) -> BaseException:
-    """The exception, of its own class where that is one of ours or Python's; else of its nearest builtin class."""
+    """The exception, with its class if it is this package's or Python's; else with its nearest builtin class."""
     cls, message = _class(failure.type), failure.message
     if cls is None:
         message = f"{failure.type}: {message}"
@@ -43,9 +43,9 @@ def exception_of(failure: Failure) -> BaseException:
 
 
 def _traceback_of(frames: Sequence[tuple[str, int, str]]) -> TracebackType | None:
-    """A traceback with these lines, which are most often those of the client's own files.
+    """A traceback with these lines, which are mostly lines of the client's files.
 
-    Who sends them is not trusted: a line number is a number, and never a source of so many lines.
+    Their sender is not trusted: a line number is never expanded to a source with that many lines.
     """
     found = None
     for filename, line, name in reversed(ends(frames)):

@@ -1,4 +1,4 @@
-"""Traces of a server's model: their blocks are sent to the server, and what they save comes back."""
+"""Traces of a server's model: their blocks are sent to the server, and their saves are sent back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .remote_engine import Frames, RemoteEngine
 
 
 class _Names:
-    """Names of what is not pickled: models, tracers and tokenizers. Models are numbered as they are met."""
+    """Names of objects that are not pickled: models, tracers and tokenizers. Models are numbered as they are met."""
 
     def __init__(self, tracer: Any = None) -> None:
         self._tracer = tracer
@@ -77,7 +77,7 @@ def post(engine: RemoteEngine, payload: bytes) -> Frames:
 
 
 class _Cancel:
-    """Ends a trace: what a local one's `RequestTrace.cancel` does."""
+    """Ends a trace, as `RequestTrace.cancel` ends a local one."""
 
     def __init__(self, engine: RemoteEngine, frames: Frames) -> None:
         self._engine, self._frames = engine, frames
@@ -91,7 +91,7 @@ class _Cancel:
 class NotDeclaredError(Exception):
     """A block cannot run after its request: it is sent to the server. The message says why.
 
-    Its cause is what the server refused the declared requests with, if it has refused them.
+    Its cause is the server's error for the declared requests, if it has refused them.
     """
 
 
@@ -152,7 +152,7 @@ class RemoteTracer(EngineTracer):
             trace.release_blocks()
 
     def _send(self) -> None:
-        """Send the block, pass on what it saves at each step, and bind the saved names."""
+        """Send the block, pass on the values saved at each step, and bind the saved names."""
         model: Any = self.envoy
         kwargs = dict(self.kwargs)
         on_step = kwargs.pop("on_step", None)

@@ -24,7 +24,7 @@ class RemoteVectors(MutableMapping[str, Named]):
         """Store a vector on the server.
 
         Raises:
-            ValueError: what `checked_vector` or the server refuses.
+            ValueError: an error of `checked_vector` or the server.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"a vector's name is a string that is not empty, not {name!r}")

@@ -23,7 +23,7 @@ CopyBlocks = Callable[[np.ndarray, np.ndarray, np.ndarray, int], None]
 
 @functools.cache
 def load_block_copies() -> CopyBlocks:
-    """The function, compiled at the first call on a machine; `copy_by_torch` where there is no compiler."""
+    """The function, compiled at the first call on a machine; `copy_by_torch` without a compiler."""
     try:
         function = load_library(Path(__file__).with_name("block_copies.cpp"), ISAS[-1]).copy_blocks
     except (BuildError, OSError) as error:

@@ -52,7 +52,7 @@ def load_library(source: Path, isa: str) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
     if compiler is None:
         raise BuildError(f"none of the compilers {', '.join(COMPILERS)} is installed")
-    # torch's own OpenMP: a second one would have threads of its own.
+    # torch's own OpenMP: a second one would have separate threads.
     openmp = [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
     flags = (*FLAGS, "-mno-avx512f") if isa == "avx2" else FLAGS

@@ -16,7 +16,7 @@ DTYPES = frozenset((torch.float32, torch.bfloat16))
 def cpu_kernels_for(x: torch.Tensor, *others: torch.Tensor) -> ModuleType | None:
     """`cpu_kernels`, for tensors of one dtype on a CPU, without gradients; else None: use plain torch.
 
-    None, too, where the kernels cannot be compiled.
+    None, too, if the kernels cannot be compiled.
     """
     if torch.is_grad_enabled() or x.dtype not in DTYPES or not x.is_cpu:
         return None
@@ -28,7 +28,7 @@ def cpu_kernels_for(x: torch.Tensor, *others: torch.Tensor) -> ModuleType | None
 
 @cache
 def cpu_kernels() -> ModuleType | None:
-    """The module `cpu_kernels`; None where it cannot be compiled."""
+    """The module `cpu_kernels`; None if it cannot be compiled."""
     try:
         from . import cpu_kernels
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The CPU's kernels: what triton_kernels.py is for CUDA, under the same names. Compiled at import (cpu_build.py).
+"""The CPU's counterpart of triton_kernels.py, with the same names. Compiled at import (cpu_build.py).
 
 Like the Triton kernels, they return the bits of torch's kernels for the same formula. Only the order of sums and the last bit of
 ``exp`` may differ. A row's result does not depend on the other rows, nor on the number of threads.

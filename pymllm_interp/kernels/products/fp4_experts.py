@@ -179,7 +179,7 @@ def expert_product(
     """`moe.expert_product` with a weight in MXFP4.
 
     Args:
-        words, scales, shift, rows: see `ExpertTiles`. Rows of a "clamped" gate are interleaved, those of "silu" are not.
+        words, scales, shift, rows: see `ExpertTiles`. Rows of a "clamped" gate are interleaved; rows of "silu" are not.
     """
     channels = rows // 2 if gate else rows
     out = torch.empty(entries, channels, dtype=x.dtype, device=x.device)

@@ -141,7 +141,7 @@ def shrink(x: torch.Tensor, a: torch.Tensor, tiles: RowTiles, into: torch.Tensor
     Args:
         x: [rows, in], contiguous.
         a: [slots, ranks, in]; ranks are a multiple of 16.
-        into: `shrunk_memory`, where the stream is not the pass's.
+        into: `shrunk_memory`, if the stream is another than the pass's.
 
     Returns:
         [parts, rows, ranks] float32: the sum over parts is the product. With `into` there is one part. Rows in no tile are

@@ -42,7 +42,7 @@ def _many_rows(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     begin = part * steps * STEP
     stop = tl.minimum(begin + steps * STEP, K // PACKED)
-    # Each half of the bytes in a loop of its own. With two products in a loop, Triton waits for the first one.
+    # Each half of the bytes in a separate loop. With two products in a loop, Triton waits for the first one.
     for half in tl.static_range(PACKED):
         for start in range(begin, stop, STEP):
             column, first = tl.arange(0, STEP)[None, :], start * PACKED + half * STEP
@@ -74,5 +74,5 @@ many_rows_launch = cache(lambda stages: Launcher(_many_rows, pdl=True, num_stage
 
 
 def parts_of_many(tiles: int, width: int) -> tuple[int, int]:
-    """(parts, inputs of each) of a product of so many tiles: one wave of programs at most."""
+    """(parts, inputs of each) of a product with this many tiles: one wave of programs at most."""
     return divided(width, MULTIPROCESSORS // tiles, BLOCK_K)

@@ -243,7 +243,7 @@ def stages_of(tiling: Tiling, dtype: torch.dtype) -> int:
 
 
 def tiling_of(entries: int, experts: int, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
-    """The tiling for so many entries: if they are spread evenly, half a tile for each expert."""
+    """The tiling for this many entries: if they are spread evenly, half a tile for each expert."""
     return next((tiling for tiling in tilings if 2 * entries <= tiling.entries * experts), tilings[-1])
 
 
@@ -272,7 +272,7 @@ def expert_product(
         x: [tokens, in], or a row for each entry [entries, in]; contiguous.
         weight: [experts, out, in]; with a `gate` [experts, 2 * out, in].
         gate: "": none. "silu": ``silu(gate) * up``, all rows of gate before all of up. "clamped": `layers.moe.clamped_swiglu`.
-        scores: [tokens, top_k], what the entries are multiplied by; None: 1.
+        scores: [tokens, top_k], factors of the entries; None: 1.
         bias: [experts, rows of weight].
         clamp: alpha and limit of a "clamped" gate.
     """

@@ -1,12 +1,12 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Products with quantised weights, which are dequantised in registers: FP8, integers of 8 and 4 bits, FP4.
 
-`one_row` is for a single row: a program sums some output channels. `few_rows` multiplies tiles on the tensor cores, in the dtype
-of x: codes less their zero are exact in it. Scales multiply the float32 sum of a block of inputs, so the weight is never rounded.
-Many rows have a kernel of their own, in many_rows.py.
+`one_row` is for a single row: a program sums some output channels. `few_rows` multiplies tiles on the tensor cores, in the
+dtype of x: codes less their zero are exact in it. Scales multiply the float32 sum of a block of inputs, so the weight is
+never rounded. Many rows have a separate kernel, in many_rows.py.
 
-Where a weight has few tiles, parts of the inputs are summed apart. Sums have one order, and there are no atomic additions. A row's
-bits may depend on the number of rows.
+If a weight has few tiles, parts of the inputs are summed separately. Sums have one order, and there are no atomic additions.
+A row's bits may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ _dequantize_launch = Launcher(_dequantize, pdl=True, enable_fp_fusion=False)
 
 
 def tile_of(kind: str, rows: int) -> Tile:
-    """The tile for so many rows."""
+    """The tile for this many rows."""
     tiles = TILES["4" if kind.endswith("4") else "8"]
     return Tile(*tiles[next((size for size in tiles if rows <= size), max(tiles))])
 
@@ -235,7 +235,7 @@ def dequantize(
     kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, pair: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """The weight [out, in] in `dtype`: computed in float32, rounded once. Arguments as of `product`."""
+    """The weight [out, in] in `dtype`: computed in float32, rounded once. Arguments: see `product`."""
     packed = 2 if kind.endswith("4") else 1
     codes = codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
     rows, columns = codes.shape

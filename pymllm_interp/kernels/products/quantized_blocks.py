@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 
 def divided(width: int, parts: int, block: int) -> tuple[int, int]:
-    """(parts, inputs of each) of so many inputs.
+    """(parts, inputs of each) for this many inputs.
 
     Args:
         width: inputs.

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-"""Rows rounded to FP8 (e4m3), each with its own scale, in one kernel: what `torch._scaled_mm` multiplies."""
+"""Rows rounded to FP8 (e4m3), each with its own scale, in one kernel: operands of `torch._scaled_mm`."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def residual_sum(
     A fused layer returns its hidden state as (h, delta), because the next norm's kernel adds them.
 
     Args:
-        delta: None where h is the sum already, with its ops applied.
+        delta: None if h is the sum already, with its ops applied.
         served: a hook sees the sum next. The caller captures the sum after the hook.
 
     Of a `ParallelDelta`, `residual_add` is the MLP's.

@@ -46,7 +46,7 @@ class TableOps:
         return TableOps(self.tables, *(tensor[..., :count] for tensor in self.token_rows), logits=logits)
 
     def rows_from(self, start: int, stop: int) -> TableOps:
-        """The ops and captures of token rows `start` to `stop` of a decode pass, in memory of their own."""
+        """The ops and captures of token rows `start` to `stop` of a decode pass, in separate memory."""
         copies = (tensor[..., start:stop].clone() for tensor in self.token_rows)
         logits = None if self.logits is None else self.logits.rows_from(start, stop)
         return TableOps(self.tables, *copies, logits=logits)

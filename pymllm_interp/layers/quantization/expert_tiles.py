@@ -86,7 +86,7 @@ class ExpertTiles:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name: as of a `QuantizedWeight`."""
+        """The tensors by name, as in a `QuantizedWeight`."""
         return {"codes": self.words, "scales": self.scales}
 
     def expert(self, index: int) -> QuantizedWeight:

@@ -87,7 +87,7 @@ class QuantizableExperts(nn.Module):
         """Store a quantised weight [experts * out, in] in place of the parameter. Its tensors become buffers.
 
         Returns:
-            False where no kernel of the device takes it: it is stored dequantised.
+            False if no kernel of the device takes it: it is stored dequantised.
         """
         weight = weight.to(device)
         if weight.is_cuda and not _has_kernel(weight):

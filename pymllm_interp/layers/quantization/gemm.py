@@ -1,8 +1,8 @@
 """`QuantizedGemm`: a matrix product with a quantised weight.
 
-On CUDA, up to `MAX_KERNEL_ROWS` rows run our Triton kernels, which dequantise the codes as they multiply. With more rows the weight
-is dequantised, and multiplied by cuBLAS. With `quantize="fp8-w8a8"` more than `MAX_UNROUNDED_ROWS` rows are rounded to FP8, each
-with its own scale.
+On CUDA, up to `MAX_KERNEL_ROWS` rows run native Triton kernels, which dequantise the codes as they multiply. With more rows
+the weight is dequantised, and multiplied by cuBLAS. With `quantize="fp8-w8a8"` more than `MAX_UNROUNDED_ROWS` rows are
+rounded to FP8, each with its own scale.
 
 On a CPU the weight is dequantised, and multiplied as an unquantised one. So are passes with gradients. Their backward pass
 dequantises again, so that no pass holds all weights.
@@ -38,7 +38,7 @@ class QuantizedGemm:
         bias: [out].
 
     Attributes:
-        rounds_rows: whether many rows are rounded to FP8 where the weight is.
+        rounds_rows: whether many rows are rounded to FP8, like the weight.
     """
 
     def __init__(self, weight: QuantizedWeight | None, bias: torch.Tensor | None) -> None:

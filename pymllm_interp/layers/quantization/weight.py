@@ -40,7 +40,7 @@ class QuantizedWeight:
         dtype: dtype of the dequantised weight.
         pair: distance of the two inputs in a byte of 4-bit codes. The inputs are divided into blocks of ``2 * pair``.
             The first half of a block is in the low bits.
-        scale_dtype: a dtype that has the scales exactly; None: theirs.
+        scale_dtype: a dtype that has the scales exactly; None: their own.
     """
 
     kind: str
@@ -173,7 +173,7 @@ def _float8_values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def concatenated(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """The rows of all parts as one weight; None where their codes or groups differ."""
+    """The rows of all parts as one weight; None if their codes or groups differ."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -56,7 +56,7 @@ def read_adapter(
         max_rank: `max_lora_rank`.
 
     Raises:
-        AdapterError: what no adapter may have, or what does not fit the model; the message says what to do.
+        AdapterError: an unsupported or unfitting adapter; the message has the fix.
     """
     path = Path(folder)
     config = PeftConfig.read(path)

@@ -1,4 +1,4 @@
-"""`PeftConfig`: an adapter_config.json of PEFT, checked. What LoRA over linear layers does not cover is refused by its name."""
+"""`PeftConfig`: an adapter_config.json of PEFT, checked. Everything except LoRA over linear layers is refused by its name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HARMLESS = frozenset(
         "qalora_group_size", "revision", "runtime_config", "task_type",
     }
 )  # fmt: skip
-"""Fields that say nothing of what the adapter computes."""
+"""Fields without influence on an adapter's results."""
 READ = frozenset(
     {
         "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
@@ -59,7 +59,7 @@ EXPECTED: dict[str, tuple[type | tuple[type, ...], str]] = {
     "rank_pattern": (dict, "an object"), "alpha_pattern": (dict, "an object"), "auto_mapping": (dict, "an object"),
     "base_model_name_or_path": (str, "a name"),
 }  # fmt: skip
-"""Fields of a config -> their types in JSON, and what a message says of them."""
+"""Fields of a config -> their types in JSON, and descriptions for messages."""
 MAX_NAMES = 4096
 """Most names or patterns of a field."""
 MAX_ALPHA = 1e30
@@ -87,7 +87,7 @@ class PeftConfig:
     base: str = ""
     """The base model's name, for messages."""
     base_class: str = ""
-    """The base model's class, where the config says it."""
+    """The base model's class, if the config has it."""
 
     @classmethod
     def read(cls, folder: Path) -> PeftConfig:

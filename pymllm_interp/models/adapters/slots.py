@@ -1,7 +1,7 @@
 """`AdapterSlots`: the adapters that are loaded, and which of them are in the device's slots.
 
 An adapter is in host memory from `install` to `remove`. A request *holds* its adapter from its submission to its end. A held
-adapter has a slot, and keeps it. Another one takes a free slot, or the slot of the least recently used adapter that nobody holds.
+adapter has a slot, and keeps it. Another one takes a free slot, or the slot of the least recently used unheld adapter.
 Weights are written to their slots by the runner's thread, before the next step.
 
 Memory for the slots is there from the first adapter to the last. It is laid out for the modules that adapters target, and for the
@@ -52,7 +52,7 @@ class AdapterHold:
 
 
 class AdapterSlots:
-    """The loaded adapters of one model. `hold` may be called on any thread; what writes to the device, on the runner's.
+    """The loaded adapters of one model. Any thread may call `hold`; writes to the device run on the runner's thread.
 
     Args:
         model: model with its weights.
@@ -207,7 +207,7 @@ class AdapterSlots:
         """Pin an adapter to a slot until the hold is released.
 
         Raises:
-            ValueError: there is no such adapter.
+            ValueError: an unknown adapter.
             AdapterError: all slots are held.
         """
         with self._lock:

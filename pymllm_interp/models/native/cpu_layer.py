@@ -37,8 +37,8 @@ def decode_layer(
     """`FusedLayer.forward_fused` on a CPU.
 
     Returns:
-        None where the pass is no decode pass, has cut edges or adapters, or lacks a kernel. None also for a layer with ops
-        or captures behind its input.
+        None outside of decode passes, with cut edges or adapters, or without a kernel. None also for a layer with ops or
+        captures behind its input.
     """
     rows, pool, attention, mlp = decode_rows_of(batch), batch.token_to_kv_pool, layer.self_attn, layer.mlp
     if (

@@ -71,7 +71,7 @@ class DecoderLayer(nn.Module):
     def run_fused(
         self, h: torch.Tensor, position_embeddings: tuple[torch.Tensor, ...], batch: ForwardBatch
     ) -> torch.Tensor | None:
-        """The layer's output [1, tokens, hidden] as one segment; None where a hook waits inside."""
+        """The layer's output [1, tokens, hidden] as one segment; None if a hook waits inside."""
         if batch.hook_query is None or not batch.hook_query.try_fuse(self.layer_idx):
             return None
         embeddings: Any = {self.rotary: position_embeddings}
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
     def through_layers(
         self, h: torch.Tensor, position_embeddings: Rotations, position_ids: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """The layers one by one, or several as one segment where no hook waits: [1, tokens, hidden] -> the same."""
+        """The layers one by one, or several as one segment between hooks: [1, tokens, hidden] -> the same."""
         site_ops, hook_query, transformers_pass = batch.site_ops, batch.hook_query, batch.transformers_pass
         all_layers: Any = getattr(self, self.layers_name)
         i, num_layers, aux = 0, len(all_layers), self.aux
@@ -187,7 +187,7 @@ class DecoderForCausalLM(CausalLM):
 
     @classmethod
     def implements(cls, config: PretrainedConfig) -> bool:
-        """Whether this class computes what the config says."""
+        """Whether this class implements the config."""
         return True
 
     @classmethod

@@ -88,7 +88,7 @@ class Eagle3Head(CausalLM):
 
     Attributes:
         states: [rows, hidden], the states of a pass's rows. The pass replaces them by its outputs. `open_states` allocates it.
-        d2t: [draft vocab] int64, what is added to a draft token's id; None where both vocabularies are one.
+        d2t: [draft vocab] int64, offsets from draft tokens to token ids; None if both vocabularies are one.
     """
 
     states: torch.Tensor

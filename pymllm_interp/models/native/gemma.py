@@ -100,7 +100,7 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, forward_batch: ForwardBatch, **kwargs: Any
     ) -> torch.Tensor:
-        """[1, tokens, hidden] -> the same. Runs fused where no hook waits inside."""
+        """[1, tokens, hidden] -> the same. Runs fused unless a hook waits inside."""
         fused = self.run_fused(hidden_states, position_embeddings, forward_batch)
         if fused is not None:
             return fused
@@ -188,7 +188,7 @@ class Gemma3Attention(Qwen3Attention):
 
 
 class Gemma3DecoderLayer(Gemma2DecoderLayer):
-    """Gemma 2's layer. Those with a sliding window have a rotation of their own."""
+    """Gemma 2's layer, with a separate rotation for layers with a sliding window."""
 
     attention_cls = Gemma3Attention
 

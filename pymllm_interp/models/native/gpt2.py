@@ -84,7 +84,7 @@ class GPT2Block(DecoderLayer):
         self.mlp = GPT2MLP(config, spec, layer_idx, device)
 
     def forward(self, hidden_states: torch.Tensor, forward_batch: ForwardBatch, **kwargs: Any) -> torch.Tensor:
-        """[1, tokens, hidden] -> the same. Runs fused where no hook waits inside."""
+        """[1, tokens, hidden] -> the same. Runs fused unless a hook waits inside."""
         fused = self.run_fused(hidden_states, (), forward_batch)
         if fused is not None:
             return fused

@@ -137,7 +137,7 @@ class LlamaDecoderLayer(DecoderLayer):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, forward_batch: ForwardBatch, **kwargs: Any
     ) -> torch.Tensor:
-        """[1, tokens, hidden] -> the same. Runs fused where no hook waits inside."""
+        """[1, tokens, hidden] -> the same. Runs fused unless a hook waits inside."""
         fused = self.run_fused(hidden_states, position_embeddings, forward_batch)
         if fused is not None:
             return fused

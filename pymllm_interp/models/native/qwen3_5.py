@@ -251,7 +251,7 @@ class Qwen3_5DecoderLayer(LlamaDecoderLayer):
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, forward_batch: ForwardBatch, **kwargs: Any
     ) -> torch.Tensor:
-        """[1, tokens, hidden] -> the same. Runs fused where no hook waits inside."""
+        """[1, tokens, hidden] -> the same. Runs fused unless a hook waits inside."""
         fused = self.run_fused(hidden_states, position_embeddings, forward_batch)
         if fused is not None:
             return fused
@@ -326,7 +326,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
 
 
 def _without_drafts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A checkpoint without what transformers leaves out: the head for drafts, and the part for images."""
+    """A checkpoint's weights except those that transformers omits: the head for drafts, and the image encoder."""
     return ((name, tensor) for name, tensor in weights if not name.startswith(("mtp.", "model.visual.")))
 
 

@@ -1,8 +1,8 @@
 """Attention of transformers' own modules over the paged KV pool, through transformers' attention interface.
 
-A model with `PAGED` as the attention implementation of its config calls `paged_attention` in place of its own kernels. The pass,
-and with it the pages of each request, is the thread's current pass (core/current_pass.py). Each attention module has `paged_calls`:
-the parameters of its calls in one pass, which `models.probe` reads off a first pass.
+A model with `PAGED` as the attention implementation of its config calls `paged_attention` in place of its own kernels. The
+pass, with the pages of each request, is the thread's current pass (core/current_pass.py). Each attention module has
+`paged_calls`: the parameters of its calls in one pass, which `models.probe` reads off a first pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .attention_method import eager_method_of
 PAGED = "pymllm_interp_paged"
 """The name of `paged_attention` in transformers. It has no mask function, so that models make no masks."""
 PAGED_INDEXED = "pymllm_interp_paged_indexed"
-"""Its name in models with indexers, which ask for a mask. A pass gives them one of its own, which says nothing."""
+"""Its name in models with indexers, which ask for a mask. A pass gives them one without information."""
 MAX_GATHERED = 1 << 26
 """Most values of K that are gathered at once, for rows that attend to selected keys."""
 
@@ -41,7 +41,7 @@ class PagedCall(NamedTuple):
     chunk: int | None = None
     """A query sees the keys of its chunk of positions; None: the layer's sliding window, or all."""
     copies: int = 1
-    """The pool has each of the call's key and value heads so many times."""
+    """Repetitions of each of the call's key and value heads in the pool."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ def paged_attention(
         of one request, else None.
     """
     batch, indices, bias = current_batch(), kwargs.pop("indices", None), kwargs.get("position_bias")
-    if batch is None:  # a block calls the module on states of its own
+    if batch is None:  # a block calls the module on other states
         size = query.shape[2]
         mask = causal_mask(size, size, None, query)
         if indices is not None:

@@ -20,7 +20,7 @@ SCALINGS: dict[str, Callable[[Any], float]] = {
     "gpt_neox_japanese": lambda module: 1 / module.norm_factor,
     "gptj": lambda module: 1 / module.scale_attn,
 }
-"""`model_type` -> what an attention module multiplies its scores with."""
+"""`model_type` -> factor of an attention module's scores."""
 
 
 class AttentionMethod:

@@ -40,7 +40,7 @@ _flat = _Flat()
 
 
 class ProbeCache(RequestsCache):
-    """Each token is a request of its own.
+    """Each token is a separate request.
 
     Args:
         positions: [tokens], of the tokens.
@@ -129,7 +129,7 @@ def run_flat(
     """The logits [1, tokens, vocab] of ids [1, tokens] at positions [tokens].
 
     Args:
-        with_mask: give it a mask of the padding, where it has no cache.
+        with_mask: give it a mask of the padding, if it has no cache.
     """
     arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions[None]}
     takes = inspect.signature(type(model).forward).parameters

@@ -1,8 +1,8 @@
 """Attention that a family's modules compute themselves, over the KV pool: they get it through the cache that they update.
 
-BLOOM, Falcon, MPT, XGLM and others neither call transformers' attention interface nor a method of their own. Their modules get the
-keys and values of all requests of the pass, one request after the other. A mask lets each query see only its own request. A pass
-computes tokens x keys scores, over the keys of all its requests.
+BLOOM, Falcon, MPT, XGLM and others call neither transformers' attention interface nor a replaceable method. Their modules get
+the keys and values of all requests of the pass, one request after the other. A mask lets each query see only its own request.
+A pass computes tokens x keys scores, over the keys of all its requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...utils.kv_rows import read_rows
 from .attention_interface import pool_rows
 
 CACHED = "pymllm_interp_cached"
-"""The attention implementation that makes models ask `request_mask` for their masks. There is no such attention function."""
+"""The attention implementation that makes models ask `request_mask` for their masks. No such attention function exists."""
 
 
 class _Current(local):
@@ -55,7 +55,7 @@ class RequestsCache(Cache):
     """The keys and values that a pass's queries attend to, request by request. This one holds the pass's own, and no others.
 
     Args:
-        queries, keys: rows of the pass, and rows of what `update` returns.
+        queries, keys: rows of the pass, and rows returned by `update`.
     """
 
     def __init__(self, queries: CacheRows, keys: CacheRows) -> None:
@@ -169,9 +169,9 @@ def cache_windows(config: PretrainedConfig) -> dict[int, int]:
 
 
 def request_mask(*, mask_function: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
-    """Added to scores [1, 1, queries, keys]: 0 where a query sees a key, else the dtype's lowest number."""
+    """Added to scores [1, 1, queries, keys]: 0 if a query sees a key, else the dtype's lowest number."""
     cache = _current.cache
-    if cache is None:  # a block calls a model on inputs of its own
+    if cache is None:  # a block calls a model on other inputs
         return eager_mask(mask_function=mask_function, dtype=dtype, **kwargs)
     cache.rule = mask_function
     queries, keys = cache.queries, cache.keys

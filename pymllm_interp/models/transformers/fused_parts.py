@@ -1,4 +1,4 @@
-"""transformers' linear layers, standard RMSNorm and rotation in our kernels.
+"""transformers' linear layers, standard RMSNorm and rotation in native kernels.
 
 A module keeps its class and its place. An `nn.Linear` runs `layers.linear.LinearForward`. A norm with the code of
 `LlamaRMSNorm.forward` runs `layers.norm.rms_norm`. An attention with Llama's `apply_rotary_pos_emb` in its file runs its code
@@ -25,13 +25,13 @@ ROTATE = "apply_rotary_pos_emb"
 
 
 def fuse_parts(model: nn.Module) -> None:
-    """Run the kernels in the model's modules. Calls of a block on states of its own run transformers' code."""
+    """Run the kernels in the model's modules. Calls of a block on other states run transformers' code."""
     for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)  # transformers wraps it where it renames parameters
+        forward: Any = inspect.unwrap(type(module).forward)  # transformers wraps it to rename parameters
         if not isinstance(forward, FunctionType) or "forward" in vars(module):
             continue
         if type(module) is nn.Linear:
-            # Under a name of its own, too: traces wrap `forward`.
+            # Under a separate name, too: traces wrap `forward`.
             module._linear_forward = module.forward = LinearForward(module)  # pyright: ignore
         elif _same_code(forward, modeling_llama.LlamaRMSNorm.forward):
             module.forward = _Norm(module)  # pyright: ignore[reportAttributeAccessIssue]

@@ -16,7 +16,7 @@ WAITING = {
     aten.repeat_interleave.Tensor: "repeats by numbers on the device",
     aten.bincount.default: "counts by values on the device",
 }
-"""Operation -> what a pass with it does."""
+"""Operation -> description of its effect on a pass."""
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 

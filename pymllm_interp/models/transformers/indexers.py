@@ -1,8 +1,8 @@
 """Indexers of sparse attention: modules of transformers that select the keys that each query attends to (DeepSeek-V3.2's DSA).
 
-An indexer keeps a key of its own for each position, and scores a request's queries against them. The pass is flat. So
-`IndexerModule` stands in place of its forward. It runs the module for all requests with one row as one batch. It runs it once for
-each other request. What it returns are positions, for `attention_interface.paged_attention`.
+An indexer keeps a key for each position, and scores a request's queries against them. The pass is flat. So `IndexerModule`
+replaces its forward. It runs the module for all requests with one row as one batch, and once for each other request. The
+results are positions, for `attention_interface.paged_attention`.
 
 Its keys are in the KV pool, behind the attention layers. A layer there holds the keys of several indexers. So they are written,
 reused, copied and swapped with K and V.

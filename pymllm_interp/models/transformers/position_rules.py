@@ -21,7 +21,7 @@ from .cache_probe import probed_positions
 from .parts.cache_names import CACHES, cache_parameter
 
 CACHE_LENGTHS = {"cache_length", "past_key_values_length"}
-"""Names of the parameter with the length of the cache, by which modules count positions where they get no `position_ids`."""
+"""Names of the parameter with the length of the cache, by which modules count positions without `position_ids`."""
 BIAS_BY_DISTANCE = {"relative_states", "query_positions", "key_positions"}
 """Parameters of modules that make a bias of attention."""
 
@@ -50,7 +50,7 @@ def serve_positions(model: nn.Module) -> int:
 
 
 def _behind_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """RoBERTa and its kin count from the padding token's id, where they are not given positions."""
+    """RoBERTa and its kin count from the padding token's id, if they are not given positions."""
     return args, {**kwargs, "position_ids": kwargs["position_ids"] + module.padding_idx + 1}
 
 

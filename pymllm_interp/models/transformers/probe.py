@@ -103,7 +103,7 @@ def _run(
 ) -> torch.Tensor:
     """The logits [1, tokens, vocab] of tokens at these positions, each a function of its own token and position.
 
-    Each token is a request of its own: attention returns the token's own values. So the order of the tokens must not matter.
+    Each token is a separate request: attention returns the token's own values. So the order of the tokens must not matter.
     """
     at = torch.tensor(positions, device=next(model.parameters()).device)
     ids = (at[None] + 3) % model.config.get_text_config().vocab_size
@@ -122,7 +122,7 @@ def _run(
 def _record_update(
     found: Probe, module: nn.Module, num_heads: int, key: torch.Tensor, value: torch.Tensor, layer_idx: int, rule: Any
 ) -> None:
-    """Record a module's update of the cache. `rule` is that of the last mask; None where the model asked for none."""
+    """Record a module's update of the cache. `rule` is that of the last mask; None if the model asked for none."""
     if rule is None:
         raise UnsupportedModelError("it makes attention masks of its own")
     window, chunk = found.pattern_of(rule, key.device)

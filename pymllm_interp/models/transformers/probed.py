@@ -43,7 +43,7 @@ class Probe:
         calls: calls of the attention function, in order.
         states: values at the ends of sites, by (path, end): tensors [1, tokens, width].
         logits: [1, tokens, vocab].
-        cached: the family computes attention itself, over what its cache returns.
+        cached: the family computes attention itself, over the values of its cache.
         reads_rules: evaluate the rules of masks.
         waits: operations of a pass for which the host waits for the device.
     """

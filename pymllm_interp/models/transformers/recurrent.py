@@ -43,7 +43,7 @@ class LayerStates:
     """Cache of a module with states: one layer's, for the requests of one call.
 
     Args:
-        states: [batch, *shape] each; None where the requests are at their start.
+        states: [batch, *shape] each; None at the start of the requests.
     """
 
     record_past = False
@@ -75,11 +75,11 @@ class LayerStates:
         return self._is_continued
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The last inputs of a convolution; None where the requests are at their start."""
+        """The last inputs of a convolution; None at the start of the requests."""
         return self.states["conv", state_idx] if self._is_continued else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """A recurrent state; None where the requests are at their start."""
+        """A recurrent state; None at the start of the requests."""
         return self.states["recurrent", state_idx] if self._is_continued else None
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -174,15 +174,15 @@ class PartModule:
         return padded(outs[0][1], rows) if len(outs) == 1 else joined(outs, rows)
 
     def _keeps(self, batch: ForwardBatch) -> bool:
-        """Whether requests of the pass continue from what earlier passes left."""
+        """Whether requests of the pass continue from the states of earlier passes."""
         raise NotImplementedError
 
     def _call(self, given: dict[str, Any], rows: int, part: CallRows, batch: ForwardBatch) -> Any:
-        """The module's output for a part: [rows, 1, ...] where it is `batched`, else [1, rows, ...]."""
+        """The module's output for a part: [rows, 1, ...] if it is `batched`, else [1, rows, ...]."""
         raise NotImplementedError
 
     def _probe(self, given: dict[str, Any], rows: int) -> Any:
-        """The output where each token is a request of its own, outside of the engine's passes."""
+        """The output with each token as a separate request, outside of the engine's passes."""
         raise NotImplementedError
 
 
@@ -356,7 +356,7 @@ class _OfLayer:
     """One of RWKV's states as its code indexes it, by the last dim, for one layer.
 
     Attributes:
-        value: [batch, width]; what is written replaces it.
+        value: [batch, width], replaced by writes.
     """
 
     def __init__(self, value: torch.Tensor) -> None:

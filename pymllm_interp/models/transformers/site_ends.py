@@ -223,7 +223,7 @@ def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
 
 
 class _LayerInput:
-    """The input of a decoder layer, where a pass collects hidden states."""
+    """The input of a decoder layer, if a pass collects hidden states."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer

@@ -1,4 +1,4 @@
-"""The parts of a transformers model, by a row of core/families.py or by structure, and what it is: its `ModelSpec`."""
+"""The parts of a transformers model, by a row of core/families.py or by structure, and its `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BY_STRUCTURE = frozenset({"embed", "resid_pre", "resid_post", "final_norm", "logits"})
 """Kinds of sites that are found in a family without a row."""
 UNBOUNDED_CONTEXT = 32768
-"""Positions of the longest sequence where the config states none (ALiBi)."""
+"""Positions of the longest sequence if the config states none (ALiBi)."""
 
 
 def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
@@ -64,7 +64,7 @@ def _row(text: Any) -> Family | None:
 
 
 def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
-    """The model's row, or what its structure shows.
+    """The model's row, or the row found from its structure.
 
     Raises:
         UnsupportedModelError: it has no list of decoder layers, no embedding or no head.

@@ -1,4 +1,4 @@
-"""Any decoder of transformers, by its own class. Its attention runs over our KV pool; the rest is transformers' code.
+"""Any decoder of transformers, by its own class. Its attention runs over the paged KV pool; the rest is transformers' code.
 
     model = load_transformers_model(hf_config, config_spec(hf_config, dtype), device, folder, seed=0)
 

@@ -1,7 +1,7 @@
-"""Passes that give what transformers' model gives beyond logits: its attention weights, and the hidden states of all layers.
+"""Passes with transformers' outputs beyond logits: attention weights, and the hidden states of all layers.
 
-transformers' own attention forward runs on our attention module: its projections and norms have the same names. It reads and writes
-the request's KV through `PagedCache`; such a pass holds one request.
+transformers' own attention forward runs on the native attention module: its projections and norms have the same names. It
+reads and writes the request's KV through `PagedCache`; such a pass holds one request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 class TransformersForward:
-    """The forward of a module's class in transformers, to be called on our module.
+    """The forward of a module's class in transformers, to be called on a native module.
 
     Args:
         family: the folder of transformers that has the class.
@@ -67,7 +67,7 @@ def layer_cache_name() -> str:
 
 
 def set_transformers_forward(attention: Any, config: PretrainedConfig, spec: ModelSpec) -> None:
-    """Set the attribute `transformers_forward` of an attention, and what that forward reads beside projections and norms."""
+    """Set the attribute `transformers_forward` of an attention, and further attributes that this forward reads."""
     family = type(config).__module__.rpartition(".configuration_")[2]
     attention.transformers_forward = TransformersForward(family, type(attention).__name__)
     attention.config = copy.copy(config)
@@ -144,7 +144,7 @@ class TransformersPass:
         return self.collected()
 
     def collected(self) -> dict[str, tuple[torch.Tensor, ...]]:
-        """`attentions` and `hidden_states` of the model's output, where they are asked for."""
+        """`attentions` and `hidden_states` of the model's output, if requested."""
         found: dict[str, tuple[torch.Tensor, ...]] = {}
         if self.hidden_states is not None:
             found["hidden_states"] = tuple(self.hidden_states)
@@ -164,8 +164,8 @@ class TransformersPass:
 
 
 class PagedCache:
-    """The cache that transformers' attention updates, over the request's pages. Without a pool, or in a pass with gradients, there
-    is no prefix. Then the pass has only its own K and V.
+    """The cache that transformers' attention updates, over the request's pages. Without a pool, or in a pass with gradients,
+    the prefix is empty. Then the pass has only its own K and V.
 
     Args:
         batch: batch of one request.
@@ -178,7 +178,7 @@ class PagedCache:
         self._prefix = self._length - batch.num_tokens
 
     def key_positions(self, window: int | None) -> torch.Tensor:
-        """Positions [keys] of what `update` returns for a layer with this sliding window."""
+        """Positions [keys] of the rows that `update` returns for a layer with this sliding window."""
         return torch.arange(self._first(window), self._length, device=self._batch.input_ids.device)
 
     def _first(self, window: int | None) -> int:

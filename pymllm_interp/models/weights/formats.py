@@ -234,7 +234,7 @@ def _block_of(scales: torch.Size, shape: tuple[int, int], block: Any) -> tuple[i
 
 
 def _packed(path: str, tensors: Tensors, dtype: torch.dtype, settings: Mapping[str, Any]) -> QuantizedWeight:
-    """compressed-tensors' packed weights: MXFP4 where the scales are exponents, else integers."""
+    """compressed-tensors' packed weights: MXFP4 if the scales are exponents, else integers."""
     words, scale = _needed(path, tensors, "weight_packed"), _needed(path, tensors, "weight_scale")
     if words.dtype is torch.uint8:
         if scale.dtype is not torch.uint8:

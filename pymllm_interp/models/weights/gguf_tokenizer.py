@@ -93,7 +93,7 @@ def _whole(token: str, special: bool) -> AddedToken:
 
 
 def _add_special_tokens(tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any]) -> None:
-    """The file's own special tokens, and its bos token before each text where it wants that."""
+    """The file's special tokens, and its BOS token before each text, if the file asks for it."""
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     for key, attribute in names.items():
         index = fields.get(f"{key}_token_id")

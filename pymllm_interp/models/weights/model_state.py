@@ -1,4 +1,4 @@
-"""`ModelState`: what a served model is at a moment. Prefix cache, fingerprints and receipts ask it.
+"""`ModelState`: identity of a served model at a moment, for the prefix cache, fingerprints and receipts.
 
 It covers parameters, persistent buffers, and the adapter of a request. `version` grows with every edit; the prefix cache then
 forgets what it has. `namespace` keeps the KV of adapters apart. `fingerprint` hashes all tensors, their dtypes, the config, and the

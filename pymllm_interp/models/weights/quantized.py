@@ -29,7 +29,7 @@ from .loading import MARKS, WeightsError, draw, is_harmless, load_weights
 logger = logging.getLogger(__name__)
 Part = Tensor | QuantizedWeight
 SCALES_OF_STATES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".output_scale", ".input_scale")
-"""Ends of the names of scales for rounded states, which are no parameters."""
+"""Suffixes of the names of scales for rounded states, which are not parameters."""
 KV_SCALE = re.compile(r"\.(\d+)\.\w+\.(?:[kv]_proj\.)?([kv])_scale$")
 """The scale of a layer's K or V, of its attention module or of the projection."""
 
@@ -118,7 +118,7 @@ def load_quantized(
     for product in products:
         parts = [_part(path, module, own[path], stored) for path, module in product.modules.items()]
         if all(part is None for part in parts):
-            pending.append(product)  # load_weights lists what is missing
+            pending.append(product)  # load_weights lists missing tensors
             continue
         if any(part is None for part in parts):
             lacking = [path for path, part in zip(product.modules, parts, strict=True) if part is None]
@@ -159,7 +159,7 @@ def init_dummy_quantized(model: nn.Module, stored: QuantizationFormat | None, de
 
 
 def round_rows(model: nn.Module) -> None:
-    """Have the products with FP8 weights round their inputs, too, where they have many rows (`scaled_product`)."""
+    """Have the products with FP8 weights round their inputs, too, if they have many rows (`scaled_product`)."""
     for module in model.modules():
         gemm = module.place[0].gemm if isinstance(module, Projection) else getattr(module, "gemm", None)
         if isinstance(gemm, QuantizedGemm):
@@ -226,7 +226,7 @@ def _kv_scales(tensors: list[tuple[str, Tensor]]) -> dict[int, tuple[float, floa
 
 
 def _load_rest(model: nn.Module, rest: list[tuple[str, Tensor]], loaded: set[str], experts: set[str]) -> None:
-    """Load the other tensors; what is loaded is not missed.
+    """Load the other tensors. Loaded names are not reported as missing.
 
     Args:
         loaded: paths of modules.

@@ -34,7 +34,7 @@ def parts_of(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[Ca
 
     Args:
         with_states: requests continue, unless they are at their start.
-        apart: first rows of requests that come last, in calls of their own.
+        apart: first rows of requests that come last, in separate calls.
     """
     if batch.forward_mode.is_decode() and with_states and not apart:
         every = slice(0, batch.batch_size)
@@ -70,7 +70,7 @@ def taken(value: Any, rows: int, part: CallRows) -> Any:
 
 
 def flat(value: Any, batched: bool) -> Any:
-    """[rows, 1, ...] -> [1, rows, ...], also in tuples. What has no such rows is None."""
+    """[rows, 1, ...] -> [1, rows, ...], also in tuples. Other values become None."""
     if isinstance(value, tuple):
         return tuple(flat(each, batched) for each in value)
     if not isinstance(value, torch.Tensor) or value.ndim < 3:
