@@ -140,7 +140,7 @@ class RequestCuts:
         return hidden.unsqueeze(0)
 
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
-        """Rows [keys] of K and V with the request's positions, of the pool or of the pass's own K and V."""
+        """Rows [keys] of K and V at the request's positions: rows of the pool, or of the pass."""
         if self._slots is None:
             if batch.fresh_kv_only:
                 first = self.first_row - self.start

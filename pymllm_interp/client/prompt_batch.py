@@ -90,7 +90,7 @@ def repeated(batch: PromptBatch, copies: int) -> PromptBatch:
 
 
 def pad_together(traces: Sequence[RequestTrace], lengths: Mapping[str, int]) -> None:
-    """Pad the prompts of a ``with`` block to its longest one, on the left, for the traces that ask for it.
+    """Pad prompts of traces that request it to the longest prompt of the ``with`` block, on the left.
 
     Args:
         lengths: lengths of the prompts, by request.

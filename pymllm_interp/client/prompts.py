@@ -31,7 +31,7 @@ def as_prompts(prompts: Any) -> list[Any]:
 
 
 def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
-    """The text, if any, and the token ids of a prompt of any kind; the ids are not checked.
+    """Text, if any, and token ids of a prompt of any kind. The ids are not checked.
 
     Raises:
         PromptError: another type, text that no tokenizer reads, or no tokenizer.
@@ -51,7 +51,7 @@ def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
 
 
 def checked(tokenizer: Any, prompt: Any, vocab_size: int, what: str) -> RenderedPrompt:
-    """The text and the token ids of a prompt: a text, token ids (list or tensor), a tokenizer's dict, or messages.
+    """Text and token ids of a prompt: text, token ids (list or tensor), a tokenizer's dict, or messages.
 
     Raises:
         PromptError: empty, of another type, or with ids outside the vocabulary.

@@ -45,7 +45,7 @@ class EngineAPI(ModelAPI):
     Args:
         model_name: model of an `LM`: "demo", a folder, a .gguf file or a hub id. With `lm`, a name for logs.
         lm: an `LM`, which stays the caller's.
-        interventions: interventions of each request: `Steer` and other ops, or dicts or text in the JSON form of the HTTP API.
+        interventions: interventions of each request: `Steer` and other ops, or JSON as of the HTTP API (dicts or text).
         model_args: arguments of `LM`, without `lm`.
     """
 

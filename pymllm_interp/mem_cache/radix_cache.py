@@ -5,8 +5,8 @@ A radix tree over pages of tokens::
     root -- [system prompt, 90 pages] -- [question A, 3 pages]
                                       `- [question B, 5 pages] -- [its answer, 2 pages]
 
-An edge is found by the tokens of its first page and by that page's *namespace*: everything else that the page's KV
-depends on, or None. A page's KV depends on all pages before it, so equal paths from the root mean equal KV.
+An edge is found by the tokens of its first page and by that page's *namespace*. It is everything else that the KV depends on,
+or None. A page's KV depends on all pages before it, so equal paths from the root mean equal KV.
 
 Pages are shared by reference. A *held* node, and all nodes above it, are not evicted. Among the others, the least recently
 used leaf is evicted first, from its end.

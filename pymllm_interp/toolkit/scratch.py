@@ -98,7 +98,7 @@ def batch_of(
 
 
 def last_rows_of(runner: InterpModelRunner, kv: LayerKV, batch: ForwardBatch) -> tuple[ForwardBatch, torch.Tensor]:
-    """The planned pass of the last row of each sequence of a `batch_of`, over all its KV; and these rows, [batch]."""
+    """Planned pass of the last rows of a `batch_of`'s sequences, over all their KV; and these rows, [batch]."""
     sizes, prefixes = torch.tensor(batch.extend_seq_lens_cpu), torch.tensor(batch.extend_prefix_lens_cpu)
     lens, rows = prefixes + sizes, (sizes.cumsum(0) - 1).to(batch.input_ids.device)
     table: Any = batch.req_to_token_pool

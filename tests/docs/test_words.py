@@ -22,10 +22,24 @@ import pymllm_interp
 
 PACKAGE = Path(pymllm_interp.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
-AT_MOST = {"entry": 124, "first": 99, "echo": 3, "long": 43, "any more": 31, "goes on": 8, "ours": 27, "somebody": 38}
-AT_MOST |= {"so many": 38, "those of": 14, "what": 375, "whose": 18, "alone": 2, "is none": 2}
+AT_MOST: dict[str, int] = {
+    "alone": 2,
+    "any more": 23,
+    "echo": 2,
+    "entry": 124,
+    "first": 99,
+    "goes on": 6,
+    "is none": 1,
+    "long": 24,
+    "ours": 19,
+    "so many": 19,
+    "somebody": 17,
+    "those of": 7,
+    "what": 247,
+    "whose": 17,
+}
 """Count -> most of the package; 0 if not named. A count that falls is lowered here; none is raised."""
-IN_DOCS = {"any more": 5, "ours": 14, "somebody": 8, "what": 83, "alone": 1}
+IN_DOCS: dict[str, int] = {"alone": 1, "any more": 5, "ours": 14, "somebody": 8, "what": 83}
 """As `AT_MOST`, of the committed pages of docs/."""
 
 

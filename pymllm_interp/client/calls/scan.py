@@ -34,7 +34,7 @@ Scanned = tuple[list[Mediator], list[int], dict[str, Any]]
 
 
 class FakeModel(Envoy):
-    """The model by its class in transformers, with fake weights: they have a shape, a dtype and a device, and no memory.
+    """The model by its class in transformers, with fake weights: shapes, dtypes and devices without memory.
 
     Args:
         config: config of the model. Attributes of quantized weights are omitted.

@@ -1,7 +1,7 @@
 """Tab completion in IPython: ``lm.model.layers[0].``, ``out.activations["``.
 
-IPython's completer evaluates attributes and indexes of known types only, and infers the others from annotations, which do not know
-a model's modules.
+IPython's completer evaluates attributes and indexes of known types only. It infers others from annotations, which lack a model's
+modules.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Group:
 
     - with a `StateReading`: what it makes of the state;
     - with the `probes` of a reduction: the state's dot products with them;
-    - with a reduction that `sums`: the float32 sum over the prompt positions of a pass; the state itself for generated positions;
+    - with a reduction that `sums`: the float32 sum over a pass's prompt positions, and states of generated positions;
     - else the state, where it is `needed`; in `spec.dtype` if that is narrower than the model's, and the reduction `narrows`.
 
     Args:

@@ -3,8 +3,8 @@
     Knockout(5, from_=-1, to=[0, 1])  # at layer 5, the prompt's last token does not attend to the first two
     Knockout("*", from_="generated", to="prompt", heads=[3])
 
-Attention knockout (Geva et al. 2023, arXiv 2304.14767): the scores of cut edges are minus infinity before the softmax, so that the
-weights of the others sum to one. What a token reads through earlier tokens, or at other layers, remains.
+Attention knockout (Geva et al. 2023, arXiv 2304.14767): scores of cut edges are minus infinity before the softmax, so the
+other weights sum to one. What a token reads through earlier tokens, or at other layers, remains.
 """
 
 from __future__ import annotations

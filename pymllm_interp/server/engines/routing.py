@@ -20,7 +20,7 @@ LOAD_FACTOR, LOAD_MARGIN = 1.1, 4
 
 
 def key_of(message: Submit) -> bytes:
-    """Hash of what the KV of a call's first prompt depends on: owner, salt, edits and its first block of tokens."""
+    """Routing key of a call's first prompt: hash of owner, salt, edits and the first block of tokens."""
     edits = [message.interventions[:1], message.edits, message.options.get("cache_salt")]
     first = message.prompts[0][:BLOCK] if message.prompts else []
     return _digest(msgspec.msgpack.encode([message.owner, edits, first]))

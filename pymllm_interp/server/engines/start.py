@@ -75,7 +75,7 @@ class StartingProcess:
 
 
 async def _watch(process: asyncio.subprocess.Process, reader: asyncio.StreamReader, seconds: float) -> None:
-    """Kill a process that sends nothing for `seconds`: for two halves, as one may be because this process did not run."""
+    """Kill a process after `seconds` of silence, in two halves: in one, this process may not have run."""
     silent = 0
     while silent < 2:
         try:

@@ -71,7 +71,7 @@ class TraceRun:
             self._read.notify_all()
 
     def end(self, late: bool = False) -> None:
-        """Abort the requests, and raise RunEndedError in the thread: between two of its bytecodes, once it does not wait any more.
+        """Abort the requests, and raise RunEndedError in the thread, between two bytecodes, once it does not wait.
 
         Args:
             late: the limit of seconds is the reason; else the client is gone.

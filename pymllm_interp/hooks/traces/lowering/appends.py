@@ -1,7 +1,7 @@
 """Blocks that only append parts of one step: no block runs, and their rows are put into their lists.
 
-A sweep has a thousand such blocks of one code. Running each takes ten times as long as its rows. A sweep of 256
-invokes that runs them takes 1.2 to 1.3 times as long (a tiny model on two CPU cores). With 135M parameters it takes no longer.
+A sweep has a thousand such blocks of one code. Running each takes ten times as long as its rows. With them, a sweep of 256
+invokes takes 1.2 to 1.3 times as long (a tiny model, two CPU cores). With 135M parameters it takes no longer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`BatchCut`: a tensor of the batch, cut into the rows of its requests; `GatheredBatch`: rows of several that had to be copied."""
+"""`BatchCut`: a tensor of the batch, cut into the rows of its requests; `GatheredBatch`: copied rows of several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rows import BatchRows, Rows
 class GatheredBatch:
     """A padded copy of the rows of several prompts. `write_edits` brings in-place edits of the copy to the model.
 
-    Rows of one request are a view, so a block may write into them as long as the model uses the value. This gives the copy the
+    Rows of one request are a view, so a block may write into them while the model uses the value. This gives the copy the
     same effect. It keeps neither the copy nor the model's tensor alive.
 
     Args:

@@ -1,8 +1,7 @@
 """Assignment of a step's rows to the traces of its requests.
 
 A step's batch is flat. `process_new_reqs` gives each traced request a batch group, its ``[start, size]`` token rows, in the
-order of the batch; after the forward pass `unflatten` gives it its row among the sampled ones; `process_finished_reqs` winds it
-up. Requests without a trace are skipped, but their rows are counted.
+order of the batch. After the forward pass `unflatten` gives it its sampled row. `process_finished_reqs` winds it up. Requests without a trace are skipped, but their rows are counted.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class NNsightRequestHelper:
 
     @property
     def traces(self) -> list[RequestTrace]:
-        """Traces that take part in this step, in batch order; those of one ``with`` block in the order of its invokes."""
+        """Traces in this step, in batch order; within a ``with`` block in the order of its invokes."""
         own = self._own_traces()
         if not self._batches:
             return own

@@ -2,7 +2,7 @@
 
 nnsight's `Interleaver` runs one set of blocks against one model call. In an engine, each request has blocks of its own, and
 every pass has other requests. So this interleaver keeps, for each pass, the *points* at which blocks wait, and each request
-counts its own passes. The rest is nnsight's: a module's controller hands its values to `handle`, a block waits by
+counts its own passes. The rest is nnsight's: a module's controller hands its values to `handle`. A block waits by
 switching a `Pending` to its parent greenlet, and one of them runs at a time.
 
     model reaches "model.layers.3.output"
@@ -63,8 +63,7 @@ class EngineInterleaver(Interleaver):
         result_locations: locations of a finished request's result.
         run_locations: locations that the runner serves, not a module: the step's logits and samples.
         eager_parts: number of times that an attention or an MLP ran kernel by kernel in a pass of graph segments. Keys
-            are the locations inside it that blocks waited for: its module's path relative to the layer, plus ".source"
-            for operations.
+            are the awaited locations inside it: the module's path relative to the layer, plus ".source" for operations.
     """
 
     def __init__(self) -> None:

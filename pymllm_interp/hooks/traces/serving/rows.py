@@ -1,6 +1,6 @@
 """Rows of a pass that a block sees: `RowSpan` for one request, `BatchRows` for several.
 
-The batch is flat. Most values have one row per token of the step, in dim 1 behind a leading 1 at module boundaries and in
+The batch is flat. Most values have one row per token of the step: in dim 1 after a leading 1 at module boundaries, in
 dim 0 inside a module. Values of the head have *logit rows* instead: one row per token whose logits are computed.
 """
 
@@ -125,7 +125,7 @@ class BatchRows:
     Rows of padding, and those of finished requests, read as zeros. What is written to them is dropped.
 
     Args:
-        spans: row span of each request, in the order of the prompts; None for a request that is not in the pass.
+        spans: row span of each request, in the order of the prompts; None for a request outside the pass.
         padding: padding of a pass over prompts; None pads on the left.
 
     Attributes:

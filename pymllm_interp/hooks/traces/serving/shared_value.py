@@ -1,4 +1,4 @@
-"""A value of the whole batch, cut into rows for the blocks that read it and put together after their edits."""
+"""A value of the whole batch, cut into rows for blocks, and joined after their edits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SharedValue:
     """A value of the whole batch, while the blocks that wait for it are served one after another.
 
     Served rows share the batch's memory, so an in-place edit reaches the model. Assigned rows are held until the last block
-    has been served (`settle`): the batch's rows are copied once, however many requests assign.
+    has been served (`settle`). So the batch's rows are copied once for all requests that assign.
 
     Args:
         value: result of the model. Its memory is never assigned to, since the model may use it elsewhere.

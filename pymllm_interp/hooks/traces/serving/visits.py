@@ -1,7 +1,7 @@
 """Visit counts: how often the model has reached each location, in the current pass and for each request.
 
 A *visit* is one time that a pass reaches a location, such as ``model.model.layers.3.output``. A block waits for a location
-and an *occurrence*: how many times its own request's passes have reached that location before. Passes in which the
+and an *occurrence*: the number of earlier times that its request's passes have reached it. Passes in which the
 request takes no part do not count. `PassVisits` counts the current pass, for all requests; `VisitCounts` counts one
 request's earlier passes.
 """
