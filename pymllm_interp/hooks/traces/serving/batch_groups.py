@@ -1,7 +1,8 @@
 """Assignment of a step's rows to the traces of its requests.
 
 A step's batch is flat. `process_new_reqs` gives each traced request a batch group, its ``[start, size]`` token rows, in the
-order of the batch. After the forward pass `unflatten` gives it its sampled row. `process_finished_reqs` winds it up. Requests without a trace are skipped, but their rows are counted.
+order of the batch. After the forward pass `unflatten` gives it its sampled row. `process_finished_reqs` winds it up.
+Requests without a trace are skipped, but their rows are counted.
 """
 
 from __future__ import annotations
