@@ -1,6 +1,6 @@
-"""`pymllm-interp bench`: decode steps, on a CPU beside transformers, and what a request that reads layers costs them.
+"""`pymllm-interp bench`: decode steps, on a CPU beside transformers, and the cost of a request that reads layers.
 
-What else is measured, such as captures, drafts and traffic, is in the scripts of the repository's benchmarks/ folder.
+Other measurements, such as captures, drafts and traffic, are in the scripts of the repository's benchmarks/ folder.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class BenchSettings:
 
     @classmethod
     def of(cls, on_cuda: bool, quick: bool = False, **given: Any) -> BenchSettings:
-        """The sizes for a device, or the smallest ones, with what is given in their place."""
+        """The sizes for a device, or the smallest ones, replaced by given ones."""
         found = cls() if on_cuda else cls(batches=(1, 8, 32), prompt_tokens=16, new_tokens=64)
         return replace(cls(batches=(1, 2), prompt_tokens=4, new_tokens=8, repeats=1) if quick else found, **given)
 
@@ -197,7 +197,7 @@ def measure_prefill(lm: LM, settings: BenchSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DescribeGraphs:
-    """Read what is captured for decode steps."""
+    """Read the captures of decode steps."""
 
     def run(self, runner: InterpModelRunner) -> dict[str, Any]:
         """Number and size of the graphs, and the attention backend."""

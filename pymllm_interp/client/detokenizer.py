@@ -164,7 +164,7 @@ _LETTERS: WeakKeyDictionary[Any, tuple[list[int], str]] = WeakKeyDictionary()
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """The text of one token within a text, with the space before it, which decoders strip at the beginning of a text."""
+    """The text of one token within a text, with the leading space that decoders strip at its beginning."""
     if tokenizer not in _LETTERS:
         letter = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         _LETTERS[tokenizer] = letter, decode(tokenizer, letter)

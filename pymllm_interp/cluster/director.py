@@ -35,8 +35,8 @@ class ClusterPlan:
 
     Args:
         cpus, gpus: CPUs and GPUs of a replica's placement-group bundle.
-        node: Ray's id of the node that fronts are to run on, where it lives.
-        store: name of the fronts' store in the folder for temporary files, where --store names none. Nobody can guess it.
+        node: Ray's id of the node for fronts, if it lives.
+        store: unguessable name of the fronts' store in the folder for temporary files, without --store.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ClusterPlan:
 
 
 class Director:
-    """Keeps the actors of a cluster, and answers what commands and fronts ask."""
+    """Keeps the actors of a cluster, and answers commands and fronts."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
@@ -65,7 +65,7 @@ class Director:
         self._busy = asyncio.Lock()
         self._unheard: set[str] = set()  # replicas that were there before this life of the actor, and have not answered
 
-    # -- what fronts and commands ask ----------------------------------------------------------
+    # -- calls of fronts and commands ----------------------------------------------------------
 
     async def roster(self) -> list[dict[str, Any]] | None:
         """The fields of each replica's `Replica`, also of one that is down. None: not known yet, after this actor's own restart."""
@@ -85,7 +85,7 @@ class Director:
         return [state["url"] for state in states if state.get("url") and not state.get("lost")]
 
     async def status(self) -> dict[str, Any]:
-        """Replicas and fronts by name, with what their actors say, and `lost` where one does not answer."""
+        """Replicas and fronts by name, with their reported states, and `lost` for those that do not answer."""
         self._begin()
         replicas = {
             name: {"lost": "", "draining": name in self._draining, **self._states.get(name, {})}
@@ -97,7 +97,7 @@ class Director:
         }
 
     async def scale(self, count: int) -> None:
-        """Have so many replicas. Those that are too many are drained first."""
+        """Set the number of replicas. Surplus ones are drained first."""
         self._begin()
         async with self._busy:
             for name in sorted(self._keepers, key=_number)[count:]:
@@ -109,7 +109,7 @@ class Director:
                 number += 1
 
     async def drain(self, name: str) -> str:
-        """Give a replica no more calls, wait for those that run, and end it. Returns why it cannot be; empty: it was done."""
+        """Drain a replica: send it no further calls, wait for running ones, and end it. Returns the error, or ""."""
         self._begin()
         async with self._busy:
             if name not in self._keepers:
@@ -222,7 +222,7 @@ class Director:
             try:
                 self._states[name] = await self._answer(actor.state.remote(), ANSWER_SECONDS)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
-                # What it kept may still serve: fronts notice by themselves where it does not.
+                # Its process may still serve: fronts notice if it does not.
                 self._states[name] = {**self._states.get(name, {}), "lost": type(error).__name__}
             self._unheard.discard(name)
             await asyncio.sleep(POLL_SECONDS)
@@ -236,7 +236,7 @@ class Director:
     # -- the ends of replicas ------------------------------------------------------------------
 
     async def _empty(self, name: str) -> None:
-        """Give a replica no more calls, and wait until it is idle, or for `drain_seconds`."""
+        """Send a replica no further calls, and wait until it is idle, or for `drain_seconds`."""
         self._draining.add(name)
         await asyncio.sleep(SETTLE_SECONDS)
         deadline = time.monotonic() + self._plan.serve.drain_seconds

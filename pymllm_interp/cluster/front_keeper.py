@@ -68,7 +68,7 @@ class FrontKeeper:
                 self._process.kill()
 
     async def remove_store(self) -> None:
-        """Remove what the fronts of this machine kept; all of them have ended."""
+        """Remove the files of this machine's fronts, which have all ended."""
         if self._owned is not None:
             self._owned.remove()
 
@@ -102,7 +102,7 @@ class FrontKeeper:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _ping(self) -> None:
-        """Tell the front the replicas again and again, and end it where it does not answer. It is started again."""
+        """Send the front the replicas periodically, and end it if it does not answer. It is started again."""
         while True:
             await asyncio.sleep(PING_SECONDS)
             if not self._url or not self._line or self._process is None:

@@ -1,6 +1,6 @@
 """`Keeper`: the actor of one replica. It starts an engine process in its placement-group bundle, and starts it again when it ends.
 
-Ray starts the keeper again where it or its node is lost. The engine process ends with its keeper.
+Ray starts the keeper again if it or its node is lost. The engine process ends with its keeper.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Keeper:
         return {"replica": None, "failure": "", **self._found, "starts": self._starts, "node": node, "pid": os.getpid()}
 
     async def num_running(self) -> int:
-        """Requests and traces of the replica; 0 where it does not serve."""
+        """Requests and traces of the replica; 0 if it does not serve."""
         process = self._process
         return await process.num_running() if process is not None and process.ready else 0
 

@@ -345,8 +345,8 @@ class Engine:
     def step(self) -> None:
         """Launch a step, and deliver the results of the one before it while the device works.
 
-        With `async_scheduling` a step's tokens are read after the launch of the next step: the device does not wait for
-        the host. A step that ends a request thus runs one token too many for it, which is dropped. If the next step
+        With `async_scheduling` a step's tokens are read after the launch of the next step. So the device does not wait
+        for the host. A step that ends a request thus runs one token too many for it, which is dropped. If the next step
         depends on this one's tokens (`Request.needs_tokens`), they are read first. `_sync_previous_step` reads them
         before a block is served, or a constraint masks the next token.
         """

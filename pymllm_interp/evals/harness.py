@@ -26,16 +26,16 @@ _PER_CALL = 256
 class HarnessLM(TemplateLM):
     """A model for ``lm_eval.simple_evaluate(model=...)``: log likelihoods and generations, with interventions.
 
-    Positions of interventions are positions of a generation. In log likelihoods, the context is the prompt and the continuation is
-    what was generated.
+    Positions of interventions are positions of a generation. In log likelihoods, the context is the prompt and the
+    continuation is the generated text.
 
     Args:
         model: an `LM`, which stays the caller's, or the name of one.
         interventions: interventions of each request: `Steer` and other ops, or dicts in the JSON form of the HTTP API.
         max_length: tokens of one scored sequence; None: the most that the engine takes.
-        max_gen_toks: new tokens where a task does not say.
+        max_gen_toks: new tokens of tasks without a limit.
         add_bos_token: whether texts are encoded with special tokens; None: as the tokenizer does.
-        batch_size, max_batch_size, device: lm-eval passes these. The engine batches by itself.
+        batch_size, max_batch_size, device: ignored arguments of lm-eval. The engine batches requests.
         options: options of `LM`, if `model` is a name.
 
     Raises:

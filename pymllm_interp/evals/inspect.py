@@ -34,7 +34,7 @@ from .scoring import interventions_of
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
 """finish_reason -> inspect-ai's."""
 _MAX_TOKENS = 2048
-"""New tokens where inspect-ai says nothing; fewer, where the context ends."""
+"""New tokens if inspect-ai gives no limit; fewer at the end of the context."""
 
 
 class EngineAPI(ModelAPI):

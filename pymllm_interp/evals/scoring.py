@@ -44,7 +44,7 @@ def score(
 ) -> list[Score]:
     """The log likelihood of each continuation after its context, all in one batch.
 
-    Positions of interventions count as in a generation: the context is the prompt, the continuation is what was generated.
+    Positions of interventions count as in a generation: the context is the prompt, the continuation is generated.
 
     Args:
         pairs: (context, continuation), token ids; neither is empty.

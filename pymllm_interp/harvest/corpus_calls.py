@@ -43,10 +43,10 @@ def generate_outputs(
 
 
 def check_corpus(lm: Any, what: str, instead: str) -> None:
-    """Refuse a call over a corpus where it cannot run.
+    """Refuse a call over a corpus that cannot run.
 
     Args:
-        what, instead: the call, and what to use in its place, for messages.
+        what, instead: the call, and its alternative, for messages.
 
     Raises:
         NotImplementedError: the model is a server's, or has edits.

@@ -1,4 +1,4 @@
-"""`Document` and `Pass`: what a harvest holds of the documents in flight and of its next shard."""
+"""`Document` and `Pass`: a harvest's records of the documents in flight and in its next shard."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class HarvestFolder:
                 path.unlink()
 
     def _difference(self, name: str, then: Any, described: Mapping[str, Any]) -> str:
-        """A field of `Identity` then and now, in words where there are some."""
+        """A field of `Identity` then and now, as text if it has one."""
         now = asdict(self.identity)[name]
         words = {"spec": ("capture", "interventions"), "model": ("model",), "tokenizer": ("tokenizer",)}.get(name, ())
         known = [(word, described[word], self.description[word]) for word in words if word in described]

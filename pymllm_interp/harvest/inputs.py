@@ -103,7 +103,7 @@ def is_token_stream(inputs: Any) -> bool:
 
 
 def length_of(item: Any) -> int:
-    """Tokens of a document of token ids; 0 where it has no length."""
+    """Tokens of a document of token ids; 0 if it has no length."""
     ids = item.get("input_ids") if isinstance(item, Mapping) else item
     return len(ids) if isinstance(ids, Sized) else 0
 

@@ -190,7 +190,7 @@ def put_once(folder: Path, name: str, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # also where the answer to our own link was lost
+        with contextlib.suppress(FileExistsError):  # even if the answer to this link was lost
             os.link(own, folder / name)
         sync_folder(folder)
     finally:

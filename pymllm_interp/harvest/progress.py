@@ -17,7 +17,7 @@ class HarvestProgress:
 
     Args:
         enabled: show it; None: a bar if standard error is a terminal, and otherwise lines, the first after some seconds.
-        total: documents of the input; None where unknown.
+        total: documents of the input; None if unknown.
         done: documents that earlier runs harvested.
 
     Attributes:

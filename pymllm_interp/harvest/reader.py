@@ -149,7 +149,7 @@ class Shard:
         return self.other("indexes", site)
 
     def other(self, name: str, site: str | Site) -> Tensor:
-        """[rows, ...]: what a reduction returns beside the rows, by its attribute of `Activations` ("counts"). Raises KeyError
+        """[rows, ...]: additional results of a reduction, by their attribute of `Activations` ("counts"). Raises KeyError
         without it."""
         return self.tensor(other_name(name, self._names.find(site), self._file_names()))
 
@@ -210,7 +210,7 @@ class Harvest:
         return self.other("indexes", site)
 
     def other(self, name: str, site: str | Site) -> Tensor:
-        """[rows, ...]: what a reduction returns beside the rows, by its attribute of `Activations` ("counts"). Raises KeyError
+        """[rows, ...]: additional results of a reduction, by their attribute of `Activations` ("counts"). Raises KeyError
         without it."""
         return _joined([shard.other(name, site) for shard in self.shards])
 

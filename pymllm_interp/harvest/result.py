@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 class HarvestError(RuntimeError):
-    """A harvest stopped before the end of its input. The message says why, what was kept, and how to resume."""
+    """A harvest stopped before the end of its input. The message has the reason, the kept part, and how to resume."""
 
 
 @dataclass(frozen=True)
 class HarvestResult:
-    """The contents of a harvest's folder, and what this run added."""
+    """The contents of a harvest's folder, and the additions of this run."""
 
     folder: Path
     shards: int

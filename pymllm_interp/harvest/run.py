@@ -117,7 +117,7 @@ def asked_of(
             )
     for spec in [*captures, *interventions]:
         if not isinstance(spec, Knockout):  # its layers and positions are bound to each document
-            spec.sites_in(model.model_spec)  # what no document can have is refused here
+            spec.sites_in(model.model_spec)  # specs that fit no document are refused here
         if spec.positions == "generated" or isinstance(spec.positions, Generated):
             raise ValueError(f"{spec.name}: positions={spec.positions!r}; a harvest generates nothing")
     longest = min(model.limits.max_model_len, model.limits.kv_tokens)
@@ -174,10 +174,10 @@ class HarvestRun:
         self._weights_version = weights_version
 
     def run(self, inputs: Iterable[Any]) -> HarvestResult:
-        """Harvest the input, from where the folder ends.
+        """Harvest the input, from the end of the folder.
 
         Raises:
-            PromptError: inputs that are no documents.
+            PromptError: inputs that are not documents.
             ValueError: the input does not begin with the documents in the folder.
             HarvestError: a document, the input, the engine or the disk failed.
         """
@@ -402,7 +402,7 @@ class HarvestRun:
         self._writing = self._writer.submit(self.folder.add, tensors, entry)
 
     def _wait_for_writer(self) -> None:
-        """Wait until the shard is written. Raises what failed there."""
+        """Wait until the shard is written. Raises its error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             try:

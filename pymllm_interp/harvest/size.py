@@ -54,7 +54,7 @@ def expected_bytes(captures: Sequence[Capture], model: ModelSpec, tokens: int) -
 def estimated_bytes(
     inputs: Iterable[Any], settings: Settings, size_of: Callable[[int], int], tokens_of: Callable[[Any], list[int]]
 ) -> tuple[int, bool]:
-    """(bytes of all documents, whether that is exact). (0, True) where the input has no known length.
+    """(bytes of all documents, whether that is exact). (0, True) if the input has no known length.
 
     Args:
         size_of: tokens of a pass -> bytes, as `expected_bytes`.

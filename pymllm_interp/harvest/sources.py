@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 COLUMNS = ("text", "input_ids")
-"""Columns that documents are read from, the first that there is, where none is named."""
+"""Default columns of documents: the first one that exists."""
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
@@ -65,7 +65,7 @@ def check_unchanged(source: SourceFile) -> None:
 
 
 def portions_of(number: int, source: SourceFile, documents: int) -> Iterator[Portion]:
-    """A file's documents in portions of at most so many."""
+    """A file's documents in portions of at most `documents`."""
     if source.kind == "parquet":
         rows = _parquet(source.path).metadata.num_rows
         yield from (Portion(number, at, min(documents, rows - at)) for at in range(0, rows, documents))

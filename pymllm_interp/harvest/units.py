@@ -1,7 +1,7 @@
 """Units of a harvest: each is computed by an attempt, or by several at once, and one of them counts.
 
-Those that distribute units may give one out twice: a worker that was lost comes back. So an attempt writes its shards under a name
-of its own. Then it makes its record by ``link()``, which fails if the unit has a record. The attempt in the record counts.
+A unit may be given out twice: a lost worker may come back. So an attempt writes its shards under a unique name. Then it makes
+its record by ``link()``, which fails if the unit has a record. The attempt in the record counts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class UnitFolder(HarvestFolder):
         return f"unit-{self.unit.number:06}-{len(self.shards):03}-{self.attempt}.{suffix}"
 
     def finish(self) -> None:
-        """Commit the attempt. Where another one was first, remove what this one wrote."""
+        """Commit the attempt. If another one was first, remove this attempt's files."""
         skipped = len(self.skipped) + len(self.left_out)
         found = UnitRecord(
             self.unit.number, self.attempt, self.unit.portion.documents - skipped, sum(s.tokens for s in self.shards), self.shards,
@@ -110,7 +110,7 @@ class UnitFolder(HarvestFolder):
 
     @contextlib.contextmanager
     def attempted(self) -> Iterator[None]:
-        """The body is this attempt. Where it fails, its shards are removed.
+        """The body is this attempt. If it fails, its shards are removed.
 
         An attempt that fails once another one's record is there is lost only: `settle` may have removed its files.
         """
@@ -140,7 +140,7 @@ class UnitRun(HarvestRun):
                 try:
                     self._harvest(enumerate(documents, self.folder.unit.first), progress)
                 finally:
-                    self._writer.shutdown()  # before what it wrote is removed
+                    self._writer.shutdown()  # before its files are removed
         finally:
             self._stop()
         return self.folder
@@ -178,7 +178,7 @@ def done_units(folder: Path) -> set[int]:
 
 
 def settle(folder: Path) -> bool:
-    """Bring the manifest up to the records, and remove what lost attempts left. Returns whether all units are done.
+    """Bring the manifest up to the records, and remove files of lost attempts. Returns whether all units are done.
 
     Any process may do it, at any time, also several: it adds nothing that is not in the records.
     """
@@ -198,7 +198,7 @@ def settle(folder: Path) -> bool:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / MANIFEST)
-    except FileNotFoundError:  # another process found all units done, and removed what it took for left behind
+    except FileNotFoundError:  # another process found all units done, and removed these files
         return settle(folder)
     except OSError:
         with contextlib.suppress(OSError):

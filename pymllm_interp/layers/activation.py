@@ -17,7 +17,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 def silu(x: torch.Tensor) -> torch.Tensor:
     """``x * sigmoid(x)``, computed in float32; fresh memory.
 
-    On CUDA this is a native kernel: two implementations of exp differ in the last bit, and `gated` uses the native one.
+    On CUDA this is a native kernel, as in `gated`: two implementations of exp differ in the last bit.
     """
     if (kernels := kernels_for(x)) is not None:
         return kernels.silu(x)

@@ -7,7 +7,7 @@ A head's state is a matrix S [key_dim, dim]. A token decays it, and corrects its
     out = S'q
 
 Rows of requests that continue with one token are a *step*: each reads and writes its slot in place. The rows of each other
-request are a *prompt*, and are computed in chunks of tokens, on CUDA by fla-core if it is installed. The first chunk of a
+request are a *prompt*, computed in chunks of tokens; on CUDA by fla-core, if installed. The first chunk of a
 prompt reads no slot.
 """
 

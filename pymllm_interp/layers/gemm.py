@@ -17,8 +17,7 @@ HALF = (torch.float16, torch.bfloat16)
 class Gemm:
     """``x @ weight.T + bias`` by the device's fastest kernel.
 
-    On CUDA one row in half precision runs as a native matrix-vector kernel, which is closer to the memory's bandwidth than
-    cuBLAS.
+    On CUDA one row in half precision runs as a native matrix-vector kernel, with more bandwidth than cuBLAS.
 
     On a CPU, native kernels read the weight as it lies in memory. Without them, bfloat16 runs from a copy of the weight in
     oneDNN's blocked layout, if oneDNN has such products. The copy is made at first use, and again after a write to the

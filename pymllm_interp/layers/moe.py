@@ -108,8 +108,7 @@ class SigmoidRouter(TopKRouter):
     Logits are float32, as in transformers.
 
     Args:
-        groups, top_groups: number of groups of experts, and of the groups with the highest sums of their top two ranks, which
-            are used.
+        groups, top_groups: number of groups of experts, and of used ones: those with the highest sums of their top two ranks.
         scaling: factor of the scores.
     """
 

@@ -204,7 +204,7 @@ class Bridge(Weights, RemoteBridge):
         return lambda name: keeps(name) and bool(self._before(stop, [points[name].name]))
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Serve `hook_result`, [batch, tokens, heads, hidden]: what each head adds to the residual stream."""
+        """Serve `hook_result`, [batch, tokens, heads, hidden]: each head's addition to the residual stream."""
         self.cfg.use_attn_result = use_attn_result
 
     def _collect_block_instance_aliases(self) -> dict[str, str]:
@@ -245,7 +245,7 @@ class Bridge(Weights, RemoteBridge):
 
     @property
     def b_U(self) -> torch.Tensor:
-        """The LM head's bias, [vocab], on the CPU; zeros where it has none."""
+        """The LM head's bias, [vocab], on the CPU; zeros without a bias."""
         head = self.lm.get(self.lm.model_spec.family.head)._module
         bias = getattr(head, "bias", None)
         return head.weight.new_zeros(head.weight.shape[0], device="cpu") if bias is None else bias.detach().cpu()
@@ -289,7 +289,7 @@ class Bridge(Weights, RemoteBridge):
 
 
 def _run_hooks(point: HookPoint, handles: list[Any]) -> Edit:
-    """A function that calls some of a point's hooks, each on what the one before it left."""
+    """A function that calls some of a point's hooks, each on the result of the one before it."""
     hooks = [point._forward_hooks[handle.hook.id] for handle in handles]
 
     def edit(value: torch.Tensor) -> torch.Tensor:

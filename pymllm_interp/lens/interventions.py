@@ -1,4 +1,4 @@
-"""TransformerLens' interventions as declared ones, where they are the same."""
+"""TransformerLens' interventions as equivalent declared ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .names import Place
 _KEYS = {"suppress": set(), "scale": {"factor"}, "add": {"value"}, "set": {"value"}}
 """Op -> the keys that it needs."""
 _ON_THE_STREAM = ("ln1.hook_in", "ln2.hook_in", "ln_final.hook_in")
-"""Inputs of norms. The stream goes past the norm, so an edit there is no edit of the stream's site."""
+"""Inputs of norms. The stream bypasses the norm, so editing them does not edit the stream's site."""
 
 
 def declared(

@@ -1,4 +1,4 @@
-"""`Layout`: where the tokens of prompts are in a padded batch."""
+"""`Layout`: positions of prompts' tokens in a padded batch."""
 
 from __future__ import annotations
 

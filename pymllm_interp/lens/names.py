@@ -66,7 +66,7 @@ class Place:
         site: the declared site that `captured_part` makes the value of; None: only a trace has it.
         captured_part: "normed" is the output of `norm`.
         norm: path of the norm of `part` and `captured_part`, or "".
-        edit_instead: hook point to edit in place of this one, which can only be read; "" where it can be edited.
+        edit_instead: hook point to edit instead of this one, which is read-only; "" if it can be edited.
     """
 
     name: str
@@ -165,7 +165,7 @@ def _rotates(attention: Any) -> bool:
 def _captured(
     name: str, path: str, end: str, part: Part, layer: int | None, spec: ModelSpec
 ) -> tuple[Site | None, Part, str]:
-    """(site, what makes the value of its rows, path of the norm that does)."""
+    """(site, part that the value is computed by, path of the norm that computes it)."""
     family = spec.family
     if name in _HEADS:
         kind = _HEADS[name]

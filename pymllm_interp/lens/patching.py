@@ -34,7 +34,7 @@ _SETTERS = {
     library.layer_pos_head_vector_patch_setter: ("layer", "pos", "head"),
     library.layer_head_vector_patch_setter: ("layer", "head"),
 }
-"""Setters with cells that are patches at a site -> what the numbers of a cell are."""
+"""Setters with cells that are patches at a site -> meanings of a cell's indexes."""
 Index = tuple[int, ...]
 ROUNDING = 1e-5
 """Differences below this part of a state's largest value are rounding: such a cell is the corrupted run."""

@@ -31,7 +31,7 @@ def adapter_of(lm: ClientModel) -> Any:
 def weights_of(lm: ClientModel, points: Mapping[str, BridgePoint]) -> TransformerBridge:
     """TransformerLens' own components over the engine's parameters.
 
-    The modules are transformers', without values of their own. On a CPU they share the engine's memory; of another device
+    The modules are transformers', without their own values. On a CPU they share the engine's memory; of another device
     they hold a copy.
 
     Args:
@@ -66,7 +66,7 @@ def _check(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def _share_points(weights: TransformerBridge, points: Mapping[str, BridgePoint]) -> None:
-    """Put `points` where the components have hook points, and points that take no hooks where the engine has no value."""
+    """Put `points` at the components' hook points, and points that refuse hooks where the engine has no value."""
     shared: dict[int, BridgePoint] = {}
     for name, own in weights._hook_registry.items():
         if name in points or id(own) not in shared:
@@ -83,7 +83,7 @@ def _of_weights(name: str, text: str) -> Any:
 
 
 class Weights:
-    """Weights and what TransformerLens computes of them, with its names and shapes, on the CPU.
+    """Weights and TransformerLens' values computed from them, with its names and shapes, on the CPU.
 
     Raises:
         AttributeError: the model has no such weight; TransformerLens' message names it.

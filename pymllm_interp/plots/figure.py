@@ -1,4 +1,4 @@
-"""`Plot`: a plotly figure as HTML or as a picture; and what its functions check."""
+"""`Plot`: a plotly figure as HTML or as a picture, and checks of its functions' arguments."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def attention_patterns(
         pattern: the activations of a request that captured a pattern. Or weights [heads, queries, keys], or [queries, keys] of one
             head, in the order of transformers and TransformerLens. A captured tensor is [positions, heads, keys].
         tokens: [keys].
-        site: the captured pattern, where there are several.
+        site: the captured pattern, if there are several.
         positions: [queries], of the queries among the tokens. None: each token is a query, and attends to no later one.
             Activations know theirs.
         heads: names of the heads; None: their numbers.
@@ -207,7 +207,7 @@ def feature_activations(
 
 
 def _named(feature: int, names: Mapping[int, str]) -> str:
-    """A feature's id, with its name where it has one."""
+    """A feature's id, with its name if it has one."""
     return f"{feature} {names[feature]}" if names.get(feature) else str(feature)
 
 

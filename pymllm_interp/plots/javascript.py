@@ -12,7 +12,7 @@ if (!window.Plotly) {
   document.currentScript.before(remark);
 }
 </script>"""
-"""Shown in place of a figure where no other brought the JavaScript."""
+"""Shown instead of a figure if the JavaScript was not loaded."""
 
 
 class _Cell(NamedTuple):
@@ -20,7 +20,7 @@ class _Cell(NamedTuple):
 
     Attributes:
         shell: the IPython shell.
-        cell: its id; None where the front end gives none.
+        cell: its id, or None if the front end gives no id.
         run: IPython's count of runs.
     """
 

@@ -1,4 +1,4 @@
-"""`Cards`: small files of what a front of a cluster keeps for its clients. The other fronts of its machine read them."""
+"""`Cards`: small files of a cluster's front about its clients' data. The other fronts of its machine read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,200}")
-"""Names that may be asked for: clients choose what they ask for."""
+"""Pattern of valid names: clients choose the names that they request."""
 WRITING_SECONDS = 60.0
 """Seconds after which an incomplete file is considered abandoned."""
 

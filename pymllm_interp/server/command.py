@@ -17,7 +17,7 @@ from .http.trust import read_keys
 from .settings import ServeLimits, ServeSettings
 
 KEY_VARIABLE = "PYMLLM_INTERP_API_KEY"
-"""Environment variable with a key, where no --api-key is given."""
+"""Environment variable with a key, without --api-key."""
 HTTP_OPTIONS = (
     "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "allowed_origins", "allowed_methods", "allowed_headers",
     "allow_credentials",
@@ -27,7 +27,7 @@ HTTP_OPTIONS = (
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 VLLM_OPTIONS = ("tensor_parallel_size", "distributed_executor_backend")
-"""Arguments of vLLM's with an option of their own."""
+"""Arguments of vLLM with an option of this command."""
 
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
@@ -89,7 +89,7 @@ def _template_of(file: Path | None) -> str | None:
 
 
 def _vllm_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
-    """vLLM's arguments, where it is the engine; None for our own.
+    """vLLM's arguments, if it is the engine; None for the native engine.
 
     Raises:
         ValueError: arguments of vLLM's, and another engine.

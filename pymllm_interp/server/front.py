@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _read(source: int, size: int) -> bytes:
-    """So many bytes, and no more: the lines behind them are read elsewhere."""
+    """Exactly this many bytes: the lines after them are read elsewhere."""
     found = b""
     while len(found) < size:
         part = os.read(source, size - len(found))

@@ -1,4 +1,4 @@
-"""Requests over HTTP: OpenAI's fields, vLLM's beyond them by their names there, and ours."""
+"""Requests over HTTP: OpenAI's fields, vLLM's beyond them by their names there, and native ones."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class SharedRequest(Strict):
 
     @classmethod
     def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Say what serves in the place of fields of other servers."""
+        """Name the alternatives of other servers' fields."""
         return without_neutral(given, cls.model_fields, cls.REFUSED)
 
     @property
@@ -253,7 +253,7 @@ class ChatRequest(GenerationRequest):
         return plan
 
     def form(self) -> StructuredOutputs | None:
-        """The form of the text: that of the calls, where they must come."""
+        """The structured output of the text: that of the calls, if calls are required."""
         asked = super().form()
         return asked if self._plan is None else self._plan.form(asked)
 
@@ -268,7 +268,7 @@ _FOR_EACH = "a list for each prompt, or one for all, or none"
 
 
 class TokenRequest(Strict):
-    """`POST /v1/interp/generate`: what `LM.connect` sends. The answer is a stream of token ids."""
+    """Body of `POST /v1/interp/generate`, which `LM.connect` sends. The answer is a stream of token ids."""
 
     prompts: checked(list[list[int]])  # pyright: ignore[reportInvalidTypeForm]
     params: checked(  # pyright: ignore[reportInvalidTypeForm]

@@ -33,7 +33,7 @@ ENDING = signal.SIGTERM, signal.SIGINT
 
 
 def listen_at(path: Path) -> socket.socket:
-    """A bound Unix socket. A socket file that nobody listens on any more is replaced.
+    """A bound Unix socket. A socket file without a listener is replaced.
 
     Raises:
         OSError: the path cannot be used.
@@ -52,7 +52,7 @@ def listen_at(path: Path) -> socket.socket:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Bound before the model is loaded, so that a port in use is told at once.
+    """A bound socket. Bound before the model is loaded, so that a used port is reported at once.
 
     Raises:
         OSError: the address cannot be used.
@@ -185,7 +185,7 @@ def banner(settings: ServeSettings, host: str, port: int) -> str:
 
 
 def run(settings: ServeSettings, engine: MakeEngine = ProcessDoor) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 where the engine ended and was not to be started again.
+    """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 if the engine ended and was not to be started again.
 
     Args:
         engine: makes the engine.
@@ -210,7 +210,7 @@ def _run(settings: ServeSettings, engine: MakeEngine) -> int:
     bound = listen(settings.host, settings.port) if settings.uds is None else listen_at(settings.uds)
     try:
         if settings.uds is None:
-            settings.check_address(bound.getsockname()[0])  # what a name such as localhost stands for on this machine
+            settings.check_address(bound.getsockname()[0])  # the resolved address of a name such as localhost
         return asyncio.run(_serve(settings, bound, engine))
     except (EngineError, EngineDiedError) as error:  # while it starts: later ones are answers to requests
         raise ValueError(str(error)) from error

@@ -1,4 +1,4 @@
-"""`ServeSettings`: what the operator of a server decides."""
+"""`ServeSettings`: the operator's settings of a server."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ServeSettings:
     shared_store: bool = False
     """Whether other servers of a cluster on this machine have the store, too."""
     vllm: dict[str, Any] | None = None
-    """Arguments of vLLM, where it is the engine (docs/engine/vllm.md); None: our own engine."""
+    """Arguments of vLLM, if it is the engine (docs/engine/vllm.md); None: the native engine."""
     on_engine_exit: str = "restart"
     """Action when the engine process ends: "restart" it, or "exit"."""
     drain_seconds: float = 30.0

@@ -55,7 +55,7 @@ class ActivationStore:
         return sum(stored.size for stored in self._stored.values())
 
     def open(self) -> None:
-        """Take the folder for this server, or cluster, only. Delete what an earlier one left in it.
+        """Take the folder for this server, or cluster, only. Delete files of an earlier one.
 
         Raises:
             OSError: another server has it.
@@ -80,7 +80,7 @@ class ActivationStore:
             self._lock = None
 
     def _clean(self, seconds: float) -> None:
-        """Delete files of this age that no client was told of: their request, server or engine process ended first."""
+        """Delete old files that no client knows of: their request, server or engine process ended first."""
         kept = {stored.path.name for stored in self._stored.values()}
         for path in self._folder.glob("*.safetensors"):
             with contextlib.suppress(FileNotFoundError):
@@ -127,7 +127,7 @@ class ActivationStore:
         """A file of an owner.
 
         Raises:
-            ApiError: no such file, any more or of this owner.
+            ApiError: an unknown or expired file, or another owner's.
         """
         self.sweep()
         stored = self._stored.get(name) or self._of_others(name)
@@ -150,20 +150,20 @@ class ActivationStore:
         return None if card is None else Stored(**card | {"path": self._folder / card["path"]})
 
     def sweep(self) -> None:
-        """Delete what is too old."""
+        """Delete expired files."""
         now = self._now()
         for name, stored in list(self._stored.items()):
             if stored.expires <= now or (self._shared and not stored.path.exists()):  # another server deleted it
                 self.drop(name)
 
     def sweep_folder(self) -> None:
-        """`sweep`, and delete old files that no client was told of."""
+        """`sweep`, and delete old files that no client knows of."""
         self.sweep()
         self._clean(self._limits.store_seconds)
         self._cards.sweep()
 
     def forget(self, captured: CapturedStates | None) -> None:
-        """Delete a file that nobody will ask for."""
+        """Delete a file that no client can request."""
         if captured is not None and captured.file is not None:
             (self._folder / captured.file).unlink(missing_ok=True)
 

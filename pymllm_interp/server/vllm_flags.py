@@ -48,7 +48,7 @@ OTHERS: dict[str, str] = {
     "trust_remote_code": "code of a model's folder is not run: its architecture must be one of transformers'",
     "uvicorn_log_level": _LOG,
 }
-"""vLLM's name -> what serves here."""
+"""vLLM's name -> alternative."""
 SHORT = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",

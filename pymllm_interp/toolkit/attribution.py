@@ -3,7 +3,7 @@
 Attribution patching is a first-order estimate of what a patch would do: ``(clean - corrupted) * gradient``. The gradient is the
 metric's, in the corrupted run (Nanda 2023; Syed et al. 2023, arXiv 2310.10348). One pass with gradients serves all sites.
 
-The estimate is wrong where the metric bends. With more steps the gradient is averaged over states between the two runs
+The estimate is wrong if the metric bends. With more steps the gradient is averaged over states between the two runs
 (Sundararajan et al. 2017, arXiv 1703.01365), at one site at a time, as in Marks et al. 2024 (arXiv 2403.19647).
 """
 
@@ -167,7 +167,7 @@ def _put(lm: Any, place: PlacedHooks, value: torch.Tensor, states: torch.Tensor)
     if states.shape[2:].numel() < width:  # q, k and v of one projection are views that cannot be written to
         channels = place.state_in(torch.arange(width, device=value.device).view(1, 1, width)).flatten()
         setattr(lm.get(place.module), place.end, value.index_copy(-1, channels, states.flatten(2)))
-    elif base.is_leaf:  # the embeddings, where the graph begins
+    elif base.is_leaf:  # the embeddings, with which the graph begins
         setattr(lm.get(place.module), place.end, states.view_as(value))
     else:  # in place: a norm's input is the stream, which other modules read too
         place.state_in(value).copy_(states)

@@ -1,4 +1,4 @@
-"""`Attribution`: what `lm.attribute` returns."""
+"""`Attribution`: the result of `lm.attribute`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LISTED = 12
 
 
 class Completeness(NamedTuple):
-    """Integrated gradients add up to what a patch of the whole site does, up to the error of the steps."""
+    """Integrated gradients add up to the effect of patching the whole site, up to the error of the steps."""
 
     attributed: float
     """The sum of the site's attributions."""
@@ -37,12 +37,12 @@ class Attributed(NamedTuple):
     site: str
     position: int
     place: tuple[int, ...]
-    """Head, neuron, or both; () where the entry is of a position."""
+    """Head, neuron, or both; () for a position."""
     value: float
 
 
 class Attribution(Mapping[str, torch.Tensor]):
-    """The attributions of each site: estimates of what patching it from the clean run would add to the metric.
+    """The attributions of each site: estimates of the change of the metric by patching it from the clean run.
 
     By site's name, float32 on the CPU: [positions], at `q`, `k`, `v` and `z` [positions, heads]. With ``neurons=True`` they have
     the state's shape, [positions, width] or [positions, heads, head_dim].

@@ -1,4 +1,4 @@
-"""Metrics of the last position's logits: what a sweep measures, and an attribution differentiates."""
+"""Metrics of the last position's logits, which sweeps measure and attributions differentiate."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class LayerKV:
         return self._kv[:, 1 : count + 1].clone()
 
     def restore(self, kv: torch.Tensor) -> None:
-        """Write what `saved` returned to the same slots."""
+        """Write rows returned by `saved` to the same slots."""
         self._kv[:, 1 : kv.shape[1] + 1] = kv
 
 

@@ -69,7 +69,7 @@ class Plan:
         return found + [((), i, which[i % len(which)], i % heads) for i in range(len(self.layers))]
 
     def state(self, place: Place, i: int, j: int) -> torch.Tensor:
-        """[width]: what the cell puts in place."""
+        """[width]: the patched value of the cell."""
         return self.states[1 if place else 0][i, j]
 
     def measured(self, logits: torch.Tensor) -> list[float]:
@@ -131,7 +131,7 @@ def patch_sweep(
     return result if stream else result.finish()
 
 
-# -- what is swept --------------------------------------------------------------------------
+# -- sites of the sweep ----------------------------------------------------------------------
 
 
 def _sites(site: str, layers: Iterable[int] | None, spec: Any) -> list[Site]:

@@ -92,7 +92,7 @@ class PatchSweep:
         return self
 
     def _advance(self) -> bool:
-        """Take what the sweep computed next; False at its end."""
+        """Take the next value of the sweep; False at its end."""
         for place, value in self._pending:
             if not place:  # a cell of the noise floor
                 self._noise = max(self._noise, abs(value - self.base))
@@ -171,7 +171,7 @@ class PatchSweep:
         return table
 
     def _flat(self) -> tuple[torch.Tensor, str]:
-        """The effects [layers, positions], and what of the heads they are."""
+        """The effects [layers, positions], and how heads were combined, as text."""
         effects = self.effects
         if self.heads is None:
             return effects, ""

@@ -47,7 +47,7 @@ class WaveCell(NamedTuple):
     value: torch.Tensor
     """[width], or [rows, width] for as many positions from `position` on."""
     channels: torch.Tensor | None = None
-    """[width] bool: what is patched; None: all."""
+    """[width] bool: patched channels; None: all."""
 
     @property
     def boundary(self) -> int:
@@ -58,15 +58,15 @@ class WaveCell(NamedTuple):
 class Wavefront:
     """Base run of a prompt, and cells over it, as messages to the worker.
 
-    Each layer of each pass is a message of its own. The engine's steps run in between. So steps of other requests wait for a layer
-    of at most `max_rows` token rows.
+    Each layer of each pass is a separate message. The engine's steps run in between. So steps of other requests wait for a
+    layer of at most `max_rows` token rows.
 
     Args:
         run: has the worker run a command, and returns its answer (`Engine.run`).
         post: the same without waiting (`Engine.post`).
         token_ids: token ids of the prompt.
         num_layers: number of layers of the model.
-        max_rows: token rows of a pass at most; a longer prompt or cell has a pass for itself.
+        max_rows: token rows of a pass at most; a longer prompt or cell runs in a separate pass.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class SweepRun:
         self.streams.append(h[0])
         self._base_kv.append(self.kv.saved(self.num_tokens))
 
-    # -- what passes are made of ---------------------------------------------------------------
+    # -- parts of passes -------------------------------------------------------------------------
 
     def planned(self, spans: list[tuple[int, int]], first_slot: int) -> tuple[ForwardBatch, Any]:
         """The pass of `batch_of`, and its rotations."""

@@ -1,4 +1,4 @@
-"""vLLM as the engine of an `LM`: its scheduler, kernels and ranks, with our tables and reductions in its passes.
+"""vLLM as the engine of an `LM`: its scheduler, kernels and ranks, with tables and reductions in its passes.
 
     client      `VllmBackend`: checks and submits requests, as a local engine's client does
     worker      what each rank has: taps at the norms, the op, the declared stage, and the way of results back

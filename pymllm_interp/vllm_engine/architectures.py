@@ -30,7 +30,7 @@ def _folder() -> Path:
 
 @cache
 def _layers_in(module: str, deeper: bool = True) -> frozenset[str]:
-    """Known layers that a module's source names; of the modules beside it that it imports, where it names none."""
+    """Known layers named by a module's source; else those named by the modules that it imports from its folder."""
     path = _folder() / f"{module}.py"
     if not path.is_file():
         return frozenset()

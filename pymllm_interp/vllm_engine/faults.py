@@ -16,7 +16,7 @@ VARIABLE = "PYMLLM_INTERP_VLLM_FAULTS"
 
 @contextmanager
 def told(rank: int) -> Iterator[None]:
-    """Write what the block raises to the client's file."""
+    """Write an error of the block to the client's file."""
     try:
         yield
     except BaseException as error:
@@ -29,7 +29,7 @@ def told(rank: int) -> Iterator[None]:
 
 @contextmanager
 def with_causes() -> Iterator[None]:
-    """Raise what ranks have told in place of an error of the block.
+    """Raise the errors that ranks have written instead of an error of the block.
 
     Raises:
         VllmRefusalError: a rank has refused the model or a setting.

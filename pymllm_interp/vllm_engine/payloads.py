@@ -1,8 +1,8 @@
 """The hooks of a request on their way from the client to all ranks. Their tensors travel once.
 
-`RequestHooks` are pickled for processes of one engine. Large tensors are left out of the pickle, under a key made of their content.
-A rank reads a payload only with the key that its own client gave it (`Sealer`). What another client of a vLLM server puts into
-`extra_args` is never unpickled.
+`RequestHooks` are pickled for processes of one engine. Large tensors are left out of the pickle, under a key made of their
+content. A rank reads a payload only with the key that its own client gave it (`Sealer`). It never unpickles `extra_args` of
+another client of a vLLM server.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def packed_tensor(key: TensorKey, tensor: torch.Tensor) -> PackedTensor:
 
 
 def unpacked_tensor(packed: PackedTensor) -> torch.Tensor:
-    """The tensor of plain values, in memory of its own."""
+    """The tensor of plain values, in separate memory."""
     _, dtype, shape, data = packed
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(getattr(torch, dtype)).reshape(shape)
 
 
 class HookedOnWire(NamedTuple):
-    """A request with hooks, as ranks are told of it. It is pickled as a plain tuple.
+    """A request with hooks, as ranks receive it. It is pickled as a plain tuple.
 
     Attributes:
         specs: pickled interventions and captures (`dumped`).

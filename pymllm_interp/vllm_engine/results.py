@@ -1,6 +1,6 @@
 """Results of requests on their way from rank 0 to the client: a pickle, and its tensors.
 
-On one host the client maps the rank's results (`worker.result_arena`). Captured states are read where the ring was copied to.
+On one host the client maps the rank's results (`worker.result_arena`), and reads captured states from the ring's copies.
 Other tensors are in one block. Between hosts the block of all tensors follows the message.
 """
 
@@ -140,7 +140,7 @@ class _ResultsPickler(pickle.Pickler):
         return self._known[id(obj)][1]
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Activations:  # a pickle of its own would copy each site
+        if type(obj) is Activations:  # a separate pickle would copy each site
             return Activations, obj.as_pieces()
         return NotImplemented
 
@@ -149,7 +149,7 @@ class SharedResults:
     """The client's mapping of a rank's results.
 
     Args:
-        told: name and size of the file; None where the rank is on another host.
+        told: name and size of the file; None if the rank is on another host.
         wake: has `freed` called soon. Called by finalizers.
 
     Attributes:
@@ -193,7 +193,7 @@ def read_block(pickled: bytes, sent: Shared | bytes | None, shared: SharedResult
 
     Args:
         sent: result of `TensorBlock.sent`; None without tensors.
-        shared: the mapping, where the rank was told of one.
+        shared: the mapping, if the rank has one.
     """
     blocks: dict[int, torch.Tensor] = {}
     found: dict[int, tuple[Placed | Shared, torch.Tensor]] = {}  # by id, with the tensor that keeps the id valid

@@ -19,7 +19,7 @@ from ..models.registry import spec_of
 from .structures import SITES
 
 KEY = "pymllm_interp"
-"""Name of ours in vLLM's `additional_config`, which is part of the key of its compile cache, and in `extra_args`."""
+"""Name of this package in vLLM's `additional_config`, which is part of the key of its compile cache, and in `extra_args`."""
 SETTINGS = (
     "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes",
 )  # fmt: skip
@@ -62,7 +62,7 @@ def limits_of(config: ServerConfig, device: str) -> VllmLimits:
 
 
 def served_spec(config: PretrainedConfig, dtype: Any) -> ModelSpec:
-    """The spec of a model in vLLM, where no edge of attention can be cut."""
+    """The spec of a model in vLLM, which cannot cut edges of attention."""
     return replace(spec_of(config, "auto", dtype), cuts_edges=False)
 
 

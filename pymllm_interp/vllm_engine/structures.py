@@ -1,7 +1,7 @@
 """Norms of a vLLM model, at which hooks read and change the residual stream.
 
-A decoder layer of vLLM hands each of its norms a pair: what the last block adds, and the stream. `structure_of` finds the
-two norms of each layer that take such a pair, and the norm behind the last layer.
+A decoder layer of vLLM hands each of its norms a pair: the last block's output, and the stream. `structure_of` finds the
+two norms of each layer that take such a pair, and the norm after the last layer.
 """
 
 from __future__ import annotations

@@ -137,12 +137,12 @@ def habits(text: str) -> Counter[str]:
 
 
 def sentences(docstring: str) -> Iterator[str]:
-    """The sentences of a docstring, without its indented code. Each entry of a list is a text of its own."""
+    """The sentences of a docstring, without its tables and indented code. Each entry of a list is a text of its own."""
     for block in re.split(r"\n\s*\n", docstring):
         heading, _, body = block.partition(":\n")
         if re.fullmatch(r"[A-Z][a-z]+", heading):  # Args, Raises, Returns
             block = inspect.cleandoc("\n" + body)
-        elif all(line.startswith("    ") for line in block.splitlines()):
+        elif block.startswith("|") or all(line.startswith("    ") for line in block.splitlines()):
             continue
         for text in re.split(r"\n(?=- |\*{0,2}\w+(?:, \w+)*(?: \([^)]*\))?: )", block):
             yield from re.split(r"(?<=[.!?])\s+(?=[A-Z0-9(\"'])", one_line(text))

@@ -185,8 +185,8 @@ class ClientModel(TracedModel):
 
         ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt
         is text, token ids, or a list of messages. One set of parameters serves all prompts, or a list gives each its own. The
-        same holds for `interventions`, a list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`, and for `capture`, a list
-        of sites and `Capture`s. The captured states are in the output's `activations`. `timeout` is in seconds. `progress`
+        same holds for `interventions`, a list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`. It also holds for
+        `capture`, a list of sites and `Capture`s. The captured states are in the output's `activations`. `timeout` is in seconds. `progress`
         (vLLM's `use_tqdm`) shows a bar of the prompts. By default calls of above two seconds show one, in notebooks and on
         terminals.
 
@@ -393,7 +393,7 @@ class ClientModel(TracedModel):
         """One forward pass, with a block that reads and edits it: ``with lm.trace(prompt) as tracer:``.
 
         A list of prompts is one padded batch [prompts, tokens, ...] to its block. Without a prompt, the block opens one
-        ``with tracer.invoke(prompt):`` for each of its prompts; ``padding=True`` pads these to the longest one, on the left.
+        ``with tracer.invoke(prompt):`` for each of its prompts. ``padding=True`` pads these to the longest one, on the left.
         Saves are on the CPU afterwards, or on `device`. In a coroutine, ``async with`` leaves the event loop free.
 
         Args:

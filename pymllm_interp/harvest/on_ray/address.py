@@ -14,7 +14,7 @@ ANSWER_SECONDS = 60.0
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no name of a cluster.
+    """Refuse an invalid name of a cluster.
 
     Raises:
         ValueError: it is empty, or has other characters than letters, digits, and ``.-_``.
@@ -30,9 +30,9 @@ def url_of(address: str) -> str:
         address: "ray:NAME" on the Ray cluster of this machine or of RAY_ADDRESS, or "ray:NAME@HOST:PORT".
 
     Raises:
-        ValueError: NAME is no name.
+        ValueError: NAME is invalid.
         ImportError: Ray is missing, or not tested.
-        ConnectionError: there is no such cluster, or none of its fronts serves.
+        ConnectionError: the cluster does not exist, or none of its fronts serves.
     """
     name, _, where = address.removeprefix(SCHEME).partition("@")
     check_name(name)

@@ -1,4 +1,4 @@
-"""Ray, where it is installed in a tested version. Only this folder and `cluster` use it."""
+"""Ray, if it is installed in a tested version. Only this folder and `cluster` use it."""
 
 from __future__ import annotations
 

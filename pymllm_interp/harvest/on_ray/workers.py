@@ -63,7 +63,7 @@ class HarvestWorker:
             self._model = self._make()
             if self._model.model_fingerprint != self._plan.identity.model:
                 return "a worker has other weights than the plan was made with: give all nodes the same model"
-        except Exception as error:  # Ray's own classes of errors are made at run time: data is told apart
+        except Exception as error:  # Ray makes its error classes at run time: data is recognised separately
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -178,7 +178,7 @@ def compute_corpus(
 
     Raises:
         ValueError, FileExistsError: the folder is another harvest's.
-        HarvestError: a unit failed. What is done is kept.
+        HarvestError: a unit failed. Completed units are kept.
     """
     started, out, inputs, ray, ours = time.perf_counter(), corpus.out.resolve(), corpus.inputs, None, False
     if corpus.cluster is not None:

@@ -33,8 +33,8 @@ class Activations(BySite):
     `reduce="last"` it has [1, width], with `Project` [positions, directions] or [positions, top_k]. With `Features` and `Lens` it
     has [positions, top_k].
 
-    Each tensor is contiguous, in memory of its own, which holds no states of other requests. Equal captures of several sites arrive
-    in one piece of memory. The first read of a site copies its rows.
+    Each tensor is contiguous, in separate memory without states of other requests. Equal captures of several sites share one
+    tensor until the first read of a site copies its rows.
 
         activations.stack("resid_post")           # [layers, positions, hidden]; activations.layers("resid_post")
         activations.indexes.stack("resid_post")   # [layers, positions, top_k]; so have all attributes that are by site
@@ -169,7 +169,7 @@ class Activations(BySite):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Activations:
-        """Read what `to_bytes` made.
+        """Read the result of `to_bytes`.
 
         Raises:
             ValueError: other bytes, or damaged ones.

@@ -1,6 +1,6 @@
 """`BySite`: a tensor for each captured site.
 
-Sites with equal positions are columns of one tensor, a `SitePiece`. They are divided when somebody reads one. So activations with
+Sites with equal positions are columns of one tensor, a `SitePiece`, which is divided at the first read. So activations with
 hundreds of sites are made, and travel between processes, in a few operations.
 """
 
@@ -138,7 +138,7 @@ class BySite(Mapping[str, torch.Tensor], Shown):
         """
         sites = [f"{kind}.{layer}" for layer in self.layers(kind)]
         if not sites:
-            return self[f"{kind}.*"]  # raises, and lists what there is
+            return self[f"{kind}.*"]  # raises, and lists the known keys
         found = [self[site] for site in sites]
         for site, rows in zip(sites, found, strict=True):
             at = self._rows_at
@@ -182,13 +182,13 @@ def _reason(given: str, name: str) -> str:
     """Reason that a key is missing, with the capture to request. "": the site was not requested.
 
     Args:
-        name: canonical, where it is a site's.
+        name: canonical name, if it is a site's.
     """
     kind = name.partition(".")[0]
     if kind in (PATTERN, STATE):
         what = "attention patterns" if kind == PATTERN else "recurrent states"
         return f": {what} are captured by lm.generate(prompt, capture=[{name!r}])"
-    if not {"*", "{"} & set(given):  # patterns of sites are no keys
+    if not {"*", "{"} & set(given):  # patterns of sites are not keys
         try:
             Site.parse(given)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""`Group`: sites of one request that are captured alike, and what is sent and kept of their states."""
+"""`Group`: sites of one request with equal captures, and the values that are sent and kept of their states."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .spec import Capture
 class Group:
     """Sites of a layout that are captured alike: same positions, dtype and reduction. It is not changed after `layout_of`.
 
-    What is sent from the device for a state is
+    The values sent from the device for a state are
 
-    - with a `StateReading`: what it makes of the state;
+    - with a `StateReading`: its result;
     - with the `probes` of a reduction: the state's dot products with them;
     - with a reduction that `sums`: the float32 sum over a pass's prompt positions, and states of generated positions;
-    - else the state, where it is `needed`; in `spec.dtype` if that is narrower than the model's, and the reduction `narrows`.
+    - else the state, if it is `needed`; in `spec.dtype` if that is narrower than the model's, and the reduction `narrows`.
 
     Args:
         width: width of a state.
@@ -107,7 +107,7 @@ class Group:
         self.kept_dtype = self.result_dtype if reduction.of_states else self.sent_dtype
         if self.pool is not None:
             self.kept_dtype = self.sent_dtype if self.pool.narrows else torch.float64
-        # What is sent for a record is a row of the result, as it is.
+        # The values sent for a record are a row of the result.
         dense = self._site_size * dtype.itemsize == self.kept_width * self.sent_dtype.itemsize
         self.unchanged = self.kept_dtype is self.sent_dtype and self.pool is None
         self.copied = self.unchanged and dense
@@ -152,7 +152,7 @@ class Group:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether what is sent for a state depends on weights."""
+        """Whether the values sent for a state depend on weights."""
         return self.reading is not None or self.probes is not None
 
     @property
@@ -170,7 +170,7 @@ class Group:
 
     @property
     def sums_size(self) -> int:
-        """Elements of the sums that are sent for a pass with prompt positions; 0 where nothing is summed."""
+        """Elements of the sums sent for a pass with prompt positions; 0 without sums."""
         return aligned(len(self.sites) * self._sum_size)
 
     @property
@@ -206,11 +206,11 @@ class Group:
     def pack(
         self, runs: Sequence[torch.Tensor], into: torch.Tensor, first: int, sizes: np.ndarray, pending: list[Pending]
     ) -> int:
-        """Write what is sent of the group to the front of `into`; see `CaptureLayout.pack`.
+        """Write the group's values to send to the front of `into`; see `CaptureLayout.pack`.
 
         Args:
             runs: [n, elements] each: the records of positions `first` and on that have a size, in order.
-            pending: gets what `read_all` writes later.
+            pending: gets the later writes of `read_all`.
 
         Returns:
             Elements written.
@@ -228,12 +228,12 @@ class Group:
         return start
 
     def pack_whole(self, records: torch.Tensor, target: torch.Tensor, pending: list[Pending]) -> None:
-        """Write what is sent for whole records.
+        """Write the values to send for whole records.
 
         Args:
             records: [n, elements].
             target: [n, at least `packed_size`].
-            pending: gets what `read_all` writes later.
+            pending: gets the later writes of `read_all`.
         """
         if self.reading is None:
             target[:, : self.packed_size].copy_(records[:, self.offset : self.offset + self.record_size])
@@ -264,7 +264,7 @@ class Group:
         return summed, whole, int(ordinals[whole[0]]) if len(whole) else -1
 
     def sums_of(self, packed: np.ndarray) -> np.ndarray:
-        """The sums at the front of what `pack` wrote: [sites, width] float32."""
+        """The sums at the front of a result of `pack`: [sites, width] float32."""
         return packed[: self.sums_size].view(np.float32)[: len(self.sites) * self.width].reshape(len(self.sites), -1)
 
     def states_of(self, parts: np.ndarray) -> np.ndarray:
@@ -273,7 +273,7 @@ class Group:
         return parts.view(self._sent_integer)[..., : self.kept_width]
 
     def _place(self, column: int) -> int:
-        """First element in a record of what a column reads."""
+        """First element of a column's source in a record."""
         group, of_group = self.sources[column] or (self, column)
         return group.offset_of(of_group)
 
@@ -287,7 +287,7 @@ class Group:
         return torch.stack([records[:, place : place + self._state_width] for place in places], 1)
 
     def _states(self, records: torch.Tensor) -> torch.Tensor:
-        """States [n, sites * width], read where the group has a reading."""
+        """States [n, sites * width], or the results of the group's reading."""
         if self.reading is None:
             return records[:, self.offset : self.offset + len(self.sites) * self._state_size]
         return self.reading([(tuple(self.names), self._site_states(records))])[0].flatten(1)

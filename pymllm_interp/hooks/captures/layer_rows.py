@@ -1,4 +1,4 @@
-"""`LayerCaptures`: captures of a value of a layer that is no row of a record: attention patterns, and recurrent states."""
+"""`LayerCaptures`: captured values of a layer that are not rows of a record: attention patterns, and recurrent states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .activations import Activations
 
 
 class LayerRows:
-    """The wanted positions of a layer, and what came of them.
+    """The wanted positions of a layer, and their values.
 
     Args:
         wanted: [longest] bool, by position.

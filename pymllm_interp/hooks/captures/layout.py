@@ -4,9 +4,9 @@ outs = lm.generate(prompts, params, capture=["resid_post.*", Capture("mlp_out.{3
 outs[0].activations["resid_post.12"]            # [positions, hidden]
 outs[0].activations.positions["resid_post.12"]  # [positions] int64, and .token_ids
 
-A `CaptureLayout` says what a request captures, and where. Requests with equal captures and prompts of one length share it. Sites
-with the same positions, dtype and reduction are a `Group`. The captured states of one position are its *record*: the states of its
-sites, concatenated, group after group. `CapturedRows` (rows.py) are the states of one request.
+A `CaptureLayout` has the captures of a request, and their places. Requests with equal captures and prompts of one length
+share it. Sites with the same positions, dtype and reduction are a `Group`. The captured states of one position are its
+*record*: the states of its sites, concatenated, group after group. `CapturedRows` (rows.py) are the states of one request.
 
 On a CPU, a pass hands the rows of each site to `CapturedRows.put`. On CUDA, kernels write records into a ring buffer
 (egress/ring.py), and `CapturedRows.copy_rows` copies them from there. Groups with a mean over prompt
@@ -65,7 +65,7 @@ class RecordKind(NamedTuple):
 
     Attributes:
         record_size: elements of a record.
-        packed_size: elements that it is packed to; 0 where it is sent as it is.
+        packed_size: elements of the packed record; 0 if it is sent unpacked.
         groups: `Group.alike` of each.
     """
 
@@ -94,7 +94,7 @@ class CaptureLayout:
         sites: all, in the order of a forward pass.
         longest: upper bound of the request's positions.
         captured: [longest] bool, positions that are captured.
-        record_sizes, sizes_to_pack: [longest] int64, elements of a position's record, where it is sent and where it is packed.
+        record_sizes, sizes_to_pack: [longest] int64, elements of a position's record that is sent, or that is packed.
         packed_sizes: [longest] int64, elements that it is packed to, without the sums.
         sums_size: elements of the sums over prompt positions.
         reads: some states are read on the device.
@@ -218,7 +218,7 @@ class CaptureLayout:
         return pending
 
     def sent_places(self, packed: bool) -> Iterator[tuple[Group, int]]:
-        """(group, its first element in what is sent of a generated position's record) of each group."""
+        """(group, first element among the values sent of a generated position's record) of each group."""
         start = 0
         for group in self.groups:
             yield group, start + group.sums_size if packed else group.offset
@@ -226,7 +226,7 @@ class CaptureLayout:
 
 
 class CaptureProgress:
-    """Progress of a request's captures. The worker's `CapturedRows` is one; the scheduler has one of its own.
+    """Progress of a request's captures: the worker's `CapturedRows`, or the scheduler's own.
 
     Attributes:
         next_position: positions before it were sent. They are not captured again when they are computed again.
@@ -243,12 +243,12 @@ class CaptureProgress:
         self.next_position = max(self.next_position, stop)
 
     def lose(self, why: str) -> None:
-        """Capture nothing any more. A second call does nothing."""
+        """Stop capturing. A second call does nothing."""
         if self.error is None:
             self.error = CaptureError(why)
 
     def first_position(self, start: int) -> int | None:
-        """The first captured position from `start` on; None for none, or where the captures are lost."""
+        """The first captured position from `start` on; None if there is none, or the captures are lost."""
         own = self.layout.captured[start:]
         return None if self.error is not None or not own.any() else start + int(own.argmax())
 
@@ -269,7 +269,7 @@ class CaptureProgress:
         return sizes
 
     def reserved_sizes(self, first: int, count: int) -> np.ndarray:
-        """[count] int64: ring elements for these positions in one pass: their records, and what they are packed to."""
+        """[count] int64: ring elements for these positions in one pass: their records, and the packed results."""
         sizes = self.record_sizes(first, count)
         if not self.packs(first) or not sizes.any():
             return sizes
@@ -284,7 +284,7 @@ class CaptureProgress:
         return 0 if first < self.next_position or self.error is not None else self.layout.record_sizes.item(first)
 
     def kind(self, first: int) -> RecordKind | None:
-        """The kind of a position's record; None where it is of its own, or the position is not captured (again)."""
+        """The kind of a position's record; None if it is unique, or the position is not captured (again)."""
         known = first >= self.layout.prompt_len and first >= self.next_position and self.error is None
         return self.layout.generated if known else None
 
@@ -308,7 +308,7 @@ def layout_of(
         readout: readout of the model, for reductions and normed sites.
 
     Raises:
-        ValueError: what `bind` refuses, or a site that is captured in two ways. One that is named twice, alike, is captured once.
+        ValueError: an error of `bind`, or a site with two different captures. Two equal captures of a site become one.
     """
     groups: dict[Any, Group] = {}
     sites: dict[str, CapturedSite] = {}
@@ -399,13 +399,13 @@ def _share(
     """Let groups that capture one state differently read the one that is stored, which `by_site` has.
 
     Raises:
-        ValueError: what is stored is not the state, or both store it.
+        ValueError: the stored value is not the state, or both store it.
     """
     stored, of_stored = by_site.setdefault(number, (group, column))
     if stored is group:
         return
     owner = stored, of_stored
-    if group.reading is None and stored.reading is not None:  # what is sent as it is stored is stored in its own place
+    if group.reading is None and stored.reading is not None:  # values sent as stored need their own place
         for other in {id(site.group): site.group for site in sites.values()}.values():
             if number in other.sites and other.reading is not None:
                 other.sources[other.sites.index(number)] = group, column

@@ -73,7 +73,7 @@ class _Transport:
         return digest.hexdigest()
 
     def check(self, site: Site, model: ModelSpec) -> None:
-        """Raise ValueError where it has no map for a site, or is for another model."""
+        """Raise ValueError if it has no map for a site, or is for another model."""
         who = type(self).__name__
         if self.width != model.hidden_size:
             raise ValueError(
@@ -104,7 +104,7 @@ class _Transport:
 
     @versioned_property
     def _on_devices(self) -> dict[torch.device, dict[int, tuple[Tensor, Tensor | None]]]:
-        """The maps on devices, where they stay: device -> layer -> (matrix, bias)."""
+        """The maps on devices, cached: device -> layer -> (matrix, bias)."""
         return {}
 
     def _on(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor | None]]:

@@ -110,7 +110,7 @@ class GroupRows:
         self._num_put[column] += int(kept)
 
     def _sent(self, column: int, states: torch.Tensor) -> np.ndarray:
-        """[n, kept width] of integers: what the device would have sent for states [n, width]."""
+        """[n, kept width] of integers: the values that the device would have sent for states [n, width]."""
         group = self.group
         if group.reading is None:
             found = group.stored(states, None if group.probes is None else group.probes.to(states.device))
@@ -158,7 +158,7 @@ class GroupRows:
         self.keep(ordinal, parts)
 
     def copy_packed(self, sent: SentRecords, first: int, sizes: np.ndarray, offset: int) -> int:
-        """Keep what `Group.pack` wrote. Returns the number of elements read."""
+        """Keep the results of `Group.pack`. Returns the number of elements read."""
         group = self.group
         summed, whole, ordinal = group.summed_and_whole(first, sizes)
         if len(summed):
@@ -235,7 +235,7 @@ class GroupRows:
         positions = group.spec.reduction.placed(torch.from_numpy(group.positions[:count].copy()))
         self.prepare(FRESH)
         assert self.rows is not None
-        if group.pool is not None:  # a result does not have the memory of what is folded
+        if group.pool is not None:  # a result does not share memory with the fold
             return self._pooled(count, arrived), positions
         self._memory.clear(self.rows, min(count, len(self.rows)))
         return self.rows if count == len(self.rows) else self.rows[:count], positions
@@ -302,12 +302,12 @@ class CapturedRows(CaptureProgress):
                 rows.put(column, position, states, integers, 0, len(states))
 
     def copy_rows(self, sent: SentRecords, first: int, sizes: np.ndarray, offset: int, packed: bool) -> None:
-        """Keep records, after `prepare`. What is kept as it was sent is there once the copies of `sent` are made.
+        """Keep records, after `prepare`. Values kept as they were sent arrive with the copies of `sent`.
 
         Args:
             first: first position.
             sizes: [positions], of `record_sizes`.
-            offset: first element of the records, or of what they are packed to.
+            offset: first element of the records, or of their packed results.
         """
         for rows in self.groups:
             if packed:
@@ -327,7 +327,7 @@ class CapturedRows(CaptureProgress):
     def settle(self, num_positions: int) -> None:
         """Keep the rows of the first `num_positions` positions, and take back those behind them, which come again.
 
-        Rows that left through the ring stay where they are until then.
+        Rows that left through the ring stay in their memory until then.
         """
         self.next_position = min(self.next_position, num_positions)
         for rows in self.groups:

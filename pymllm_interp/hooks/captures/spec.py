@@ -65,7 +65,7 @@ class Project(Reduction):
 
 @dataclass(frozen=True, eq=False)
 class Capture(PlacedSpec):
-    """Read the state, after all interventions at its site. At `logits` it is what the next token is drawn from, before penalties
+    """Read the state, after all interventions at its site. At `logits` these are the logits for sampling, before penalties
     and filters.
 
     Args:
@@ -131,7 +131,7 @@ class Capture(PlacedSpec):
         return sites
 
     def _check_ids(self, model: ModelSpec) -> None:
-        """Raise ValueError where a dtype rounds the largest id of an expert."""
+        """Raise ValueError if a dtype rounds the largest id of an expert."""
         for dtype in (model.dtype, cast(torch.dtype, self.dtype) or model.dtype):
             exact = int(2 / torch.finfo(dtype).eps)
             if model.num_experts - 1 > exact:

@@ -115,7 +115,7 @@ class DeviceTables:
         return rows if tensor.ndim == 2 else rows[0]
 
     def read_gates(self, row: int, declared: Declared) -> None:
-        """Add the fires that kernels counted in `row` to ``declared.fires``, and keep what the request's prompt decided.
+        """Add the fires that kernels counted in `row` to ``declared.fires``, and keep the decisions of the request's prompt.
 
         Waits for the device if there are gates.
         """
@@ -148,7 +148,7 @@ class DeviceTables:
                 self._in_use.discard(row)
                 continue
             self._in_use.add(row)
-            for slot, position in declared.first_fired.items():  # what was decided before a preemption
+            for slot, position in declared.first_fired.items():  # decisions from before a preemption
                 first_fired[i, slot] = int(position)
             found = self._words_of(declared)
             marks[i] = bool(len(found.op_places) or len(found.capture_places))

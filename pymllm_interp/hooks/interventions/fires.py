@@ -22,7 +22,7 @@ class Fires(dict[tuple[int, int], int | torch.Tensor]):
         self._drafted = []
 
     def settle(self, taken_back: int) -> None:
-        """Count what drafted passes fired, without the last `taken_back` rows."""
+        """Count fires of drafted passes, without the last `taken_back` rows."""
         drafted, self._drafted = self._drafted, None
         for key, fired in drafted or ():
             self.add(key, fired[: max(len(fired) - taken_back, 0)])

@@ -1,4 +1,4 @@
-"""Gates at earlier sites: what they read, the order of sites, and the flags of a pass on a CPU.
+"""Gates at earlier sites: their reads, the order of sites, and the flags of a pass on a CPU.
 
 At a gate's site a `GateRead` follows the interventions there. It changes nothing, and sets a flag. This is one of each row, or the
 first position of the prompt at which the gate fired. Interventions at later sites look at the flag. On CUDA the flags are in the
@@ -99,7 +99,7 @@ class RequestGates:
             return None
         try:
             (read,) = expand(gate.site, self._model.num_hidden_layers, self._model.family)
-            site_index(read, self._model.num_hidden_layers)  # raises where no intervention can act
+            site_index(read, self._model.num_hidden_layers)  # raises if no intervention can act
         except ValueError as error:
             raise ValueError(f"{op.name}: when: {error}") from None
         if not is_before(read, site, self._model):
@@ -149,7 +149,7 @@ def share_kernel(first: Site, second: Site, model: ModelSpec) -> bool:
     def residual_add(site: Site) -> int | None:
         number, last = site_index(site, model.num_hidden_layers), input_add(model.num_hidden_layers)
         if number > final_norm_site(model.num_hidden_layers):
-            return None  # an inner site: a kernel of its own
+            return None  # an inner site: a separate kernel
         adds_later = site.kind == "attn_out" and "resid_mid" in model.family.missing
         return min(number // 2 + adds_later, last)
 

@@ -130,7 +130,7 @@ def counted(
 ) -> torch.Tensor:
     """`reference.apply` on given vectors, with the gate's fires added to ``fires[key]``. Does not wait for the device.
 
-    `ordinals` are -1 where a gate at an earlier site does not let the op act.
+    `ordinals` are -1 if a gate at an earlier site prevents the op.
     """
     ordinals = gated(spec, rows, ordinals, vectors)
     if spec.when is not None:

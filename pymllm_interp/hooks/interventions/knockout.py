@@ -42,7 +42,7 @@ class Knockout(PlacedSpec):
         heads: Query heads; None: all.
 
     Raises:
-        ValueError: layers, positions or heads that are not what they should be.
+        ValueError: invalid layers, positions or heads.
     """
 
     layer: int | Sequence[int] | Literal["*"]

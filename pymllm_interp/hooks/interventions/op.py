@@ -80,7 +80,7 @@ class Op(PlacedSpec, ABC):
 
     Arguments of all interventions:
 
-    - `positions`: where it acts (hooks/positions.py). `missing`: what happens to positions that a prompt does not have.
+    - `positions`: positions of the op (hooks/positions.py). `missing`: handling of positions that a prompt does not have.
     - `when`: a `Gate`, which decides row by row, by the row itself or by an earlier site.
     - `heads`: the attention heads that it acts on, at `q`, `k`, `v` and `z`. It then sees only the states of these heads,
       concatenated in the order given. Its vectors have len(heads) * head_dim values, or the shape [len(heads), head_dim].
@@ -124,7 +124,7 @@ class Op(PlacedSpec, ABC):
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The new states. The caller takes the selected rows of them, and keeps the others as they were.
 
-        Each row must be computed by itself, so that its bits do not depend on its batch.
+        Each row must be computed independently, so that its bits do not depend on its batch.
 
         Args:
             x: [rows, width] float32, not to be written to.

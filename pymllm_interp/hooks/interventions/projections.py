@@ -113,8 +113,8 @@ class Clamp(Op):
         missing: "error" or "skip", for positions that a prompt does not have.
 
     Raises:
-        ValueError: an unknown site, unknown positions, or a direction that is zero or not finite. So is no bound, a bound that is
-            not finite, or ``low > high``.
+        ValueError: an unknown site, unknown positions, or a direction that is zero or not finite. Bounds are refused if both
+            are None, one is not finite, or ``low > high``.
     """
 
     site: Site | str

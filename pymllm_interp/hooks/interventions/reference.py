@@ -13,8 +13,8 @@ from .op import Op, row_dots
 def apply(op: Op, state: Tensor, ordinals: Tensor | None = None) -> Tensor:
     """`state` after `op`: computed in float32, rounded once to the state's dtype.
 
-    Each row is computed by itself, so that its bits do not depend on its batch. An ordinal, or a gate at the op's own site, selects
-    rows. Other rows keep their bits; an identity keeps all.
+    Each row is computed independently, so that its bits do not depend on its batch. An ordinal, or a gate at the op's own
+    site, selects rows. Other rows keep their bits; an identity keeps all.
 
     Args:
         state: [rows, width], of a dtype that float32 holds.
@@ -30,7 +30,7 @@ def apply(op: Op, state: Tensor, ordinals: Tensor | None = None) -> Tensor:
 
 
 def gated(op: Op, state: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-    """`ordinals` [rows], -1 where the op's gate does not fire. `vectors`: `op.vectors` on the state's device.
+    """`ordinals` [rows] with -1 for rows whose gate does not fire. `vectors`: `op.vectors` on the state's device.
 
     A gate at an earlier site is not asked: its flags are with the pass (gates.py).
     """

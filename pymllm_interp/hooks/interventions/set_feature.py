@@ -1,4 +1,4 @@
-"""`SetFeature`: change features of a sparse autoencoder, and leave what it does not reconstruct as it is."""
+"""`SetFeature`: change features of a sparse autoencoder, and keep its reconstruction error."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class SetFeature(Op):
 
     @property
     def encodes(self) -> SAE | None:
-        """The SAE, if it must encode all features to know one; None where one feature can be computed by itself."""
+        """The SAE, if it must encode all features to know one; None if one feature can be computed separately."""
         return self.sae if isinstance(self.sae, SAE) and self.sae.architecture == "topk" else None
 
     @cached_property

@@ -83,7 +83,7 @@ class Steer(Op):
 
     @cached_property
     def unit(self) -> Tensor:
-        """The vector, normalized: each row by itself."""
+        """The vector, with each row normalized."""
         return self._unit("vector")
 
     @property
@@ -93,7 +93,7 @@ class Steer(Op):
 
     @cached_property
     def addend(self) -> Tensor | None:
-        """``scale * vector``; None where the state's norm or the position matters, or with heads."""
+        """``scale * vector``; None if the result depends on the state's norm, the position or heads."""
         is_constant = self.norm == "none" and self.heads is None and self.vector.ndim == 1
         return self.scale * self.vector if is_constant else None
 

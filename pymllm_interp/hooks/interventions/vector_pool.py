@@ -13,7 +13,7 @@ from ..vectors.files import content_hash
 
 
 def num_rows(tensor: torch.Tensor, width: int) -> int:
-    """Rows of `width` numbers that a tensor [..., own width] takes, each of its own rows beginning a new one."""
+    """Number of rows of `width` numbers for a tensor [..., own width]. Each of its rows begins a new one."""
     own = tensor.shape[-1]
     return tensor.numel() // own * -(-own // width)
 

@@ -1,6 +1,6 @@
 """Reader of SAE configuration files. Returns the fields of `SAE`.
 
-Where the formats disagree:
+Differences between the formats:
 
 - The site follows from `hf_hook_name`, if there is one. SAELens calls the input of Gemma 3's transcoders `hook_mlp_in`, which in
   TransformerLens is the stream before the norm.
@@ -99,7 +99,7 @@ def of_config(config: Mapping[str, Any], tensors: dict[str, Any], factor: float 
 
 
 def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
-    """`site`, and `norm_gain` where it is False; or `no_site`, the reason why the SAE has no site."""
+    """`site`, and `norm_gain` if it is False; or `no_site`, the reason that the SAE has no site."""
     for written in (hf_name, name):
         if not written:
             continue

@@ -27,7 +27,7 @@ _RENAMED = {
     "decoder.bias": "b_dec", "decoder_linear.bias": "b_dec", "affine_skip_connection": "W_skip", "bias": "b_dec",
     "b_gate": "b_enc", "topk_threshold": "threshold",
 }  # fmt: skip
-"""Names of tensors -> ours. The first are stored transposed, as torch.nn.Linear's weights are."""
+"""Names of tensors -> names in `SAE`. The first are stored transposed, as torch.nn.Linear's weights are."""
 _TENSORS = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold", "r_mag", "b_mag", "W_skip")
 
 
@@ -171,7 +171,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _bare(tensors: Tensors) -> SAEFile:
-    """A file with nothing but tensors: what it is follows from their names."""
+    """A file with tensors only: their names determine the architecture."""
     made: dict[str, Any] = {
         "architecture": "standard",
         "subtract_b_dec": False,

@@ -41,8 +41,7 @@ class SAERegistry(MutableMapping[str, SAE]):
         """Store an SAE under `name`.
 
         Raises:
-            ValueError: an empty name, no site, a site that the model does not have, or another width than the site's. So is what
-                `SAE.load` refuses.
+            ValueError: an empty name, no site, a site that the model lacks, another width, or an error of `SAE.load`.
             FileNotFoundError: as `SAE.load`.
         """
         if not isinstance(name, str) or not name:
@@ -82,7 +81,7 @@ class SAERegistry(MutableMapping[str, SAE]):
     def resolved(self, spec: SpecT) -> SpecT:
         """A spec with SAEs on the model's device, in place of names and of SAEs elsewhere. Without SAEs it is the spec itself.
 
-        If an SAE or a lens was edited in place, the spec reads what it holds now.
+        If an SAE or a lens was edited in place, the spec reads its current values.
 
         Raises:
             ValueError: an unknown name.

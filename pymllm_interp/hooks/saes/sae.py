@@ -129,9 +129,9 @@ class SAE:
         """Read an SAE from a local file or folder. No pickle is run.
 
         Args:
-            source: a folder of SAELens (cfg.json, sae_weights.safetensors), of Gemma Scope (params.npz), of Gemma Scope 2
-                (config.json, params.safetensors) or of Llama Scope (hyperparams.json, checkpoints/final.safetensors); a file of
-                tensors (.safetensors, .npz, or .pt with tensors alone); or an SAE of the package sae_lens.
+            source: a folder of SAELens (cfg.json, sae_weights.safetensors) or Gemma Scope (params.npz). Or a folder of Gemma
+                Scope 2 (config.json, params.safetensors) or Llama Scope (hyperparams.json, checkpoints/final.safetensors). Or
+                a file of tensors (.safetensors, .npz, or .pt with tensors only), or an SAE of the package sae_lens.
             site: site that it reads, instead of the file's.
             dtype: dtype of its tensors and of `encode`; None: the file's.
             norm_scaling_factor: factor of inputs for SAELens' "expected_average_only_in". 1 if it is folded into the weights.
@@ -211,7 +211,7 @@ class SAE:
         return replace(self, site=str(site))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """The SAE on a device, and in a dtype. Itself where it is so already."""
+        """The SAE on a device, and in a dtype. Itself if nothing changes."""
         moved: dict[str, Any] = {name: tensor.to(device, dtype) for name, tensor in self.tensors()}
         if all(moved[name] is tensor for name, tensor in self.tensors()):
             return self
@@ -250,7 +250,7 @@ class SAE:
 
     @versioned_property
     def _shift(self) -> Tensor:
-        """[d_sae] float32: what is added to the products of the encoder with a whole state. Captured passes keep its address."""
+        """[d_sae] float32, added to the encoder's products with a whole state. Captured passes keep its address."""
         with torch.no_grad():
             shift = self.b_enc.to(torch.float32, copy=True)
             if self.subtract_b_dec:
@@ -259,7 +259,7 @@ class SAE:
             return kept.copy_(shift)
 
     def refresh(self) -> None:
-        """Compute anew what passes keep of it, if it was edited in place since."""
+        """Recompute the tensors that passes keep of it, if it was edited in place since."""
         self._shift  # noqa: B018
 
     def _products(self, x: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ class SAE:
         return out if self.W_skip is None else out + x.to(self.dtype) @ self.W_skip
 
     def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor | float, Tensor | float]:
-        """(normalized states, what undoes it: a factor, and a summand)."""
+        """(normalized states, inverse: a factor, and a summand)."""
         if self.normalization == "layer_norm":
             mean = x.mean(-1, keepdim=True)
             x = x - mean

@@ -1,8 +1,8 @@
 """Every name of nnsight that this package uses.
 
-The names under "documented" are nnsight's extension points. Names under "internal" are used by nnsight's own vLLM runner. Names
-under "private" may change at any time. tests/hooks/traces/test_nnsight_compat.py tests what we rely on, and fails first when
-nnsight changes.
+The names under "documented" are nnsight's extension points. Names under "internal" are used by nnsight's own vLLM runner.
+Names under "private" may change at any time. tests/hooks/traces/test_nnsight_compat.py tests every assumption, and fails
+first when nnsight changes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ with suppress(ImportError):
 # Documented.
 from nnsight import NNsightDeprecationWarning, save  # noqa: E402
 
-# Private: what nnsight puts in place of `Tensor.backward` and `Tensor.grad`, and torch's own `Tensor.backward`.
+# Private: nnsight's replacements of `Tensor.backward` and `Tensor.grad`, and torch's own `Tensor.backward`.
 from nnsight.intervention.backward import BackwardTracer  # noqa: E402
 from nnsight.intervention.backward import _backward as nnsight_backward  # noqa: E402
 from nnsight.intervention.backward import _grad_property as grad_property  # noqa: E402

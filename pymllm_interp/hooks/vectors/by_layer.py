@@ -20,14 +20,14 @@ class LayerVectors:
 
     vectors: Tensor | dict[int, Tensor]
     made_for: str = ""
-    """Fingerprint of the model that they were made with; "" where it is not recorded."""
+    """Fingerprint of the model that they were made with; "" if not recorded."""
 
     @classmethod
     def of(cls, vectors: Mapping[Any, Any], who: str, dims: Sequence[int]) -> LayerVectors:
         """Check {layer: vector}.
 
         Raises:
-            ValueError: no layers, a layer that is not a whole number, or what `checked_vector` refuses.
+            ValueError: no layers, a layer that is not an integer, or an error of `checked_vector`.
         """
         if len(vectors) > MAX_NAMED:
             raise ValueError(f"{who}: vectors of {len(vectors)} layers; at most {MAX_NAMED}")

@@ -26,7 +26,7 @@ ARCHITECTURE = "controlvector"
 GGUF_FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of the tensors of control vectors. Quantised ones would take twenty times the file's size in memory."""
 ORIGIN = ("model_hint", "model_fingerprint")
-"""Names of what files record of the model."""
+"""Names of model metadata in files."""
 TORCH_INFLATION = 2
 """Largest ratio of tensors to their .pt file, which torch does not compress. Two names may share a tensor, as tied weights do."""
 _LAYER_NAME = re.compile(r"(?:layer|direction)\.(\d+)")
@@ -164,8 +164,8 @@ def save_layer_vectors(
 
     Raises:
         ImportError: a .gguf file without the package `gguf`.
-        ValueError: another suffix, no vectors, or a vector that `checked_vector` refuses. So is a layer that is no whole number >=
-            0, and layer 0 in a .gguf file.
+        ValueError: another suffix, no vectors, a layer that is not an integer >= 0, or layer 0 in a .gguf file. Also errors
+            of `checked_vector`.
     """
     path = Path(path)
     if not vectors:

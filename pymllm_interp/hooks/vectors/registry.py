@@ -57,8 +57,8 @@ class VectorRegistry(MutableMapping[str, Named]):
         """Store a copy of a tensor, of tensors by layer, or of a file's content under `name`.
 
         Raises:
-            ValueError: an empty name, a file with several tensors that are not by layer, or a wrong width. So is a layer that the
-                model lacks, and what `checked_vector` refuses.
+            ValueError: an empty name, a file with several tensors that are not by layer, or an error of
+                `checked_vector`. Also a wrong width, or a layer that the model lacks.
             FileNotFoundError, ImportError: as `load_vector`.
         """
         if not isinstance(name, str) or not name:
@@ -82,7 +82,7 @@ class VectorRegistry(MutableMapping[str, Named]):
         self._made_for[name] = made_for
 
     def made_for(self, name: str) -> str:
-        """Fingerprint of the model that a vector was made with; "" where it is not recorded."""
+        """Fingerprint of the model that a vector was made with; "" if not recorded."""
         return self._made_for.get(name, "")
 
     def _fitting(self, source: Source, who: str) -> Tensor:

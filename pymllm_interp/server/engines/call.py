@@ -50,7 +50,7 @@ class Call:
         """The next message. The one before it was passed on to the client.
 
         Raises:
-            Exception: what the engine process answered with, or how it ended.
+            Exception: the answer of the engine process, or EngineDiedError.
         """
         if self._reading:
             self._total -= self._sizes.popleft()

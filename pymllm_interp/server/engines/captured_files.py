@@ -10,7 +10,7 @@ from ...wire.messages import CapturedStates, Finished
 
 
 def stored_states(message: Finished, store: Path) -> None:
-    """Put a file in the place of a message's captured states. Where it cannot be written, the message is a failure."""
+    """Replace a message's captured states by a file. If it cannot be written, the message becomes a failure."""
     states = message.captured
     assert states is not None and states.data is not None
     path = store / f"pymllm-interp-{os.getpid()}-{message.call}-{message.request}.safetensors"

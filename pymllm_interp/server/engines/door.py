@@ -1,10 +1,10 @@
-"""`Door`: what the HTTP process asks of an engine. Used on one event loop. There are two:
+"""`Door`: the HTTP process's interface to an engine. Used on one event loop. There are two:
 
 - `ProcessDoor` reaches one process over two Unix sockets, and starts it again when it ends. `ends.ProcessEnd` is its other end.
 - `ReplicasDoor` reaches processes that others start, by a `Link` each (TCP, keys, heartbeats). Their end is
   `fronts_end.FrontsEnd`.
 
-One process has sockets of its own. A link's keys, heartbeats and byte counts would cost each token a hop between threads.
+One process has separate sockets. A link's keys, heartbeats and byte counts would cost each token a hop between threads.
 
 A client's request is a `Call`: `open` sends its first message, `Call.next` has the answers, and `close` ends it:
 
@@ -85,7 +85,7 @@ class Door(ABC):
         """Wait until calls can be made.
 
         Raises:
-            Exception: what the model or engine raised; EngineDiedError where it just ended.
+            Exception: an error of the model or engine; EngineDiedError if it just ended.
         """
 
     async def shutdown(self) -> None:
@@ -141,7 +141,7 @@ class Door(ABC):
 
     @abstractmethod
     def was_read(self, call: Call, size: int) -> None:
-        """The client has read frames of a trace, of so many bytes."""
+        """The client has read frames of a trace, with this many bytes."""
 
     def fail_calls(self, error: EngineClosedError) -> None:
         """End all calls with an error."""
@@ -153,7 +153,7 @@ class Door(ABC):
         """The answer to a call that has one.
 
         Raises:
-            Exception: what the engine answered with.
+            Exception: the engine's answer.
         """
         return await self._answer(self.open(make))
 
@@ -180,7 +180,7 @@ class Door(ABC):
 
         Raises:
             ValueError: the engine has replicas, which load adapters when they start.
-            Exception: what the engine refuses it with.
+            Exception: the engine refuses it.
         """
         raise ValueError("replicas load their adapters when they start: name them with --lora-modules NAME=FOLDER")
 
@@ -189,7 +189,7 @@ class Door(ABC):
 
         Raises:
             ValueError: the engine has replicas, which keep their adapters.
-            Exception: what the engine refuses it with.
+            Exception: the engine refuses it.
         """
         raise ValueError(f"adapter {name!r}: replicas keep the adapters that they started with")
 
@@ -199,7 +199,7 @@ class Door(ABC):
         """Store a vector, also for the engine processes that follow. Returns its name and shape.
 
         Raises:
-            Exception: what the engine refuses it with.
+            Exception: the engine refuses it.
         """
         return await self._order(m.PutVector(0, owner, name, body, kind, time.time_ns()))
 

@@ -41,7 +41,7 @@ class LinkOwner(Protocol):
         ...
 
     async def opened(self, link: Link) -> None:
-        """The session has begun; vectors follow. Raises LinkBrokenError where the replica is refused."""
+        """Handle the begin of a session; vectors follow. Raises LinkBrokenError to refuse the replica."""
         ...
 
     def came_up(self, link: Link) -> None:
@@ -102,7 +102,7 @@ class Link:
         """Send a message. Does not wait.
 
         Raises:
-            EngineDiedError: there is no session, or the replica does not read.
+            EngineDiedError: no session is open, or the replica does not read.
         """
         if self._socket is None:
             raise EngineDiedError(f"replica {self.name} cannot be reached: {self.why_down}")
@@ -117,7 +117,7 @@ class Link:
         """The answer to a question, also before the link is up.
 
         Raises:
-            Exception: what the replica answered with, or EngineDiedError.
+            Exception: the replica's answer, or EngineDiedError.
         """
         self._own_numbers += 1
         call = Call(1 << 39 | self._own_numbers, 1 << 40)
@@ -131,7 +131,7 @@ class Link:
             self.calls.pop(call.number, None)
 
     async def order(self, order: VectorOrder) -> Any:
-        """Have the replica take an order of a vector. Returns what it answers.
+        """Have the replica take an order of a vector. Returns its answer.
 
         Raises:
             As `ask`.
@@ -203,7 +203,7 @@ class Link:
             silent = time.monotonic() - self._heard
             if silent > self._silence:
                 raise LinkBrokenError(f"it was silent for {silent:.1f} s")
-            if self._socket is not None:  # also where the replica does not read
+            if self._socket is not None:  # even if the replica does not read
                 data = encoded(m.Pulse(0, self._received))
                 self._sent += len(data)
                 self._socket.send(data)
@@ -254,5 +254,5 @@ class Link:
         """End the session for good, with its calls."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self.up = False  # it is no loss
+        self.up = False  # not a loss
         self._end(why)

@@ -5,8 +5,8 @@
 | the message loop | two questions in a row had no answer, each for half of `engine_message_seconds` |
 | a step | requests wait or run, and for `engine_step_seconds` no step, command or block of a trace has ended |
 
-A block of a trace has its own watchdog, `trace_step_timeout`, which ends its request. A step counts as stuck only where the block
-outlives that as well, as native code can.
+A block of a trace has its own watchdog, `trace_step_timeout`, which ends its request. A step counts as stuck only if the
+block outlives that as well, as native code can.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ class ProcessDoor(Door):
 
     Args:
         settings: settings of the server.
-        on_exit: called when the engine process ended by itself, before it is started again.
+        on_exit: called when the engine process ended unasked, before it is started again.
 
     Attributes:
-        starts: Class of what starts the engine process.
+        starts: class that starts the engine process.
     """
 
     starts = StartingProcess
@@ -56,7 +56,7 @@ class ProcessDoor(Door):
         self._watchers = [asyncio.create_task(self._watch()), asyncio.create_task(self._liveness.watch())]
 
     async def _disconnect(self) -> None:
-        """Close what the engine process before this one was reached by."""
+        """Close the sockets of the earlier engine process."""
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
@@ -88,7 +88,7 @@ class ProcessDoor(Door):
         ended, answered = asyncio.create_task(process.wait()), asyncio.create_task(ready.next())
         await asyncio.wait((ended, answered), return_when=asyncio.FIRST_COMPLETED)
         if not answered.done():
-            await asyncio.wait((answered,), timeout=1)  # what it said last
+            await asyncio.wait((answered,), timeout=1)  # its last message
         ended.cancel()
         if not answered.done():
             answered.cancel()
@@ -111,7 +111,7 @@ class ProcessDoor(Door):
                     (self.store / message.captured.file).unlink(missing_ok=True)  # its client is gone
 
     async def _watch(self) -> None:
-        """Tell all calls when the engine process ends; start it again, where the operator wants that."""
+        """Tell all calls when the engine process ends, and start it again if the operator wants that."""
         while not self._closing:
             assert self.process is not None
             status = await self.process.wait()
@@ -169,7 +169,7 @@ class ProcessDoor(Door):
         self._out.send(encoded(message))
 
     def kill(self) -> None:
-        """End the engine process at once. What follows is as where it ends by itself."""
+        """Kill the engine process. Its end is handled like any other."""
         if self.process is not None and self.process.returncode is None:
             self.process.kill()
 

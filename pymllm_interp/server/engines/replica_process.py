@@ -79,7 +79,7 @@ class ReplicaProcess:
         """Start the process, and wait until its model is loaded.
 
         Raises:
-            EngineError: what its model or engine raised.
+            EngineError: an error of its model or engine.
             EngineDiedError: it just ended.
         """
         own = self._settings
@@ -129,7 +129,7 @@ class ReplicaProcess:
         """The answer to a question, however long it takes.
 
         Raises:
-            Exception: what the process answered with.
+            Exception: the answer of the process.
         """
         assert self._link is not None
         while True:
@@ -165,7 +165,7 @@ class ReplicaProcess:
             self._starting.close()
         self._owned.remove()
 
-    # -- what its link tells -----------------------------------------------------------------
+    # -- callbacks of its link -----------------------------------------------------------------
 
     def vector_orders(self) -> Iterable[VectorOrder]:
         """Return no orders: fronts send them."""
@@ -175,7 +175,7 @@ class ReplicaProcess:
         """Ignore an order: fronts keep vectors."""
 
     async def opened(self, link: Link) -> None:
-        """Keep what the process says of itself."""
+        """Keep the process's description of itself."""
         assert link.ready is not None
         self.info = link.ready.info
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 RUNS = 2
 """Attempts of a request: one more if its replica ended before any output."""
 UNREAD = 4
-"""So many times `max_queued_bytes` may be on their way to a replica."""
+"""Most bytes on their way to a replica, in multiples of `max_queued_bytes`."""
 WAIT_SECONDS = 60.0
 """Seconds that a retried request waits for a replica."""
 
@@ -64,7 +64,7 @@ class ReplicatedCall(Call):
         return again and not self.shown and not self.aborted and self.runs < RUNS
 
     def again(self) -> m.ToEngine:
-        """The message for another run, with what is left of its time."""
+        """The message for another run, with the rest of its time."""
         message = copy.copy(self.message)
         if isinstance(message, m.Submit) and message.options.get("timeout") is not None:
             left = message.options["timeout"] - (time.monotonic() - self.started)
@@ -101,7 +101,7 @@ class ReplicasDoor(Door):
         """Wait for the first replica.
 
         Raises:
-            Exception: what `follow` raised before.
+            Exception: an earlier error of `follow`.
         """
         following = asyncio.create_task(self._follow(self))
         self._tasks.add(following)
@@ -172,13 +172,13 @@ class ReplicasDoor(Door):
             }  # fmt: skip
         return dict(sorted(found.items()))
 
-    # -- what links tell ---------------------------------------------------------------------
+    # -- callbacks of links ------------------------------------------------------------------
 
     def vector_orders(self) -> list[VectorOrder]:
         return self._orders.all()
 
     def learned(self, order: VectorOrder) -> None:
-        if self._orders.take(order):  # another front's: replicas that it could not reach any more need it, too
+        if self._orders.take(order):  # another front's: replicas that it cannot reach need it, too
             self._spawn(self._settle())
 
     async def opened(self, link: Link) -> None:
@@ -332,7 +332,7 @@ class ReplicasDoor(Door):
         return self._answers(dict(zip([link.name for link in links], found, strict=True)))
 
     def _answers(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The answers of replicas that live. Raises what one refused with; EngineDiedError where none is left."""
+        """The answers of live replicas. Raises a replica's refusal; EngineDiedError if no replica is left."""
         gone = EngineDiedError, TimeoutError
         left = {name: answer for name, answer in found.items() if not isinstance(answer, gone)}
         for answer in left.values():

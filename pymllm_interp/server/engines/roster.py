@@ -13,7 +13,7 @@ from ... import __version__
 
 @dataclass(frozen=True)
 class LinkKeys:
-    """The key pair of a cluster's fronts (CURVE, as Z85 text). Whoever has the secret can do what a front can."""
+    """The key pair of a cluster's fronts (CURVE, as Z85 text). The secret grants the rights of a front."""
 
     public: str
     secret: str
@@ -39,7 +39,7 @@ class Replica:
     fingerprint: str
     """Fingerprint of the weights."""
     draining: bool = False
-    """Whether it takes no more calls."""
+    """Whether it is taking no further calls."""
 
     @classmethod
     def of(cls, found: Mapping[str, Any], draining: bool = False) -> Replica:

@@ -16,7 +16,7 @@ from ...wire.messages import RunTrace, Submit
 BLOCK = 32
 """Tokens of a prompt that the key has: its first ones, which prompts with a common prefix share."""
 LOAD_FACTOR, LOAD_MARGIN = 1.1, 4
-"""The second choice takes a call where the first has more than LOAD_FACTOR times its requests, and LOAD_MARGIN more."""
+"""The second choice takes a call if the first has more than LOAD_FACTOR times its requests, and LOAD_MARGIN more."""
 
 
 def key_of(message: Submit) -> bytes:

@@ -69,7 +69,7 @@ class StartingProcess:
         self._watcher.cancel()
 
     def close(self) -> None:
-        """Let the process go; where it runs, it ends."""
+        """Let the process go; if it runs, it ends."""
         self._watcher.cancel()
         self._writer.close()
 

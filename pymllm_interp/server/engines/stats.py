@@ -7,7 +7,7 @@ from typing import Any
 
 
 def merged_stats(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`Engine.stats` of all engines as of one: numbers are added. Of anything else, the first engine's is kept.
+    """Combined `Engine.stats` of all engines: numbers are added. Other values are those of the first engine.
 
     Args:
         found: non-empty list of the engines' statistics.

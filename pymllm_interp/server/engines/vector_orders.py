@@ -19,7 +19,7 @@ class VectorOrders:
         self._newest: dict[tuple[str, str], VectorOrder] = {}
 
     def is_news(self, order: VectorOrder) -> bool:
-        """Whether the order is later than what is known of its name."""
+        """Whether the order is later than the known one of its name."""
         known = self._newest.get((order.owner, order.name))
         return known is None or _rank(order) > _rank(known)
 

@@ -158,7 +158,7 @@ def _file(name: str) -> str:
 
 
 def _add_errors(app: FastAPI, served: list[str]) -> None:
-    """Answers to what routes raise.
+    """Answers to errors of routes.
 
     Args:
         served: paths of the routes, for those who misspell one.
@@ -184,7 +184,7 @@ def _add_errors(app: FastAPI, served: list[str]) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client is gone
 
     for kind in (ValueError, TypeError, EngineClosedError):
         app.add_exception_handler(kind, refused)

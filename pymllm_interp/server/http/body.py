@@ -33,8 +33,8 @@ def parse(body: bytes) -> Any:
     """A body's JSON.
 
     Raises:
-        HTTPException: more values than are parsed, or nested too deeply.
-        json.JSONDecodeError: it is no JSON.
+        HTTPException: too many values, or nested too deeply.
+        json.JSONDecodeError: invalid JSON.
     """
     for mark, most in MAX_MARKS.items() if len(body) > SMALL else ():
         # In parts, so that other threads run between them.

@@ -22,9 +22,9 @@ from .errors import ApiError
 
 logger = logging.getLogger("pymllm_interp.server")
 BACKLOG = 256
-"""Connections that wait to be accepted. The event loop accepts so many at once, before one of them can be refused."""
+"""Connections waiting to be accepted. The event loop accepts that many at once, before it can refuse one."""
 OTHER_FILES = 256
-"""Files of the process that are no connections: of the engine's sockets, and of captured states that are read."""
+"""File descriptors reserved for engine sockets and capture files."""
 PIPELINED = 64
 """Requests that may wait behind another one of their connection."""
 SECONDS_BETWEEN_REPORTS = 60.0
@@ -33,7 +33,7 @@ LINGER_SECONDS = 1.0
 
 
 READ_SECONDS, READ_BYTES = 300.0, 1 << 16
-"""A client that is sent something reads so many bytes of it in so many seconds, or is disconnected."""
+"""A client must read this many bytes of an answer in this many seconds, or is disconnected."""
 
 
 class Resting:
@@ -68,7 +68,7 @@ class Resting:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol, with bounds on what a client sends or holds before its request is seen.
+    """uvicorn's HTTP/1.1 protocol, with bounds on the data that a client sends or holds before its request is seen.
 
     Args:
         resting: shared by all connections.
@@ -117,7 +117,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whether no request is running on the connection."""
         return self.cycle is None or self.cycle.response_complete
 
-    # -- of the parser: each says what became of the bytes that were received
+    # -- callbacks of the parser: each handles received bytes
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
@@ -170,7 +170,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._resting.remove(self)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, once the client has read what it was sent."""
+        """Close an idle connection, once the client has read everything sent."""
         super().timeout_keep_alive_handler()
         self._watch_reader()
 
@@ -193,7 +193,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _watch_reader(self) -> None:
-        """Close the connection unless its client reads in the next time what it was sent."""
+        """Close the connection unless its client reads everything sent before the timer ends."""
         self._stop_read_timer()
         size = self.transport.get_write_buffer_size()
         if size:
@@ -222,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Answer, if nothing is on its way to the client, and close the connection.
 
         Args:
-            lingers: first receive what the client is about to send: closed with bytes unread, a connection loses the answer.
+            lingers: first receive the client's pending data: closed with bytes unread, a connection loses the answer.
         """
         if self._idle and not self._over:
             body = bytes(error.response().body)

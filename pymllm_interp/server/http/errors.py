@@ -19,7 +19,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that says what was wrong.
+    """An error response.
 
     Args:
         status: HTTP status code.
@@ -67,8 +67,8 @@ def api_error(error: BaseException, refused: bool) -> ApiError:
 
 
 def _weight(error: Any) -> tuple[int, bool]:
-    """Sort key of validation errors by usefulness. Errors deep in the value come before errors of other union members,
-    and errors of a whole list come first.
+    """Sort key of validation errors: errors deep in the value are more specific than errors of other union members.
+    Errors of a list itself are preferred.
     """
     return len(error["loc"]), error["type"] == "value_error" and isinstance(error.get("input"), list)
 

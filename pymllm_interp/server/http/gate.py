@@ -1,4 +1,4 @@
-"""`RequestGate`: what every request passes before a route sees it. Keys, rights and sizes are checked before a body is read."""
+"""`RequestGate`: the checks of every request before a route sees it. Keys, rights and sizes are checked before a body is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ access_log = logging.getLogger("pymllm_interp.access")
 BODY_SECONDS, BODY_RATE = 60.0, 1 << 13
 """Seconds for the next part of a body, and the lowest rate of the whole in bytes a second. The rate has as many seconds more."""
 PART = 1 << 18
-"""Bytes of an answer that are sent at a time. A client that does not read them gets no more, and holds no copy of the rest."""
+"""Bytes of an answer that are sent at a time. A client that does not read them gets no further ones, and holds no copy."""
 MAX_RANGES = 16
 """Most ranges of a Range header. Starlette before 0.49 takes the square of their number."""
 SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"range")
@@ -178,10 +178,10 @@ def _too_large(limit: int, name: str) -> ApiError:
 
 
 class _RequestRecord:
-    """One request on its way: its status, and what is noted of it.
+    """One request in progress: its status, and data for logs.
 
     Args:
-        request_id: ours, which names what is stored of the request.
+        request_id: id made by the server, which names the request's stored data.
         given_id: the client's X-Request-Id, which is sent back and logged, and names nothing here.
 
     Attributes:

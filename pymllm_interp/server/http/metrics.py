@@ -126,7 +126,7 @@ class CallMetrics:
         metrics: metrics that count them.
         started: `time.perf_counter()` at which the call's HTTP request arrived.
         prompt_tokens: length of each request's prompt.
-        generated: is told of new tokens.
+        generated: called with the number of new tokens.
         spans: records each request's span; None without tracing.
     """
 
@@ -189,7 +189,7 @@ class CallMetrics:
             add("request_time_per_output_token_seconds", decode / (total - 1))
 
     def close(self) -> None:
-        """The call is over. What has not ended was aborted."""
+        """End the call. Requests that have not ended were aborted."""
         self._metrics.ends["abort"] += len(self._left)
         if self._spans is not None:
             for request in self._left:

@@ -32,9 +32,9 @@ _parent: ContextVar[Context | None] = ContextVar("parent", default=None)
 
 
 class Spans:
-    """Sends a span for each request that ends, by OTLP over HTTP, on a thread of its own.
+    """Sends a span for each request that ends, by OTLP over HTTP, on its own thread.
 
-    Nothing here waits for the endpoint: spans are queued, and dropped where the queue is full.
+    Nothing here waits for the endpoint: spans are queued, and dropped if the queue is full.
 
     Args:
         endpoint: URL of the receiver, such as "http://localhost:4318/v1/traces".
@@ -65,7 +65,7 @@ class Spans:
         return CallSpans(self._tracer, models, started, _parent.get())
 
     def close(self) -> None:
-        """Send what waits, for a short time at most."""
+        """Send queued spans, for a short time at most."""
         sending = Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(END_SECONDS)

@@ -1,4 +1,4 @@
-"""`ServerState`: what the routes of the HTTP process share."""
+"""`ServerState`: state shared by the routes of the HTTP process."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class ServerState:
 
     Args:
         settings: settings of the server.
-        engine: makes the engine, from the settings and a function that is called when it ended by itself.
+        engine: makes the engine, from the settings and a function that is called when it ended unasked.
 
     Attributes:
         callers: number of a call that clients may abort -> name of its client.
         threads: threads for work on texts, shared fairly by client name.
-        draining: the server is ending, and takes no more requests.
+        draining: whether the server is ending, and refuses new requests.
     """
 
     def __init__(self, settings: ServeSettings, engine: MakeEngine) -> None:
@@ -145,7 +145,7 @@ class ServerState:
     def call_metrics(
         self, started: float, prompt_tokens: Sequence[int], n: Sequence[int], lora: Sequence[str | None] | None = None
     ) -> CallMetrics:
-        """Count an accepted call, and what becomes of its requests.
+        """Count an accepted call, and the ends of its requests.
 
         Args:
             started: `time.perf_counter()` at which its HTTP request arrived.
@@ -200,7 +200,7 @@ def require_operator(request: Request) -> Client:
     """The client, if it is an operator.
 
     Raises:
-        ApiError: the client is no operator.
+        ApiError: the client is not an operator.
     """
     client = client_of(request)
     if not client.operator:
@@ -217,7 +217,7 @@ def check_priority(client: Client, priorities: Iterable[int]) -> None:
     """Refuse to let a client with the right `plain` go before others.
 
     Raises:
-        ApiError: a priority below 0, which is everybody's.
+        ApiError: a priority below 0, which affects all clients.
     """
     first = min(priorities, default=0)
     if first < 0 and client.trust < Trust.DECLARED:

@@ -15,7 +15,7 @@ THREADS, THREADS_EACH = 4, 2
 
 
 class FairThreads:
-    """Reads, renders and tokenizes what clients send, off the event loop.
+    """Reads, renders and tokenizes clients' texts, off the event loop.
 
     Args:
         count: Number of threads.
@@ -30,8 +30,8 @@ class FairThreads:
         """Turns that clients wait for, the client that comes next first."""
 
     async def run(self, client: str, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The result of `work(*args, **kwargs)` on a thread. Work that has begun is not interrupted where the caller is cancelled,
-        and holds its thread until it ends.
+        """The result of `work(*args, **kwargs)` on a thread. Started work is not interrupted if the caller is cancelled, and
+        holds its thread until it ends.
         """
         loop = asyncio.get_running_loop()
         await self._turn(client)

@@ -1,4 +1,4 @@
-"""API keys, and what their holders may do."""
+"""API keys, and the permissions of their holders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import IntEnum
 from pathlib import Path
 
 ANYBODY = "anybody"
-"""The name of clients without a key, where there are no keys."""
+"""The name of clients without a key, if the server has no keys."""
 STRANGERS = "strangers"
 """The name of those among them that are not this machine's user."""
 
@@ -45,7 +45,7 @@ class Client:
     """The sender of a request. Clients of one name share their vectors and limits.
 
     Attributes:
-        operator: may do what all clients feel. No level of trust includes it.
+        operator: may do what affects all clients. No level of trust includes it.
     """
 
     name: str

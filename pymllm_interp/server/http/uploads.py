@@ -1,4 +1,4 @@
-"""`Uploads`: vectors on their way to the server count like stored ones. So many uploads at once stay within the limits."""
+"""`Uploads`: counts vectors on their way to the server like stored ones, so that concurrent uploads stay within the limits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Uploads:
             self._running.discard(upload)
 
     async def body(self, upload: Upload, request: Request) -> bytes:
-        """Read the body. What it announces is reserved first; what it does not announce, as it comes.
+        """Read the body. Its announced size is reserved first; unannounced bytes as they come.
 
         Raises:
             ApiError: the owner's vectors would be larger than they may.

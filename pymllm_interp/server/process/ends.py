@@ -27,7 +27,7 @@ class DoorEnd(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what waits, and end."""
+        """Send queued messages, and end."""
         ...
 
 

@@ -27,7 +27,7 @@ def _load_adapters(served: ServedModel, adapters: dict[str, str], restarted: boo
     """Load the operator's adapters.
 
     Args:
-        restarted: an adapter that cannot be loaded any more is left out.
+        restarted: omit adapters that can no longer be loaded.
 
     Raises:
         AdapterError: one cannot be loaded.
@@ -83,7 +83,7 @@ def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
         served.engine.shutdown()
         outbox.close()
         end.close()
-        gc.unfreeze()  # what is frozen is never freed, and nanobind's modules report that as leaks at the end
+        gc.unfreeze()  # frozen objects are never freed, and nanobind's modules report that as leaks at the end
 
 
 def run(settings: dict[str, Any], lifeline: Lifeline) -> None:

@@ -79,7 +79,7 @@ class EngineServer:
         }
 
     def handle(self, message: m.ToEngine) -> None:
-        """Answer a message. What it raises is the answer. What takes long is left to other threads."""
+        """Answer a message. An error is the answer. Slow work is left to other threads."""
         self._answer(self._handlers[type(message)], message)
 
     def _answer(self, handler: Callable[[Any], Any], message: Any) -> None:
@@ -129,7 +129,7 @@ class EngineServer:
 
     def _compile(self, message: m.Submit, stored: Future[None] | None) -> None:
         """Have the grammars of a call compiled, and the call submitted then. No submitter waits for them."""
-        with contextlib.suppress(TypeError, ValueError):  # `_serve` answers with what is wrong
+        with contextlib.suppress(TypeError, ValueError):  # `_serve` answers with the error
             found = [
                 StructuredOutputs.of(given.get("structured_outputs")) for given in message.params if given is not None
             ]
@@ -167,7 +167,7 @@ class EngineServer:
             raise
 
     def _check_sizes(self, message: m.Submit, max_model_len: int) -> None:
-        """Refuse what is larger than it can be, before it is walked."""
+        """Refuse a message beyond its size limits, before it is walked."""
         for i, ids in enumerate(message.prompts):
             if len(ids) > max_model_len:
                 what = (message.names or names_of(message.prompts))[i]
@@ -288,7 +288,7 @@ def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
 
 
 def _for_each(given: list[Any], prompts: list[Any]) -> list[Any]:
-    """One entry for each prompt, where there may be one for all."""
+    """One entry for each prompt, from a list that may have one for all."""
     return given * len(prompts) if len(given) == 1 else given
 
 

@@ -33,7 +33,7 @@ EVERYBODY = 0
 AT_ONCE = 256
 """Messages that are taken from one socket before the other is looked at."""
 BUFFERED = 16
-"""A session ends where so many times `queued_bytes` were sent to its front, and not received."""
+"""A session ends if this multiple of `queued_bytes` was sent to its front, and not received."""
 
 
 @dataclass
@@ -216,11 +216,11 @@ class FrontsEnd:
     def _refuse(self, identity: bytes, why: str) -> None:
         try:
             self._router.send_multipart([identity, m.encoder.encode([m.Gone(0, why)])], zmq.NOBLOCK)
-        except zmq.ZMQError:  # nobody is there
+        except zmq.ZMQError:  # no front is connected
             pass
 
     def close(self) -> None:
-        """Send what waits for a second, and end."""
+        """Send queued messages for a second, and end."""
         while self._in.poll(0):
             number, data = self._in.recv_multipart()
             if (identity := self._identities.get(int(number))) is not None:

@@ -49,7 +49,7 @@ class Lifeline:
         return line.decode()
 
     def remove_at_end(self, folder: str) -> None:
-        """Remove a folder of the parent's where the parent ends first."""
+        """Remove a folder of the parent's if the parent ends first."""
         self._folder = folder
 
     def _watch(self) -> None:

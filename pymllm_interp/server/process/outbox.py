@@ -1,4 +1,4 @@
-"""`Outbox`: messages on their way from the engine process, and what turns an engine's events into them."""
+"""`Outbox`: outgoing messages of the engine process, and their conversion from an engine's events."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Sends messages in order, from a thread of its own. All that have come since the last time leave together.
+    """Sends messages in order, from its own thread. All that have come since the last time leave together.
 
     Args:
         send: passes messages on to the HTTP process.
         store: folder for captured states that are too large for a message.
         inline_bytes: captured states up to this size travel in the message.
-        replica: name of the replica, for receipts; empty where there is one engine only.
+        replica: name of the replica, for receipts; empty with one engine only.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: FromEngine | Callable[[], FromEngine | None]) -> None:
-        """Send a message, or what a function makes of it on the outbox's thread. Does not wait."""
+        """Send a message, or the result of a function called on the outbox's thread. Does not wait."""
         self._waiting.put(message)
 
     def close(self) -> None:
-        """Send what waits, and end."""
+        """Send queued messages, and end."""
         self._writers.shutdown()
         self._waiting.put(None)
         self._thread.join()
@@ -81,7 +81,7 @@ class Outbox:
         return receipt_to_json(receipt)
 
     def finish(self, message: Finished, found: Activations | None) -> Finished | None:
-        """The last message of a request with its captured states; None where a file is written first."""
+        """The last message of a request with its captured states; None if a file is written first."""
         if found is None or not found:
             return message
         try:
@@ -100,7 +100,7 @@ class Outbox:
         try:
             found.save(path)
             message.captured = CapturedStates(path.stat().st_size, _shapes(found), file=path.name)
-        except Exception as error:  # safetensors has an error of its own for a full disk
+        except Exception as error:  # safetensors has a special error for a full disk
             path.unlink(missing_ok=True)
             _without_states(message, OSError(f"the captured states could not be stored: {error}"))
         self.put(message)

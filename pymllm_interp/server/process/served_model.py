@@ -1,4 +1,4 @@
-"""`ServedModel`: what a server serves, with named vectors for each of its clients."""
+"""`ServedModel`: the model of a server, with named vectors for each of its clients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class ServedModel(ClientModel):
     """The served counterpart of `LM`: the same backend, with a request factory for each owner of named vectors.
 
     Args:
-        model, server: configuration, as of `LM`.
-        shared_prefix_cache: whether owners share KV. If not, none can learn from `cached_tokens` or times what others asked.
-        vllm: arguments of vLLM, where it is the engine; None: our own.
+        model, server: configuration, see `LM`.
+        shared_prefix_cache: whether owners share KV. If not, `cached_tokens` and times tell an owner nothing of others'
+            prompts.
+        vllm: arguments of vLLM, if it is the engine; None: the native engine.
     """
 
     backend: FactoryBackend

@@ -1,7 +1,7 @@
-"""`TraceRuns`: the traces of clients, each on a thread of its own, as a local program's would be.
+"""`TraceRuns`: the traces of clients, each on its own thread, like a local program's.
 
-The blocks run on the engine's thread, as always, where the watchdog ends those that hang. What stands around them runs here: the
-payload is read, invokes are collected, sessions are run. All of it is arbitrary Python, which a limit of seconds ends, too.
+The blocks run on the engine's thread, as always, where the watchdog ends those that hang. The code around them runs here:
+reading the payload, collecting invokes, running sessions. All of it is arbitrary Python, which a limit of seconds ends, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TraceRun:
         self._requests += [request.request_id for request in requests]
 
     def send(self, size: int, wait: bool) -> None:
-        """Count a result of so many bytes; with `wait`, once its client has read enough of those before it."""
+        """Count a result with this many bytes; with `wait`, once its client has read enough of earlier ones."""
         with self._read:
             while wait and self._unread and self._unread + size > self._limit and not self._posted:
                 self._read.wait(WAKE_SECONDS)  # between two waits it can be ended
@@ -84,7 +84,7 @@ class TraceRun:
         self._abort(list(self._requests))
 
     def leave(self) -> None:
-        """The thread is done. What was posted to it arrives here, if not before."""
+        """Finish on the thread. An error posted to it arrives here at the latest."""
         with self._lock:
             self._over = True
         try:
@@ -131,7 +131,7 @@ class TraceRuns:
             run.was_read(message.size)
 
     def abort(self, call: int) -> None:
-        """End a trace whose client is gone."""
+        """End a trace without a client."""
         if (run := self._runs.get(call)) is not None:
             run.end()
 
@@ -260,7 +260,7 @@ class _Named:
         self._tracers: dict[str, Any] = {}
 
     def model(self, number: int) -> ServedModel:
-        """The client's model of this number: each has persistent edits of its own."""
+        """The client's model of this number, with its own persistent edits."""
         if number not in self._models:
             sent = None if self._run is None else self._run.sent
             self._models[number] = self._root.of(self._owner, [], sent)

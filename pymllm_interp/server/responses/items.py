@@ -98,14 +98,14 @@ PARTS = ("input_text", "output_text", "refusal", "reasoning_text", "summary_text
 
 
 def served_items(items: Sequence[Any]) -> list[Any]:
-    """Items with their types, where a message leaves its own out.
+    """Items with their types, which messages may omit.
 
     Raises:
         ValueError: a type that is not served, by its place and name.
     """
     found: list[Any] = []
     for i, item in enumerate(items):
-        if not isinstance(item, Mapping):  # the first wrong item is the one that is told
+        if not isinstance(item, Mapping):  # errors name the first wrong item
             return [*found, item]
         kind = item.get("type", "message")
         if kind == "item_reference":
@@ -119,7 +119,7 @@ def served_items(items: Sequence[Any]) -> list[Any]:
 
 
 def _check_parts(where: str, parts: Any) -> None:
-    """Refuse parts by their types, up to the first one that is no object."""
+    """Refuse parts by their types, up to the first one that is not an object."""
     for part in parts if isinstance(parts, list) and len(parts) <= MAX_MESSAGES else ():
         if not isinstance(part, Mapping):
             return
@@ -143,7 +143,7 @@ def item_of(item: dict[str, Any]) -> MessageItem | CallItem | ReasoningItem:
 def messages_of(
     before: Sequence[dict[str, Any]], items: Iterable[MessageItem | CallItem | CallOutputItem | ReasoningItem]
 ) -> list[dict[str, Any]]:
-    """The messages of some items. What one answer had (reasoning, text, calls) is one message.
+    """The messages of some items. The items of one answer (reasoning, text, calls) become one message.
 
     Args:
         before: messages of the conversation so far.

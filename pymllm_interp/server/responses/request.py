@@ -88,7 +88,7 @@ class ResponsesRequest(SharedRequest):
 
     @classmethod
     def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Refuse by name what is not served."""
+        """Refuse unsupported fields by name."""
         items, tools, include = given.get("input"), given.get("tools"), given.get("include")
         if isinstance(tools, list):
             _check_types("tools", tools[:MAX_TOOLS])

@@ -162,7 +162,7 @@ class ResponseWork(Work):
         return await self._completed()
 
     async def _completed(self) -> dict[str, Any]:
-        """The response with its usage. It is kept, where it is to be."""
+        """The response with its usage. It is stored if requested."""
         response = self._format.response
         await self._format.take_usage(self._prompts, self._ends)
         if response["store"]:

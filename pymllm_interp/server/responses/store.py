@@ -35,8 +35,8 @@ class Kept:
 class ResponseStore:
     """Responses of all keys, in memory. Each key has its own, and sees no other's.
 
-    Where a limit is reached, the oldest responses of the key are forgotten. Where all keys together hold too much,
-    the key that holds most loses its oldest.
+    At a key's limit, its oldest responses are dropped. If all keys together hold too much, the key that holds most loses its
+    oldest.
 
     Args:
         limits: count and bytes of a key's, bytes of all, and how long they are kept.
@@ -61,7 +61,7 @@ class ResponseStore:
         return sum(map(len, self._kept.values()))
 
     def keep(self, owner: str, name: str, response: bytes, messages: bytes) -> bool:
-        """Keep a response. False: it is larger than what is kept of a key, or of all."""
+        """Keep a response. False: it exceeds the limit of a key, or of all."""
         self.sweep()
         limits = self._limits
         kept = Kept(response, messages, self._now() + limits.response_seconds, False)
@@ -87,7 +87,7 @@ class ResponseStore:
             param: field of the request that names it.
 
         Raises:
-            ApiError: no such response, any more or of this owner.
+            ApiError: an unknown or expired response, or another owner's.
         """
         self.sweep()
         kept = self._kept.get(owner, {}).get(name)
@@ -108,7 +108,7 @@ class ResponseStore:
         """Forget a response of an owner.
 
         Raises:
-            ApiError: there is no such response.
+            ApiError: an unknown response.
         """
         self.find(owner, name)
         if name in self._kept.get(owner, {}):
@@ -127,7 +127,7 @@ class ResponseStore:
         self._cards.sweep()
 
     def sweep(self) -> None:
-        """Forget what is too old."""
+        """Delete expired responses."""
         now = self._now()
         for owner in list(self._kept):
             while owner in self._kept and next(iter(self._kept[owner].values())).expires <= now:

@@ -75,7 +75,7 @@ class Generation:
             more: further fields of `messages.Submit`.
 
         Raises:
-            Exception: what the engine refuses them with.
+            Exception: the engine refuses them.
         """
         given = [prompt.params for prompt in prompts]
         if all(params is given[0] for params in given):
@@ -123,7 +123,7 @@ class Generation:
         return self._left > 0
 
     def close(self) -> None:
-        """End what still runs. Called in any case."""
+        """End running completions. Called in any case."""
         self._engine.close(self._call, abort=self._left > 0)
 
 

@@ -1,4 +1,4 @@
-"""Routes of our own: capabilities, vectors, captured states, and what `LM.connect` uses."""
+"""Native routes: capabilities, vectors, captured states, and the routes that `LM.connect` uses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def interp_routes(state: ServerState) -> APIRouter:
 
     @router.get("/v1/interp/capabilities")
     async def capabilities(request: Request) -> dict[str, Any]:
-        """The model, its sites, ops, limits, how hooks run, and what this key may do."""
+        """The model, its sites, ops, limits, execution of hooks, and the permissions of this key."""
         client = client_of(request)
         info = dict(state.info)
         info["adapters"] = state.engine.adapters
@@ -288,7 +288,7 @@ async def _traced(state: ServerState, client: Client, payload: bytes) -> AsyncIt
                     yield framed(b'{"type":"done"}', b"")
                     continue
                 yield frame_start(message.header, len(message.body))
-                for start in range(0, len(message.body), PART):  # so that a slow client holds what follows
+                for start in range(0, len(message.body), PART):  # so that a slow client delays the following frames
                     yield message.body[start : start + PART]
                 state.engine.was_read(call, len(message.body))
     except Exception as error:

@@ -55,7 +55,7 @@ class Format:
         return {"id": self.id, "object": object_, "created": self.created, "model": self.name, "choices": choices}
 
     def choice(self, index: int, prompt: Prompt, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
-        """A choice, or what a chunk has of it."""
+        """A choice, or a chunk's part of it."""
         text, ids, logprobs = piece.text, list(piece.token_ids), list(piece.logprobs)
         echoed = self.echo and first
         if echoed:
@@ -77,7 +77,7 @@ class Format:
         return found
 
     def _message(self, index: int, prompt: Prompt, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
-        """The message of a choice, or what a chunk adds to it."""
+        """The message of a choice, or a chunk's delta of it."""
         if self._parser is None:
             return {"role": "assistant", "content": piece.text} if first else {"content": piece.text}
         parser = self._messages.get(index)
@@ -161,7 +161,7 @@ class Format:
     def _top_words(self, token: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
         """Text -> log probability. Of two tokens with one text, the token itself has it, else the likelier one.
 
-        The other's key is `token_id:ID`, as vLLM writes a token that has no text of its own.
+        The other's key is `token_id:ID`, as vLLM writes a token without text.
         """
         found: dict[str, float] = {}
         for other in sorted(entry, key=lambda t: (t != token, entry[t].rank)):
@@ -207,7 +207,7 @@ class TextSoFar:
         if self._detokenizer.push([token]):
             self._parts.reset()
             self._held = 0
-        elif not is_text(own):  # the detokenizer holds parts of characters back, and what turned out to be none
+        elif not is_text(own):  # the detokenizer holds parts of characters back, and invalid ones
             self._held += len(self._parts.decode(own))
         return start
 

@@ -32,7 +32,7 @@ from .prompt_text import check_length, check_tokens, last_part
 
 T = TypeVar("T")
 COMPLETION_TOKENS = 16
-"""OpenAI's default length of a completion; a chat's is what the context holds."""
+"""OpenAI's default length of a completion; a chat's is the rest of the context."""
 FEW_POSITIONS = 16
 """Most positions with log probabilities that are written on the event loop."""
 DONE = b"data: [DONE]\n\n"
@@ -222,7 +222,7 @@ async def answer(state: ServerState, request: Request, work: Work) -> Response:
     state.metrics.totals["hooked_requests"] += work.body.hooked
     if work.body.stream:
         stream = work.stream()
-        first = await anext(stream)  # what the engine refuses is an answer of its own
+        first = await anext(stream)  # an engine's refusal is a response without a stream
         return StreamingResponse(
             _chained(first, stream), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -292,7 +292,7 @@ class Work:
         return piece.prompt * self._n + piece.sample
 
     async def _choice(self, piece: CompletionPiece, chunk: bool) -> dict[str, Any]:
-        """A choice, or what a chunk has of it. Many log probabilities are written on a thread."""
+        """A choice, or a chunk's part of it. Many log probabilities are written on a thread."""
         index, end = self._index(piece), piece.end
         if end is not None and end.captured is not None:
             self._format.keep_activations(index, end.captured)

@@ -1,4 +1,4 @@
-"""Orders of vectors and adapters: what the engine answers, within a limit of time."""
+"""Orders of vectors and adapters: the engine's answers, within a time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _late: set[asyncio.Future[Any]] = set()
 async def taken(state: ServerState, order: Awaitable[Any]) -> Any:
     """The engine's answer to an order.
 
-    A late order is not cancelled, so this process still learns what the engine stored.
+    A late order is not cancelled, so this process still learns the engine's stored state.
 
     Raises:
         ApiError: the engine refuses it, or does not answer within `order_seconds`.
@@ -39,4 +39,4 @@ async def taken(state: ServerState, order: Awaitable[Any]) -> Any:
 def _forget(task: asyncio.Future[Any]) -> None:
     _late.discard(task)
     if not task.cancelled():
-        task.exception()  # told to nobody: the client has its answer
+        task.exception()  # ignored: the client has its answer

@@ -118,7 +118,7 @@ def without_neutral(given: Mapping[Any, Any], known: Iterable[str], refusals: Ma
         refusals: fields of other servers.
 
     Raises:
-        ValueError: a refused field would change something; the message says what serves in its place.
+        ValueError: a refused field would change something; the message has the alternative.
     """
     found, kept = {}, frozenset(known)
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""Routes of vLLM, OpenAI and others that this server does not have: each is answered with what serves instead."""
+"""Routes of vLLM, OpenAI and others that this server lacks: each is answered with the alternative."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ ROUTES: dict[str, str] = {
     # other servers'
     **dict.fromkeys(("/generate", "/generate_stream", "/completion", "/infill", "/api/{rest:path}"), _OTHERS),
 }  # fmt: skip
-"""Path of another server's route, as a template -> why not, and what serves instead."""
+"""Path of another server's route, as a template -> reason and alternative."""
 
 
 def refused_routes() -> APIRouter:

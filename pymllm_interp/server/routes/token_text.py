@@ -1,4 +1,4 @@
-"""Single tokens as text and bytes. A token may be a part of a character, which has no text of its own."""
+"""Single tokens as text and bytes. A token may be a part of a character, which is not text."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _name(quoted: str) -> str | None:
-    """The name that a JSON string says; None where it says none."""
+    """The name in a JSON string, or None."""
     try:
         name = json.loads(quoted)
     except ValueError:
@@ -39,7 +39,7 @@ class JsonCall:
         self.done = self.begun = self.failed = False
         self._object, self._arguments = JsonEnd(), JsonEnd()
         self._open = False  # its arguments are not complete
-        self._plain = False  # its fields come in another order, or its name is no JSON
+        self._plain = False  # its fields come in another order, or its name is not JSON
 
     def push(self, text: str) -> list[Part]:
         """Parse more text."""
@@ -67,7 +67,7 @@ class JsonCall:
         return parts
 
     def _whole(self) -> list[Part]:
-        """The call of an object with its fields in another order; none where it is no call."""
+        """The call of an object with its fields in another order, if it is a call."""
         try:
             found = json.loads(self.raw)
         except (ValueError, RecursionError):

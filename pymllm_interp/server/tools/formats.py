@@ -92,7 +92,7 @@ REASONING = ("qwen3", "deepseek_r1", "openai_gptoss")
 def behind_reasoning(
     form: dict[str, Any], reasoning: str | None, inside: bool, answer: bool = False
 ) -> StructuredOutputs:
-    """A form of what follows the reasoning, which is free.
+    """A structured output after the reasoning, which is free text.
 
     Args:
         form: a structural tag's format.

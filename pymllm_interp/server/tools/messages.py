@@ -38,7 +38,7 @@ class MessageParser:
         """The parts of more text.
 
         Args:
-            ended: no more follows.
+            ended: whether this is the last text.
         """
         first = [Part("content", text)] if self._thoughts is None else self._thoughts.push(text)
         if ended and self._thoughts is not None:

@@ -1,4 +1,4 @@
-"""Parts of an assistant's text, and what looks for marks in a text that is still growing."""
+"""Parts of an assistant's text, and the search for marks in a text that is still growing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TextParser(Protocol):
         ...
 
     def end(self) -> list[Part]:
-        """The rest, where the text has ended."""
+        """The rest, when the text has ended."""
         ...
 
 
@@ -45,7 +45,7 @@ class SteppedParser(ABC):
 
     @abstractmethod
     def _step(self, parts: list[Part]) -> bool:
-        """Take what can be taken of the text; whether more may follow."""
+        """Parse as much of the text as possible. Returns whether to call it again."""
 
     @abstractmethod
     def end(self) -> list[Part]: ...
@@ -54,7 +54,7 @@ class SteppedParser(ABC):
 def before_mark(text: str, marks: Sequence[str]) -> tuple[str, str | None, str]:
     """The text before the first of the marks, the mark, and the text behind it.
 
-    Without a mark: the text that is no part of one, None, and the rest. The rest may be the beginning of a mark.
+    Without a mark: the text outside of any mark, None, and the rest. The rest may be the beginning of a mark.
     """
     places = [(text.find(mark), mark) for mark in marks if mark in text]
     if places:

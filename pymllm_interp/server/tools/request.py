@@ -1,4 +1,4 @@
-"""Tools of a chat request, and what it asks of their calls."""
+"""Tools of a chat request, and its requirements of their calls."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ToolPlan:
         return self.reasoning is not None or (self.tool_format is not None and TOOL_FORMATS[self.tool_format].special)
 
     def form(self, asked: StructuredOutputs | None) -> StructuredOutputs | None:
-        """The form of the text: calls that must come, or what is asked for behind the reasoning.
+        """The structured output of the text: required calls, or the requested one after the reasoning.
 
         Raises:
             PromptError: both.
@@ -116,7 +116,7 @@ class ToolPlan:
         """
         opened = (
             (prompt or "").rstrip().endswith("<think>")
-        )  # the form says whether reasoning comes, where there is one
+        )  # a structured output decides, if there is one, whether reasoning comes
         inside = self.inside or (opened and not self._formed)
         names = [function.name for function in self.functions]
         return MessageParser(self.tool_format, names, self.reasoning, inside, self.several)

@@ -17,7 +17,7 @@ TAKEN = {
 }  # fmt: skip
 """Fields of `ServerConfig` that mean something to this engine. Others must have their defaults."""
 OWN = ("model", "worker_cls", "additional_config", "tokenizer", "worker_extension_cls")
-"""Arguments of vLLM's that are ours to set."""
+"""Arguments of vLLM that this package sets."""
 
 
 def engine_arguments(
@@ -29,7 +29,7 @@ def engine_arguments(
         given: vLLM's own, which come last.
 
     Raises:
-        TypeError: a setting of our own engine, or one that is ours to set.
+        TypeError: a setting of the native engine, or an argument that this package sets.
         ValueError: weights that are not in a folder.
     """
     default = ServerConfig()

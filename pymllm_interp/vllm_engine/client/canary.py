@@ -1,6 +1,6 @@
-"""The canary: one steered request must change the state, before the engine is given to anybody.
+"""The canary: one steered request must change the state, before the engine is returned.
 
-vLLM keeps compiled code of models on the disk. If it ever ran code without our op, requests would be unsteered in silence.
+vLLM keeps compiled code of models on the disk. If it ever ran code without the op, requests would be unsteered in silence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`VllmCore`: vLLM's own asynchronous engine, on a loop and a thread of ours, and its ranks."""
+"""`VllmCore`: vLLM's own asynchronous engine, on a separate loop and thread, and its ranks."""
 
 from __future__ import annotations
 

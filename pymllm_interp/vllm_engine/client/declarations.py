@@ -1,4 +1,4 @@
-"""`VllmDeclarations`: our checks of interventions and captures, with what vLLM's kernels cannot do refused by name."""
+"""`VllmDeclarations`: the checks of interventions and captures. Those without kernels in vLLM are refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class VllmDeclarations(Declarations):
         """Check and bind a request's hooks, see `Declarations.declare`.
 
         Raises:
-            ValueError: likewise, and what needs attention's kernels, a head that is split over ranks, or a larger ring.
+            ValueError: likewise. Also specs that need attention's kernels, a head that is split over ranks, or a larger ring.
         """
         for spec in specs:
             if isinstance(spec, Knockout):

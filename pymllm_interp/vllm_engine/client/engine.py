@@ -1,4 +1,4 @@
-"""`VllmRequestEngine`: runs our requests in vLLM. A `client.handle.RequestEngine`."""
+"""`VllmRequestEngine`: runs requests in vLLM. A `client.handle.RequestEngine`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class VllmRequestEngine:
 
     Args:
         core: vLLM.
-        declarations: releases what requests hold.
+        declarations: releases the resources of requests.
 
     Attributes:
         num_events: answers of vLLM, for `progress`.
@@ -113,9 +113,9 @@ class VllmRequestEngine:
         self._callbacks.put(self, function)
 
     def stats(self) -> dict[str, Any]:
-        """Counters with our own engine's names, as far as vLLM tells them.
+        """Counters with the native engine's names, as far as vLLM has them.
 
-        `free_kv_tokens` is what live requests leave of the pool if each comes to its last token.
+        `free_kv_tokens` is the part of the pool that live requests leave free if each comes to its last token.
         """
         self.check_open()
         first = self.core.wait(self.core.call_async("interp_stats"), STATS_SECONDS)[0]
@@ -244,7 +244,7 @@ class VllmRequestEngine:
         one.sent = True
         finished = False
         try:
-            if one.reason is not None:  # somebody asked for its end meanwhile
+            if one.reason is not None:  # its end was requested meanwhile
                 await self._abort_in_vllm(one)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
@@ -264,7 +264,7 @@ class VllmRequestEngine:
         await self.core.llm.abort(one.request.request_id)
 
     def _take(self, one: _Live, output: Any) -> str | None:
-        """Append what vLLM sent to the request; the reason to end, or None."""
+        """Append vLLM's output to the request. Returns the reason to end, or None."""
         request, (completion,) = one.request, output.outputs
         tokens = list(completion.token_ids)
         if output.num_cached_tokens is not None and not request.output_token_ids:
@@ -294,7 +294,7 @@ class VllmRequestEngine:
         return "stop" if completion.finish_reason == "stop" else str(completion.finish_reason)
 
     async def _answer(self, one: _Live) -> None:
-        """Fetch what was captured, and emit the last event."""
+        """Fetch the captures, and emit the last event."""
         request = one.request
         try:
             if request.declared is not None:

@@ -39,9 +39,9 @@ class ResultsLink:
         threading.Thread(target=self._read, name="pymllm-interp-vllm-results", daemon=True).start()
 
     def ask(self, end: RequestEnd, arrived: Callable[[Any], None]) -> None:
-        """Have `arrived` called with a `RankResult`, None where the rank never met the request, or an exception.
+        """Have `arrived` called with a `RankResult`, None if the rank never met the request, or an exception.
 
-        Called on the loop. What is asked for until the loop turns is one message.
+        Called on the loop. All requests of one turn of the loop are one message.
         """
         with self._lock:
             self._waiting[end.request_id] = arrived
@@ -51,7 +51,7 @@ class ResultsLink:
             self._soon(self._send)
 
     def close(self) -> None:
-        """End the connection; what waits gets an error."""
+        """End the connection; open requests get an error."""
         self._closed = True
         self._connection.close()
         self._soon(self._fail)

@@ -1,4 +1,4 @@
-"""Our sampling parameters as vLLM's, and the salt of a request's KV."""
+"""Sampling parameters as vLLM's, and the salt of a request's KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..settings import KEY
 
 
 def check_params(params: SamplingParams, what: str) -> None:
-    """Refuse what vLLM has no way to do.
+    """Refuse parameters that vLLM lacks.
 
     Raises:
         PromptError: the message names the parameter.

@@ -24,6 +24,6 @@ class VllmWeights(ModelState):
         self._hash = hashlib.sha256(f"vllm {text}".encode()).hexdigest()
 
     def fingerprint(self, adapter: str | None = None) -> str:
-        """64 hexadecimal digits. Another layout of the same weights, such as our own engine's, has another one."""
+        """64 hexadecimal digits. They differ for another layout of the same weights, such as the native engine's."""
         self.namespace(adapter)
         return self._hash

@@ -97,7 +97,7 @@ class _Answers:
             future.add_done_callback(lambda done: (self._arrived.append((request_id, done)), self.flush()))
 
     def flush(self) -> None:
-        """Send what has arrived, from a thread of its own."""
+        """Send arrived results, from a separate thread."""
         self._writer.submit(self._send)
 
     def _send(self) -> None:
@@ -125,7 +125,7 @@ class _Answers:
 
 
 def _own_address() -> str:
-    """Address for other hosts; the loopback address if there are none."""
+    """Address for other hosts; the loopback address on a single host."""
     import os
 
     if os.environ.get("VLLM_HOST_IP"):

@@ -1,4 +1,4 @@
-"""`HookedRequest`: what a rank knows of a request with hooks."""
+"""`HookedRequest`: a rank's state of a request with hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HookedRequest:
     """A request with hooks, while vLLM knows it.
 
     Attributes:
-        request_id: ours.
+        request_id: id of this package.
         row: row of the tables, while it has one.
         declared: None once its results were asked for.
         met: rows that the op met of it, over all taps; on CUDA the tables' count comes on top.

@@ -1,4 +1,4 @@
-"""`HooksOf`: what the two runners of vLLM tell a rank's stage."""
+"""`HooksOf`: connects the two runners of vLLM with a rank's stage."""
 
 from __future__ import annotations
 

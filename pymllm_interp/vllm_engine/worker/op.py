@@ -1,4 +1,4 @@
-"""The custom ops in front of vLLM's norms, or in their place.
+"""The custom ops in front of vLLM's norms, or instead of them.
 
 They change the delta and the stream in place, so that idle rows cost no copy. In front, idle rows keep all bits.
 
@@ -22,7 +22,7 @@ class Taps(Protocol):
     def norm(
         self, delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int
     ) -> None:
-        """`pair`, then the norm: `stream` becomes the sum, and `delta` its norm, with what is declared at the final norm's."""
+        """`pair`, then the norm: `stream` becomes the sum, and `delta` its norm, with the final norm's ops and captures."""
         ...
 
     def state(self, rows: torch.Tensor, site: int) -> None:

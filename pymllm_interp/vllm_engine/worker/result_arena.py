@@ -27,7 +27,7 @@ class ResultArena:
 
     Args:
         keep: upper bound, in bytes, of freed memory that is kept for reuse.
-        size: bytes of the file, which takes memory only for written pages; None: those of the host's memory.
+        size: bytes of the file, which takes memory only for written pages; None: the size of the host's memory.
 
     Attributes:
         name: name of the file, for processes of this host and user.
@@ -48,7 +48,7 @@ class ResultArena:
         self._of_size: dict[int, list[int]] = {}  # kept blocks, by size; the last used size is last
         self._live: dict[
             int, tuple[int, Any]
-        ] = {}  # start -> size, and a token of the tensor; None where the client has it
+        ] = {}  # start -> size, and a token of the tensor; None if the client has it
         self._returned: deque[tuple[int, Any]] = deque()  # finalizers take no lock
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -106,7 +106,7 @@ class ResultArena:
             return sum(size for size, _ in self._live.values())
 
     def close(self) -> None:
-        """Release what is free. Memory that is freed later is not kept."""
+        """Release free memory. Memory that is freed later is not kept."""
         with self._lock:
             self._keep = 0
             self._reclaim()

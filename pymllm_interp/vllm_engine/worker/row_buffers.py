@@ -1,4 +1,4 @@
-"""`VllmRowBuffers`: what the kernels of a pass read of each token row, in memory that never moves."""
+"""`VllmRowBuffers`: per-row inputs of a pass's kernels, in memory that never moves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VllmRowBuffers:
         Args:
             owners: [tokens] int64, -1 for none.
             positions: [tokens] int64.
-            records: [2, tokens] int64, start and stop in the ring; None where nothing is captured.
+            records: [2, tokens] int64, start and stop in the ring; None without captures.
         """
         count, length = len(owners), max(len(owners), self.used)
         host = np.zeros((2 if records is None else 4, length), dtype=np.int64)

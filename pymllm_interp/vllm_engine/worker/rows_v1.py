@@ -12,8 +12,8 @@ from .hooks_of import HooksOf
 class CpuNoise(torch.Generator):
     """A generator of a seeded request on a CPU, in place of vLLM's.
 
-    Where a token was drawn in the middle of a prompt, vLLM's V1 runner moves the generator's offset back. Only generators on CUDA
-    have one: on a CPU the runner fails.
+    If a token was drawn in the middle of a prompt, vLLM's V1 runner moves the generator's offset back. Only generators on
+    CUDA have one: on a CPU the runner fails.
     """
 
     before: torch.Tensor
@@ -23,12 +23,12 @@ class CpuNoise(torch.Generator):
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:
-        """Take back what the step has drawn."""
+        """Undo the draws of the step."""
         return self.set_state(self.before)
 
 
 def keep_noise_back(generators: dict[int, Any]) -> None:
-    """Replace the generators of a step's requests where they cannot go back, and note where they are."""
+    """Replace generators of a step's requests that cannot go back, and store their states."""
     for index, generator in generators.items():
         if not isinstance(generator, CpuNoise):
             generators[index] = own = CpuNoise()

@@ -1,4 +1,4 @@
-"""`RankStage`: the declared ops and captures of the requests in a rank's steps, around our `DeclaredStage`."""
+"""`RankStage`: the declared ops and captures of the requests in a rank's steps, around a `DeclaredStage`."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class RankStage:
             self._close_batch()
             found = self._known.pop(vllm_id)
             found.forgotten = True
-            if self.rank:  # nobody asks this rank for results
+            if self.rank:  # this rank sends no results
                 self._by_own_id.pop(found.request_id, None)
                 self.stage.leave_tables(found.request_id)
                 self.stage.forget(found.request_id)
@@ -198,7 +198,7 @@ class RankStage:
         return None if found is None or found.declared is None else found
 
     def finish(self, ends: Sequence[RequestEnd]) -> list[Future[RankResult | None]]:
-        """The results of requests that have ended; None where this rank never met one. Called on the client's thread.
+        """The results of requests that have ended; None if this rank never met one. Called on the client's thread.
 
         An exception of one is the result of that one.
         """
@@ -243,7 +243,7 @@ class RankStage:
         return torch.cuda.stream(self._stream)
 
     def _read_seen(self) -> Callable[[int], int]:
-        """Copy what the kernels counted. What is returned waits for the copy, and tells a row's count."""
+        """Copy the kernels' counts. Returns a function that waits for the copy, and gives a row's count."""
         if not self.in_tables:
             return lambda _: 0
         if self._stream is None:
@@ -321,7 +321,7 @@ class RankStage:
             self._marked = now
 
     def _close_batch(self) -> None:
-        """The next step is not as the last one: requests get what was counted."""
+        """Give requests their counts before a step that differs from the last one."""
         if self._batch is not None:
             self._batch.settle()
             self._batch = None

@@ -14,11 +14,11 @@ from ..structures import Structure
 from . import op  # noqa: F401  # registers the ops
 
 NORMS = {"RMSNorm": norm_kind.RMS, "GemmaRMSNorm": norm_kind.RMS_OFFSET}
-"""Norms of vLLM that a kernel of ours can take the place of."""
+"""Norms of vLLM that this package's kernels can replace."""
 
 
 def _kind_of(norm: Any) -> int | None:
-    """The kind of a norm that a kernel of ours computes; None for another one."""
+    """The kind of a norm that this package's kernels compute; None for another one."""
     whole = getattr(norm, "variance_size_override", None) is None and getattr(norm, "has_weight", True)
     return NORMS.get(type(norm).__name__) if whole and norm.weight.is_contiguous() else None
 
@@ -50,7 +50,7 @@ def put_taps(structure: Structure, handle: int, within: bool = False) -> None:
     """Tap all norms of a model, for the stage with this handle.
 
     Args:
-        within: kernels of ours take the place of norms that they can compute. Else the ops are in front of vLLM's.
+        within: this package's kernels replace norms that they can compute. Else the ops are in front of vLLM's.
     """
     count = len(structure.layers)
     for layer, (first, middle) in enumerate(structure.layers):

@@ -1,6 +1,6 @@
 """The worker classes that vLLM is given by name: ``worker_cls="pymllm_interp.vllm_engine.worker.worker.InterpGPUWorker"``.
 
-Each is vLLM's own worker of the platform. Its runner, whichever vLLM chose, gets a subclass of its own class.
+Each is vLLM's own worker of the platform. Its runner, whichever vLLM chose, gets a subclass of its class.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class InterpWorker:
     egress: Egress | None = None
 
     def init_device(self) -> None:
-        """Refuse what cannot be served, then make the runner, and put the mixin in front of its class."""
+        """Refuse unsupported settings, then make the runner, and put the mixin in front of its class."""
         with told(self.rank):
             self._init_device()
 
@@ -91,7 +91,7 @@ class InterpWorker:
         return self.model_runner.interp
 
     def interp_open(self, key: bytes) -> dict[str, Any]:
-        """Take hooks that were sealed with this key. Says what this rank is, and on rank 0 where results are had."""
+        """Take hooks that were sealed with this key. Returns the properties of this rank, with rank 0's address of results."""
         self._hooks.open(key)
         if self.rank == 0 and self.egress is None:
             self.egress = Egress(key, self._hooks.stage.finish, self._hooks.stage.arena)

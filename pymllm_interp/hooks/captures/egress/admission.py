@@ -87,7 +87,8 @@ class RingAdmission:
         return True
 
     def take_drafts(self, request: Request, count: int) -> bool:
-        """Reserve space for `count` positions behind the next one, which has its own. False: there is no room. Nobody waits."""
+        """Reserve space for `count` positions after the next one, which is reserved separately. False: no room is left. Never
+        waits."""
         needed = _reserved_size(request, 1 + count) - _reserved_size(request, 1)
         if needed > self._free:
             return False
@@ -99,11 +100,11 @@ class RingAdmission:
         return self._when_full == "fail" or sum(map(_reserved_size, requests, tokens)) <= self._free
 
     def check(self, wanted: Sequence[tuple[CaptureProgress, int]], what: str) -> None:
-        """Check that an empty ring holds what requests capture in one step.
+        """Check that an empty ring can hold the requests' captures of one step.
 
         Args:
             wanted: (captures, number of tokens that one step must compute) of each request of the step.
-            what: the requests, for the message.
+            what: description of the requests, for the message.
 
         Raises:
             ValueError: the ring is too small.

@@ -41,7 +41,7 @@ NUM_COPIERS = 8
 
 
 class RequestSlice(NamedTuple):
-    """The slice of a step's span that holds the records of one request, or what its records are packed to."""
+    """The slice of a step's span with the records of one request, or with their packed results."""
 
     rows: CapturedRows
     first: int
@@ -79,9 +79,9 @@ class SentSpan(NamedTuple):
     start: int
     slices: Sequence[RequestSlice] | AlikeStep
     copied: torch.cuda.Event | None
-    """Recorded after the copy; None where the copy is done."""
+    """Recorded after the copy; None if the copy is complete."""
     began: torch.cuda.Event | None = None
-    """Recorded before it, where it is measured."""
+    """Recorded before it, if it is measured."""
 
     @property
     def rows(self) -> Sequence[CapturedRows]:
@@ -164,7 +164,7 @@ class BlockCopies:
 
 
 class RingCopier:
-    """Copies spans of the host ring to results and frees them, on a thread of its own.
+    """Copies spans of the host ring to results and frees them, on its own thread.
 
     Args:
         allocator: allocator of the ring.
@@ -258,7 +258,7 @@ class RingCopier:
         self._flush()
 
     def _hold(self, host: torch.Tensor, step: AlikeStep) -> None:
-        """Hold a step, or copy it where it is large.
+        """Hold a step for a later copy, or copy it now if it is large.
 
         Args:
             host: the ring from the step's first element on.
@@ -283,7 +283,7 @@ class RingCopier:
             self._flush()
 
     def _flush(self) -> None:
-        """Copy what is held to the results. Nothing of them is held any more."""
+        """Copy the held steps to the results, and drop them."""
         first, count = self._held, self._count
         self._held, self._count = None, 0
         if first is not None:
@@ -291,7 +291,7 @@ class RingCopier:
         self._places = None
 
     def _copy_steps(self, block: torch.Tensor, step: AlikeStep) -> None:
-        """Copy records [steps, requests * size]. Requests lose theirs where that fails; others are still served."""
+        """Copy records [steps, requests * size]. Requests with a failed copy lose theirs; others are still served."""
         size, packed = step.kind.sent_size, step.kind.packed_size > 0
         copies = BlockCopies(block.view(-1), self._copy)
         places = self._places_of(step)

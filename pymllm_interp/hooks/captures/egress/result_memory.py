@@ -26,7 +26,7 @@ class Memory(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what is free. Memory that is freed later is not kept."""
+        """Release free memory. Memory that is freed later is not kept."""
         ...
 
 

@@ -6,8 +6,8 @@
     after a pass   send()                    copies the span to the host on a stream of its own
     a thread       RingCopier                copies records to the result of each request, then frees the span
 
-The records of a mean over a prompt, or of a reduction, stay on the device, at the span's end. `send` packs them first, and copies
-what they are packed to.
+Records of a mean over a prompt, or of a reduction, stay on the device, at the span's end. `send` packs them first, and copies
+the packed results.
 
 The host ring has the size of the device ring, and a span has the same place in both. It is freed after its records are copied to
 the results. Neither the engine's thread nor a launched pass waits for these copies.
@@ -125,7 +125,7 @@ class CaptureRing:
                 self._copier.start(self._host)
 
     def close(self) -> None:
-        """Copy all that was sent to the results, and end the copier. Nobody is notified any more."""
+        """Copy everything sent to the results, and end the copier. Later notifications are dropped."""
         if self._copier.started:
             self._copier.close()
             self.results.close()
@@ -157,7 +157,7 @@ class CaptureRing:
             parts: (captures or None, first position, number of positions) of each request of the step, in batch order.
 
         Returns:
-            [2, tokens] int64: start and stop of each row's record in the ring; equal where nothing is captured.
+            [2, tokens] int64: start and stop of each row's record in the ring; equal for rows without captures.
         """
         if (alike := _all_alike(parts)) is not None:
             return self._lay_out_alike(parts, alike)
@@ -168,7 +168,7 @@ class CaptureRing:
             for captures, first, count in parts
         ])  # fmt: skip
         stops = np.cumsum(sizes)
-        # `ends` are the stops where nothing is packed. Packed slices take `sent` elements before the records, which come last.
+        # `ends` are the stops of unpacked records. Packed slices take `sent` elements before the records, which come last.
         ends, row, sent, slices, packed = [0, *stops.tolist()], 0, 0, [], []
         for captures, first, count in parts:
             size, rows = ends[row + count] - ends[row], slice(row, row + count)
@@ -193,7 +193,7 @@ class CaptureRing:
         return self._records
 
     def _lay_out_alike(self, parts: Sequence[tuple[CapturedRows | None, int, int]], kind: RecordKind) -> np.ndarray:
-        """`lay_out` of a position each, with records of one kind: what they are packed to, then their records."""
+        """`lay_out` of one position each, with records of one kind: packed results, then records."""
         count, size = len(parts), kind.record_size
         sent = count * kind.sent_size
         records_at = count * kind.packed_size
@@ -270,7 +270,7 @@ class CaptureRing:
                     copied = torch.cuda.Event(enable_timing=TIMES.on, blocking=True)
                     copied.record()
             except NO_MEMORY:
-                current.wait_stream(self._stream)  # the next pass writes to the span after what was launched here
+                current.wait_stream(self._stream)  # the next pass writes to the span after the launched copies
                 raise
         self.allocator.allocate(start, size)
         self.bytes_sent += num_sent * self.memory.itemsize

@@ -107,7 +107,7 @@ class PatternCaptures(LayerCaptures[_LayerPatterns]):
                     )
 
     def reads(self, start: int, num_rows: int) -> dict[int, PatternRead]:
-        """layer -> what it computes in a pass over `num_rows` positions from `start` on. What came before is left out."""
+        """layer -> `PatternRead` of a pass over `num_rows` positions from `start` on. Earlier positions are omitted."""
         return dict(self._reads(start, num_rows))
 
     def _reads(self, start: int, num_rows: int) -> Iterator[tuple[int, PatternRead]]:

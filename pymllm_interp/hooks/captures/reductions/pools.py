@@ -28,7 +28,7 @@ class Pool(States):
     """Initial value of the fold, unless it `narrows`."""
 
     def fold(self, before: np.ndarray, state: np.ndarray) -> None:
-        """Change `before` [sites, width] to what it is with one more state [sites, width].
+        """Fold one more state [sites, width] into `before` [sites, width], in place.
 
         Both are float64, or integers with the bits of the captured values if the reduction `narrows`.
         """

@@ -1,4 +1,4 @@
-"""`StateReading`: what the device makes of captured states before they leave it."""
+"""`StateReading`: device computation over captured states before they are sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Piece(NamedTuple):
     Attributes:
         part: index of the part.
         columns: columns of its states.
-        site: one of theirs.
+        site: one of their sites.
         rows: [n * columns, width].
     """
 

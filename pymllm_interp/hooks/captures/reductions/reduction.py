@@ -1,4 +1,4 @@
-"""`Reduction`: what a capture returns of a state, in place of the state. A new one is a subclass.
+"""`Reduction`: the values that a capture returns for a state. Define a new one as a subclass.
 
     Mean, Last  one state of all positions          (pools.py)
     Project     dot products with directions        (spec.py)
@@ -46,7 +46,7 @@ class Reduced:
     """The result of a reduction at one site.
 
     Attributes:
-        rows: [positions, ...], what the site's name gives.
+        rows: [positions, ...], the value under the site's name.
         others: further tensors [positions, ...], by the attribute of `Activations`.
         cut: values that a limit of the reduction left out.
     """
@@ -86,7 +86,7 @@ class Reduction(Spec):
         return positions
 
     def check(self, site: Site, model: ModelSpec) -> None:
-        """Raise ValueError where a model's site cannot be reduced."""
+        """Raise ValueError if a model's site cannot be reduced."""
 
     def sent_width(self, width: int) -> int:
         """Values of `sent` for a state."""

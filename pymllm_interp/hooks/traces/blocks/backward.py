@@ -1,7 +1,8 @@
 """``with loss.backward():``. Its block reads and edits gradients. All other code has torch's `backward` and `.grad`.
 
 When nnsight is imported, it replaces `Tensor.backward`. It takes every call on the line of a ``with`` for the context of that
-``with``. While a block reads gradients, it replaces `Tensor.grad` for all threads. `mount_backward` puts our function in its place.
+``with``. While a block reads gradients, it replaces `Tensor.grad` for all threads. `mount_backward` installs another
+function.
 The caller's bytecode tells whether ``with`` enters the call's result, and only that block itself is served gradients.
 """
 
@@ -69,7 +70,7 @@ class GradientTracer(BackwardTracer):
         interleaver.mediators.append(block)
         try:
             with SERVED_GRADIENTS:
-                # The block's greenlet belongs to this thread: autograd must not use threads of its own.
+                # The block's greenlet belongs to this thread: autograd must not use other threads.
                 with interleaver, torch.autograd.set_multithreading_enabled(False):
                     self.fn(self.tensor, *self.args, **self.kwargs)
                 interleaver.check_dangling_mediators()

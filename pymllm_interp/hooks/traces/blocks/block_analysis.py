@@ -86,7 +86,7 @@ def only_binds(block: ast.With | ast.AsyncWith) -> bool:
 
 
 def depend_on_each_other(blocks: list[Mediator]) -> bool:
-    """Whether a block reads a name that another block binds, and that did not exist where the block was written."""
+    """Whether a block reads a name that another block binds, and that was unbound when the block was written."""
     bound_by: dict[str, set[int]] = {}
     for i, block in enumerate(blocks):
         for name in names_of(block.code).binds:

@@ -43,12 +43,12 @@ class BlockRunner:
         self.watchdog: Watchdog | None = None
 
     def start(self, block: Block, interleaver: Interleaver) -> None:
-        """Run a new block to where it first waits."""
+        """Run a new block until it first waits."""
         with BlockScope(self) as turn:
             turn.switch(block, partial(Mediator.start, block), interleaver)
 
     def resume(self, block: Block, error: BaseException | None = None) -> None:
-        """Resume a block, or raise `error` at the line where it waits."""
+        """Resume a block, or raise `error` at its waiting line."""
         worker = block.worker
         assert worker is not None
         block.served = True
@@ -56,7 +56,7 @@ class BlockRunner:
             block.pending = turn.switch(block, worker.switch if error is None else worker.throw, error)
 
     def release(self, block: Block) -> None:
-        """Resume a block that waited at a barrier, and file it where it waits next.
+        """Resume a block that waited at a barrier, and file it at its next location.
 
         It may be pinned to an earlier step than the block that released it.
         """
@@ -66,7 +66,7 @@ class BlockRunner:
             self.points.park(block)
 
     def kill(self, block: Block) -> None:
-        """Unwind a block that is not served any more, so that its frame is freed."""
+        """Unwind a block that will not be served again, so that its frame is freed."""
         worker = block.worker
         assert worker is not None
         with BlockScope(self) as turn:
@@ -160,7 +160,7 @@ class BlockScope:
             (failed or self._failed)(block, error)
             return None
         if trace.gang or type(trace.rows) is BatchRows:
-            for own in trace.gang or (trace,):  # a block may edit what another one was served
+            for own in trace.gang or (trace,):  # a block may edit values that another one was served
                 if type(own.rows) is BatchRows:
                     own.rows.write_edits()
         return following
@@ -175,9 +175,9 @@ class BlockScope:
         block.trace.fail(raised)
 
     def serve(self, blocks: list[Block], location: str, visit: int, shared: SharedValue) -> None:
-        """Serve the blocks that wait for this visit of `location`, and file each where it waits next."""
+        """Serve the blocks that wait for this visit of `location`, and file each at its next location."""
         points = self._runner.points
-        # Where the block before was filed. Blocks that wait for the same `Pending` and have equal visit counts go there too.
+        # File of the block before. Blocks that wait for the same `Pending` and have equal visit counts go there too.
         asked: Pending | None = None
         pass_index, target_visit, parked = -1, 0, []
         answer, alike = (
@@ -215,7 +215,7 @@ class BlockScope:
                     )  # fmt: skip
 
     def _answer(self, block: Block, pending: Pending, location: str, shared: SharedValue) -> Pending | None:
-        """Do what the block asks for, and run it to where it waits next. Returns what it waits for, or None."""
+        """Handle the block's request, and run it until it waits again. Returns its next request, or None."""
         trace, worker = block.trace, block.worker
         assert worker is not None
         if block.iteration:
@@ -259,8 +259,8 @@ class BlockScope:
         """Skip a module. It does not run if the request is the only one of the pass. In a shared batch, the request's rows are
         replaced.
 
-        A module with an attention always runs. Otherwise later positions would attend to what another request left in the skipped
-        slots of the KV cache.
+        A module with an attention always runs. Otherwise later positions would attend to another request's values in the
+        skipped slots of the KV cache.
         """
         trace, path = block.trace, location.removesuffix(".skip")
         trace.visits.skip(path)

@@ -9,8 +9,9 @@ that code after the loop does not run. Here only the loop ends, and the block co
             steps.append(lm.model.layers[3].output[0, -1])
         out = tracer.result.save()          # runs
 
-`LoopEnd` is raised where the block waits. `with_loop_ends` puts a handler around each ``for`` of the block, which catches it
-if the loop is over steps. A loop in a function that the block calls has no handler. The block ends with a warning, as in nnsight.
+`LoopEnd` is raised at the block's waiting line. `with_loop_ends` puts a handler around each ``for`` of the block, which
+catches it if the loop is over steps. A loop in a function that the block calls has no handler. The block ends with a warning,
+as in nnsight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`RequestTrace`: the state of a request's trace, and `Block`: one of its blocks.
 
-A `RequestTrace` is what `Request.trace` points to. It is made on the caller's thread, where the ``with`` block was written. Later
-it is used on the engine's thread. It is state only: `lifecycle` starts and ends its blocks, the `EngineInterleaver` serves them in
-each pass. Nothing is serialised: a local block runs on the caller's own objects.
+A `RequestTrace` is the value of `Request.trace`. It is made on the caller's thread, with the ``with`` block, and used on the
+engine's thread. It is state only: `lifecycle` starts and ends its blocks, the `EngineInterleaver` serves them in each pass.
+Nothing is serialised: a local block runs on the caller's own objects.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class RequestTrace:
         rows: the request's rows in the current pass; None while it is in none.
         max_passes: passes that the request can take part in.
         single: the request is one forward pass, and generates nothing.
-        started: its blocks have run to where they first wait.
+        started: its blocks have run to their first wait.
         over: no further pass comes.
-        ended: no block is served any more.
+        ended: its blocks are not served again.
         stopped: a block called ``tracer.stop()``.
         error: error that ended the request, other than ``tracer.stop()``. Only `fail` sets it.
         result: output of a single forward pass, for ``tracer.result``.
@@ -197,7 +197,7 @@ class RequestTrace:
         return not (self.ended or (visits.skipping and visits.skips(location)))
 
     def fail(self, raised: BaseException) -> None:
-        """End the request because a block raised: none of its blocks is served any more. Its gang fails with it.
+        """End the request because a block raised: its blocks are not served again. Its gang fails with it.
 
         A `LoopEnd` that leaves the block is only a warning.
         """
@@ -241,7 +241,7 @@ class RequestTrace:
             self.warnings.append(text)
 
     def unsaved_names(self) -> list[str]:
-        """Names bound to what the block read, if it did nothing else, so that the trace leaves no effect."""
+        """Names bound to values that the block read, if it did nothing else. Then the trace has no effect."""
         block = self.main_block
         if block is None or block.node is None or self.saves.ids or self.receipt.edits:
             return []

@@ -62,7 +62,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._reported: weakref.WeakSet[RequestTrace] = weakref.WeakSet()
-        # CPython instantiates it on arrival, which tells us that it has arrived.
+        # CPython instantiates it on arrival, which shows that it has arrived.
         self._exception = type("TraceTimeoutError", (TraceTimeoutError,), {"__init__": lambda _: self._arrived()})
 
     @property
@@ -91,7 +91,7 @@ class Watchdog:
             pass
 
     def close(self) -> None:
-        """Stop watching. What is called of the engine is dropped: it holds the runner, and that this watchdog."""
+        """Stop watching. References to the engine are dropped: it holds the runner, which holds this watchdog."""
         self._closed.set()
         self._held_up, self._stuck = _ignore, _ignore
 

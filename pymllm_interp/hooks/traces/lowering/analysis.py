@@ -1,8 +1,8 @@
-"""Whether a block can run after its request, over captured states, and what must be captured for it.
+"""Checks whether a block can run after its request, over captured states, and which captures it needs.
 
 A block is *static* if its reads are known before it runs, and if it changes nothing of the pass. `lower` walks the block's
-syntax tree with the values of the names from outside. A value that the pass will give is `Unknown`: nothing may depend on it
-that decides what is read. Whatever the walk does not know, it refuses, and the block runs in the forward pass.
+syntax tree with the values of the names from outside. A value that comes from the pass is `Unknown`: reads must not depend on
+it. Code that the walk does not know is refused: the block then runs in the forward pass.
 """
 
 from __future__ import annotations

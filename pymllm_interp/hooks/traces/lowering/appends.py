@@ -27,7 +27,7 @@ def append_rows(
     passes: Sequence[int],
     device: torch.device | None,
 ) -> bool:
-    """Append what the blocks append, place after place, request after request: the order of a forward pass.
+    """Run the appends of the blocks, place after place, request after request: the order of a forward pass.
 
     Args:
         plan: plan of all blocks.
@@ -63,7 +63,7 @@ def append_rows(
     for number, (_, place) in enumerate(appends.appends):
         for own, value in zip(lists, values[place], strict=True):
             own[number].append(value)
-    for key in empty:  # all of their items are rows with storage of their own
+    for key in empty:  # all of their items are rows with separate storage
         traces[0].saves.settle(filled[key])
     for trace, most in zip(traces, passes, strict=True):
         trace.max_passes = max(trace.max_passes, most)
@@ -79,7 +79,7 @@ def _lists(trace: RequestTrace, appends: StepLoop) -> list[Any]:
 
 
 def _last_rows(plan: BlockPlan, row: Row, states: Sequence[Activations]) -> Sequence[torch.Tensor]:
-    """[width] of the last row of each prompt, with storage of its own.
+    """[width] of the last row of each prompt, with separate storage.
 
     Raises:
         LookupError: other rows were captured, or none.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KINDS = frozenset(
     {"embed", "attn_out", "mlp_out", "resid_pre", "resid_post", "final_norm", "q", "k", "v", "z", "mlp_act", "logits"}
 )
-"""Kinds of sites where an edit of the module's value is an edit of the site."""
+"""Kinds of sites for which an edit of the module's value is an edit of the site."""
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 IN_PLACE = "an edit in place"
 PRODUCTS = frozenset({"bmm", "dot", "einsum", "inner", "matmul", "mm", "mv", "outer"})
@@ -137,7 +137,7 @@ class Edits:
         walk.edited.add((node.lineno, node.col_offset))
 
     def _operand_of(self, site: str, operator: str, value: ast.expr, assigned: bool) -> Any:
-        """The operand of the declared op that does what the edit does. Raises NotStatic without one."""
+        """The operand of the declared op with the edit's effect. Raises NotStatic without one."""
         walk = self._walk
         try:
             if not operator:

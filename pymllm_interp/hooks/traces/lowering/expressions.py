@@ -1,4 +1,4 @@
-"""Expressions of a block: their values, and what they read."""
+"""Expressions of a block: their values, and their reads."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Expressions:
         self.read.add(point.site)
         if self.taken is not None:
             self.taken.reads += 1
-        if not point.end:  # the step's logits have a shape of their own
+        if not point.end:  # the step's logits have another shape
             self.taken = None
         site = before if (before := same_state(point.site)) in self.read else point.site
         self._need(site, LAST, self.steps)
@@ -200,7 +200,7 @@ class Expressions:
         return self._order == point.order
 
     def use(self, read: SiteRead, row: int | None = None, whole: bool = True) -> None:
-        """Need a row of what was read; None: all of them."""
+        """Need a row of the value that was read; None: all rows."""
         self.used.add(read.site)
         self._need(read.site, row, read.steps)
         self.plan.needs[read.site].whole |= whole
@@ -244,7 +244,7 @@ class Expressions:
         raise NotStatic(f"an entry of a {type(of).__name__}")
 
     def _of_read(self, read: SiteRead, index: ast.expr) -> Any:
-        """A part of a site's value: the rows that it has are known where the index is a constant."""
+        """A part of a site's value. Its rows are known if the index is a constant."""
         parts = index.elts if isinstance(index, ast.Tuple) else [index]
         values = [self.value(part) for part in parts]
         if read.in_tuple:
@@ -433,7 +433,7 @@ class Expressions:
         return [self.value(argument) for argument in (*node.args, *(keyword.value for keyword in node.keywords))]
 
     def _receiver(self, function: ast.Attribute) -> tuple[Any] | None:
-        """The object of a method, where it is a value; None for a function of a module."""
+        """The object of a method, if it is a value; None for a function of a module."""
         before, order = self._left, self._order
         of = self.value(function.value)
         if isinstance(of, (Unknown, torch.Tensor, list, tuple, dict, str, KnownItems)):

@@ -13,7 +13,7 @@ CALLS = ("range", "len", "enumerate", "zip", "reversed", "sorted", "list", "dict
 
 
 def opens_invokes_only(body: list[ast.stmt], scope: Mapping[str, Any]) -> bool:
-    """Whether statements do nothing but open invokes, in loops or not, and bind what their blocks fill.
+    """Whether statements only open invokes, in loops or not, and bind containers that their blocks fill.
 
     Args:
         scope: names that the statements may read. An iterator among them can be read once.

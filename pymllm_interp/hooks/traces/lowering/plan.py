@@ -1,4 +1,4 @@
-"""`Plan`: what a lowered block reads, as captures."""
+"""`BlockPlan`: the reads of a lowered block as captures, and its edits as declared ops."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SiteLocation(NamedTuple):
 
 
 def points_of(root: str, family: Family, num_layers: int, softcap: float | None) -> dict[str, SiteLocation]:
-    """Location -> site, for each location where the value of a site stands whole.
+    """Location -> site, for each location with the whole value of a site.
 
     Args:
         root: path of the model's envoy.
@@ -187,7 +187,7 @@ class BlockPlan:
         needs: site -> positions that are read.
         edits: edits in the order of the block.
         code: the block to run after the request, with a read in place of each edit; None: its own code.
-        computes: the block computes with what it reads, and not only moves it.
+        computes: the block computes with its reads, and not only moves them.
         has_vectors: an edit has the values of a tensor from outside, which may change.
         loop: its loop over steps, if all of its steps can be taken at once.
         appends: all that the block does, if it only appends parts of one step's values to lists.
@@ -221,7 +221,7 @@ class BlockPlan:
 
     @cached_property
     def interventions(self) -> list[Op]:
-        """Declared ops that do what the block's edits do."""
+        """Declared ops with the effects of the block's edits."""
         return [edit.op() for edit in self.edits]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""`replay`: runs a lowered block after its request, on its caller's thread, over what the request captured.
+"""`replay`: runs a lowered block after its request, on its caller's thread, over the captured states.
 
 The block's own code runs. At a module it waits as it does in a forward pass, and gets the captured rows of that
 step. So loops over steps, the order of reads and names are the same as in the pass.
@@ -77,7 +77,7 @@ class Replay:
         self.points = self.visits = self
         self.passes = 1 if trace.single else len(token_ids) - prompt_len
 
-    # -- what a waiting block asks ---------------------------------------------------------------
+    # -- calls of a waiting block ----------------------------------------------------------------
 
     def at(self, location: str) -> str:
         """The location itself (`Points.at`)."""
@@ -135,7 +135,7 @@ class Replay:
         self._run(self._answered, once)
 
     def _answered(self) -> Pending | None:
-        """Serve one read. Returns what the block waits for next."""
+        """Serve one read. Returns the block's next request."""
         block, worker, pending = self._block, cast(Any, self._block.worker), self._block.pending
         assert pending is not None
         block.pending = None
@@ -150,7 +150,7 @@ class Replay:
         return worker.switch(value)
 
     def _run(self, resume: Callable[[], Pending | None], once: bool) -> None:
-        """Run the block with its own scope of saves, as the engine does. What it raises ends its trace."""
+        """Run the block with its own scope of saves, as the engine does. An error ends its trace."""
         block, trace, scope = self._block, self._trace, save_scope.__dict__
         depth, saves = scope.get("depth", 0), scope.get("saves")
         scope["depth"], scope["saves"] = block.depth, trace.saves.ids
@@ -214,7 +214,7 @@ class Replay:
         return (rows, None) if point.in_tuple else rows
 
     def _rows(self, site: str, step: int) -> torch.Tensor:
-        """[1, tokens, width]: what the pass of this step computed. It is one tensor, under whatever name it is read."""
+        """[1, tokens, width]: value from this step's pass. All its names give one tensor."""
         if self._last is None or self._last[:2] != (site, step):
             whole = self.plan.needs[site].whole
             self._last = site, step, self._site_rows(site).of_step(step, self._has_taken, whole)

@@ -60,7 +60,7 @@ class SiteRows:
 
     @property
     def _is_filled(self) -> bool:
-        """Whether `prompt` has rows that were not captured, so that it is no view of the captured ones."""
+        """Whether `prompt` has rows that were not captured, so that it is not a view of the captured ones."""
         return not self._last_only and len(self._states) < self._prompt_len
 
     def of_step(self, step: int, taken: bool, whole: bool) -> torch.Tensor:
@@ -68,7 +68,7 @@ class SiteRows:
 
         Args:
             taken: most steps are not asked for.
-            whole: contiguous, in storage of its own, as a pass computes it. A single row looks the same without that copy.
+            whole: contiguous, in separate storage, as a pass computes it. A single row looks the same without that copy.
         """
         rows = self.prompt if step == 0 else (self.generated if taken else self.by_step)[step - 1 - self.first]
         if not whole or (step == 0 and self._is_filled):

@@ -117,7 +117,7 @@ def part_of(rows: LoopRows, row: Row) -> LoopRows:
 def taken_rows(parts: Sequence[LoopRows], loop: StepLoop) -> list[list[torch.Tensor]]:
     """Values that a loop reads, by step, for each of its rows. Each tensor is contiguous and has separate storage, as saves do.
 
-    Where the loop takes most of the captured memory, nothing is copied (`rows_in_place`). A site's second read is copied.
+    If the loop takes most of the captured memory, nothing is copied (`rows_in_place`). A site's second read is copied.
     """
     taken: Counter[int] = Counter()
     for part in parts:

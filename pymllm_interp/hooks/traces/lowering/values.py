@@ -20,11 +20,11 @@ KNOWN = (bool, int, float, str, type(None), slice, range, torch.dtype, torch.dev
 SCALARS = (bool, int, float, type(None))
 """Known values that operators are evaluated of."""
 OPEN = (int, float, str, list, tuple, dict, torch.Tensor)
-"""Classes that others extend, with operators of their own."""
+"""Classes that others extend with their own operators."""
 EXACT = (bool, int, float, str, list, tuple, dict, torch.Size, torch.Tensor, torch.nn.Parameter)
 FUNCTION_TYPES = (types.BuiltinFunctionType, types.FunctionType, type, type(torch.ones_like))
 CONTAINERS = (list, dict, range, str)
-"""Containers that only look up what they hold."""
+"""Containers that only look up their items."""
 
 
 class Unknown:

@@ -72,8 +72,8 @@ class BlockSaves:
                 find_tensors(value, found, self._seen)
 
     def end(self) -> None:
-        """The blocks have ended: give storage to what their last lines saved, and record when the device has computed it."""
-        if self.changed:  # what those lines put into `outer` is found after the next pass, or by `SaveTransfer.finish`
+        """Give storage to the saves of the ended blocks' last lines, and record when the device has computed them."""
+        if self.changed:  # lists that those lines filled are found after the next pass, or by `SaveTransfer.finish`
             found: list[torch.Tensor] = []
             self._find(found)
             give_own_storage(batch_views(found, self.transfer.pieces))
@@ -89,7 +89,7 @@ class BlockSaves:
         self.transfer.settle(into)
 
     def queue(self) -> None:
-        """Queue what `deliver` is going to deliver."""
+        """Queue the saves that `deliver` will deliver."""
         if self._done is not None:
             torch.cuda.current_stream(self._done.device).wait_event(self._done)
         if self.transfer.device is not None:

@@ -25,13 +25,13 @@ class Piece:
     versions: list[int]
     """`Tensor._version` of each tensor at the end of the pass."""
     copies: Future[Sequence[torch.Tensor]] | None
-    """Copies of the storage's rows on the caller's device; None where none was started, or they were collected."""
+    """Copies of the storage's rows on the caller's device; None if none was started, or they were collected."""
     rows: Sequence[int]
     """Index into `copies` for each tensor."""
 
 
 class PieceCutter:
-    """Cuts pieces that arrive in pinned memory into tensors with storage of their own, on one thread.
+    """Cuts pieces that arrive in pinned memory into tensors with separate storage, on one thread.
 
     Pinned memory is shared by the whole machine, so a piece is started only if `reserve` grants it.
     """
@@ -62,7 +62,7 @@ class PieceCutter:
 
         Args:
             piece: [rows, ...], with a reservation of ``piece.nbytes``.
-            arrived: recorded behind the copy; None where the values are there already.
+            arrived: event recorded after the copy; None if the values are there already.
         """
         return self._thread.submit(self._cut, piece, arrived)
 

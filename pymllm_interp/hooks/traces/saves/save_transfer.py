@@ -40,15 +40,15 @@ class _Adopted(NamedTuple):
 class SaveTransfer:
     """Copies the saves of one ``with`` block to the caller's device. Each tensor is copied once, whatever its names.
 
-    Copies from a GPU go to pinned memory on a stream of their own, overlapped with the engine's work. Small tensors of equal shape
-    and dtype are copied together. Most are copied at the end of the pass that saved them (`leave_batch`). The rest is copied when
-    the request ends (`queue`, `flush`). The caller's tensors are cut from the copy and have storage of their own.
+    Copies from a GPU go to pinned memory on a separate stream, overlapped with the engine's work. Small tensors of equal
+    shape and dtype are copied together. Most are copied at the end of the pass that saved them (`leave_batch`). The rest is
+    copied when the request ends (`queue`, `flush`). The caller's tensors are cut from the copy and have separate storage.
 
     The block keeps its tensors and may edit them later. A tensor is copied again if torch has counted an edit since
     (`Tensor._version`).
 
     Args:
-        device: the caller's; None leaves saves where they are.
+        device: device of the caller's saves; None leaves them on their device.
 
     Attributes:
         seen: see `find_tensors`; for lists saved above several blocks, which these fill together.
@@ -58,7 +58,7 @@ class SaveTransfer:
     MIN_TENSORS = 16
     """Tensors of a kind below which packing takes longer than single copies."""
     MAX_TENSOR = 1 << 20
-    """Bytes above which a tensor is copied by itself."""
+    """Bytes above which a tensor is copied separately."""
     MAX_PIECE = 64 << 20
     """Bytes of a piece at most."""
 
@@ -78,7 +78,7 @@ class SaveTransfer:
     # -- the garbage collector -------------------------------------------------
 
     def raise_gc_threshold(self, tensors: int) -> None:
-        """Raise the collector's threshold for so many more tensors, until `close`. After `close`, do nothing."""
+        """Raise the collector's threshold for this many more tensors, until `close`. After `close`, do nothing."""
         with self._lock:
             if self._gc_objects is not None:
                 self._gc_objects += tensors
@@ -97,7 +97,7 @@ class SaveTransfer:
         """Move a pass's saves out of the batch by `adopt` and `pack`. Called on the engine's thread.
 
         Args:
-            tensors: saves, perhaps with duplicates, and with tensors that have storage of their own.
+            tensors: saves, perhaps with duplicates, and with tensors that have separate storage.
             row_memory: see `adopt`.
 
         Returns:
@@ -211,7 +211,7 @@ class SaveTransfer:
         return left
 
     def _start_copy(self, piece: torch.Tensor) -> Future[Sequence[torch.Tensor]] | None:
-        """Start copying a piece to the device. Returns copies of its rows, or None where too much is in flight."""
+        """Start copying a piece to the device. Returns copies of its rows, or None if too much is in flight."""
         if not cutter.reserve(piece.nbytes):
             return None
         self.raise_gc_threshold(3 * len(piece))  # copies, weak references, and a tuple of both
@@ -265,7 +265,7 @@ class SaveTransfer:
                     self.queue(item)
 
     def flush(self) -> None:
-        """Copy the small tensors that are queued, together where they are alike."""
+        """Copy the queued small tensors, together if they are alike."""
         known = self._copies
         alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
         for tensor in self._queued.values():
@@ -325,7 +325,7 @@ class SaveTransfer:
         return value
 
     def settle(self, into: list[torch.Tensor]) -> None:
-        """The items of a list have storage of their own. `queue` and `deliver` leave them if they are on the device."""
+        """Mark the items of a list as separate. `queue` and `deliver` leave them if they are on the device."""
         self.seen[id(into)] = len(into)
         if not into or self._is_on_device(into[0]):
             self._settled[id(into)] = len(into)
@@ -342,7 +342,7 @@ class SaveTransfer:
             value[:] = [self.deliver(item) for item in value]
 
     def finish(self, delivered: Iterable[Any]) -> None:
-        """Wait for the copies, then give delivered tensors that are still views of the batch storage of their own."""
+        """Wait for the copies, then give delivered tensors that are still views of the batch separate storage."""
         self.wait()
         found: list[torch.Tensor] = []
         for value in delivered:

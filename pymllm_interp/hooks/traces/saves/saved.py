@@ -1,6 +1,6 @@
-"""Saved tensors: how they are found, and how they get storage of their own.
+"""Saved tensors: finding them, and giving them separate storage.
 
-While a request runs, its saves are views of the batch's values. At the end of each pass they get storage of their own
+While a request runs, its saves are views of the batch's values. At the end of each pass they get separate storage
 (`give_own_storage`). Or they share a piece with other saves of the same ``with`` block (`SaveTransfer.pack`).
 """
 
@@ -63,7 +63,7 @@ def batch_views(tensors: Iterable[torch.Tensor], pieces: Collection[int] = ()) -
 
 
 def give_own_storage(tensors: Collection[torch.Tensor]) -> None:
-    """Give each tensor a storage of its own size, in place. On a GPU, tensors that are alike take one kernel."""
+    """Give each tensor a storage of its size, in place. On a GPU, tensors that are alike take one kernel."""
     if tensors:
         with torch.no_grad():
             _give_own_storage(tensors)

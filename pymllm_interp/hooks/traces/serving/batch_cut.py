@@ -41,7 +41,7 @@ class GatheredBatch:
         return None if self._cut is None else self._cut()
 
     def refresh(self) -> torch.Tensor:
-        """The copy, with what was written to the rows since."""
+        """The copy, with later writes to the rows."""
         copy, rows, cut = self._copy(), self._rows(), self._open_cut
         assert copy is not None and rows is not None and cut is not None
         now = cut.settled()
@@ -50,7 +50,7 @@ class GatheredBatch:
         return copy
 
     def settle(self, tensor: torch.Tensor) -> None:
-        """The model goes on with `tensor`: later edits are written there."""
+        """Write later edits to `tensor`, with which the model continues."""
         self._cut, self._model_tensor = None, weakref.ref(tensor)
 
     def write_edits(self) -> None:
@@ -126,7 +126,7 @@ class BatchCut:
         return bool(self._assigned)
 
     def row_memory(self) -> list[torch.Tensor]:
-        """[the tensor as [rows, ...]], if all rows were cut and it has its storage for itself; else []."""
+        """[the tensor as [rows, ...]], if all rows were cut and no other value has its storage; else []."""
         tensor, dim = self.tensor, self.dim
         if self._pieces is None or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() > tensor.nbytes:
             return []
@@ -140,7 +140,7 @@ class BatchCut:
         return self.rows_of(rows) if served is None else served
 
     def rows_of(self, rows: Rows) -> torch.Tensor:
-        """The request's rows, or what it has assigned to them."""
+        """The request's rows, or their assigned values."""
         dim = self.dim
         if dim is None:
             return self.tensor
@@ -155,14 +155,14 @@ class BatchCut:
         else:
             piece = self.tensor.narrow(dim, start, size)
             if piece.requires_grad:
-                self._assigned[start] = piece  # the model goes on with it, so that gradients reach it
+                self._assigned[start] = piece  # the model continues with it, so that gradients reach it
             else:
                 piece = piece.detach()
         self._served[start] = piece
         return piece
 
     def _batch_of(self, rows: BatchRows) -> torch.Tensor:
-        """The batch [requests, tokens, ...] of several requests' rows, with what was assigned to them."""
+        """The batch [requests, tokens, ...] of several requests' rows, with assigned values."""
         last = self._batch
         if last is not None and last.rows is rows:
             return last.tensor if last.gathered is None else last.gathered.refresh()
@@ -181,7 +181,7 @@ class BatchCut:
         return batch
 
     def _watch(self, rows: BatchRows, batch: torch.Tensor) -> GatheredBatch:
-        """Bring later in-place edits of a batch that is no view to the model."""
+        """Bring later in-place edits of a copied batch to the model."""
         gathered = GatheredBatch(self, rows, batch)
         self._gathered.append(gathered)
         rows.gathered.append(gathered)
@@ -219,7 +219,7 @@ class BatchCut:
             self._assigned[start] = edited
 
     def settle(self) -> torch.Tensor:
-        """`settled`, as the last call: later edits of gathered rows are written to what it returns."""
+        """`settled`, as the last call: later edits of gathered rows are written to its result."""
         settled = self.settled()
         for gathered in self._gathered:
             gathered.settle(settled)

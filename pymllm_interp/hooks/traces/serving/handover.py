@@ -26,7 +26,7 @@ class Visited(Protocol):
 
 
 class Handover(Controller):
-    """A module's `forward`: nnsight's controller, with a fast path past locations where no block waits.
+    """A module's `forward`: nnsight's controller, with a fast path past locations without waiting blocks.
 
     A pass calls hundreds of modules, and blocks wait at a few of them. Calls by a block, calls on other threads, and calls for
     another tree that shares the module take nnsight's path.

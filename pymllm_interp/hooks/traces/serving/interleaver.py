@@ -1,9 +1,9 @@
-"""`EngineInterleaver`: where the model's passes meet the blocks of many requests.
+"""`EngineInterleaver`: connects the model's passes with the blocks of many requests.
 
-nnsight's `Interleaver` runs one set of blocks against one model call. In an engine, each request has blocks of its own, and
+nnsight's `Interleaver` runs one set of blocks against one model call. In an engine, each request has its own blocks, and
 every pass has other requests. So this interleaver keeps, for each pass, the *points* at which blocks wait, and each request
-counts its own passes. The rest is nnsight's: a module's controller hands its values to `handle`. A block waits by
-switching a `Pending` to its parent greenlet, and one of them runs at a time.
+counts its own passes. The rest is nnsight's: a module's controller hands its values to `handle`. A block waits by switching a
+`Pending` to its parent greenlet, and one of them runs at a time.
 
     model reaches "model.layers.3.output"
       -> no point there: one dict lookup
@@ -56,10 +56,10 @@ class EngineInterleaver(Interleaver):
         blocks: runs the blocks.
         nan_check: counts edits that contain NaN.
         thread: the thread whose modules hand over their values during a pass; else None.
-        sync_previous_step: called before a pass serves its first value, so that no block of a request that the previous
-            step ended is served. None where steps are not overlapped.
+        sync_previous_step: called before a pass serves its first value, so that no block of an ended request is
+            served. None without overlapped steps.
         call_back: calls a trace's `on_step` on another thread; None: it is called at once.
-        samples, streamer: locations of a step's tokens: as they were drawn, and as the generation goes on with them.
+        samples, streamer: locations of a step's tokens: as drawn, and after edits, as the generation continues.
         result_locations: locations of a finished request's result.
         run_locations: locations that the runner serves, not a module: the step's logits and samples.
         eager_parts: number of times that an attention or an MLP ran kernel by kernel in a pass of graph segments. Keys
@@ -123,7 +123,7 @@ class EngineInterleaver(Interleaver):
         state, own = install_controller(envoy), envoy._module.__dict__
         if "site_ends" in own:
             serve_sites(state, own["site_ends"])
-        # A controller that accelerate's hook calls stays where it is.
+        # A controller that accelerate's hook calls is not moved.
         if isinstance(own["forward"], Controller) and "_hf_hook" not in own:
             own["forward"] = Handover(envoy._module, state, self)
 
@@ -209,7 +209,7 @@ class EngineInterleaver(Interleaver):
             self.sync_previous_step()
 
     def end_pass(self) -> None:
-        """Disarm the modules, count the pass for its traces, and move what it saved out of the batch."""
+        """Disarm the modules, count the pass for its traces, and move their saves out of the batch."""
         self.busy = self.interleaving = False
         self.visits.end_pass()
         saved: defaultdict[SaveTransfer, list[torch.Tensor]] = defaultdict(list)
@@ -232,7 +232,7 @@ class EngineInterleaver(Interleaver):
         self.points.end_pass()
 
     def _call_on_step(self, trace: RequestTrace) -> None:
-        """Hand copies of what is saved so far to `on_step`, on another thread where there is one for callbacks."""
+        """Hand copies of the saves so far to `on_step`, on another thread if there is one for callbacks."""
         if trace.on_step is None or trace.ended:
             return
         try:
@@ -245,7 +245,7 @@ class EngineInterleaver(Interleaver):
         except BaseException as raised:
             trace.fail(raised)
 
-    # -- what the pass asks (HookQuery) --------------------------------------------
+    # -- calls of the pass (HookQuery) ---------------------------------------------
 
     def hook_position(self, layer: int) -> Waits:
         if self.pass_options is not NONE:
@@ -306,7 +306,7 @@ class EngineInterleaver(Interleaver):
     # -- one visit -------------------------------------------------------------------
 
     def handle(self, provider: str, value: Any) -> Any:
-        """Serve `value` to the blocks that wait at `provider`. Returns what the model goes on with."""
+        """Serve `value` to the blocks that wait at `provider`. Returns the value that the model continues with."""
         if self.blocks.serving is not None:
             return self.offer(self.blocks.serving, provider, value)
         if provider in self.points.opened:
@@ -351,8 +351,8 @@ class EngineInterleaver(Interleaver):
         return [(block, cache, slot) for block, cache, slot in slots if slot is not None]
 
     def offer(self, trace: RequestTrace, location: str, value: Any) -> Any:
-        """Serve a value that belongs to one request alone: its result, its next token, or a value of a module that its block
-        calls (``module(x, hook=True)``)."""
+        """Serve a value of one request: its result, its next token, or a value of a module called by its block
+        (``module(x, hook=True)``)."""
         rows, trace.rows = trace.rows, None
         self.visits.event_count += 1
         shared, caches = SharedValue(value, of_logits=False), self.caches_of(trace, location)

@@ -15,7 +15,7 @@ from .rows import Padding
 
 
 def start(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[NewRequest]) -> None:
-    """Run each block of a trace to where it first waits.
+    """Run each block of a trace until it first waits.
 
     Args:
         requests: the requests that it watches, in the order of the prompts.
@@ -88,10 +88,10 @@ def serve_results(interleaver: EngineInterleaver, trace: RequestTrace, requests:
 
 
 def wind_up(interleaver: EngineInterleaver, ending: Sequence[tuple[RequestTrace, list[RequestEnd]]]) -> None:
-    """Results first, then loops that end, then blocks that wait for what never comes; barriers are given up last.
+    """Serve results first, then end loops, then blocks that wait in vain; barriers are given up last.
 
     Args:
-        ending: traces whose requests have finished, with these.
+        ending: traces with ended requests, and those requests.
     """
     while (
         any(serve_results(interleaver, trace, own) for trace, own in ending)
@@ -134,7 +134,7 @@ def _unreached(block: Block, trace: RequestTrace) -> BaseException:
 
 
 def close(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[RequestEnd]) -> None:
-    """End a trace whose requests have finished: free its blocks' frames, give its saves own storage, and complete its receipt."""
+    """End a trace with ended requests: free its blocks' frames, give its saves own storage, and complete its receipt."""
     for block in trace.blocks:
         if block.alive:
             interleaver.blocks.kill(block)

@@ -1,4 +1,4 @@
-"""Declared ops inside a module's controller: between the module's forward and what a trace sees of it."""
+"""Declared ops inside a module's controller: between the module's forward and the value for traces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ends(Protocol):
 
 
 class SiteState(State):
-    """A controller's state. Its body, and the body that `.source` puts in its place, has the ops of the module's sites."""
+    """A controller's state. Its body, and the body that `.source` swaps in, has the ops of the module's sites."""
 
     __slots__ = ()
 

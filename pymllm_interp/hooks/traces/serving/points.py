@@ -11,11 +11,11 @@ from .visits import Location, PassVisits
 
 
 class Point(Location):
-    """A location and what waits there in the current pass.
+    """A location and everything that waits there in the current pass.
 
     Attributes:
         parked: blocks that wait for a visit.
-        caches: (block, cache, what the cache stores).
+        caches: (block, cache, filter of the cache).
         skips: (block, replacement of its request's rows), for requests that skip the module.
     """
 
@@ -68,7 +68,7 @@ class Points:
 
     Attributes:
         opened: the points by location name.
-        unread: location name -> (entry of its tuple that the model does not read, what to edit in its place).
+        unread: location name -> (entry of its tuple that the model does not read, location to edit instead).
     """
 
     def __init__(self, visits: PassVisits, locate: Callable[[str], Point]) -> None:
@@ -133,7 +133,7 @@ class Points:
         return trace.visits.passes
 
     def has_passed(self, block: Block, name: str) -> bool:
-        """Whether the pass of the step that ``tracer.iter`` pins a block to serves a location no more."""
+        """Whether a location is past in the pass of the step that ``tracer.iter`` pins a block to."""
         point, visits = self.at(name), block.trace.visits
         if not point.in_model or visits.passes != block.pinned_pass:
             return point.in_model and visits.passes > block.pinned_pass
@@ -141,7 +141,7 @@ class Points:
             return True
         last = self._known.get(block.last_location)
         if point.of_module and last is not None and last.in_model and not last.of_module:
-            return True  # the step's logits or token: modules that nobody waited for were not counted
+            return True  # the step's logits or token: modules without waiting blocks were not counted
         if point.module_output is not None and not self._visits.of(self.at(point.module_output)):
             return False  # an operation may be called several times in its module
         return self._visits.of(point) >= self._visits.per_pass.get(name, 1)

@@ -1,7 +1,7 @@
 """Rows of a pass that a block sees: `RowSpan` for one request, `BatchRows` for several.
 
-The batch is flat. Most values have one row per token of the step: in dim 1 after a leading 1 at module boundaries, in
-dim 0 inside a module. Values of the head have *logit rows* instead: one row per token whose logits are computed.
+The batch is flat. Most values have one row per token of the step. At module boundaries it is in dim 1, after a leading 1;
+inside a module it is in dim 0. Values of the head have *logit rows* instead: one row per token whose logits are computed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RowSpan:
         return RowSpan(self.start, self.size, total, self.logit_start, self.logit_size, self.logit_total)
 
     def shared(self) -> RowSpan:
-        """The same rows, in a pass whose values other blocks edit too."""
+        """The same rows, in a pass with values that other blocks edit too."""
         if not self.covers_pass:
             return self
         span = RowSpan(self.start, self.size, self.total, self.logit_start, self.logit_size, self.logit_total)
@@ -111,7 +111,7 @@ class Padding(NamedTuple):
 
 
 class PaddedCopy(Protocol):
-    """A copy of a batch's rows whose in-place edits belong to the model's tensor."""
+    """A copy of a batch's rows. Its in-place edits are meant for the model's tensor."""
 
     @property
     def alive(self) -> bool: ...
@@ -122,7 +122,7 @@ class PaddedCopy(Protocol):
 class BatchRows:
     """Rows of several requests, as one batch [requests, tokens, ...].
 
-    Rows of padding, and those of finished requests, read as zeros. What is written to them is dropped.
+    Rows of padding, and rows of finished requests, read as zeros. Writes to them are dropped.
 
     Args:
         spans: row span of each request, in the order of the prompts; None for a request outside the pass.

@@ -30,7 +30,7 @@ class SharedValue:
     Attributes:
         edits: number of edits of each trace.
         containers: the last tuple or dict that each trace was served, or has assigned.
-        masks: the attention masks among them; None where the value has none.
+        masks: the attention masks among them; None without any.
         row_memory: memory of the batch that was cut into single rows, [rows, ...] each; see `SaveTransfer.adopt`.
     """
 
@@ -54,17 +54,17 @@ class SharedValue:
         self.containers: dict[RequestTrace, Any] = {}
         self.masks: ServedMasks | None = None
         self._cuts: dict[int, BatchCut] = {}
-        self._whole: BatchCut | None = None  # where the value is one tensor
+        self._whole: BatchCut | None = None  # if the value is one tensor
         self._assigned = self._differentiable = False
         self.row_memory: list[torch.Tensor] = []
 
     def rows_of(self, rows: Rows | None) -> Any:
-        """The request's rows of each tensor, or what it has assigned to them. The whole value if `rows` is None."""
+        """The request's rows of each tensor, or their assigned values. The whole value if `rows` is None."""
         value = self.value
         if rows is None or rows.covers_pass:
             return value
         if torch.is_grad_enabled():
-            self._differentiable = True  # the model goes on with what is served, so that gradients reach it
+            self._differentiable = True  # the model continues with served values, so that gradients reach them
         if self._whole is not None:
             return self._whole.rows_of(rows)
         if isinstance(value, torch.Tensor):
@@ -89,7 +89,7 @@ class SharedValue:
         return served
 
     def replace(self, rows: Rows | None, edited: Any) -> None:
-        """Replace what the request was served by `edited`.
+        """Replace the request's served value by `edited`.
 
         Raises:
             EditError: another type, shape, dtype or device.
@@ -181,7 +181,7 @@ class SharedValue:
 
 
 def _of_another_length(seen: torch.Tensor, edited: Any) -> str:
-    """The hint for a value of an invoke whose prompt is shorter or longer; "" for another mistake."""
+    """The hint for a value of an invoke with a prompt of another length; "" for another mistake."""
     if not isinstance(edited, torch.Tensor) or edited.dim() != seen.dim() or edited.dim() < 2:
         return ""
     others = [0, *range(2, edited.dim())]

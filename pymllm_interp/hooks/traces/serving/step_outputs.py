@@ -18,9 +18,9 @@ from .interleaver import EngineInterleaver
 def serve_outputs(
     traces: Iterable[RequestTrace], logits: torch.Tensor, transformers_pass: TransformersOutputs | None = None
 ) -> None:
-    """Note the model's output for traces whose request is a single forward pass: it is their result.
+    """Store the model's output as the result of traces with a single forward pass.
 
-    A trace whose block has read the model's output has it already.
+    A trace with a block that has read the model's output has it already.
 
     Args:
         logits: [logit rows, vocab].

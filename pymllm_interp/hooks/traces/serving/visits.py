@@ -1,7 +1,7 @@
 """Visit counts: how often the model has reached each location, in the current pass and for each request.
 
 A *visit* is one time that a pass reaches a location, such as ``model.model.layers.3.output``. A block waits for a location
-and an *occurrence*: the number of earlier times that its request's passes have reached it. Passes in which the
+and an *occurrence*, the number of its request's earlier visits there. Passes in which the
 request takes no part do not count. `PassVisits` counts the current pass, for all requests; `VisitCounts` counts one
 request's earlier passes.
 """
@@ -174,7 +174,7 @@ class VisitCounts:
         return count
 
     def occurrence(self, location: Location, visits: PassVisits) -> int:
-        """Visits of `location` so far, those of the current pass included."""
+        """Visits of `location` so far, including the current pass."""
         count = self.before_pass(location, visits.per_pass)
         if location.in_model and self.in_pass and not (self.skipping and self.skips(location.name)):
             count += visits.of(location)

@@ -31,7 +31,7 @@ class SavedSteps:
         self._notify: Callable[[], Any] = _nothing
 
     def __call__(self, step: int, saved: dict[str, Any]) -> None:
-        """Take what is saved after a pass. Called on the engine's thread."""
+        """Take the values saved in a pass. Called on the engine's thread."""
         self._put((step, saved))
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class SavedSteps:
 
     def _put(self, item: tuple[int, dict[str, Any]] | None) -> None:
         self._items.put(item)
-        with suppress(RuntimeError):  # the loop is closed: nobody reads
+        with suppress(RuntimeError):  # the loop is closed: no task reads
             self._notify()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:

@@ -9,7 +9,7 @@ from ..nnsight_compat import Barrier, Mediator
 class EngineBarrier(Barrier):
     """A point that `n` blocks of a trace wait for. The last to arrive resumes the others.
 
-    Unlike nnsight's, it files the resumed blocks where they wait next.
+    Unlike nnsight's, it files the resumed blocks at their next locations.
     """
 
     def __call__(self) -> None:

@@ -23,7 +23,7 @@ def warn_at_caller(texts: list[str]) -> None:
 
 
 def block_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback of what a block raised, with the user's frames only."""
+    """The traceback of a block's error, with the user's frames only."""
     traceback = getattr(error, "__intervention_tb__", error.__traceback__)
     kept = []
     while traceback is not None:

@@ -1,4 +1,4 @@
-"""Module classes as keys of `rename` and `envoys`: callers name transformers' classes, the tree has modules of ours."""
+"""Module classes as keys of `rename` and `envoys`: callers name transformers' classes, the tree has native ones."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Read(eproperty):
         self(of._preprocess)
         self._postprocess = of._postprocess
         self._unchanged = of._preprocess is Envoy.output._preprocess  # a call less
-        self._assigned = f"{of.key} assigned"  # reads have entries of their own, which the next block of a loop reuses
+        self._assigned = f"{of.key} assigned"  # reads have separate entries, which the next block of a loop reuses
 
     def __get__(self, obj: Any, owner: Any = None) -> Any:
         worker: Any = getcurrent()
@@ -87,7 +87,8 @@ class Read(eproperty):
         return value if self._unchanged else self._preprocess(obj, value)  # pyright: ignore[reportOptionalCall]
 
     def _wait(self, obj: Any, block: Any, key: str | None) -> Pending:
-        """A read of what `block` asks for here. Stored in `_waits` under `key`, for the next block that asks."""
+        """A read of the value that `block` requests here. Stored in `_waits` under `key`, for the next block with the same
+        read."""
         location, iteration, interleaver = f"{obj.path}.{self.key}", block.iteration, block.interleaver
         now = _NO_WAIT[1:]
         if iteration is None:
@@ -147,7 +148,7 @@ class TracedEnvoy(Envoy):
             raise AttributeError(self._unknown(name)) from None
 
     def __dir__(self) -> list[str]:
-        """Modules and public names, for completion: without what serves nnsight's machinery."""
+        """Modules and public names, for completion, without nnsight's machinery."""
         return [name for name in super().__dir__() if not name.startswith("_") and name not in PLUMBING]
 
     def __delattr__(self, name: str) -> None:
@@ -178,7 +179,7 @@ def _maker(tree: Any, module: nn.Module, path: str) -> Callable[..., Envoy]:
 
 
 def _of_users_class(of: type[Envoy], module: nn.Module, **kwargs: Any) -> Envoy:
-    """An envoy of exactly this class. It has what its children need of `TracedEnvoy` before it makes them."""
+    """An envoy of exactly this class. It gets the attributes that `TracedEnvoy`'s children need before it makes them."""
     envoy = of.__new__(of)
     tree = SimpleNamespace(_envoys=kwargs["envoys"], _rename=kwargs["rename"])
     vars(envoy).update(_resolve_envoy_class=partial(_maker, tree), _persistent_id=f"Envoy:{kwargs['path']}")
@@ -298,7 +299,7 @@ class TracedModel(TracedEnvoy):
 
     @eproperty(description="this step's logits, before sampling")
     def logits(self, value: Any) -> Any:
-        """Logits of the request's next token, [1, vocab]. Assign to replace what is sampled from."""
+        """Logits of the request's next token, [1, vocab]. Assign to replace the logits for sampling."""
         return value
 
     @eproperty(description="this step's sampled token")

@@ -1,4 +1,4 @@
-"""`PassOptions`: what a trace asks of its passes beyond the engine's own, by transformers' keywords."""
+"""`PassOptions`: a trace's options for its passes, by transformers' keywords."""
 
 from __future__ import annotations
 

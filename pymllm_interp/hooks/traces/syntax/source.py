@@ -129,7 +129,7 @@ def _uses(code: CodeType) -> Iterator[tuple[str, str]]:
 
 
 def _is_attention(envoy: Envoy) -> bool:
-    """Whether the envoy's module is an attention, of ours or of transformers (models/transformers/attention_interface.py)."""
+    """Whether the envoy's module is an attention, native or of transformers (models/transformers/attention_interface.py)."""
     return not {"transformers_forward", "paged_calls"}.isdisjoint(envoy._module.__dict__)
 
 

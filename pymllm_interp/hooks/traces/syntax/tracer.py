@@ -107,7 +107,7 @@ class EngineTracer(InterleavingTracer):
         return StepIterations()
 
     def warn(self, texts: list[str]) -> None:
-        """Tell the caller what happened to the block."""
+        """Pass the block's outcome to the caller."""
         warn_at_caller(texts)
 
     def barrier(self, n: int) -> EngineBarrier:  # pyright: ignore[reportIncompatibleMethodOverride]
