@@ -1,4 +1,4 @@
-"""`pymllm-interp cache list | clean`: what was converted or compiled on this machine."""
+"""`pymllm-interp cache list | clean`: models converted and kernels compiled on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def run_cache(action: str, names: Sequence[str] = (), everything: bool = False) 
 
     Args:
         action: "list" or "clean".
-        names: of the entries to remove.
+        names: names of the entries to remove.
         everything: remove all.
 
     Raises:

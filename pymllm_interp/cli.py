@@ -1,4 +1,4 @@
-"""The command line: `pymllm-interp demo | generate | serve | bench | doctor | cache`. Each command imports what it needs."""
+"""The command line: `pymllm-interp demo | generate | serve | bench | doctor | cache`. Each command imports only its needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, or 2 with one line on stderr where it cannot be done."""
+    """Run a command. Returns the exit status: 0, or 2 with one line on stderr if it cannot be done."""
     share_cores()
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
@@ -328,7 +328,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     params = SamplingParams(
         temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, seed=args.seed
-    )  # before the model is loaded: a bad value is told at once
+    )  # before the model is loaded: a bad value is reported at once
     with LM(args.model, dtype=args.dtype) as lm:
         prompts = [[{"role": "user", "content": text}] for text in args.prompts] if args.chat else args.prompts
         if len(prompts) == 1:
@@ -359,7 +359,7 @@ def _cluster(args: argparse.Namespace) -> int:
 
 
 def _remedy(error: ModuleNotFoundError) -> str:
-    """What to install where the server's imports fail: our extra, or what one of its packages lacks."""
+    """Extra to install after a failed import of the server; or the packages that one of its packages lacks."""
     frames = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
     importer = next((name for name in reversed(frames) if name and name != "importlib"), "")
     if importer in ("", "pymllm_interp"):

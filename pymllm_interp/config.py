@@ -44,7 +44,7 @@ class ModelConfig:
     load_format: str = "auto"
     """ "auto" reads weights; "dummy" makes seeded random weights from config.json."""
     impl: str = "auto"
-    """ "native": our modules; "transformers": the family's own class; "auto": native where there is one."""
+    """"native": this package's modules; "transformers": the family's own class; "auto": native if available."""
     seed: int = 0
     """Seed of dummy weights, and of requests without a seed."""
     hf_config: Any = None
@@ -73,7 +73,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How requests are served. None: derived from the model and the machine."""
+    """Serving settings. None: derived from the model and the machine."""
 
     device: str = "auto"
     max_model_len: int | None = None
@@ -107,8 +107,8 @@ class ServerConfig:
     max_intervention_vectors: int = 4096
     """Maximum vectors of all live requests' interventions; equal vectors count once."""
     inner_sites: tuple[str, ...] = ()
-    """Kinds of sites inside attention and MLP, for declared ops and captures on CUDA: "q", "k", "v", "z", "mlp_act", "router",
-    "experts", "shared_out".
+    """Kinds of sites inside attention and MLP, for declared ops and captures on CUDA. They are "q", "k", "v", "z", "mlp_act",
+    "router", "experts" and "shared_out".
     Each kind costs at least one kernel launch a layer, used or not. On a CPU all kinds can be used, at no cost."""
     max_capture_bytes: int = 1 << 30
     """Maximum bytes of one request's captures on the host."""
@@ -120,12 +120,12 @@ class ServerConfig:
     capture_when_full: str = "block"
     """A request for which the ring has no room: "block" makes it wait, "fail" drops its captures."""
     hook_execution: str = "auto"
-    """How a step with a block that waits for a module runs. "segments" replays the graph segments between blocks. "split"
-    replays the plain requests of a decode step and runs the hooked ones module by module. Models by transformers' classes run as
-    with "eager". "eager" runs the whole batch module by module. "auto" is "segments" where the pass's size is captured."""
+    """Execution of a step with a block that waits for a module. "segments" replays the graph segments between blocks. "split"
+    replays the plain requests of a decode step and runs the hooked ones module by module. Models by transformers' classes run
+    as with "eager". "eager" runs the whole batch module by module. "auto" is "segments" if the pass's size is captured."""
     max_segments: int = 256
-    """Maximum graph segments between blocks to keep; the least recently used one is evicted. Steps with prompts have segments of
-    their own, one for each layer and size. Four times as many of them are kept."""
+    """Maximum graph segments between blocks to keep; the least recently used one is evicted. Steps with prompts have separate
+    segments, one for each layer and size. Four times as many of them are kept."""
     schedule_policy: str = "mixed"
     """ "mixed" puts decode and prefill into one step; "prefill_first" gives prefill steps of its own, at most every second one."""
     scheduling_policy: str = "fcfs"
@@ -145,12 +145,12 @@ class ServerConfig:
     torch_compile_max_bs: int = 32
     """The largest batch size to compile."""
     logprobs_mode: str = "raw_logprobs"
-    """What `logprobs` and `prompt_logprobs` hold, with vLLM's names. "raw_logprobs" and "raw_logits" are before penalties,
+    """Contents of `logprobs` and `prompt_logprobs`, with vLLM's names. "raw_logprobs" and "raw_logits" are before penalties,
     temperature and filters. "processed_logprobs" and "processed_logits" are after them; prompt tokens have no such values."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the device's memory for weights, activations and KV."""
     speculative: Any = None
-    """What proposes draft tokens: None, {"method": "ngram", "num_speculative_tokens": k} with vLLM's keys, or a `Drafter`
+    """Source of draft tokens: None, {"method": "ngram", "num_speculative_tokens": k} with vLLM's keys, or a `Drafter`
     (speculative/drafter.py). "draft_model" and "eagle3" take a "model". Drafts never change a token
     (docs/engine/speculative.md)."""
     lower_traces: str = "auto"

@@ -42,7 +42,7 @@ SAMPLING: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.1}
 
 @dataclass
 class LensTable:
-    """What each layer would say next, at each position."""
+    """Likeliest next token of each layer, at each position."""
 
     tokens: list[str]
     """The token that each position read."""

@@ -1,4 +1,4 @@
-"""`pymllm-interp doctor`: what this machine has, what is missing, and the command that brings it. For bug reports, too."""
+"""`pymllm-interp doctor`: found and missing parts of this machine, and the commands that install them. For bug reports, too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_doctor(model: str | None = None, engine: str = "own") -> int:
         engine: "own", or "vllm".
 
     Returns:
-        0 where the demo and the model can run, else 1.
+        0 if the demo and the model can run, else 1.
     """
     table = Table("", "", title="pymllm-interp doctor", show_header=False, title_justify="left")
     table.columns[1].overflow = "fold"
@@ -71,7 +71,7 @@ def _machine_rows() -> list[tuple[str, str]]:
 
 
 def _package_rows() -> tuple[list[tuple[str, str]], bool]:
-    """The packages that pyproject.toml declares: all that are required, and what each extra lacks."""
+    """The packages that pyproject.toml declares: all required ones, and the missing ones of each extra."""
     needed, extras = declared()
     rows, ok = [("pymllm-interp", __version__)], True
     for requirement in needed:

@@ -52,16 +52,16 @@ class LM(ClientModel):
     Args:
         model: "demo", a folder (config.json and safetensors), a .gguf file, or a hub id.
         dtype: "auto" is float32 on a CPU and bfloat16 on CUDA.
-        device: "auto" is CUDA where there is one.
+        device: "auto" is CUDA if available.
         load_format: "dummy" makes seeded random weights; config.json is enough, and no tokenizer is needed.
-        impl: "native": our implementation. "transformers": the family's own class over our KV pool. "auto": native, or else
-            transformers (docs/reference/models.md).
-        max_model_len: tokens of one request, prompt and new ones. None: as many as the model's positions allow, or fewer where the
-            memory derives a smaller KV pool.
+        impl: "native": this package's implementation. "transformers": the family's own class over the paged KV pool. "auto":
+            native, or else transformers (docs/reference/models.md).
+        max_model_len: tokens of one request, prompt and new ones. None: as many as the model's positions allow, or fewer if
+            the memory gives a smaller KV pool.
         max_running_requests: requests in one step; None derives the number from the KV pool.
-        max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones in a step of their own.
+        max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones in a separate step.
         kv_cache_tokens: slots of the KV pool.
-        seed: of dummy weights, and of requests without a seed.
+        seed: seed of dummy weights, and of requests without a seed.
         rename: aliases for modules, as in nnsight.
         envoys: nnsight's map from module classes or paths to envoy classes.
         attn_implementation: "eager" runs traces with transformers' own attention, as if each trace said so.
@@ -131,7 +131,7 @@ class LM(ClientModel):
         except BaseException as error:
             try:
                 if made is not None and backend is None:
-                    made.engine.shutdown()  # a second Ctrl-C ends this wait; the engine's thread then ends by itself
+                    made.engine.shutdown()  # a second Ctrl-C ends this wait; the engine's thread then ends without it
             finally:
                 # A notebook keeps the error, which holds this frame and those below.
                 self.__dict__.clear()
@@ -168,9 +168,9 @@ class LM(ClientModel):
         from its submission to its end. A new adapter takes the slot that was least recently used.
 
         Args:
-            name: of the adapter.
-            folder: with adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them. On a server,
-                a folder of its machine; only operators load adapters there.
+            name: name of the adapter.
+            folder: folder with adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them. On
+                a server, a folder of its machine; only operators load adapters there.
 
         Raises:
             ValueError: no LoRA of this model's linear layers; `AdapterError` names the field, module or tensor. Or the name is
@@ -186,7 +186,7 @@ class LM(ClientModel):
         self.backend.unload_adapter(name)
 
     def fingerprint_with(self, lora: str | None) -> str:
-        """`model_fingerprint` with a LoRA adapter's weights, which receipts name. Raises ValueError: there is no such adapter."""
+        """`model_fingerprint` with a LoRA adapter's weights, which receipts name. Raises ValueError for an unknown adapter."""
         return self.backend.fingerprint(lora)
 
     @property
@@ -206,25 +206,25 @@ class LM(ClientModel):
 
     @property
     def runner(self) -> InterpModelRunner:
-        """The model's runner. Raises NotImplementedError where it is in another process."""
+        """The model's runner. Raises NotImplementedError if it is in another process."""
         self.backend.require_process("lm.runner")
         backend: Any = self.backend
         return backend.runner
 
     @property
     def capabilities(self) -> dict[str, Any]:
-        """The model, its sites, ops and limits, as JSON; of a server also what this key may do."""
+        """The model, its sites, ops and limits, as JSON; for a server also the permissions of this key."""
         return self.backend.describe()
 
     @property
     def engine_name(self) -> str:
-        """What computes: versions, device, attention backend and dtype."""
+        """Description of the engine: versions, device, attention backend and dtype."""
         return self.backend.facts.engine_name
 
     _bridge = bridge_of  # for the methods of TransformerLens' caches
 
     def model_maker(self) -> Callable[[], LM]:
-        """Makes an equal model in another process: it can be pickled. For workers of harvests."""
+        """Picklable function that makes an equal model in another process, for workers of harvests."""
         return partial(_worker_model, self.runner.model_config, self.runner.server_config)
 
     def resolve_specs(
@@ -248,9 +248,9 @@ class LM(ClientModel):
         """Start one forward pass over a prompt, which may fill the context. Returns at once; nothing is generated.
 
         Args:
-            token_ids: of `token_ids`.
-            captures, interventions: of `resolve_specs`.
-            what: names the prompt in messages.
+            token_ids: result of `token_ids`.
+            captures, interventions: results of `resolve_specs`.
+            what: prompt name used in error messages.
             lora: the LoRA adapter that it runs with.
 
         Raises:
@@ -294,22 +294,22 @@ class LM(ClientModel):
             shard_bytes: upper bound of a shard, in bytes. A document is never split over shards, so a larger document makes a
                 larger shard. About twice this much is held in host memory.
             max_length: upper bound of a pass, in tokens; None: max_model_len.
-            too_long: of a longer document: "error"; "truncate": read its beginning; "split": read it in several passes.
-                Passes have `max_length` tokens, and do not attend to each other. Positions still count from the start of the
-                document, so the position in the pass is ``position % max_length``.
+            too_long: handling of a longer document: "error"; "truncate": read its beginning; "split": read it in several
+                passes. Passes have `max_length` tokens, and do not attend to each other. Positions still count from the start
+                of the document, so the position in the pass is ``position % max_length``.
             on_error: "raise"; "skip": leave out documents that fail, and name them in the result and the manifest.
             progress: show documents, rates and the time left on standard error: a bar on a terminal, lines elsewhere. None: no
                 lines in the first seconds. False: nothing.
             cluster: compute by workers on a Ray cluster (docs/engine/cluster.md): "auto" (of this machine, or of RAY_ADDRESS), or
                 its address. `out` is on shared storage. `inputs` may be `Path`s of JSONL or Parquet files, or a `ray.data.Dataset`.
-            workers: each with a model of its own; None: one for each GPU of the cluster, or for each CPU.
+            workers: number of workers, each with its own model; None: one for each GPU, or CPU, of the cluster.
             unit_documents: documents that a worker gets at a time, at most.
-            column: of the files; None: "text", or else "input_ids".
+            column: column of the files; None: "text", or else "input_ids".
 
         Raises:
             ValueError: invalid captures, a folder of another harvest or input, or `lora` with `cluster`: workers load no adapters.
             FileExistsError: the folder holds other files.
-            HarvestError: the run stopped before the end of the input. The message names the document, and what was kept.
+            HarvestError: the run stopped before the end of the input. The message names the document, and the kept part.
         """
         return harvest(
             self, inputs, out, cluster, workers, unit_documents, column, progress, capture=capture,
@@ -329,8 +329,9 @@ class LM(ClientModel):
         there once.
 
         Args:
-            inputs, out, unit_documents, column, cluster, workers, progress: as of `harvest`. Without `cluster`, this `LM` computes.
-            sampling_params: of all documents.
+            inputs, out, unit_documents, column, cluster, workers, progress: see `harvest`. Without `cluster`, this `LM`
+                computes.
+            sampling_params: sampling parameters of all documents.
             interventions: applied to each.
 
         Raises:
@@ -365,12 +366,12 @@ class LM(ClientModel):
             base, source: prompts with equally many tokens.
             site: a kind of site (`resid_pre`, `resid_mid`, `resid_post`, `attn_out`, `mlp_out`, `mlp_act`, `q`, `k`, `v`, `z`), or
                 a pattern with layers.
-            metric: of the last position's logits. Two tokens: the difference of their logits. One token: its log probability. Or a
-                function of float32 logits [rows, vocab] that returns [rows]. A token is an id, or text.
-            positions: of the prompts; None: all. The result has them in ascending order.
-            heads: at `q`, `k`, `v` and `z`, patch these heads one by one; "all"; or None, for whole states.
+            metric: metric of the last position's logits. Two tokens: the difference of their logits. One token: its log
+                probability. Or a function of float32 logits [rows, vocab] that returns [rows]. A token is an id, or text.
+            positions: positions of the prompts; None: all. The result has them in ascending order.
+            heads: heads to patch one by one at `q`, `k`, `v` and `z`; "all"; or None, for whole states.
             layers: some layers; None: all.
-            how: "wavefront", "requests", or "auto": the wavefront where it serves.
+            how: "wavefront", "requests", or "auto": the wavefront if supported.
             stream: return after the two unpatched runs. Iterating over the result runs the cells.
             progress: show a bar of the cells; None: in notebooks and on terminals, above two seconds.
             lora: the adapter of all runs, which are requests then.
@@ -379,9 +380,9 @@ class LM(ClientModel):
             a `PatchSweep`: `values` [layers, positions], or [layers, positions, heads].
 
         Raises:
-            PromptError, ValueError: prompts of different lengths, or a metric, site, layer, position or head that cannot be served;
-                nothing was scheduled then.
-            NotImplementedError: a model with edits, or `how` is "wavefront" where it does not serve.
+            PromptError, ValueError: prompts of different lengths, or an invalid metric, site, layer, position or head;
+                nothing was scheduled.
+            NotImplementedError: a model with edits, or `how` is "wavefront" without support for it.
         """
         from .toolkit.sweep import patch_sweep
 
@@ -403,15 +404,15 @@ class LM(ClientModel):
         progress: bool | None = None,
         lora: str | None = None,
     ) -> Attribution:
-        """Attribution patching: an estimate of what patching each site from the clean run adds to the corrupted run's metric.
+        """Attribution patching: estimates the change of the corrupted run's metric by patching each site from the clean run.
 
         One step is ``(clean - corrupted) * gradient`` with the corrupted run's gradients, and one pass serves all sites. More
-        steps are integrated gradients: each site has passes of its own, with states between both runs in its place. Their sum is
-        what patching the whole site does; the result's `completeness` compares the two.
+        steps are integrated gradients: each site has separate passes, with states between both runs in its place. Their sum
+        is the effect of patching the whole site; the result's `completeness` compares the two.
 
         Args:
             clean, corrupted: prompts with equally many tokens.
-            metric: as `patch_sweep`; a function must be differentiable.
+            metric: see `patch_sweep`; a function must be differentiable.
             sites: a site's name or pattern, or several, of all kinds but `logits`.
             steps: gradients to average, at the middle of equal parts of the way.
             neurons: keep the width of each state, in place of sums over positions and heads.
@@ -422,8 +423,8 @@ class LM(ClientModel):
             an `Attribution`: by site, [positions]; at `q`, `k`, `v` and `z` [positions, heads].
 
         Raises:
-            PromptError, ValueError: prompts of different lengths, or a metric, site or number of steps that cannot be served;
-                nothing was scheduled then.
+            PromptError, ValueError: prompts of different lengths, or an invalid metric, site or number of steps; nothing was
+                scheduled.
             NotImplementedError: a model with edits, or a server's.
         """
         from .toolkit.attribution import attribute
@@ -450,12 +451,12 @@ class LM(ClientModel):
         """The model that a server (`pymllm-interp serve`) runs, with the calls of a local `LM`.
 
         Outputs equal a local `LM`'s. A trace is a declared request, if its block can run afterwards; the block runs here.
-        Other blocks are sent to the server as source code, with the values that they read. They need a key with the right `code`;
-        what they save comes back as tensors. `lm.lm_head(h)` works only inside blocks.
+        Other blocks are sent to the server as source code, with the values that they read. They need a key with the right
+        `code`; their saves come back as tensors. `lm.lm_head(h)` works only inside blocks.
 
         Args:
             url: such as "http://127.0.0.1:8000"; or "ray:NAME", the name of a cluster on Ray (`pymllm-interp cluster`).
-            api_key: where the server asks for one.
+            api_key: key, if the server requires one.
             timeout: seconds to wait for the next part of an answer; None: as long as it takes.
             lower_traces: "auto"; "require" sends no code, and refuses blocks that need it; "off" sends each block as code.
 
@@ -472,7 +473,8 @@ class LM(ClientModel):
         return cls(backend=RemoteBackend(url, api_key, timeout, lower_traces))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End what runs, and release all but the weights, which the tree shows: they go with the last reference (`del lm`).
+        """End all requests, and release all but the weights, which the tree shows: they are freed with the last reference
+        (`del lm`).
 
         A server keeps running; its connection is closed. A second call does nothing.
 
@@ -480,7 +482,7 @@ class LM(ClientModel):
             timeout: seconds to wait for the end; None: as long as it takes. A block that waits for a lock may take for ever.
 
         Raises:
-            TimeoutError: it takes longer. The engine ends later by itself.
+            TimeoutError: it takes longer. The engine ends later.
         """
         if (backend := self.__dict__.get("backend")) is not None:
             backend.engine.shutdown(timeout)

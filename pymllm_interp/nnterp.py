@@ -80,7 +80,7 @@ class StandardizedLM(Accessors, LM):
     step; nnterp's are ``output.logits``.
 
     Args:
-        model, kwargs: of `LM`.
+        model, kwargs: see `LM`.
         rename: further aliases.
     """
 

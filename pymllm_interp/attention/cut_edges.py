@@ -106,8 +106,8 @@ class RequestCuts:
         """Compute the patterns that are captured at a layer.
 
         Args:
-            q: [tokens, heads, head_dim], of the flat batch.
-            k: [keys, kv_heads, head_dim], of the request.
+            q: [tokens, heads, head_dim] of the flat batch.
+            k: [keys, kv_heads, head_dim] of the request.
         """
         read = self.reads.get(layer.layer_id)
         if read is None:

@@ -217,7 +217,7 @@ class Completion:
         """The text that a new token adds. Incomplete characters and possible stop strings are held back.
 
         Args:
-            hold: None if all text is held back, so the next piece has this token too; else a piece without text.
+            hold: None if all text is held back, so the next piece has this token too; else an empty piece.
         """
         self._token_ids.append(token_id)
         if self._tokenizer is None:

@@ -204,7 +204,7 @@ _LATENT = frozenset({"q", "k", "v", "z"})
 """Multi-head latent attention: the heads of q, k and v differ in size."""
 _LATENT_FAMILIES = "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "axk2"
 _STREAMS = frozenset({"embed", "attn_out", "mlp_out", "mlp_act", "final_norm"})
-"""The residual stream is several streams, wider than what is added to each."""
+"""The residual stream is several streams, wider than the layers' outputs."""
 _EXPERTS = frozenset({"mlp_act"})
 """Each expert has its own neurons."""
 

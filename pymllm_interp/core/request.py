@@ -39,8 +39,8 @@ class StopChecker(Protocol):
 class Request:
     """One prompt and one of its generations: the owner of its tokens, counts and KV pages.
 
-    `trace` and `declared` are opaque here; `hooks` owns what they refer to. The scheduler needs to know that a request with
-    a trace is not split into chunks and never recomputed.
+    `trace` and `declared` are opaque here; `hooks` owns their classes. The scheduler only knows that a request with a trace
+    is not split into chunks and never recomputed.
     """
 
     request_id: str

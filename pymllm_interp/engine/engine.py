@@ -50,7 +50,7 @@ class EngineThread(threading.Thread):
 class Engine:
     """Serves requests on its own thread, on which the runner is initialised too.
 
-    This matters on a CPU, where each thread that computes in parallel has OpenMP workers of its own. Two such threads on two cores
+    This matters on a CPU, where each computing thread has its own OpenMP workers. Two such threads on two cores
     made a decode step 35 % slower.
 
     Args:

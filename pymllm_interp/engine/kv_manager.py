@@ -224,8 +224,8 @@ class KVManager:
     # -- snapshots of recurrent states -----------------------------------------------------
 
     def chunk(self, request: Request, budget: int) -> int:
-        """Tokens of the request's next chunk. Chunks end where a state is captured, and where snapshots are due. A
-        snapshot that is due now is taken.
+        """Tokens of the request's next chunk. Chunks end at captured states, and at due snapshots. A snapshot that is due now
+        is taken.
 
         Args:
             budget: the chunk's tokens at most.

@@ -114,7 +114,7 @@ class PrefixSharing:
 
     @staticmethod
     def _reusable(request: Request) -> tuple[int, str]:
-        """(positions that need not be computed, reason for no more)."""
+        """(positions that need not be computed, reason that further ones must be)."""
         limit, seen = request.num_tokens - 1, request.computed_once
         if request.all_logits and seen < request.prompt_len:
             return min(limit, seen), "logits of the prompt"

@@ -49,7 +49,7 @@ class ShardedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[rows, ...], without reading rows."""
+        """Shape [rows, ...]. No row is read."""
         return (self._length, *(self._parts[0].shape[1:] if self._parts else ()))
 
     def __repr__(self) -> str:

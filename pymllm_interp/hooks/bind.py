@@ -122,7 +122,7 @@ def _resolved(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> li
 
 
 def _with_gate(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> SpecT:
-    """The spec with the probe of its gate resolved, where that is at a site of its own."""
+    """The spec with the probe of its gate resolved, if the gate has its own site."""
     for name, part in spec._content().specs:
         if part.own_site is not None and any(part.names()):
             try:
@@ -221,7 +221,7 @@ def stream_of(site: Site, model: ModelSpec) -> Site:
 
 @dataclass(frozen=True)
 class DeclaredLimits:
-    """Limits on what a request declares, named as the settings."""
+    """Limits of interventions and captures, named as the settings."""
 
     max_interventions_per_site: int
     max_intervention_vectors: int
@@ -231,7 +231,7 @@ class DeclaredLimits:
     device_tables: bool = False
     """Whether ops run as kernels, from device tables; only the ops at the logits run as functions."""
     encoders: Mapping[int, Sequence[SAE]] = field(default_factory=dict)
-    """By site number, the top-k SAEs that each pass encodes for the device tables."""
+    """Site number -> top-k SAEs that each pass encodes for the device tables."""
 
     def check(self, site: Site) -> None:
         """Raise ValueError for a site without kernels."""
@@ -273,7 +273,7 @@ class DeclaredLimits:
         """Raise ValueError for features if no pass encodes their SAE at that site, or if it encodes another state.
 
         Args:
-            ops: of a request at a site, in the order in which they act.
+            ops: ops of a request at a site, in the order in which they act.
             site: number of the site.
         """
         for i, op in enumerate(ops if self.device_tables else ()):

@@ -29,15 +29,15 @@ class BoundHooks:
     """Binds hooks, as `Declared.bound` does. Equal hooks of prompts of one length are bound once. Thread-safe.
 
     Args:
-        model, limits, readout: as there.
-        only_captures: keep captures of states only. Else vectors, and what was read of weights, outlive their requests.
+        model, limits, readout: see `Declared.bound`.
+        only_captures: cache only bindings without vectors or weights, so that the cache does not keep tensors alive.
     """
 
     def __init__(
         self, model: ModelSpec, limits: DeclaredLimits, readout: Readout | None, only_captures: bool = False
     ) -> None:
         self._model, self._limits, self._readout, self._only_captures = model, limits, readout, only_captures
-        # With the specs, so that their ids stay theirs.
+        # With the specs, so that their ids are not reused.
         self._known: OrderedDict[Any, tuple[Any, Declared]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -65,7 +65,7 @@ class BoundHooks:
         return found.fresh()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all bindings."""
         with self._lock:
             self._known.clear()
 
@@ -76,17 +76,17 @@ class BoundHooks:
 
 
 class Declarations:
-    """Checks what requests declare, and reserves what it takes. Called on any thread; the worker learns of it by steps.
+    """Checks interventions and captures, and reserves their resources. Called on any thread; the worker learns of it by steps.
 
     Args:
-        limits: of the engine.
-        model: what specs are checked against.
-        readout: of the model, for reductions.
+        limits: limits of the engine.
+        model: model that specs are checked against.
+        readout: readout of the model, for reductions.
         only_captures: see `BoundHooks`.
-        ring: that captured states leave the device through; None where they do not.
+        ring: ring through which captured states leave the device, or None.
 
     Attributes:
-        pool: rows of vectors; None where ops are functions.
+        pool: rows of vectors; None if ops are functions.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Declarations:
         """Check the hooks of a request, and set `Request.hooks` and `Request.declared`.
 
         Raises:
-            ValueError: what the model does not have, or the tables, the ring and results do not hold.
+            ValueError: something that the model lacks, or that exceeds the tables, the ring or the results.
         """
         trace = request.trace
         if not specs and not captures and trace is None:
@@ -128,10 +128,10 @@ class Declarations:
             self.check_room([request], "this request")
 
     def check_room(self, together: Sequence[Request], what: str) -> None:
-        """Check that the ring can hold what requests capture that run in the same steps. A traced prompt runs in one step.
+        """Check that the ring can hold the captures of requests that run in the same steps. A traced prompt runs in one step.
 
         Args:
-            what: names the requests, for the message.
+            what: description of the requests, for the message.
 
         Raises:
             ValueError: it cannot.
@@ -159,7 +159,7 @@ class Declarations:
             self._ring.open()
 
     def release(self, request: Request) -> None:
-        """Give back what `hold` reserved. A second call does nothing."""
+        """Release the reservations of `hold`. A second call does nothing."""
         if self.pool is not None and request.declared is not None:
             self.pool.release(request.declared)
 

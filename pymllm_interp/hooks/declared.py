@@ -50,7 +50,7 @@ def _check_size(
 
 
 LARGE = 1 << 15
-"""Numbers of a vector that takes long to hash: above 70 us."""
+"""Size of a vector that takes long to hash: above 70 us."""
 
 
 class PlacedOp(NamedTuple):
@@ -62,17 +62,17 @@ class PlacedOp(NamedTuple):
     missing: int = 0
     """Positions that the prompt does not have."""
     flag: Flag | None = None
-    """Of a gate at an earlier site: what the op looks at, or what a `GateRead` sets."""
+    """Flag of a gate at an earlier site: read by the op, or set by a `GateRead`."""
 
 
 class Demands:
     """The scheduler's view of a `Declared`, which the worker owns. They share nothing that changes.
 
     Args:
-        kv_edits: what changes the KV.
+        kv_edits: edits of the KV.
         captures: sizes in the ring, and the scheduler's own progress; None without captures.
         patterns: [longest] bool, positions with captured attention patterns; None: no position.
-        gated: positions where a gate is counted, or decides.
+        gated: positions at which a gate is counted, or decides.
         vectors: id of a tensor -> its first row in `VectorPool`.
         held: keys of these rows.
         why_undrafted: see `Declared.why_undrafted`.
@@ -95,7 +95,7 @@ class Demands:
         self._patterns, self._states, self._gated = patterns, states, gated
 
     def state_stop(self, start: int) -> int | None:
-        """Where a chunk from position `start` on ends at the latest, so that a recurrent state is reached; None: anywhere."""
+        """Latest end of a chunk from position `start` on, so that a recurrent state is reached; None: any."""
         own = None if self._states is None else self._states[start:]
         return start + int(own.argmax()) + 1 if own is not None and own.any() else None
 
@@ -122,20 +122,20 @@ class Declared:
     Attributes:
         ops: site -> ops in the order in which they act. Sites are numbers of `site_index`.
         captures: None without captures.
-        prompt_len: in tokens.
+        prompt_len: length of the prompt in tokens.
         logits_from: the first position with logits.
         vectors: id of a tensor -> its first row in `VectorPool`.
         held: keys of these rows, until the pool's `release`.
-        fires: of gates.
+        fires: fires of gates.
         first_fired: see `PassFlags`; on CUDA, while the request is not in the device tables.
         knockouts: edges of attention that are cut.
-        kv_edits: what of this changes the KV.
+        kv_edits: edits of the KV among them.
         given: interventions and captures, as they were given.
         draft_stop: positions after the last pass with drafts, until they are settled; None without.
         patterns: captures of attention patterns; None without.
         states: captures of recurrent states; None without.
         state_patches: recurrent states that are replaced behind the prompt.
-        shared: what was computed of the hooks, for all `fresh` copies.
+        shared: cached results for the hooks, shared by all `fresh` copies.
     """
 
     ops: dict[int, list[PlacedOp]]
@@ -190,16 +190,16 @@ class Declared:
         Args:
             specs: the interventions, in the order given.
             model: its sites and dtype.
-            prompt_len: in tokens.
-            limits: of the engine.
-            captures: in any order.
+            prompt_len: length of the prompt in tokens.
+            limits: limits of the engine.
+            captures: captures in any order.
             longest: most positions that the request may reach.
             logits_from: the first position with logits.
-            readout: of the model, for reductions and normed sites.
+            readout: readout of the model, for reductions and normed sites.
 
         Raises:
-            ValueError: what `bind` refuses, a site or an op without kernels, or too many ops at a site. So is a site captured
-                twice, and a capture that may exceed the memory of a request's results.
+            ValueError: an error of `bind`, a site or an op without kernels, or too many ops at a site. Also a site captured
+                twice, or a capture that may exceed the memory of a request's results.
         """
         placed: list[tuple[int, bool, PlacedOp]] = []
         counts: Counter[int] = Counter()
@@ -225,7 +225,7 @@ class Declared:
             limits.check_encoders(found, site)
         replaced = [(patch.layer, patch.spec) for patch in patches]
         edits = KVEdits(ops, knockouts, model.num_hidden_layers, replaced, prompt_len)
-        for read, flag in gates.reads():  # behind what changes the state
+        for read, flag in gates.reads():  # after the ops that change the state
             (bound,) = bind(read, model, prompt_len)
             limits.check_op(read, bound.site)
             site = site_index(bound.site, model.num_hidden_layers)
@@ -257,7 +257,7 @@ class Declared:
 
     @property
     def bound_for_each(self) -> bool:
-        """Whether equal requests cannot share it: it keeps what it captures by itself, or depends on their passes."""
+        """Whether equal requests cannot share it: it stores captures without the ring, or depends on their passes."""
         return self.patterns is not None or self.acts_on_states
 
     @property
@@ -279,7 +279,7 @@ class Declared:
             self.captures.begin_draft()
 
     def settle(self, num_positions: int) -> None:
-        """Commit what the first `num_positions` positions captured and fired, and roll back those behind them.
+        """Commit captures and fires of the first `num_positions` positions, and roll back later ones.
 
         Does nothing without a draft.
         """
@@ -291,7 +291,7 @@ class Declared:
         self.draft_stop = None
 
     def why_undrafted(self, in_tables: bool) -> str:
-        """What it counts or captures in a pass with drafts that `settle` cannot take back; "" for nothing.
+        """Counts or captures that `settle` cannot take back after a pass with drafts, or "".
 
         Args:
             in_tables: ops run as kernels, from device tables, and captures use the ring.
@@ -303,7 +303,7 @@ class Declared:
         return "gates on CUDA" if in_tables and any(op.spec.when is not None for op in self) else ""
 
     def demands(self, in_tables: bool = False) -> Demands:
-        """What the scheduler must know of it.
+        """The scheduler's view of it.
 
         Args:
             in_tables: see `why_undrafted`.
@@ -316,7 +316,7 @@ class Declared:
             states[self.prompt_len - 1] = True
         key = "demands", in_tables
         if key not in self.shared:
-            # Where each position decides for itself, a gate's site matters only at the positions of its ops.
+            # If each position decides for itself, a gate's site matters only at the positions of its ops.
             gated = [
                 window
                 for op in self
@@ -331,7 +331,7 @@ class Declared:
         """The captured states and patterns of the positions of `token_ids`; None without captures.
 
         Args:
-            expected: positions that must have been computed. Where a site has not all of their rows, the result is an error.
+            expected: positions that must have been computed. If a site lacks some of their rows, the result is an error.
         """
         if expected is not None and (error := self._shortfall(expected)) is not None:
             return lost(error)
@@ -344,7 +344,7 @@ class Declared:
         return found
 
     def answer(self, end: RequestEnd) -> Callable[[Future[DeclaredResult]], None]:
-        """Settle it, and return what sets its results, or their error, once all captured states have arrived."""
+        """Settle it. Returns the function that sets its results, or their error, once all captured states have arrived."""
         counted = end.num_computed
         self.settle(counted)
         result = DeclaredResult(self.applied(counted))
@@ -353,7 +353,7 @@ class Declared:
             try:
                 result.activations = self.activations(end.all_token_ids[:counted], end.expected_len)
                 if result.activations is None or result.activations.error is None:
-                    result.captured = self.captured(counted)  # which counts what results leave out
+                    result.captured = self.captured(counted)  # which counts omitted values of results
                 arrived.set_result(result)
             except Exception as error:
                 arrived.set_exception(error)
@@ -369,7 +369,7 @@ class Declared:
         """Replace and capture the states that are due behind a position, which the last pass ended with.
 
         Args:
-            slot: of the request, in `pool`.
+            slot: slot of the request in `pool`.
         """
         if position == self.prompt_len - 1:
             for patch in self.state_patches:
@@ -394,7 +394,7 @@ class Declared:
         )
 
     def attention_cuts(self, index: int, first_row: int, start: int, num_rows: int) -> RequestCuts | None:
-        """`request_cuts` of a pass."""
+        """Cut edges and patterns of a pass (`request_cuts`)."""
         reads = {} if self.patterns is None else self.patterns.reads(start, num_rows)
         return request_cuts(index, first_row, start, num_rows, self.knockouts, reads)
 
@@ -454,7 +454,7 @@ class Declared:
         )
 
     def hash_large(self) -> None:
-        """Hash what takes long, on the caller's thread. The engine's hashes the rest, when it needs it."""
+        """Hash large vectors on the caller's thread. The engine's thread hashes the rest, on demand."""
         if "hashed" in self.shared:
             return
         for spec in (*self.given[0], *self.given[1], *(op.spec for op in self)):

@@ -66,7 +66,7 @@ def widened(tensor: Tensor, heads: Sequence[int], shape: tuple[int, ...]) -> Ten
     """[..., len(heads) * head_dim] -> [..., width]: zeros at all other heads.
 
     Args:
-        shape: of a whole state, (heads, head_dim).
+        shape: shape of a whole state, (heads, head_dim).
     """
     whole = tensor.new_zeros(*tensor.shape[:-1], *shape)
     whole[..., list(heads), :] = tensor.unflatten(-1, (len(heads), shape[1]))

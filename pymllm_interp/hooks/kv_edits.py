@@ -1,9 +1,9 @@
-"""`KVEdits`: what a request's interventions change in its KV, page by page.
+"""`KVEdits`: the effects of a request's interventions on its KV, page by page.
 
-An intervention changes the KV of a position where it acts before the last layer's keys and values. All later positions attend to
-it, so their KV changes too. The prefix cache knows that from the pages before (mem_cache/radix_cache.py). A page's namespace
-therefore names only what acts within that page. Interventions that give equal namespaces, such as equal vectors at equal positions,
-share KV.
+An intervention changes the KV of a position if it acts before the last layer's keys and values. All later positions attend to
+it, so their KV changes too. The prefix cache knows that from the pages before (mem_cache/radix_cache.py). So a page's
+namespace names only the effects within that page. Interventions that give equal namespaces, such as equal vectors at equal
+positions, share KV.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class _Edit(NamedTuple):
     op: Op
     window: Window
     ordinal: int | None
-    """Rank of the window's first position among the op's; None where the op does not depend on it."""
+    """Rank of the window's first position among the op's; None if the op does not depend on it."""
     decided: int | None = None
-    """Where positions up to here decide whether it acts later; None: the tokens and edits up to a position do."""
+    """Position up to which the outcome of a gate is decided; None: tokens and edits up to a position decide."""
 
     def within(self, start: int, stop: int) -> Hashable:
-        """What it does at the positions from `start` to `stop`; None for nothing."""
+        """Hashable effect at the positions from `start` to `stop`, or None."""
         where = _relative(self.window, start, stop)
         if where is None:
             return None
@@ -55,7 +55,7 @@ class _Edit(NamedTuple):
         return self.site, self.op.effect, where, ordinal, decided
 
     def same_until(self, start: int, stop: int) -> int | None:
-        """The end of the positions that it treats like `start` to `stop`, all or none. None: there is no end."""
+        """The end of the positions that it treats like `start` to `stop`, all or none. None: to the end of the sequence."""
         window = self.window
         if window.start >= stop:
             return window.start
@@ -66,7 +66,7 @@ class _Edit(NamedTuple):
         return self._same_window(start, stop)
 
     def _same_window(self, start: int, stop: int) -> int | None:
-        """`same_until`, whatever decides."""
+        """`same_until` of the window, without the gate."""
         window = self.window
         if window.start <= start and window.step == 1 and self.ordinal is None:
             if window.stop is None or window.stop >= stop:
@@ -75,14 +75,14 @@ class _Edit(NamedTuple):
 
 
 class KVEdits:
-    """Interventions of one request that change its KV. What each does is hashed when the request is first scheduled.
+    """Interventions of one request that change its KV. Their effects are hashed when the request is first scheduled.
 
     Args:
         ops: site -> ops, in the order in which they act.
         knockouts: cut edges of attention.
-        num_layers: of the model.
+        num_layers: number of layers of the model.
         states: (layer, op) of each recurrent state that is replaced behind the prompt.
-        prompt_len: in tokens.
+        prompt_len: length of the prompt in tokens.
 
     Attributes:
         first_position: the first position with KV that interventions change; None: no position.

@@ -49,7 +49,7 @@ class Generated:
 
 
 Positions = Literal["all", "prompt", "generated"] | int | Sequence[int] | slice | Generated | Tensor
-"""Which positions of a request. Positions are positions of input tokens, from 0; a request has prompt + generated - 1 positions.
+"""Selected positions of input tokens, from 0. A request has prompt + generated - 1 positions.
 
 - ``"all"``: every position.
 - ``"prompt"``: the positions of the prompt. The last one yields the first new token.
@@ -73,7 +73,7 @@ class Masked(tuple[int, ...]):
     """Positions that a mask selects.
 
     Attributes:
-        length: of the mask.
+        length: length of the mask.
     """
 
     length: int
@@ -162,7 +162,7 @@ def ordinals_of(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
         positions: [rows], integers.
 
     Returns:
-        [rows], with the dtype and device of `positions`.
+        [rows] with the dtype and device of `positions`.
     """
     ordinals, before = torch.full_like(positions, -1), 0
     for window in windows:
@@ -176,7 +176,7 @@ def ordinals_of(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
 
 
 def ordinal_of(windows: tuple[Window, ...], position: int) -> int:
-    """`ordinals_of` one position."""
+    """Single-position version of `ordinals_of`."""
     before = 0
     for window in windows:
         offset = position - window.start
@@ -187,7 +187,7 @@ def ordinal_of(windows: tuple[Window, ...], position: int) -> int:
 
 
 def selected(windows: Iterable[Window], stop: int) -> np.ndarray:
-    """Which of the positions from 0 to `stop` are in the windows: [stop] bool."""
+    """Positions from 0 to `stop` that are in the windows: [stop] bool."""
     found = np.zeros(stop, dtype=bool)
     for window in windows:
         found[window.start : window.stop : window.step] = True
@@ -262,7 +262,7 @@ def absolute_positions(indexes: _Indexes, prompt_len: int) -> list[int]:
     """
     if isinstance(indexes, Masked) and indexes.length != prompt_len:
         raise ValueError(f"the mask has {indexes.length} positions, and the prompt {prompt_len} tokens")
-    indexes = indexes[: 2 * prompt_len + 1]  # of so many, one is beyond the prompt or named twice
+    indexes = indexes[: 2 * prompt_len + 1]  # longer lists have one beyond the prompt or named twice
     beyond = list(islice((index for index in indexes if not -prompt_len <= index < prompt_len), 5))
     if beyond:
         raise ValueError(

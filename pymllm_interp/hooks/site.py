@@ -142,7 +142,7 @@ class Site:
         layer: None for `embed`, `final_norm` and `logits`. Negative layers count from the end, until `expand` resolves them.
 
     Raises:
-        ValueError: an unknown kind, a missing layer, or a layer where the kind has none.
+        ValueError: an unknown kind, a missing layer, or a layer of a kind without layers.
     """
 
     kind: str
@@ -208,9 +208,9 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
     """The sites that `pattern` selects in a model, in the order of the layers.
 
     Args:
-        pattern: in any of the styles above.
-        num_layers: of the model.
-        family: of the model.
+        pattern: site pattern in any of the styles above.
+        num_layers: number of layers of the model.
+        family: family of the model.
 
     Raises:
         ValueError: as `canonical`, a layer beyond the model's, or a kind that the family does not have.

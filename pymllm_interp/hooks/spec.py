@@ -32,7 +32,7 @@ class _Content(NamedTuple):
     followed: list[Any]
     """SAEs and lenses, which may be edited in place."""
     version: int
-    """Of these, when the spec was first read."""
+    """Version of the tensors when the spec was first read."""
 
     @classmethod
     def of(cls, spec: Spec) -> _Content:
@@ -58,7 +58,7 @@ class Spec:
     """Fields that hold a name, or vectors by layer."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Raises TypeError for an unknown keyword, with the one that was meant."""
+        """Raise TypeError for an unknown keyword, with the closest known one."""
         known = _arguments(cls)
         if not kwargs.keys() <= set(known):
             check_names(cls.__name__, kwargs, known, _ELSEWHERE)
@@ -94,7 +94,7 @@ class Spec:
             yield from value.names()
 
     def filled(self, vectors: Mapping[str | LayerVectors, Tensor]) -> Self:
-        """A copy with tensors in place of what `names` yields."""
+        """A copy with the tensors that `names` yields."""
         changes: dict[str, Any] = {name: vectors[getattr(self, name)] for name in self.named}
         for name, value in self._content().specs:
             if any(value.names()):
@@ -129,7 +129,7 @@ class Spec:
         )
 
     def _hash_of(self, name: str, value: Any) -> Any:
-        """What stands for an argument in the fingerprint."""
+        """Value that represents an argument in the fingerprint."""
         if isinstance(value, Tensor):
             return tuple(value.shape), content_hash(value).hex()
         return value.fingerprint if hasattr(value, "fingerprint") else value  # a spec, vectors by layer, an SAE
@@ -141,7 +141,7 @@ class Spec:
         return hash(self.fingerprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only fields: what was derived from them, such as sites in a model, is made again."""
+        """Return only fields: derived values, such as sites in a model, are made again."""
         kept = {"named", *(part.name for part in fields(self))}  # pyright: ignore[reportArgumentType]
         return {name: value for name, value in self.__dict__.items() if name in kept}
 
@@ -162,7 +162,7 @@ class Spec:
             raise ValueError(f"{self.name}: {name}={shown(getattr(self, name))}; expected {expected}")
 
     def _schedule_hint(self, name: str) -> str:
-        """What to write in place of a list of numbers, for a message."""
+        """Advice to replace a list of numbers, for a message."""
         return "; for one a run, make a spec for each"
 
     def _set_number(self, name: str, optional: bool = False) -> None:
@@ -225,7 +225,7 @@ class PlacedSpec(Spec):
         return f"{type(self).__name__}({shown(str(self.site))})"
 
     def written(self) -> Iterator[tuple[str, float]]:
-        """(what, largest magnitude) of the numbers written into any state; the model's dtype must hold them."""
+        """(description, largest magnitude) of the numbers written into any state; the model's dtype must hold them."""
         yield from ()
 
     def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
@@ -322,7 +322,7 @@ class PlacedSpec(Spec):
             raise ValueError(f"{self.name}: {error}") from None
 
     def _set_tensor(self, name: str, *dims: int, by_position: bool = False) -> None:
-        """As `Spec._set_tensor`, with further dimensions.
+        """Set a tensor like `Spec._set_tensor`, with further dimensions.
 
         - At sites with heads the last dimension may be two, [heads, head_dim], as captures return states.
         - At a pattern of sites a further leading dimension is the layers that it selects.
@@ -360,14 +360,14 @@ class Argument(NamedTuple):
     default: Any
     """`dataclasses.MISSING` for none."""
     metadata: Mapping[str, Any]
-    """Of a `Source`: arguments of `Spec._set_vectors`."""
+    """Metadata of a `Source`: arguments of `Spec._set_vectors`."""
     part: type[Spec] | None
     """The class of specs that the annotation names."""
 
 
 @cache
 def arguments_of(cls: type) -> tuple[Argument, ...]:
-    """The constructor's arguments."""
+    """Arguments of the constructor."""
     hints = get_type_hints(cls, include_extras=True)
     return tuple(
         Argument(part.name, hint := hints[part.name], part.default, part.metadata, next(_spec_classes(hint), None))
@@ -434,7 +434,7 @@ _ELSEWHERE = {
         ("coeff", "coefficient", "alpha", "strength", "multiplier"), "Steer has scale, and Scale has factor"
     ),
 }
-"""What users of other libraries write -> what to write here."""
+"""Name in other libraries -> advice."""
 
 
 def described(spec: Spec) -> str:

@@ -36,7 +36,7 @@ unused."""
 WHOLE, FLOAT16, BFLOAT16 = range(3)
 """Conversion of a captured state: none, or to 16 bits."""
 ALIGNED = 8
-"""Alignment of captured states in the ring, in elements, where the widths of all sites are multiples of it. Dot products and
+"""Alignment of captured states in the ring, in elements, if the widths of all sites are multiples of it. Dot products and
 converted states are aligned at the first of several only."""
 NO_END = 2**31 - 1
 """Stop of a window without end."""

@@ -234,7 +234,7 @@ def delta_step(
     """One row of each request through the gated delta rule: [rows, heads, dim], in fresh memory.
 
     Args:
-        qkv: [rows, 2 * key_heads * key_dim + heads * dim], behind the convolution.
+        qkv: [rows, 2 * key_heads * key_dim + heads * dim] after the convolution.
         b, a: [rows, heads], before their sigmoid and softplus.
         decay, bias: [heads], `A_log` and `dt_bias`.
         state: [slots, heads, key_dim, dim]; the rows' slots are written.

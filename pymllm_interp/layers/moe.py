@@ -108,7 +108,7 @@ class SigmoidRouter(TopKRouter):
     Logits are float32, as in transformers.
 
     Args:
-        groups, top_groups: number of groups of experts, and of used ones: those with the highest sums of their top two ranks.
+        groups, top_groups: number of groups of experts, and of used ones, which have the highest sums of two ranks.
         scaling: factor of the scores.
     """
 

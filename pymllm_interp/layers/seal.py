@@ -270,7 +270,7 @@ class Sealed(nn.Module):
 
 
 class SealedList(Sealed):
-    """An `nn.ModuleList` whose modules cannot be replaced."""
+    """An `nn.ModuleList` that refuses replacement of its modules."""
 
     def __getitem__(self, idx: Any) -> Any:
         """A module; of a slice, an ordinary list of modules."""

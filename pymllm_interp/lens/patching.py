@@ -45,7 +45,7 @@ class _Sweep:
 
     Args:
         bridge: bridge of the model.
-        tokens: [batch, tokens], of the corrupted run.
+        tokens: [batch, tokens] of the corrupted run.
         clean: a cache of the clean run.
         name: activation name, such as "resid_pre".
         axes: meanings of a cell's indexes.

@@ -66,7 +66,7 @@ def _check(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def _share_points(weights: TransformerBridge, points: Mapping[str, BridgePoint]) -> None:
-    """Put `points` at the components' hook points, and points that refuse hooks where the engine has no value."""
+    """Put `points` at the components' hook points, and points that refuse hooks if the engine has no value."""
     shared: dict[int, BridgePoint] = {}
     for name, own in weights._hook_registry.items():
         if name in points or id(own) not in shared:

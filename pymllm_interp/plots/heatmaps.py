@@ -32,7 +32,7 @@ def attention_patterns(
             head, in the order of transformers and TransformerLens. A captured tensor is [positions, heads, keys].
         tokens: [keys].
         site: the captured pattern, if there are several.
-        positions: [queries], of the queries among the tokens. None: each token is a query, and attends to no later one.
+        positions: [queries] of the queries among the tokens. None: each token is a query, and attends to no later one.
             Activations know theirs.
         heads: names of the heads; None: their numbers.
 
@@ -178,7 +178,7 @@ def feature_activations(
     """Activations of an SAE's strongest features by token: one row a feature.
 
     Args:
-        values: [positions, top_k], as `Features` captures them.
+        values: [positions, top_k] as `Features` captures them.
         indexes: [positions, top_k], the features' ids.
         tokens: [positions].
         names: names of features by id, such as `SAE.feature_names`; features without one have their ids.

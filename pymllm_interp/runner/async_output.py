@@ -22,12 +22,12 @@ def output_copy_stream(device: torch.device) -> torch.cuda.Stream:
 class AsyncOutput:
     """The sampled tokens of a step. The next step may be launched before `get_output` waits for them.
 
-    On CUDA the tokens and all log probabilities are copied to pinned memory. They have a stream of their own and one event. The
-    copy waits for what was launched before this object was made, and for nothing that is launched later.
+    On CUDA the tokens and all log probabilities are copied to pinned memory, on a separate stream with one event. The copy
+    waits for everything launched before this object was made, and for nothing launched later.
 
     Args:
         output: all but tokens and log probabilities.
-        sampled: in the rows that are sampled, on the device.
+        sampled: sampled tokens of the sampled rows, on the device.
         prompt_logprobs: request -> log probabilities of its prompt positions in this step, on the device.
         verified: the tokens of a step with drafts; None without.
     """

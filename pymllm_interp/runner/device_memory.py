@@ -37,17 +37,17 @@ DEFAULT_CPU_KV_TOKENS = 4096
 GRAPH_OVERHEAD_BYTES = 1 << 30
 """Left to the CUDA graphs beside their outputs."""
 TOKENS_PER_REQUEST = 512
-"""KV tokens that a request is expected to take, where the number of running requests is derived."""
+"""Expected KV tokens of a request, if the number of running requests is derived."""
 MAX_DERIVED_REQUESTS = 1024
 MAX_STATE_SHARE = 0.5
-"""Of the memory for KV and recurrent states, at most this much is for states."""
+"""Largest part of the memory for KV and recurrent states that states may take."""
 SNAPSHOTS_OF_A_REQUEST = 4
 """Snapshots of states to keep, at most, for each request that may run."""
 MAX_TOKENS_WITHOUT_KV = 1 << 20
 """Tokens of all requests in a model without attention: slots without memory."""
 
 
-# -- what the device has -----------------------------------------------------------------
+# -- memory of the device ------------------------------------------------------------------
 
 
 def get_available_gpu_memory(device: str = "cuda", gpu_id: int = 0) -> float:
@@ -73,13 +73,13 @@ def memory_left(device: str, gpu_id: int) -> str:
 
 
 def fitting(runner: RunnerParts, make: Callable[[], T], what: str, helps: str) -> T:
-    """What `make` returns. A lack of memory becomes a `torch.OutOfMemoryError` with what does not fit, and what helps."""
+    """Call `make`. A lack of memory becomes a `torch.OutOfMemoryError`, with what does not fit and advice."""
     where = f"{runner.device}{memory_left(runner.device, runner.gpu_id)}"
     return within_memory(make, f"{what} on {where}; what helps: {helps}")
 
 
 def smaller_pool(config: ServerConfig) -> str:
-    """How to get a smaller KV pool, for error messages."""
+    """Advice about a smaller KV pool, for error messages."""
     return (
         f"a lower kv_cache_tokens (now {config.kv_cache_tokens}), or, where that is None, a lower gpu_memory_utilization "
         f"(now {config.gpu_memory_utilization})"
@@ -121,7 +121,7 @@ def keeps_scores(model: CausalLM, attention: AttentionBackend) -> bool:
 
 
 def long_pass_bytes(spec: ModelSpec, tokens: int, keeps_scores: bool) -> int:
-    """About what a pass of one prompt takes, module by module, with the head on all rows."""
+    """Estimated bytes of a pass of one prompt, module by module, with the head on all rows."""
     qkv = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
     row = spec.dtype.itemsize * (2 * spec.vocab_size + 8 * spec.hidden_size + 4 * spec.intermediate_size + 4 * qkv)
     return tokens * (row + (3 * 4 * spec.num_attention_heads * tokens if keeps_scores else 0))
@@ -161,11 +161,11 @@ def pool_room(runner: RunnerParts) -> float:
 
 
 def num_kv_tokens(runner: RunnerParts) -> int:
-    """Slots of the KV pool, in whole pages: `kv_cache_tokens`, or what fits where that is None.
+    """Slots of the KV pool, in whole pages: `kv_cache_tokens`, or as many as fit if that is None.
 
     Raises:
         ValueError: no room for a single page of KV.
-        torch.OutOfMemoryError: the largest step does not fit, or `kv_cache_tokens` is more than the device holds.
+        torch.OutOfMemoryError: the largest step does not fit, or `kv_cache_tokens` exceeds the device's memory.
     """
     config = runner.server_config
     if config.kv_cache_tokens is not None:
@@ -269,7 +269,7 @@ def _profiled_kv_tokens(runner: RunnerParts) -> int:
 
 
 def _bytes_beside_kv(runner: RunnerParts) -> int:
-    """What is allocated after the KV pool, for a draft model, too: the workspace of attention, and graphs."""
+    """Bytes allocated after the KV pool, for a draft model, too: the workspace of attention, and graphs."""
     name = runner.server_config.attention_backend
     own = attention_workspace_bytes(name, runner.device, runner.dtype, runner.head_dim)
     own += runner.profile_cudagraph_memory()
@@ -288,7 +288,7 @@ def state_dtype(config: ServerConfig) -> torch.dtype:
 
 
 def num_served_requests(runner: RunnerParts) -> int:
-    """Requests in one step at most: `num_running_requests`, or fewer where the states of so many have no room."""
+    """Requests in one step at most: `num_running_requests`, or as many as have room for their states."""
     asked, largest = num_running_requests(runner), runner.get_model().largest_step
     if largest is not None:
         asked = min(asked, largest[0])
@@ -305,7 +305,7 @@ def num_served_requests(runner: RunnerParts) -> int:
 
 
 def make_state_pool(runner: RunnerParts) -> StatePool | None:
-    """The states of `max_running_requests` requests; None where no layer has any.
+    """The states of `max_running_requests` requests; None if no layer has any.
 
     Raises:
         UnsupportedModelError: speculative decoding is asked for.

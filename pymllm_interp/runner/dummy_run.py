@@ -81,7 +81,7 @@ class _NoAttention(AttentionBackend):
     """Attention of a pass that only measures memory: zeros."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Nothing to plan."""
+        """Do nothing: the pass has no attention."""
 
     def forward(
         self,

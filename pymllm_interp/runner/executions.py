@@ -1,4 +1,4 @@
-"""How each execution of a pass runs, and whether it can: one table, from `Execution` to two functions."""
+"""Table of executions of a pass: from `Execution` to two functions, which run it and tell whether they can."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class CutQuery:
     """The `HookQuery` of a pass in segments with cut edges: attention with cut edges runs kernel by kernel.
 
     Args:
-        cuts: of the pass.
+        cuts: cut edges of the pass.
         attention: attribute of a decoder layer.
-        hooks: where the blocks of traces wait; None without traces.
+        hooks: locations at which traces' blocks wait; None without traces.
     """
 
     def __init__(self, cuts: AttentionCuts, attention: str, hooks: HookQuery | None) -> None:
@@ -77,7 +77,7 @@ class Executions:
         return WAYS[descriptor.execution].run(self, batch, descriptor)
 
     def layout(self, step: SchedulerOutput) -> PassLayout:
-        """How the step's tokens are laid out."""
+        """Layout of the step's tokens."""
         decodes, rows = self._is_decode(step), step.total_num_scheduled_tokens
         if self.runner.demands.unpadded:
             return PassLayout(decodes, None)
@@ -161,7 +161,7 @@ class Executions:
     # -- how it runs --------------------------------------------------------------------
 
     def _forward(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
-        """The whole batch in one pass; with gradients where it attends to its own K and V only."""
+        """The whole batch in one pass; with gradients if it attends to its own K and V only."""
         if not batch.fresh_kv_only:
             return self.runner.forward(batch, descriptor.execution)
         self.runner.forward_pass_id += 1
@@ -169,13 +169,13 @@ class Executions:
             return self.plan_and_call(batch, descriptor.execution)
 
     def _replay(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
-        """The whole batch from its CUDA graphs. What is sampled from before the next replay needs no memory of its own."""
+        """The whole batch from its CUDA graphs. Logits sampled before the next replay need no fresh memory."""
         self.runner.forward_pass_id += 1
         return self.replay(batch, in_place=not self.runner.demands.keeps_logits)
 
     def _by_modules(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         """The whole batch, module by module."""
-        # Blocks may save what modules read: not the input buffers, which the next step overwrites.
+        # Blocks may save inputs of modules: not the input buffers, which the next step overwrites.
         assert batch.positions is not None
         batch.input_ids, batch.positions = batch.input_ids.clone(), batch.positions.clone()
         self._enter(batch)
@@ -233,7 +233,7 @@ class Executions:
         return LogitsProcessorOutput(torch.cat((output.next_token_logits, hooked_output.next_token_logits)))
 
     def _rows(self, batch: ForwardBatch, start: int, stop: int) -> ForwardBatch:
-        """Rows of a decode batch as a batch of their own, in fresh memory."""
+        """Rows of a decode batch as a separate batch, in fresh memory."""
         assert batch.positions is not None and batch.seq_lens_cpu is not None
         half = self.runner.batches.decode(
             batch.input_ids[start:stop].clone(),

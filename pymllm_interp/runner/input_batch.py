@@ -20,17 +20,17 @@ from .request_state import RequestState
 
 
 class PassLayout(NamedTuple):
-    """How a step's tokens are laid out in rows."""
+    """Layout of a step's tokens in rows."""
 
     decodes: bool
-    """As a decode pass. Each draft is a row of its own there: all K and V are written before any are read."""
+    """Whether it is a decode pass. Each draft is a separate row there: all K and V are written before any are read."""
     padded_size: int | None
     """Rows of the captured pass that serves the step; None without such a pass."""
 
 
 @dataclass
 class InputBatch:
-    """What `ModelRunner.prepare_inputs` makes of a step's schedule.
+    """Inputs that `ModelRunner.prepare_inputs` makes from a step's schedule.
 
     Attributes:
         sampling: the request of each sampled row, in batch order: with drafts once for each of its rows.
@@ -70,7 +70,7 @@ class InputBatch:
         return self.query_start_loc[1:][[e.samples for e in self.entries]].astype(np.int64) - 1
 
     def spread(self, sampled: list[list[Any]]) -> list[list[Any]]:
-        """What each request that samples has, as a list over all requests: [] for the others."""
+        """Values of sampling requests, spread over all requests: [] for the others."""
         if len(sampled) == self.num_reqs:
             return sampled
         values = iter(sampled)
@@ -92,7 +92,7 @@ class InputBuffers:
     Attributes:
         input_ids, positions, out_cache_loc: [max_num_tokens] int64, of each token row.
         rows: [max_num_tokens] int64, the request table's row of each token row.
-        op_rows: the same, -1 where the request declared nothing.
+        op_rows: the same, -1 for requests without interventions and captures.
         blocks: [2, max_num_tokens] int64, where each token row's captured states go (`TableOps`); written in steps with captures.
         flags: [max_num_tokens] int64, memory for the flags of gates, which passes write.
         seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
@@ -156,7 +156,7 @@ class InputBuffers:
         """Write the first `count` rows of a decode pass again, one position later.
 
         Args:
-            laid_out: what `lay_out` returned; changed.
+            laid_out: result of `lay_out`; changed in place.
         """
         laid_out[1, :count] += 1
         self.place(laid_out, states, req_to_token)
@@ -172,7 +172,7 @@ class InputBuffers:
             )
 
     def adapter_memory(self, rows: int) -> RowTiles:
-        """Memory of the tiles of a decode pass of so many rows."""
+        """Memory of the tiles of a decode pass with this many rows."""
         assert self.adapter_tiles is not None, "the first adapter opens them"
         order, tiles = self.adapter_tiles
         return RowTiles(order[:rows], tiles[: max_tiles(rows, self.max_loras)])
@@ -181,7 +181,7 @@ class InputBuffers:
         """Write the rows' tiles.
 
         Args:
-            decode_rows: of a decode pass, padding included; None: another pass, in which products serve the longer spans.
+            decode_rows: rows of a decode pass, padding included; None: another pass, in which products serve the longer spans.
         """
         by_kernels, products = found.spans, ()
         if decode_rows is None:
@@ -250,7 +250,7 @@ class ExecuteModelState:
     descriptor: BatchExecutionDescriptor
     logits_output: LogitsProcessorOutput
     token_masks: TokenMasks | None = None
-    """Of constrained requests (`ModelRunner.constrain`)."""
+    """Token masks of constrained requests (`ModelRunner.constrain`)."""
 
     def sampling_batch(self, table: RequestState, vocab_size: int, device: str) -> SamplingBatch:
         """Sampling parameters of the step's sampled rows."""

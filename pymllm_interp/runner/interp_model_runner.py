@@ -1,7 +1,7 @@
 """InterpModelRunner: a ModelRunner for requests with traces, interventions and captures.
 
-Its two stages serve them (runner/stage.py): `TracedStage` has the traces, `DeclaredStage` the interventions and captures. This
-class makes the stages, and is what engine and clients ask for::
+Its two stages serve them (runner/stage.py): `TracedStage` has the traces, `DeclaredStage` the interventions and captures.
+This class makes the stages, and is the interface for engine and clients::
 
     load_model            the weights, and the envoy tree over them
     attach                a trace, before its first step
@@ -39,7 +39,7 @@ from .stages.traced_stage import TracedStage
 
 
 class RunnerCommand(Protocol):
-    """What a client has a runner do between steps. A value that can be pickled: it finds all else in the runner."""
+    """Command of a client that a runner runs between steps. It is picklable, and finds all else in the runner."""
 
     def run(self, runner: InterpModelRunner) -> Any:
         """Do it on the runner's thread, without gradients. Returns the answer."""
@@ -59,8 +59,8 @@ class InterpModelRunner(ModelRunner):
         declared_stage: interventions and captures; None before `initialize`.
         declarations: the checks of them, for clients; None before `initialize`.
         drafter: the draft model, or the EAGLE head, of speculative decoding; None without.
-        saes: by name, of `ModelConfig.saes` and later ones; None before `initialize`.
-        kept: by key, what a command keeps for later ones.
+        saes: SAEs by name, from `ModelConfig.saes` and later ones; None before `initialize`.
+        kept: key -> object that a command keeps for later ones.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class InterpModelRunner(ModelRunner):
 
     @property
     def segments(self) -> DecodeSegments | None:
-        """CUDA graphs of what lies between blocks in decode passes; None where they are not captured."""
+        """CUDA graphs of the parts between blocks in decode passes; None if they are not captured."""
         return self.graphs.segments
 
     @property
@@ -180,14 +180,14 @@ class InterpModelRunner(ModelRunner):
         self.nnsight_request_helper.register(trace)
 
     def finish_declared(self, end: RequestEnd) -> Future[DeclaredResult]:
-        """Release what a finished request's interventions hold; its results, when all captured states have arrived."""
+        """Release the resources of a finished request's interventions, and its results, when all captured states have arrived."""
         return self.declared.finish(end)
 
     def finish_nnsight(self, finished_requests: Sequence[RequestEnd]) -> ModelRunnerOutput:
         """Wind up the traces of finished requests.
 
         Returns:
-            what their blocks saved, by request; what blocks without a request of their own saved, by trace.
+            saves of their blocks by request; saves of blocks without their own request by trace.
         """
         helper, traces = self.nnsight_request_helper, self.nnsight_request_helper.traces_of(finished_requests)
         if any(trace.in_pass for trace in traces.values()):
@@ -211,7 +211,7 @@ class InterpModelRunner(ModelRunner):
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
     ) -> ModelRunnerOutput | None:
-        """Run a step's forward pass with the blocks of its traced requests. What a block raises stays with its request.
+        """Run a step's forward pass with the blocks of its traced requests. An error of a block affects only its request.
 
         Raises:
             RuntimeError: a pass of this runner is under way, or its CUDA graphs are being captured.

@@ -8,7 +8,7 @@ Life cycle, by hand::
     next_token_ids = runner.sample(runner.forward(batch), batch)
 
 An engine drives it by steps instead: `execute_model(scheduler_output)` runs the pass, `sample_tokens()` picks the tokens.
-Nothing here knows of interpretability; `InterpModelRunner` is where the two meet.
+Nothing here knows of interpretability; `InterpModelRunner` connects the two.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class ModelRunner(SeedNames):
     """Runs the forward passes of one model on one device. `RunnerParts` has its attributes, `SeedNames` further names.
 
     Args:
-        server_config, model_config: the defaults where None.
-        gpu_id: the CUDA device, where the configuration's `device` names none.
+        server_config, model_config: configuration; None: the defaults.
+        gpu_id: the CUDA device, if the configuration's `device` names none.
 
     Attributes:
         model_state: version and fingerprint of the model; None while `model` is.
         graphs: CUDA graphs of its passes.
-        executions: how passes of steps run.
+        executions: executions of steps' passes.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ModelRunner(SeedNames):
         )  # fmt: skip
         self.model = model.eval().requires_grad_(False)
         self.partition.can_split = self.model.fuses_ops
-        self._init_metadata(self.model.spec)  # of what is loaded
+        self._init_metadata(self.model.spec)  # of the loaded model
         self.kv_cache_dtype = resolve_kv_dtype(self.server_config.kv_cache_dtype, self.dtype, self.device)
         self.num_kv_layers = len(self.model.attention_layers()) + self.model.num_index_layers
         self.model_state = ModelState(self.model, self.source.hf_config)
@@ -153,7 +153,7 @@ class ModelRunner(SeedNames):
             torch.OutOfMemoryError: the tables, the largest step or the KV pool do not fit.
         """
         self.max_running_requests = device_memory.num_served_requests(self)
-        # The tables first: the KV pool gets what they leave.
+        # The tables first: the KV pool gets the rest.
         device_memory.fitting(
             self, self._init_tables,
             f"the tables of {self.max_running_requests} requests of {self.context_len} tokens do not fit",
@@ -345,7 +345,7 @@ class ModelRunner(SeedNames):
         )  # fmt: skip
 
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
-        """logits [sampled rows, vocab]."""
+        """Sample from logits [sampled rows, vocab]."""
         return self.sampler(logits, state.sampling_batch(self.req_states, self.vocab_size, self.device))
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -378,7 +378,7 @@ class ModelRunner(SeedNames):
         """Run one pass of the model.
 
         Args:
-            execution: PLAIN runs the fused pass, from its CUDA graphs where there are any; MODULES goes module by module.
+            execution: PLAIN runs the fused pass, from its CUDA graphs if captured; MODULES goes module by module.
 
         Raises:
             ValueError: an unknown forward mode.
@@ -415,7 +415,7 @@ class ModelRunner(SeedNames):
         top_ks: torch.Tensor | None = None,
         penalty_params: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Next token ids, int32 [batch], by the sampler of the engine's steps. Greedy without temperatures, or where they are 0.
+        """Next token ids, int32 [batch], by the sampler of the engine's steps. Greedy without temperatures, or if they are 0.
 
         See `SamplingBatch.of_tensors` for the arguments. A batch with `return_logprob` gets
         `logits_output.next_token_logprobs`, under the raw logits.

@@ -1,4 +1,4 @@
-"""How a step runs: one decision table, counted by reason.
+"""Execution of a step: one decision table, counted by reason.
 
 | the step holds | it runs as |
 |---|---|
@@ -36,7 +36,7 @@ class Execution(Enum):
 
 
 class BatchExecutionDescriptor(NamedTuple):
-    """How a batch runs, and its shape."""
+    """Execution of a batch, and its shape."""
 
     execution: Execution
     num_tokens: int
@@ -74,7 +74,7 @@ class Partition:
             hooked: requests with a block that waits for a module of this pass.
             is_profile: a run that measures memory. It runs module by module, which has the higher peak.
             can_replay: the pass was captured at its padded size, or its graph segments can be.
-            modules_for: why the pass runs module by module, wherever blocks wait; "" where it need not.
+            modules_for: reason that the pass runs module by module, wherever blocks wait, or "".
             cuts: requests cut edges of attention, so no graph serves the whole pass.
         """
         if mode.is_idle() or num_tokens == 0:

@@ -1,6 +1,6 @@
 """`RunnerParts`: the model, pools, buffers and numbers of a runner. `BatchBuilder` makes batches over the pools.
 
-What sizes memory, captures graphs and runs passes takes a `RunnerParts`, and does not know `ModelRunner`.
+Code that sizes memory, captures graphs and runs passes takes a `RunnerParts`, and does not know `ModelRunner`.
 """
 
 from __future__ import annotations
@@ -150,20 +150,20 @@ class BatchBuilder:
 
 
 class RunnerParts(ABC):
-    """What a runner consists of, and what it does with it by hand.
+    """Parts of a runner, and calls for use by hand.
 
     Args:
-        server_config, model_config: the defaults where None.
-        gpu_id: the CUDA device, where the configuration's `device` names none.
+        server_config, model_config: configuration; None: the defaults.
+        gpu_id: the CUDA device, if the configuration's `device` names none.
 
     Attributes:
         model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
             after `shutdown`.
-        gdn_pool: the recurrent states of requests; None where no layer has any.
-        input_buffers: from the pools on.
-        adapters: loaded LoRA adapters, and their slots; None where no model is loaded.
-        stages: what serves hooks; empty in a runner without.
-        demands: what they demand of the pass of the step under way.
+        gdn_pool: the recurrent states of requests; None if no layer has any.
+        input_buffers: memory of inputs, made with the pools.
+        adapters: loaded LoRA adapters, and their slots; None if no model is loaded.
+        stages: stages that serve hooks; empty in a runner without hooks.
+        demands: demands of the stages on the current step's pass.
         rows_of_request: most rows of a request in a decode pass: with drafts, one more than these.
         draft: the runner of a draft model, or None. Its memory counts with this runner's.
         max_total_num_tokens: KV slots that requests can have.
@@ -222,7 +222,7 @@ class RunnerParts(ABC):
 
     @property
     def batches(self) -> BatchBuilder:
-        """Makes batches over this runner's pools."""
+        """Builder of batches over this runner's pools."""
         pools = self.req_to_token_pool, self.token_to_kv_pool
         return BatchBuilder(self.model_spec, *pools, self.attn_backend, self.gdn_pool)
 
@@ -231,7 +231,7 @@ class RunnerParts(ABC):
         found = (stage.captured_site_ops(bs) for stage in self.stages)
         return next((ops for ops in found if ops is not None), None)
 
-    # -- what it does --------------------------------------------------------------------
+    # -- calls -----------------------------------------------------------------------------
 
     @abstractmethod
     def forward(self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN) -> LogitsProcessorOutput:

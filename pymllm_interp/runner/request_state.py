@@ -1,7 +1,7 @@
-"""The runner's table of requests: what steps have said of them, by row.
+"""The runner's table of requests, updated by steps.
 
-The engine owns tokens and counts. The table shows them under the seed's names (vLLM's). Only steps write it. What the engine does
-not know is here: the last sampled tokens, on the device.
+The engine owns tokens and counts. The table shows them under the seed's names (vLLM's). Only steps write it. The last sampled
+tokens, which the engine does not know, are here, on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RunningRequest:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Token ids of the prompt."""
+        """Tokens before the generation."""
         return self._table.all_token_ids[self.row, : self.prompt_len].tolist()
 
     @property
@@ -56,7 +56,7 @@ class DraftedRow:
     """A request as the token behind some of its drafts is sampled: its history has these drafts (`sampling.SamplingRequest`).
 
     Args:
-        request: with drafts in the table.
+        request: request with drafts in the table.
         num_behind: its rows in the step behind this one.
     """
 
@@ -72,7 +72,7 @@ class DraftedRow:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Token ids of the prompt."""
+        """Tokens before the generation."""
         return self._request.prompt_token_ids
 
     @property
@@ -88,7 +88,7 @@ class RequestState:
     Args:
         max_num_reqs: upper bound of requests; rows 1 to max_num_reqs (row 0 is the dummy's).
         max_model_len: upper bound of one request's tokens.
-        device: of `last_sampled_tokens` and `edited`.
+        device: device of `last_sampled_tokens` and `edited`.
 
     Attributes:
         requests: the request in each row, or None.
@@ -98,8 +98,8 @@ class RequestState:
         num_computed_tokens_np: [rows] int32, positions that have KV after the last step.
         adapter_slots: [rows] int32, slot of the request's adapter; -1 without one.
         editing: ids of requests with hooks that may change hidden states.
-        edited: [rows] int32 on the device, 1 where the request has ops or captures in the tables.
-        last_sampled_tokens: [rows] int64 on the device, what decoding requests feed next.
+        edited: [rows] int32 on the device, 1 if the request has ops or captures in the tables.
+        last_sampled_tokens: [rows] int64 on the device, the next inputs of decoding requests.
     """
 
     def __init__(self, max_num_reqs: int, max_model_len: int, device: str) -> None:
@@ -119,7 +119,7 @@ class RequestState:
         self.edited = torch.zeros(rows, dtype=torch.int32, device=device)
         self._staged: list[tuple[int, list[int]]] = []
 
-    # -- what steps say ------------------------------------------------------------------
+    # -- updates by steps ------------------------------------------------------------------
 
     def add_request(self, new: NewRequest) -> None:
         """Enter a request. An id that is there already is replaced (a preempted request that resumes).
@@ -173,7 +173,7 @@ class RequestState:
             self.all_token_ids[entry.row, entry.start + 1 : entry.start + 1 + len(drafts)] = drafts
 
     def sampled_rows(self, sampling: Sequence[ScheduledRequest]) -> list[RunningRequest | DraftedRow]:
-        """What each sampled row is sampled by.
+        """Requests whose parameters apply to each sampled row.
 
         Args:
             sampling: the request of each row; with drafts it is there once for each of its rows.

@@ -1,4 +1,4 @@
-"""Short names of SGLang's and vLLM's model runners, over what does run."""
+"""Short names of SGLang's and vLLM's model runners, as aliases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .step_inputs import StepInputs, dummy_attn
 
 
 class SeedNames(RunnerParts):
-    """For code that is written against those runners. `ModelRunner` has these attributes."""
+    """Names of other runners, for code that is written against them. `ModelRunner` has these attributes."""
 
     graphs: CapturedPasses
     execute_model_state: ExecuteModelState | None
@@ -34,7 +34,7 @@ class SeedNames(RunnerParts):
 
     @property
     def draft_tokens_handler(self) -> DraftTokensHandler | None:
-        """What compares the drafts of the step under way with its tokens; None without drafts."""
+        """Verifier of the current step's drafts; None without drafts."""
         state = self.execute_model_state
         return None if state is None else state.input_batch.verifier
 
@@ -45,12 +45,12 @@ class SeedNames(RunnerParts):
 
     @property
     def sliding_window_size(self) -> int | None:
-        """The widest sliding window of the layers, or None where some layer sees the whole context."""
+        """The widest sliding window of the layers, or None if some layer attends to the whole context."""
         windows = [window for window in self.model_spec.sliding_windows if window]
         return max(windows) if len(windows) == self.model_spec.num_hidden_layers else None
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for."""
+        """Tasks that the model supports."""
         return ("generate",)
 
     def update_max_model_len(self, max_model_len: int) -> None:
@@ -79,7 +79,7 @@ class SeedNames(RunnerParts):
 
     @property
     def graph_runner(self) -> CudaGraphRunner | None:
-        """The captured decode passes; None where passes are not captured (a CPU, `disable_cuda_graph`)."""
+        """The captured decode passes; None if passes are not captured (a CPU, `disable_cuda_graph`)."""
         return self.graphs.decode
 
     def profile_cudagraph_memory(self) -> int:
@@ -93,9 +93,9 @@ class SeedNames(RunnerParts):
         gc.collect()
 
     def _dummy_run(self, num_tokens: int, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `dummy_run.dummy_run`."""
+        """Run a dummy step (`dummy_run.dummy_run`)."""
         return dummy_run.dummy_run(self, num_tokens, **options)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `dummy_run.dummy_sampler_run`."""
+        """Run the sampler on dummy inputs (`dummy_run.dummy_sampler_run`)."""
         return dummy_run.dummy_sampler_run(self, hidden_states)

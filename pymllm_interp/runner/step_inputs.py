@@ -1,7 +1,7 @@
-"""From a step's schedule to the arrays of its forward pass.
+"""Conversion of a step's schedule to the arrays of its forward pass.
 
-`StepInputs` is the only place that turns a `SchedulerOutput` into arrays: what it makes is what another rank would need.
-A `BatchBuilder` makes the `ForwardBatch` of such arrays.
+`StepInputs` is the only place that turns a `SchedulerOutput` into arrays: another rank would need just its results. A
+`BatchBuilder` makes the `ForwardBatch` of such arrays.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepInputs:
         buffers: input memory of the passes.
         table: KV slots of the requests' positions.
         allocator: says which slots a page has.
-        device: of the passes.
+        device: device of the passes.
         adapters: the loaded ones; None in a runner without.
     """
 

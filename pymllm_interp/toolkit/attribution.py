@@ -1,6 +1,6 @@
 """`lm.attribute`: attribution patching, and integrated gradients along the path between two runs' states.
 
-Attribution patching is a first-order estimate of what a patch would do: ``(clean - corrupted) * gradient``. The gradient is the
+Attribution patching is a first-order estimate of a patch's effect: ``(clean - corrupted) * gradient``. The gradient is the
 metric's, in the corrupted run (Nanda 2023; Syed et al. 2023, arXiv 2310.10348). One pass with gradients serves all sites.
 
 The estimate is wrong if the metric bends. With more steps the gradient is averaged over states between the two runs

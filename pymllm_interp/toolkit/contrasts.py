@@ -98,7 +98,7 @@ class ControlVectors(dict[int, torch.Tensor]):
 
     @classmethod
     def load(cls, path: str | Path) -> ControlVectors:
-        """Read what `save`, llama.cpp or repeng wrote.
+        """Read a file of `save`, llama.cpp or repeng.
 
         Raises:
             FileNotFoundError, ImportError, ValueError: no such file, or one that holds no vectors by layer.

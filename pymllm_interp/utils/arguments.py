@@ -37,7 +37,7 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
     """Issue a DeprecationWarning for a name that works for one more version.
 
     Args:
-        stacklevel: as of `warnings.warn`; 3 is the caller of the function that calls this one.
+        stacklevel: see `warnings.warn`; 3 is the caller of the function that calls this one.
     """
     warnings.warn(f"pymllm-interp 0.2 removes {old}: use {new}", DeprecationWarning, stacklevel)
 

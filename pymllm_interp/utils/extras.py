@@ -57,10 +57,10 @@ def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:
-    """`lazy_names`, where the files import libraries of an extra.
+    """`lazy_names` for files that import libraries of an extra.
 
     Args:
-        extra: of pymllm-interp, which installs the libraries.
+        extra: extra of pymllm-interp that installs the libraries.
         homes: name -> its file, and the library that it needs.
     """
     find = lazy_names(module, {name: home for name, (home, _) in homes.items()})

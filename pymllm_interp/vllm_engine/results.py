@@ -58,7 +58,7 @@ class Arena(Protocol):
         ...
 
     def given(self, tensor: torch.Tensor) -> Shared | None:
-        """Location of a tensor, whose block then belongs to the client; None if it is not in the arena."""
+        """Location of a tensor. Its block then belongs to the client. None if it is not in the arena."""
         ...
 
 

@@ -29,13 +29,13 @@ HABITS = {
 }
 """Habit -> its pattern in text on one line. "alone" is mostly written for "only", and "what it keeps" for a noun."""
 RELATIVES = "how that what when where which who whom whose why".split()
-PREPOSITIONS = """about after against among as at before behind beside between beyond by for from if in into of on over per than
+PREPOSITIONS = """after against among as at before behind beside between beyond by for from if in into of on over per than
 through to under unlike upon via with within without""".split()
-NO_NOUN = frozenset((*RELATIVES, *PREPOSITIONS, *"are has he is it nothing none not see they this was".split()))
+NO_NOUN = frozenset((*RELATIVES, *PREPOSITIONS, *"are has he is it nothing none not see they was".split()))
 """First words of texts without a noun or a verb in front."""
 THIRD_PERSON = frozenset(
-    """adds allocates asks calls checks compiles computes copies counts does drops ends finds forgets gets gives has keeps lets
-    loads looks makes merges puts raises reads registers removes returns runs sends serves sets splits starts stops takes tells
+    """adds allocates asks compiles computes copies does drops ends finds forgets gets gives has keeps lets
+    loads looks makes merges puts raises registers removes returns runs sends serves sets splits stops takes tells
     turns waits writes""".split()
 )
 """First words of functions that are written in the imperative, as in "Return"."""
@@ -72,8 +72,8 @@ def docstrings_of(tree: ast.AST) -> Iterator[Docstring]:
 
 
 def first_word(text: str) -> str:
-    """The first word in lower case, without the shape in brackets before it."""
-    return re.split(r"[\s,.:;)]", re.sub(r"^\[[^\]]*\],? ?", "", text), maxsplit=1)[0].lower()
+    """The first word in lower case, without the shape in brackets, and a comma, before it."""
+    return re.split(r"[\s,.:;)]", re.sub(r"^\[[^\]]*\], ", "", text), maxsplit=1)[0].lower()
 
 
 def entries(docstring: str) -> Iterator[str]:

@@ -45,7 +45,7 @@ class ForwardOutput(Shown):
     """The prompt's text, if it was text or a conversation."""
     prompt_token_ids: list[int]
     logits: torch.Tensor
-    """[tokens, vocab], of the model's dtype, on the CPU."""
+    """[tokens, vocab] of the model's dtype, on the CPU."""
     activations: Activations
     """Captured states and the logits."""
     receipt: Any

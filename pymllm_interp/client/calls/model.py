@@ -186,9 +186,9 @@ class ClientModel(TracedModel):
         ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt
         is text, token ids, or a list of messages. One set of parameters serves all prompts, or a list gives each its own. The
         same holds for `interventions`, a list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`. It also holds for
-        `capture`, a list of sites and `Capture`s. The captured states are in the output's `activations`. `timeout` is in seconds. `progress`
-        (vLLM's `use_tqdm`) shows a bar of the prompts. By default calls of above two seconds show one, in notebooks and on
-        terminals.
+        `capture`, a list of sites and `Capture`s. The captured states are in the output's `activations`. `timeout` is in
+        seconds. `progress` (vLLM's `use_tqdm`) shows a bar of the prompts. By default calls of above two seconds show one, in
+        notebooks and on terminals.
 
         ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy by default, takes transformers' and vLLM's names
         for its parameters, and serves every step to the block. Its saves are on the CPU afterwards, or on `device`.
@@ -382,7 +382,7 @@ class ClientModel(TracedModel):
             options: `interventions`, `timeout` and `edits`, as `generate`.
 
         Returns:
-            [batch, tokens, vocab], on the CPU.
+            [batch, tokens, vocab] on the CPU.
         """
         return logits_with_hooks(self, self._requests, prompts, fwd_hooks, options)
 

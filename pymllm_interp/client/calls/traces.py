@@ -41,7 +41,7 @@ def run(
     Raises:
         PromptError, TypeError, ValueError: an invoke that cannot be served.
         LoweringError: a block cannot run after its request, with ``lower_traces="require"``.
-        RuntimeError: called inside a block: the engine would wait for itself.
+        RuntimeError: called inside a block, for which the engine would wait.
     """
     check_outside(backend)
     lowered = backend.lowered

@@ -176,7 +176,7 @@ class CaptureLayout:
 
         Args:
             first: first position.
-            sizes: [positions], of `CaptureProgress.record_sizes`.
+            sizes: [positions] of `CaptureProgress.record_sizes`.
         """
         if len(sizes) == 1:  # decode steps have hundreds of these
             return self.sums_size + self.packed_sizes.item(first) * (sizes.item() > 0)
@@ -189,10 +189,10 @@ class CaptureLayout:
             records: [elements] of the ring, concatenated.
             into: [`packed_size`] of the ring.
             first: first position.
-            sizes: [positions], of `CaptureProgress.record_sizes`.
+            sizes: [positions] of `CaptureProgress.record_sizes`.
 
         Returns:
-            pending writes, which `read_all` makes together with those of other requests.
+            pending writes, which `read_all` makes together with other requests'.
         """
         pending: list[Pending] = []
         found = sizes[sizes > 0]

@@ -80,7 +80,7 @@ class GroupRows:
 
         Args:
             first: first position.
-            states: [tokens, width], of all requests.
+            states: [tokens, width] of all requests.
             integers: the same memory, as NumPy sees it; None on a device.
             row: first row of the request's `count` rows.
         """
@@ -306,7 +306,7 @@ class CapturedRows(CaptureProgress):
 
         Args:
             first: first position.
-            sizes: [positions], of `record_sizes`.
+            sizes: [positions] of `record_sizes`.
             offset: first element of the records, or of their packed results.
         """
         for rows in self.groups:

@@ -142,7 +142,7 @@ class _SharedRows(NamedTuple):
     """An op on consecutive rows, of one request or of several that share the spec.
 
     Attributes:
-        ordinals: [rows], on the device of the rows.
+        ordinals: [rows] on the device of the rows.
         vectors: the spec's vectors, on the device of the rows.
     """
 

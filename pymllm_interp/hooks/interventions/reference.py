@@ -17,11 +17,11 @@ def apply(op: Op, state: Tensor, ordinals: Tensor | None = None) -> Tensor:
     site, selects rows. Other rows keep their bits; an identity keeps all.
 
     Args:
-        state: [rows, width], of a dtype that float32 holds.
+        state: [rows, width] of a dtype that float32 holds.
         ordinals: [rows] from `ordinals_of`, on the state's device; -1 for rows that are not selected. None: row i is position i.
 
     Returns:
-        [rows, width], of the state's dtype.
+        [rows, width] in the state's dtype.
     """
     if ordinals is None:
         ordinals = torch.arange(len(state), device=state.device)

@@ -62,15 +62,15 @@ class SAE:
     transcoder: bool = False
     """Whether it predicts another state than the one it reads."""
     threshold: Tensor | None = field(default=None, repr=False)
-    """[d_sae], of `jumprelu`."""
+    """[d_sae] of `jumprelu`."""
     r_mag: Tensor | None = field(default=None, repr=False)
-    """[d_sae], of `gated`."""
+    """[d_sae] of `gated`."""
     b_mag: Tensor | None = field(default=None, repr=False)
-    """[d_sae], of `gated`."""
+    """[d_sae] of `gated`."""
     k: int | None = None
     """Number of active features of `topk`."""
     W_skip: Tensor | None = field(default=None, repr=False)
-    """[width, d_out], of a transcoder with a skip connection, which adds ``x @ W_skip``."""
+    """[width, d_out] of a transcoder with a skip connection, which adds ``x @ W_skip``."""
     subtract_b_dec: bool = True
     """Whether the encoder subtracts `b_dec` from its input."""
     normalization: str = "none"

@@ -26,7 +26,7 @@ from .qwen import Qwen3Attention
 
 
 class EagleOptions(NamedTuple):
-    """Options of an EAGLE-3 checkpoint's config beside those of its layer."""
+    """Options of an EAGLE-3 checkpoint's config beside its layer's."""
 
     draft_vocab_size: int
     layers: tuple[int, ...]

@@ -232,7 +232,7 @@ def _bias_of(bias: torch.Tensor, start: int, size: int, keys: int, lens: torch.T
 
 
 def _padded(out: torch.Tensor, rows: int) -> torch.Tensor:
-    """[1, requests' rows, heads, size], with zeros up to `rows`."""
+    """[1, requests' rows, heads, size] with zeros up to `rows`."""
     padding = rows - out.shape[1]
     return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 

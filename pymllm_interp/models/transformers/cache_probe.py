@@ -43,7 +43,7 @@ class ProbeCache(RequestsCache):
     """Each token is a separate request.
 
     Args:
-        positions: [tokens], of the tokens.
+        positions: [tokens] of the tokens.
         record: called with key, value, layer index and mask rule of each update.
     """
 

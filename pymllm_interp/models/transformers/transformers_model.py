@@ -162,7 +162,7 @@ class TransformersModel(CausalLM):
             yield {"attention_mask": mask, self._cache_name: cache}
 
     def _no_mask(self) -> torch.Tensor | None:
-        """None, or [1, 1, 1, 1] for indexers, which slice the mask without using its values."""
+        """Mask [1, 1, 1, 1] for indexers, which slice it without using its values; else None."""
         return next(self.parameters()).new_zeros(1, 1, 1, 1) if self._attention_name == PAGED_INDEXED else None
 
     @contextmanager

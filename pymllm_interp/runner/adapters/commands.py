@@ -50,7 +50,7 @@ class RemoveAdapter:
     name: str
 
     def run(self, runner: InterpModelRunner) -> None:
-        """Raises AdapterError: no adapter has this name, or requests use it."""
+        """Remove the adapter. Raises AdapterError for an unknown name, or while requests use it."""
         adapters = _slots(runner)
         adapters.remove(self.name)
         if not adapters.any_loaded:

@@ -1,1 +1,1 @@
-"""Draft models of speculative decoding: a runner of their own, beside the model's (docs/engine/speculative.md)."""
+"""Draft models of speculative decoding: a second runner, beside the model's (docs/engine/speculative.md)."""

@@ -46,7 +46,7 @@ class DraftInputs(NamedTuple):
 
     @staticmethod
     def size(rows: int, n: int) -> int:
-        """Number of int64."""
+        """Number of int64 elements."""
         return 3 * rows + 8 * n
 
 
@@ -66,8 +66,8 @@ class DraftGraphs:
     Args:
         runner: open, with captured decode passes.
         k: drafts of a request.
-        carry: called between the first two passes with the last rows [n] int64 of the first one. It hands on what a pass reads
-            beside tokens. None: nothing.
+        carry: called between the first two passes with the last rows [n] int64 of the first one, for inputs of a pass beside
+            tokens. None: nothing.
     """
 
     def __init__(self, runner: ModelRunner, k: int, carry: Callable[[torch.Tensor], None] | None = None) -> None:
@@ -95,7 +95,7 @@ class DraftGraphs:
         return DraftGraph(rows, memory, graphs)
 
     def _run(self, inputs: DraftInputs, sampled: bool) -> torch.Tensor:
-        """What is captured. Returns the drafts, [k, n] int64."""
+        """Run the captured passes. Returns the drafts, [k, n] int64."""
         runner, table = self._runner, self._table
         states, buffers, n = runner.req_states, runner.input_buffers, len(inputs.ends)
         buffers.place(inputs.known, states, table)
@@ -116,7 +116,7 @@ class DraftGraphs:
         return torch.stack(found)
 
     def fits(self, sizes: Sequence[int], longest: int) -> bool:
-        """Whether a graph serves requests that lack so many tokens, if the longest has `longest` tokens behind its drafts."""
+        """Whether a graph serves requests that lack this many tokens, if the longest has `longest` tokens behind its drafts."""
         if len(sizes) > max(self._graphs, default=0) or max(sizes) > self._k + 1:
             return False
         n = self._passes.padded_size(len(sizes))
@@ -126,9 +126,9 @@ class DraftGraphs:
         """Compute tokens that the host knows, and the drafts behind them. `fits` holds.
 
         Args:
-            rows: of the request table.
+            rows: rows of the request table.
             starts: position of each request's first token.
-            tokens: of each request, 1 to k + 1.
+            tokens: tokens of each request, 1 to k + 1.
 
         Returns:
             [k, requests] int64. The next call overwrites it.

@@ -1,7 +1,7 @@
-"""`ModelDrafter`: a second, smaller model proposes the tokens. It has a runner and KV pages of its own.
+"""`ModelDrafter`: a second, smaller model proposes the tokens. It has its own runner and KV pages.
 
-The draft keeps no step with the engine. It compares what it has computed of a request with the request's tokens, and computes
-what is missing. So a rejected draft, a preemption and a prefix of the prefix cache are one case.
+The draft keeps no step with the engine. It compares the computed tokens of a request with the request's tokens, and computes
+the missing ones. So a rejected draft, a preemption and a prefix of the prefix cache are one case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .sequences import DraftSequence, DraftSequences
 MAX_GRAPH_TOKENS = 256
 """The largest pass with prompts, or accepted tokens, that a draft model has captured: start-up takes longer for each."""
 MAX_ROWS = 8
-"""Most tokens of a request in a decode pass of the draft model, each as a row of its own."""
+"""Most tokens of a request in a decode pass of the draft model, each in a separate row."""
 
 
 @dataclass(slots=True)
@@ -42,34 +42,34 @@ class DraftTask:
     start: int
     """Tokens of them with KV, so far."""
     states: list[torch.Tensor] = field(default_factory=list)
-    """[rows, hidden] each: of an EAGLE head, what its next rows read beside the tokens."""
+    """[rows, hidden] each: inputs of an EAGLE head's next rows beside the tokens."""
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all have KV."""
+        """Whether all tokens have KV."""
         return self.start == len(self.tokens)
 
 
 class ModelDrafter:
     """Drafts of a draft model (`speculative.drafter.Drafter`).
 
-    They are sampled at the request's temperature with the request's noise, as the model's tokens are. So draft and model agree
-    where they have one distribution, greedy or not.
+    They are sampled at the request's temperature with the request's noise, as the model's tokens are. So draft and model
+    agree if they have one distribution, greedy or not.
 
     Args:
         config: names the draft model.
         target: the runner of the model, loaded.
 
     Attributes:
-        runner: of the draft model: loaded, and open after `open`.
-        sequences: what the draft has computed of each request.
-        passes: of the runner.
-        graphs: of all passes of a step's drafts; None where passes are not captured.
+        runner: runner of the draft model: loaded, and open after `open`.
+        sequences: computed sequences of the requests.
+        passes: row passes of the runner.
+        graphs: graphs of all passes of a step's drafts; None if passes are not captured.
 
     Raises:
         ValueError: the draft model does not fit the model.
         UnsupportedModelError: a kind of model that is not served, or one with recurrent states.
-        FileNotFoundError: there is no such model.
+        FileNotFoundError: the model does not exist.
     """
 
     sequences: DraftSequences
@@ -123,7 +123,7 @@ class ModelDrafter:
     # -- drafts ------------------------------------------------------------------------
 
     def propose(self, requests: Sequence[Request], k: int) -> list[list[int]]:
-        """See `Drafter.propose`. Without room for a request's KV, nothing is proposed for it."""
+        """Propose drafts, see `Drafter.propose`. Requests without room for their KV get no drafts."""
         self.sequences.drop_ended()
         try:
             tasks = self._tasks(requests, k)
@@ -235,7 +235,7 @@ class ModelDrafter:
             left, step = [task for task in left if not task.is_caught_up], SchedulerOutput()
 
     def _first_step(self, tasks: Sequence[DraftTask]) -> SchedulerOutput:
-        """What the runner's tables have to know before the first pass."""
+        """First step of the runner, with the requests that its tables must know."""
         step = SchedulerOutput(finished_req_ids=self.sequences.dropped)
         self.sequences.dropped = set()
         for task in tasks:
@@ -279,7 +279,7 @@ class ModelDrafter:
         """The pass of these parts was launched."""
 
     def _carry(self, ends: torch.Tensor) -> None:
-        """Between the first two passes of a graph. `ends` [requests] int64 are the last rows of the first one."""
+        """Carry states between the first two passes of a graph. `ends` [requests] int64 are the last rows of the first one."""
 
 
 def common_length(sequence: DraftSequence, tokens: Sequence[int]) -> int:

@@ -39,7 +39,7 @@ MAX_SHARED = 512
 
 
 class KeptStates:
-    """States of consecutive positions of one request, on the device: parts [n, hidden], views of what passes left.
+    """States of consecutive positions of one request, on the device: parts [n, hidden], views of passes' memory.
 
     Nothing is launched for a part: a step has one for each request.
     """
@@ -80,11 +80,11 @@ class EagleStage(Stage):
 
     Args:
         head: projects them.
-        aux: where the model's passes leave them.
+        aux: memory in which the model's passes leave the states.
 
     Attributes:
         aux: see above.
-        kept: by request.
+        kept: kept states by request.
     """
 
     def __init__(self, head: Eagle3Head, aux: AuxStates) -> None:
@@ -164,7 +164,7 @@ def embedding_of(target: ModelRunner) -> torch.Tensor:
 
 
 def decoder_of(target: ModelRunner) -> Decoder:
-    """The model's decoder. Raises what `embedding_of` raises."""
+    """The model's decoder. Raises like `embedding_of`."""
     return getattr(_causal(target), _causal(target).decoder_name)
 
 
@@ -229,12 +229,12 @@ class EagleDrafter(ModelDrafter):
         super()._catch_up(tasks)
 
     def _feed(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
-        """Of tasks with several parts, all rows are fed."""
+        """Feed all rows of tasks with several parts."""
         rows = [own[:size] for task, size in parts for own in task.states]
         torch.cat(rows, out=self._head.states[: sum(size for _, size in parts)])
 
     def _take(self, parts: Sequence[tuple[DraftTask, int]]) -> None:
-        """The head leaves its output where it read its input. A next draft reads the last one of its task."""
+        """The head leaves its output in its input's memory. A next draft reads the last one of its task."""
         sizes = [size for _, size in parts]
         if max(sizes) > 1:
             (ends,) = upload(self.runner.device, np.cumsum(sizes) - 1)

@@ -26,7 +26,7 @@ def read_config(folder: Path, target: ModelSpec) -> tuple[PretrainedConfig, Eagl
     """The layer's config, and the rest.
 
     Raises:
-        FileNotFoundError: there is no config.json.
+        FileNotFoundError: the folder has no config.json.
         UnsupportedModelError: not an EAGLE-3 checkpoint, or one of another form.
         ValueError: it does not fit `target`.
     """

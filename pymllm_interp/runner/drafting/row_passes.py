@@ -17,7 +17,7 @@ from ...utils.upload import upload
 from ..model_runner import ModelRunner
 
 FED = -1
-"""In place of a token id: the token that was sampled last for the request."""
+"""Placeholder for the last sampled token of the request."""
 
 
 class RowPasses:
@@ -31,7 +31,7 @@ class RowPasses:
         self._runner = runner
 
     def fits(self, num_rows: int) -> bool:
-        """Whether a captured pass serves so many rows. Without captured passes: whether a pass holds them."""
+        """Whether a captured pass serves this many rows. Without captured passes: whether a pass holds them."""
         graphs = self._runner.graph_runner
         return num_rows <= (self._runner.max_num_tokens if graphs is None else graphs.max_bs)
 
@@ -39,9 +39,9 @@ class RowPasses:
         """Compute tokens that the host knows, and sample the one behind the last of each request.
 
         Args:
-            rows: of the request table.
+            rows: rows of the request table.
             starts: position of each request's first token.
-            tokens: of each request, at least one.
+            tokens: tokens of each request, at least one.
         """
         sizes = [len(own) for own in tokens]
         ends = np.cumsum(sizes)
@@ -56,8 +56,8 @@ class RowPasses:
         """Feed each request its last token, `count` times.
 
         Args:
-            rows: of the request table.
-            positions: of the tokens that are fed first.
+            rows: rows of the request table.
+            positions: positions of the tokens that are fed first.
 
         Returns:
             `count` tensors [requests] int64: the sampled tokens.
@@ -91,7 +91,7 @@ class RowPasses:
     def _laid_out(
         self, token_ids: np.ndarray, positions: np.ndarray, rows: np.ndarray
     ) -> tuple[ForwardBatch, torch.Tensor]:
-        """The decode pass of these rows, and what `InputBuffers.advance` takes."""
+        """The decode pass of these rows, and the `laid_out` of `InputBuffers.advance`."""
         runner, buffers, count = self._runner, self._runner.input_buffers, len(rows)
         graphs = runner.graph_runner
         padded = count if graphs is None or count > graphs.max_bs else graphs.padded_size(count)

@@ -1,4 +1,4 @@
-"""What a draft model has computed of each request: tokens, KV pages, and a row of its request table."""
+"""Computed tokens of a draft model for each request: KV pages, and a row of its request table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DraftSequence:
 
     request: weakref.ref[Request]
     row: int
-    """Of the draft's request table."""
+    """Row of the draft model's request table."""
     first: int = 0
     """The token at the draft's position 0 has this position in the request."""
     tokens: list[int] = field(default_factory=list)
@@ -26,7 +26,7 @@ class DraftSequence:
     """The first of them are the request's own."""
     pages: list[int] = field(default_factory=list)
     num_pages_sent: int = 0
-    """Pages that the draft's runner was told of."""
+    """Pages that the draft's runner knows."""
     entered: bool = False
     """Whether the draft's table has the request."""
 
@@ -35,14 +35,14 @@ class DraftSequences:
     """The sequences of a draft model. They are a cache: one without room is dropped, and computed again when it is asked for.
 
     Args:
-        rows, allocator: of the draft's runner.
+        rows, allocator: request table and page allocator of the draft's runner.
     """
 
     def __init__(self, rows: ReqToTokenPool, allocator: TokenToKVPoolAllocator) -> None:
         self._rows, self._allocator = rows, allocator
         self._found: dict[str, DraftSequence] = {}  # the least recently used first
         self.dropped: set[str] = set()
-        """Requests without a sequence any more, which the runner was not told yet."""
+        """Requests without a sequence that the runner must still drop."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -62,7 +62,7 @@ class DraftSequences:
                 self.drop(request_id)
 
     def drop(self, request_id: str) -> None:
-        """Release what the request's sequence holds."""
+        """Release the pages and the row of the request's sequence."""
         sequence = self._found.pop(request_id, None)
         if sequence is not None:
             self._allocator.free_pages(sequence.pages)
@@ -76,7 +76,7 @@ class DraftSequences:
             self.drop(request_id)
 
     def take(self, request: Request, num_tokens: int, busy: Collection[str]) -> DraftSequence | None:
-        """The request's sequence with pages for so many tokens, which is used now. None: there is no room.
+        """The request's sequence with pages for this many tokens, marked as used. None without room.
 
         Args:
             busy: requests with sequences that must stay.

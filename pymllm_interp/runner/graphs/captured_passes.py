@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeVariant(NamedTuple):
-    """Decode passes that need graphs of their own."""
+    """Decode passes with separate graphs."""
 
     declares: bool
     """Their graphs include the kernels of declared ops."""
@@ -43,8 +43,8 @@ class CapturedPasses:
     Attributes:
         decoders: decode passes by variant; empty where passes are not captured (a CPU, `disable_cuda_graph`). Variants without
             declared ops are there where `wants_plain`, variants with adapters from the first LoRA adapter to the last.
-        prefill: small passes with prompts; None where they are not captured.
-        segments: the parts of decode passes between blocks of traces; None where passes are not captured.
+        prefill: small passes with prompts; None if they are not captured.
+        segments: the parts of decode passes between blocks of traces; None if passes are not captured.
         prompt_segments: the same of passes with prompts.
     """
 
@@ -53,7 +53,7 @@ class CapturedPasses:
         self.clear()
 
     def why_none(self) -> str | None:
-        """Why passes are not captured; None where they are."""
+        """Reason that passes are not captured, or None."""
         runner = self._runner
         if not runner.device.startswith("cuda"):
             return f"device={runner.device!r}"
@@ -67,7 +67,7 @@ class CapturedPasses:
 
     @property
     def wants_plain(self) -> bool:
-        """Whether kernels of declared ops take so long, even without an op, that other passes get graphs of their own."""
+        """Whether kernels of declared ops take so long, even without an op, that other passes have separate graphs."""
         runner = self._runner
         return not runner.get_model().fuses_ops or any(stage.wants_plain_graphs for stage in runner.stages)
 
@@ -88,7 +88,7 @@ class CapturedPasses:
         return capture_token_counts(limit) if limit else []
 
     def capture(self) -> int:
-        """Capture decode passes and small prefills. Returns the graphs' bytes; 0, with a warning, where none are captured."""
+        """Capture decode passes and small prefills. Returns the graphs' bytes; 0, with a warning, if none are captured."""
         runner, model = self._runner, self._runner.get_model()
         if (why_none := self.why_none()) is not None:
             logger.warning("no CUDA graphs are captured: %s", why_none)
@@ -129,7 +129,7 @@ class CapturedPasses:
 
     @property
     def decode(self) -> CudaGraphRunner | None:
-        """The decode passes with declared ops and without adapters, whose buffers all others share."""
+        """The decode passes with declared ops and without adapters. All others share their buffers."""
         return self.decoders.get(DECLARED)
 
     # -- LoRA adapters ------------------------------------------------------------------

@@ -9,7 +9,7 @@ A replay launches a whole pass at once; an eager pass launches some hundred kern
         logits_output = model_runner.forward(forward_batch)
 
 A batch is padded to the next captured size. Padded rows belong to the dummy row and slot of the pools, so they read and write
-nobody's memory. `replay` returns fresh memory: the next replay does not change it.
+no request's memory. `replay` returns fresh memory: the next replay does not change it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ class CudaGraphRunner:
         declares: capture the declared ops, too.
         adapted: capture the rows' adapters, too: the same passes without adapters. Their pool and output buffers serve these graphs
             as well.
-        pool: the memory pool of the graphs; None: the global one, where there is one, else a new one.
+        pool: the memory pool of the graphs; None: the global one, if it exists, else a new one.
 
     Attributes:
-        graphs, output_buffers: by batch size; a buffer holds logits and hidden states of the last replay.
+        graphs, output_buffers: graphs and output buffers by batch size. A buffer holds logits and hidden states of the last
+            replay.
         capture_bs, max_bs: the sizes, and the largest of them.
         enable_torch_compile, torch_compile_max_bs, compile_bs: sizes to compile before they are captured.
         seq_len_fill_value: the length of a padded row.
@@ -113,13 +114,13 @@ class CudaGraphRunner:
 
     @property
     def attn_backend(self) -> Any:
-        """The owner's attention backend."""
+        """Attention backend of the runner."""
         return self.model_runner.attn_backend
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """Whether `replay` serves the batch.
 
-        It has to be a decode or idle batch of a captured size, without gradients (`fresh_kv_only`), with logits of all rows.
+        It has to be a decode or idle batch of a captured size, without gradients (`fresh_kv_only`). All rows have logits.
         Declared ops, if any, have to be in the tables that graphs read.
         """
         bs = forward_batch.batch_size
@@ -157,7 +158,7 @@ class CudaGraphRunner:
                     before = free_memory(self.device)
                     self._capture_one(bs)
                     logger.debug("graph of %d rows: %.1f MiB", bs, (before - free_memory(self.device)) / 2**20)
-        except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
+        except Exception as error:  # also errors of Triton's compiler, which are not RuntimeErrors
             self.shutdown()
             clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
             if isinstance(error, RuntimeError):

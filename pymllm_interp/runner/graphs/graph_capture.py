@@ -30,7 +30,7 @@ def is_capture_mode() -> bool:
 
 @contextmanager
 def model_capture_mode(owner: RunnerParts | None = None) -> Iterator[None]:
-    """Within the block, `is_capture_mode()` is True on this thread and `owner.is_capturing` is True; blocks nest.
+    """Set `is_capture_mode()` on this thread, and `owner.is_capturing`; blocks nest.
 
     Args:
         owner: the runner that captures. Its hooks and traced passes are refused meanwhile; other runners continue.
@@ -58,8 +58,8 @@ def get_global_graph_memory_pool() -> tuple | None:
 def set_global_graph_memory_pool(pool: tuple | None) -> None:
     """Let the runners made from now on capture into one memory pool: they take the memory of the largest.
 
-    A replay overwrites what another graph of the pool has left there. So this is for engines that never run at the same time;
-    by default each runner has its own pool.
+    A replay overwrites results of other graphs in the pool. So this is for engines that never run at the same time; by
+    default each runner has a separate pool.
 
     Args:
         pool: a handle of `torch.cuda.graph_pool_handle()`; None: own pools again.
@@ -139,7 +139,7 @@ class Pieces(Generic[T]):
 
 
 def record_pieces(run: Callable[[Callable[[Any], None]], T], pool: Any, warm_ups: int = WARM_UPS) -> Pieces[T]:
-    """Warm ``run(between)`` up and capture it, without what `between` does. Each call of it ends a graph and begins the next."""
+    """Warm ``run(between)`` up and capture it, without `between` itself. Each call of it ends a graph and begins the next."""
     current = torch.cuda.current_stream()
     stream = _capture_stream(current.device_index)
     stream.wait_stream(current)

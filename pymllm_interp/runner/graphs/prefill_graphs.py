@@ -43,14 +43,14 @@ class _BufferAttention:
 
     Args:
         attend: called with each layer.
-        out: [tokens, heads, head_dim], where the attention's output will be.
+        out: [tokens, heads, head_dim] memory of the attention's output.
     """
 
     def __init__(self, attend: Callable[[RadixAttention], None], out: torch.Tensor) -> None:
         self._attend, self._out = attend, out
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Does nothing: the pass itself is planned."""
+        """Do nothing: the pass itself is planned."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: ForwardBatch,
@@ -68,7 +68,7 @@ class PrefillGraphs:
         sizes: numbers of token rows, ascending.
 
     Attributes:
-        queries, outputs: [largest size, heads, head_dim], of attention, which runs between two graphs.
+        queries, outputs: [largest size, heads, head_dim] of attention, which runs between two graphs.
         pool: the memory pool of the graphs.
         memory_usage: device memory of the graphs and buffers, in bytes.
     """
@@ -80,7 +80,7 @@ class PrefillGraphs:
         self.queries = torch.zeros(shape, dtype=model_runner.dtype, device=model_runner.device)
         self.outputs = torch.zeros_like(self.queries)
         self._pieces: dict[int, Pieces[torch.Tensor]] = {}
-        # By default of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
+        # By default separate: tensors live from one graph to the next, and another engine may replay its graphs in between.
         self.pool = graph_capture.memory_pool(model_runner.device)
         self.memory_usage = 0
         self._capture()
@@ -120,7 +120,7 @@ class PrefillGraphs:
         return LogitsProcessorOutput(logits, hidden_states)
 
     def attend(self, batch: ForwardBatch) -> Callable[[RadixAttention], None]:
-        """What computes the attention of each layer of a planned pass, from `queries` to `outputs`."""
+        """Function that computes the attention of each layer of a planned pass, from `queries` to `outputs`."""
         requests, backend = batch.num_request_tokens, self.model_runner.attn_backend
         assert backend is not None
         return backend.attend_in_place(self.queries[:requests], self.outputs[:requests], batch)
@@ -140,7 +140,7 @@ class PrefillGraphs:
                 for size in reversed(self.sizes):
                     self._pieces[size] = graph_capture.record_pieces(self._pass(size), self.pool)
             self._warm_attention_up()
-        except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
+        except Exception as error:  # also errors of Triton's compiler, which are not RuntimeErrors
             self.shutdown()
             clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
             if isinstance(error, RuntimeError):

@@ -34,12 +34,12 @@ Attend = Callable[[RadixAttention], None]
 
 
 class _PassAttention:
-    """The attention backend of a pass in segments: a break between two graphs where they are captured, elsewhere the engine's.
+    """The attention backend of a pass in segments: a break between two captured graphs, elsewhere the engine's.
 
     The batch that it is called with has all rows, as graphs do. The engine's backend gets the step's own.
 
     Attributes:
-        batch: of the step under way.
+        batch: batch of the current step.
         between: called with each layer of a segment that is captured.
     """
 
@@ -64,14 +64,14 @@ class _PassAttention:
         return layer(q, k, v, self.batch) if save_kv_cache else layer.of_written(q, self.batch)
 
     def attend(self, layer: RadixAttention) -> None:
-        """Between two graphs of a replay."""
+        """Compute attention between two graphs of a replay."""
         if self._attend is None:
             assert self.batch is not None
             self._attend = self.graphs.attend(self.batch)
         self._attend(layer)
 
     def end(self) -> None:
-        """The pass is over."""
+        """Forget the pass."""
         self.batch = self._attend = None
 
 
@@ -80,7 +80,7 @@ class PromptSegments(Segments):
 
     Args:
         graphs: the segments share its sizes, its buffers of attention and its memory pool.
-        capacity: of the segments of decode passes.
+        capacity: capacity of the segments of decode passes.
     """
 
     by_layer = True

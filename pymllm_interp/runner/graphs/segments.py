@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replayable(Protocol):
-    """A captured graph."""
+    """Captured graph of a segment."""
 
     def replay(self) -> None: ...
 
@@ -58,7 +58,7 @@ class Segments(ABC):
 
     Args:
         owner: the runner that captures.
-        max_rows: of a pass.
+        max_rows: maximum number of rows of a pass.
         capacity: segments to keep at most, with segments that were met once.
 
     Attributes:
@@ -93,7 +93,7 @@ class Segments(ABC):
 
     @abstractmethod
     def _capture(self, run: Callable[[], None]) -> Callable[[], Any]:
-        """Capture `run`. Returns what replays it.
+        """Capture `run`. Returns the function that replays it.
 
         Raises:
             RuntimeError: it cannot be captured.
@@ -102,7 +102,7 @@ class Segments(ABC):
     def run(
         self, key: Hashable, segment: Callable[..., Registers], inputs: Registers, chained: bool = False
     ) -> Registers:
-        """``segment(**inputs)``, replayed where it was captured. The results are in fresh memory, or in registers if `chained`."""
+        """``segment(**inputs)``, replayed if it was captured. The results are in fresh memory, or in registers if `chained`."""
         batch = self._batch
         assert batch is not None, "begin() comes first"
         # Without declared requests the kernels are the ones without tables.
@@ -166,7 +166,7 @@ class Segments(ABC):
     # -- captures --------------------------------------------------------------------
 
     def _record(self, segment: Callable[[], Registers]) -> Recording | None:
-        """Capture the segment. None: the capture failed, and no segment is captured any more."""
+        """Capture the segment. None: the capture failed, and no further segment is captured."""
         shapes: dict[str, torch.Size] = {}
 
         def run() -> None:
@@ -223,7 +223,7 @@ class DecodeSegments(Segments):
         return graph.replay
 
     def _forget_plan(self) -> None:
-        """Drop what one segment computed for all its layers: it lives in that segment's memory."""
+        """Drop the values that one segment computed for all its layers: they live in that segment's memory."""
         assert self._batch is not None
         self.graph_runner.attn_backend.forget_plan(self._batch)
 

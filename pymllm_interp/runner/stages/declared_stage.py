@@ -48,14 +48,14 @@ from .stage import PassDemands, Stage
 
 
 class DeclaredStage(Stage):
-    """What the requests of a runner declared, from their first step to their results.
+    """Interventions and captures of a runner's requests, from their first step to their results.
 
     Args:
         config: limits and the ring's size are read.
-        model: what specs are checked against.
-        device: of the passes.
-        readout: of the model, for reductions.
-        encoders: by site, SAEs that passes with tables encode with.
+        model: model that specs are checked against.
+        device: device of the passes.
+        readout: readout of the model, for reductions.
+        encoders: SAEs by site that encode in passes with tables.
 
     Attributes:
         device_tables: ops and captures that kernels read; None on a CPU.
@@ -126,7 +126,7 @@ class DeclaredStage(Stage):
         self.table_ops = TableOps(self.device_tables.tables, *token_rows)
 
     def result_memory(self) -> Memory:
-        """What results are allocated from."""
+        """Memory that results are allocated from."""
         return ResultMemory(self._config.capture_kept_bytes)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class DeclaredStage(Stage):
         return declared
 
     def bind(self, hooks: RequestHooks, prompt_len: int) -> Declared:
-        """Bind the specs of a request. What a check bound in this process is taken over.
+        """Bind the specs of a request, or take over a binding made in this process.
 
         Raises:
             ValueError: see `Declared.bound`.
@@ -199,7 +199,7 @@ class DeclaredStage(Stage):
         return declared or Declared.bound(hooks, prompt_len, self.model, self.limits, self.readout)
 
     def lose(self, lost: Mapping[str, str]) -> None:
-        """Capture nothing any more for these requests.
+        """Stop capturing for these requests.
 
         Args:
             lost: request id -> why.
@@ -210,7 +210,7 @@ class DeclaredStage(Stage):
                 declared.captures.lose(why)
 
     def finish(self, end: RequestEnd) -> Future[DeclaredResult]:
-        """Release what a request held that has ended.
+        """Release the resources of an ended request.
 
         Returns:
             its results, when all captured states have arrived on the host: at once, or on the ring's thread.
@@ -236,7 +236,7 @@ class DeclaredStage(Stage):
         self._cutting.pop(request_id, None)
 
     def leave_tables(self, request_id: str) -> None:
-        """Read what the gates of a request counted, before another request takes its row."""
+        """Read the gate counts of a request, before another request takes its row."""
         row, declared = self._in_tables.pop(request_id, (0, None))
         if self.device_tables is not None and declared is not None:
             self.device_tables.read_gates(row, declared)
@@ -257,7 +257,7 @@ class DeclaredStage(Stage):
             batch.attention_cuts = self.attention_cuts(rows)
 
     def abandon(self) -> None:
-        """Forget what a failed pass would have sent."""
+        """Forget the pending values of a failed pass."""
         self._ends = []
         if self.capture_ring is not None:
             self.capture_ring.forget()
@@ -292,7 +292,7 @@ class DeclaredStage(Stage):
         return token_ids
 
     def end(self, output: ModelRunnerOutput) -> None:
-        """Nothing is left to do."""
+        """Do nothing at the end of a step."""
 
     def site_ops(self, rows: StepRows, num_rows: int, differentiable: bool) -> SiteOps | None:
         """The ops and captures of a step in which some request `declares` any.
@@ -329,7 +329,7 @@ class DeclaredStage(Stage):
         return pass_cuts(cuts for cuts in found if cuts is not None)
 
     def captured_site_ops(self, rows: int) -> TableOps | None:
-        """The ops and captures that a captured pass of so many rows reads from the tables."""
+        """The ops and captures that a captured pass with this many rows reads from the tables."""
         return None if self.table_ops is None else self.table_ops.first_rows(rows)
 
     def capture_logits(self, rows: StepRows, logits: torch.Tensor, sampled_from: torch.Tensor) -> None:
@@ -337,7 +337,7 @@ class DeclaredStage(Stage):
 
         Args:
             logits: [logit rows, vocab], the head's output.
-            sampled_from: [sampling requests, vocab], after a trace's edits.
+            sampled_from: [sampling requests, vocab] after a trace's edits.
         """
         if not self._live:
             return

@@ -1,4 +1,4 @@
-"""`Stage`: what serves the hooks of a runner's requests, beside its passes. A `ModelRunner` without stages serves plain requests.
+"""`Stage`: serves the hooks of a runner's requests, beside its passes. A `ModelRunner` without stages serves plain requests.
 
 The runner calls its stages in their order, at fixed points of a step::
 
@@ -27,12 +27,12 @@ from ..request_state import RequestState
 
 @dataclass(slots=True)
 class PassDemands:
-    """What the stages demand of a step's pass, beside what its `ForwardBatch` says."""
+    """Demands of the stages on a step's pass, beside its `ForwardBatch`."""
 
     num_hooked: int = 0
     """Requests with a block that waits for a module of the pass."""
     modules_for: str = ""
-    """Why the pass runs module by module, wherever blocks wait; "" where it need not."""
+    """Reason that the pass runs module by module, wherever blocks wait, or ""."""
     unpadded: bool = False
     """The pass has rows of requests only."""
     keeps_logits: bool = False
@@ -46,11 +46,11 @@ class Stage(Protocol):
 
     @property
     def wants_plain_graphs(self) -> bool:
-        """Whether its part of captured passes takes so long that passes without hooks have graphs of their own."""
+        """Whether its part of captured passes takes so long that passes without hooks have separate graphs."""
         return False
 
     def init_tables(self, states: RequestState, buffers: InputBuffers) -> None:
-        """Allocate what it has for each row of the request table, or of the input buffers."""
+        """Allocate its memory for each row of the request table, or of the input buffers."""
 
     def captured_site_ops(self, rows: int) -> Any:
         """`ForwardBatch.site_ops` of a pass that is captured for the first `rows` of the input buffers; None without."""
@@ -65,13 +65,13 @@ class Stage(Protocol):
         """Take over the hooks of requests that enter. May reorder `step.scheduled`. Steps without tokens come here, too."""
 
     def prepare(self, batch: ForwardBatch, rows: InputBatch) -> None:
-        """Add to the pass what its hooks are."""
+        """Add its hooks to the pass."""
 
     def enter_pass(self, batch: ForwardBatch, first: int) -> None:
         """The pass calls modules from here on.
 
         Args:
-            batch: what runs: the step's batch, padded, or in part.
+            batch: running batch: the step's batch, padded, or in part.
             first: index of its first request among the step's.
         """
 
@@ -82,8 +82,8 @@ class Stage(Protocol):
         """The logits [sampling requests, vocab] that tokens are sampled from.
 
         Args:
-            all_logits: [logit rows, vocab], of the pass.
-            logits: [sampling requests, vocab], as the stages before left them.
+            all_logits: [logit rows, vocab] of the pass.
+            logits: [sampling requests, vocab] as the stages before left them.
         """
         return logits
 
@@ -95,4 +95,4 @@ class Stage(Protocol):
         """The step was launched. `output` lacks tokens and log probabilities, which may still be on their way."""
 
     def abandon(self) -> None:
-        """The step failed: forget what it had begun."""
+        """Forget the state of a failed step."""

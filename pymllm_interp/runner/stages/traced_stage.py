@@ -16,7 +16,7 @@ from .stage import PassDemands, Stage
 
 
 class TracedStage(Stage):
-    """Serves the traces of a step's requests; a step without any passes by it.
+    """Runs trace blocks. A step without traces skips this stage.
 
     Args:
         hook_execution: see `ServerConfig.hook_execution`.
@@ -24,7 +24,7 @@ class TracedStage(Stage):
     Attributes:
         interleaver: serves the blocks.
         helper: traces in flight, and their rows.
-        model_spec: of the served model, from `load_model` on.
+        model_spec: spec of the served model, set by `load_model`.
         has_experts: some of its modules compute rows in another order.
     """
 
@@ -37,7 +37,7 @@ class TracedStage(Stage):
         self._splits = hook_execution == "split"
 
     def begin(self, step: SchedulerOutput, demands: PassDemands) -> None:
-        """Every traced request gets its rows; new blocks run to where they first wait."""
+        """Give every traced request its rows, and run new blocks until they first wait."""
         helper, interleaver = self.helper, self.interleaver
         helper.enter(step.scheduled_new_reqs)
         if not helper.traced(step.scheduled):
@@ -57,7 +57,7 @@ class TracedStage(Stage):
         demands.keeps_logits = demands.grouped = True
 
     def _put_hooked_last(self, step: SchedulerOutput) -> None:
-        """In a decode step, move requests with blocks that wait for a module to the end. Each half is one slice."""
+        """Move requests with blocks that wait for a module to the end of a decode step. Each half is one slice."""
         if all(entry.decodes for entry in step.scheduled):
             hooked, attached = self.interleaver.hooked(), self.helper.attached
             step.scheduled.sort(key=lambda e: e.request_id in attached and attached[e.request_id][1] in hooked)

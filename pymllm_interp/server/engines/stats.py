@@ -7,7 +7,7 @@ from typing import Any
 
 
 def merged_stats(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Combined `Engine.stats` of all engines: numbers are added. Other values are those of the first engine.
+    """Combined `Engine.stats` of all engines: numbers are added. Other values are the first engine's.
 
     Args:
         found: non-empty list of the engines' statistics.

@@ -81,7 +81,7 @@ class ResultArena:
         memory[first : min(whole, stop)] = 0
 
     def given(self, tensor: torch.Tensor) -> Shared | None:
-        """Location of a tensor, whose block then belongs to the client; None if it is not in the arena."""
+        """Location of a tensor. Its block then belongs to the client. None if it is not in the arena."""
         start = self._start(tensor)
         if start is None:
             return None

@@ -366,7 +366,7 @@ class RankStage:
 
         Args:
             compute: the model's `compute_logits`.
-            hidden: [tokens, hidden], of all token rows.
+            hidden: [tokens, hidden] of all token rows.
             sampled: [reqs, hidden], the rows that are sampled from.
         """
         step = self._step

@@ -291,7 +291,7 @@ class RingCopier:
         self._places = None
 
     def _copy_steps(self, block: torch.Tensor, step: AlikeStep) -> None:
-        """Copy records [steps, requests * size]. Requests with a failed copy lose theirs; others are still served."""
+        """Copy records [steps, requests * size]. A request with a failed copy loses its captures; others are still served."""
         size, packed = step.kind.sent_size, step.kind.packed_size > 0
         copies = BlockCopies(block.view(-1), self._copy)
         places = self._places_of(step)

@@ -229,7 +229,7 @@ class CaptureRing:
 
         Args:
             site: number of the site.
-            states: [rows, width], on the ring's device.
+            states: [rows, width] on the ring's device.
         """
         runs: list[_Run] = []
         for captures, row, token, rows, probes in parts:
@@ -312,7 +312,7 @@ def _pack(span: torch.Tensor, slices: Sequence[RequestSlice] | AlikeStep) -> Non
     """Pack the records that stay on the device.
 
     Args:
-        span: [elements], on the device.
+        span: [elements] on the device.
     """
     pending: list[Pending] = []
     if isinstance(slices, AlikeStep):

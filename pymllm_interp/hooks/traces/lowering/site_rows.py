@@ -15,7 +15,7 @@ class SiteRows:
     """Captured rows of a site, by step.
 
     Args:
-        states: [positions, width], in ascending order.
+        states: [positions, width] in ascending order.
         windows: the positions.
         last_only: the step that computes the prompt has the last row only.
 

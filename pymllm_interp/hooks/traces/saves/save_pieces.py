@@ -61,7 +61,7 @@ class PieceCutter:
         """Cut a piece into its rows once it has arrived, then release its reservation.
 
         Args:
-            piece: [rows, ...], with a reservation of ``piece.nbytes``.
+            piece: [rows, ...] with a reservation of ``piece.nbytes``.
             arrived: event recorded after the copy; None if the values are there already.
         """
         return self._thread.submit(self._cut, piece, arrived)

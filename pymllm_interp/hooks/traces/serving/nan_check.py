@@ -107,7 +107,7 @@ class NaNCheck:
         return tensor
 
     def end_pass(self) -> None:
-        """Send the pass's findings to the host, and count those of earlier passes that have arrived."""
+        """Send the pass's findings to the host, and count arrived ones of earlier passes."""
         self._send()
         self.pass_number += 1
         while self._sent and self._sent[0].has_arrived():

@@ -1,4 +1,4 @@
-"""Step values beside those of modules: the output of a single forward pass, and the sampled tokens."""
+"""Step values outside of modules: the output of a single forward pass, and the sampled tokens."""
 
 from __future__ import annotations
 
