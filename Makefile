@@ -54,17 +54,22 @@ REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_pari
 TENTH ?= $(shell date +%j)
 TRACE_PASSES := pass-segments pass-tenth
 ALL_TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
-.PHONY: test-all pass-tenth $(ALL_TRACE_PASSES)
+.PHONY: test-all pass-main pass-tenth $(ALL_TRACE_PASSES)
+
+# What takes one core runs beside the main run, so that none is idle while workers start, or while one waits for the other. The `+`
+# lets the main run show its progress; the others' output comes whole, when they end.
+BESIDE ?= $(if $(filter tests,$(TESTS)),$(TRACE_PASSES))
+AT_ONCE := $(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),-O)
 
 test: $(STAMP)
-	$(PYTEST) --durations-json build/durations.json $(TESTS)
-ifeq ($(TESTS),tests)
-	$(MAKE) --no-print-directory -j $(WORKERS) $(TRACE_PASSES)
-endif
+	@$(AT_ONCE) pass-main $(BESIDE)
+
+pass-main: $(STAMP)
+	+@$(PYTEST) --durations-json build/durations.json $(TESTS)
 
 test-all: $(STAMP)
 	$(PYTEST) -m "slow or not slow" --durations-json build/durations.json $(TESTS)
-	$(MAKE) --no-print-directory -j $(WORKERS) $(ALL_TRACE_PASSES)
+	$(AT_ONCE) $(ALL_TRACE_PASSES)
 
 pass-segments: $(STAMP)
 	$(PASS) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS) $(BOTH_WAYS)
