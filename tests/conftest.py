@@ -54,7 +54,9 @@ from transformers import (
 )
 
 from pymllm_interp import LM
+from pymllm_interp.client import local_backend
 from pymllm_interp.config import ModelConfig, ServerConfig
+from pymllm_interp.models.weights.source import ModelSource
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 quicken_the_interpreter()
@@ -277,6 +279,21 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return made[family]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer() -> Iterator[None]:
+    """Most of the second that each `LM("demo")` takes is its tokenizer: this process reads it once."""
+    load, found = local_backend.load_tokenizer, {}
+
+    def load_once(source: ModelSource) -> Any:
+        if source.tokenizer_path not in found:
+            found[source.tokenizer_path] = load(source)
+        return found[source.tokenizer_path]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_backend, "load_tokenizer", load_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,7 @@ def test_profiles_say_where_the_time_of_steps_goes(lm_of: Callable[..., LM], mon
         assert products >= 4 * 3 + 1, "every layer's, and the head's"
 
 
+@pytest.mark.slow  # the profiles are those of the test above
 def test_the_profile_suite_names_each_step(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "x.json"
     command = ["profile", "--config", str(model_folder("llama")), "--quick", "--device", "cpu", "--new-tokens", "40"]
@@ -127,6 +128,7 @@ def test_the_profile_suite_names_each_step(model_folder: Callable[[str], Path], 
     assert list(json.loads(out.read_text())["profile"]) == ["decode 2", "prefill", "split 2", "eager 2", "auto 2"]
 
 
+@pytest.mark.slow  # two processes
 def test_the_startup_suite_measures_a_fresh_process(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "x.json"
     command = ["startup", "--config", str(model_folder("llama")), "--quick", "--device", "cpu", "--out", str(out)]
@@ -307,7 +309,9 @@ def test_captures_and_harvests_have_their_aims_beside_them_and_requests_the_leng
     )
 
 
-@pytest.mark.parametrize("suite", ["traces", "interventions", "toolkit"])
+@pytest.mark.parametrize(
+    "suite", ["traces", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interventions", "toolkit"))]
+)
 def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
     suite: str, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

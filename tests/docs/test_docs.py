@@ -19,6 +19,7 @@ from pymllm_interp.cli import make_parser
 from pymllm_interp.core.families import FAMILIES
 from pymllm_interp.models.registry import NATIVE
 
+pytestmark = pytest.mark.usefixtures("demo_tokenizer")
 COMMANDS = ("demo", "generate", "serve", "cluster", "bench", "doctor", "cache")
 DOCS = ROOT / "docs"
 ALL = [page for page in sorted(DOCS.rglob("*.md")) if page.name != "api.md"]

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import pymllm_interp
 from pymllm_interp import LM
 
+pytestmark = pytest.mark.usefixtures("demo_tokenizer")
+
 
 def texts_of(svg: Path) -> list[str | None]:
     return [element.text for element in ElementTree.parse(svg).iter() if element.tag.endswith("text")]

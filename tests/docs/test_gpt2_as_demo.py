@@ -14,6 +14,7 @@ from transformers import GPT2Config
 import pymllm_interp
 from pymllm_interp import LM
 
+pytestmark = pytest.mark.usefixtures("demo_tokenizer")
 NAMES = {"transformer": "model", "h": "layers", "ln_f": "norm"}
 """GPT-2's names -> those that scripts for the demo model use."""
 LAYERS = 30

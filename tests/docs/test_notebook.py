@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from helpers_paths import ROOT
 
+pytestmark = pytest.mark.usefixtures("demo_tokenizer")
 NOTEBOOK = ROOT / "examples" / "first_day.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from helpers_paths import ROOT
 
+pytestmark = pytest.mark.usefixtures("demo_tokenizer")
 FOLDER = ROOT / "examples" / "notebooks"
 NEEDS = {
     "activation_patching": ["plotly"], "attribution": ["plotly"], "evaluation": ["inspect_ai", "ipywidgets", "lm_eval"],
