@@ -110,11 +110,11 @@ class Page:
 
 
 @contextmanager
-def browsing(profile: Path) -> Iterator[Page]:
-    """An empty page of a browser of its own."""
+def browsing(profile: Path, *flags: str) -> Iterator[Page]:
+    """An empty page of a browser of its own, with further flags."""
     assert CHROMIUM is not None
     process = subprocess.Popen(
-        [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+        [CHROMIUM, *FLAGS, *flags, f"--user-data-dir={profile}", "about:blank"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

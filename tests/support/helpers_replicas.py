@@ -117,13 +117,13 @@ class Replicas:
         if number == signal.SIGKILL:
             self.wait_for(lambda: self.live.get(name) is not before)
 
-    def front(self, name: str = "served") -> Server:
-        """Another front, once it answers and all replicas are up for it."""
+    def front(self, name: str = "served", **more: Any) -> Server:
+        """Another front, once it answers and all replicas are up for it. `more` are fields of its `ServeSettings`."""
         trust = {"plain": Trust.PLAIN, "code": Trust.CODE}
         keys = Keys(
             [Key.of(who, key, trust.get(who, Trust.DECLARED), operator=who == "code") for who, key in KEYS.items()]
         )
-        settings = ServeSettings(model={}, server={}, name=name, port=0, keys=keys, limits=self.limits)
+        settings = ServeSettings(model={}, server={}, name=name, port=0, keys=keys, limits=self.limits, **more)
         process = subprocess.Popen(
             [sys.executable, "-m", "pymllm_interp.server.front"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
