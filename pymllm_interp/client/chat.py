@@ -152,7 +152,7 @@ def _text(content: Any, name: str) -> str:
         field = TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
         text = part if isinstance(part, str) else part.get(field) if field is not None else None
         if not isinstance(text, str):
-            raise PromptError(f"{name}: its content has a part that is no text; the model reads text alone")
+            raise PromptError(f"{name}: its content has a part that is not text; the model reads text only")
         texts.append(text)
     return "\n".join(texts)
 
@@ -168,6 +168,6 @@ def _call(call: Any, name: str) -> dict[str, Any]:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise PromptError(
-                f"{name}: tool_calls: the arguments of {function['name'][:80]!r} are no JSON: {error}"
+                f"{name}: tool_calls: the arguments of {function['name'][:80]!r} are not JSON: {error}"
             ) from None
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

@@ -114,7 +114,7 @@ def vllm_prompt(prompt: Any, what: str) -> Any:
         return None
     unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key] is not None]
     if unknown:
-        raise PromptError(f"{what} has {', '.join(map(repr, unknown))}, which nothing here reads: leave it out")
+        raise PromptError(f"{what} has {', '.join(map(repr, unknown))}, which is not supported: leave it out")
     return prompt.get("prompt_token_ids", prompt.get("prompt"))
 
 
@@ -145,7 +145,7 @@ def _encoding(encoding: Mapping[str, Any], what: str) -> PromptBatch:
         raise PromptError(f"{what} is a dict without `input_ids`{text}")
     unknown = [key for key in encoding if key not in (*ENCODED, *UNUSED) and encoding[key] is not None]
     if unknown:
-        raise PromptError(f"{what} has {', '.join(map(repr, unknown))}, which nothing here reads: leave it out")
+        raise PromptError(f"{what} has {', '.join(map(repr, unknown))}, which is not supported: leave it out")
     rows = rows_of(encoding["input_ids"], what)
     mask, positions = encoding.get("attention_mask"), encoding.get("position_ids")
     kept = [[1] * len(row) for row in rows] if mask is None else rows_of(mask, f"the attention_mask of {what}")

@@ -134,7 +134,7 @@ class RequestFactory:
             ids = truncated(ids, param, self.facts.limits.max_model_len)
             if edits and param.n > 1:
                 raise PromptError(
-                    f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
+                    f"{what} asks for n={param.n}, but edits of a model follow one generation: give the prompt n times"
                 )
             requests = self.requests(ids, param, what=what, timeout=submission.timeout)
             for request in requests:

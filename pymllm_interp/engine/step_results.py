@@ -126,7 +126,7 @@ def out_of_memory_error(runner: InterpModelRunner, step: SchedulerOutput, error:
         kv = f"gpu_memory_utilization (now {config.gpu_memory_utilization})"
     return torch.OutOfMemoryError(
         f"a step of {len(step.scheduled)} requests and {step.total_num_scheduled_tokens} tokens ran out of memory on "
-        f"{runner.device}; the engine goes on. What helps: a lower max_num_tokens (now {runner.max_num_tokens}), for "
+        f"{runner.device}; the engine continues. What helps: a lower max_num_tokens (now {runner.max_num_tokens}), for "
         f"smaller steps of prompts; a lower max_running_requests (now {runner.max_running_requests}), for smaller steps "
         f"of any kind; a lower {kv}, for a smaller KV pool\n{error}"
     )
@@ -136,6 +136,6 @@ def swap_error(request: Request, max_running: int, reason: str) -> torch.OutOfMe
     """The error of a request with KV that could not be swapped, and of its gang."""
     return torch.OutOfMemoryError(
         f"request {request.request_id} was preempted, and there was no memory to swap the KV of its {request.kv_len} tokens to the "
-        "host or back; the engine goes on. What helps: fewer requests at once (max_running_requests, now "
+        "host or back; the engine continues. What helps: fewer requests at once (max_running_requests, now "
         f"{max_running}), or a larger KV pool\n{reason}"
     )

@@ -64,7 +64,7 @@ class EngineAPI(ModelAPI):
             json.loads(interventions) if isinstance(interventions, str) else interventions
         )
         if lm is not None and model_args:
-            raise TypeError(f"{', '.join(model_args)} belong to a new LM, and lm= is there already")
+            raise TypeError(f"{', '.join(model_args)} belong to a new LM, and lm= was given")
         self._owned = lm is None
         self.lm: LM = LM(model_name, **model_args) if lm is None else lm
 

@@ -110,7 +110,7 @@ def asked_of(
         raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
     for spec in captures:
         if is_state(spec.site):
-            raise ValueError(f"{spec.name}: a recurrent state is no row of a document: capture it in a generation")
+            raise ValueError(f"{spec.name}: a recurrent state is not a row of a document: capture it in a generation")
         if is_pattern(spec):
             raise ValueError(
                 f"{spec.name}: rows of patterns have the lengths of their documents, and shards have one width"
@@ -220,7 +220,7 @@ class HarvestRun:
     def _kept(self) -> str:
         folder, count = self.folder.folder, self.folder.num_documents
         documents = f"documents 0 to {count - 1}" if count else "no documents yet"
-        return f"{folder} has {documents}, in {len(self.folder.shards)} whole shards; the same call goes on at document {count}"
+        return f"{folder} has {documents}, in {len(self.folder.shards)} whole shards; the same call continues at document {count}"
 
     # -- input ---------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def write(weight: Weight | WeightBuffer, value: Any) -> None:
         if old != new:
             old, new = (list(old), list(new)) if name == "shape" else (old, new)
             fix = "" if name == "shape" else "; write `x.to(weight)`"
-            raise ValueError(f"`{weight.path}` has {name} {old}, and what is assigned has {new}{fix}")
+            raise ValueError(f"`{weight.path}` has {name} {old}, and the assigned tensor has {new}{fix}")
     with torch.no_grad():
         if value.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
             value = value.clone()  # a view of the weight itself, such as its transpose

@@ -210,7 +210,7 @@ def described(config: PretrainedConfig, impl: str = "auto") -> str:
     stored = QuantizationFormat.of(config)
     if is_native(config, impl):
         weights = "" if stored is None else f"; {stored}"
-        return f"native: {architecture} has an implementation of ours, with fused kernels and CUDA graphs{weights}"
+        return f"native: {architecture} has a native implementation, with fused kernels and CUDA graphs{weights}"
     if stored is not None and stored.method not in DEQUANTISED:
         raise WeightsError(_quantised_class(architecture))
     from .transformers.transformers_model import check_has_class

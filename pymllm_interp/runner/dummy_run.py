@@ -33,7 +33,7 @@ def dummy_run(
         ValueError: `skip_attn` outside of profiling.
     """
     if skip_attn and not is_profile:
-        raise ValueError("skip_attn is for the profile run alone: a pass without attention serves nobody")
+        raise ValueError("skip_attn is for profile runs only: a pass without attention serves no request")
     # As many requests as possible, so that none is longer than the context.
     num_reqs = (
         num_tokens

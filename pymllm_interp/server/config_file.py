@@ -35,7 +35,7 @@ def arguments_of(file: Path, parser: argparse.ArgumentParser) -> list[str]:
     for key, value in found.items():
         name = key.replace("_", "-")
         if name in ("config", "help") or f"--{name}" not in known:
-            raise ValueError(f"--config {file}: {key!r} is no option of this command (--help)")
+            raise ValueError(f"--config {file}: {key!r} is not an option of this command (--help)")
         try:
             arguments += _written(name, value, parser)
         except TypeError as error:

@@ -182,7 +182,7 @@ class ServeSettings:
         """
         if self.keys.anybody and self.keys.keyless is Trust.CODE and not is_loopback(address):
             raise ValueError(
-                f"host={address!r} is reachable from other machines, and there are no keys: code would run for anybody. "
+                f"host={address!r} is reachable from other machines, and there are no keys: any client could run code. "
                 "Give keys (--keys FILE) and name those that may send code, or listen on 127.0.0.1"
             )
 

@@ -114,7 +114,7 @@ class SpeculativeConfig(NamedTuple):
             raise ValueError(f"speculative={{'method': {shown(method)}}}: expected one of {known}")
         own = METHODS[method]
         for name in given.keys() - {"method", "num_speculative_tokens", *own}:
-            raise ValueError(f"speculative['{name}'] is no setting of method={method!r}: it has {', '.join(own)}")
+            raise ValueError(f"speculative['{name}'] is not a setting of method={method!r}: it has {', '.join(own)}")
         count = given.get("num_speculative_tokens")
         _check_whole("speculative['num_speculative_tokens']", count, MAX_DRAFTS)
         assert isinstance(count, int)

@@ -141,7 +141,7 @@ def contrast(
         i for i, pair in enumerate(pairs) if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2
     ]
     if wrong or len(pairs) < (2 if method == "pca" else 1):
-        what = f"entry {wrong[0]} is no pair" if wrong else f"there are {len(pairs)}"
+        what = f"entry {wrong[0]} is not a pair" if wrong else f"there are {len(pairs)}"
         raise PromptError(f"pairs: {what}; expected (positive, negative) prompts, {1 + (method == 'pca')} at least")
     spec = lm.model_spec
     sites = expand(site, spec.num_hidden_layers, spec.family)

@@ -54,7 +54,7 @@ def _token(token: Any, lm: Any) -> int:
         return lm.to_single_token(token)
     vocab_size = lm.limits.vocab_size
     if isinstance(token, bool) or not isinstance(token, Integral | torch.Tensor) or not 0 <= int(token) < vocab_size:
-        raise PromptError(f"metric: {shown(token)} is no token: a text, or an id from 0 to {vocab_size - 1}")
+        raise PromptError(f"metric: {shown(token)} is not a token: expected text, or an id from 0 to {vocab_size - 1}")
     return int(token)
 
 

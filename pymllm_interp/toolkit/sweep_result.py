@@ -138,7 +138,7 @@ class PatchSweep:
         gap = self.source - self.base
         if abs(gap) <= self.noise_floor:
             raise ValueError(
-                f"the metric is {self.base:.4g} for the base and {self.source:.4g} for the source, which is no difference: choose "
+                f"the metric is {self.base:.4g} for the base and {self.source:.4g} for the source: equal up to rounding. Choose "
                 "prompts, or a metric, that differ; `effects` are the plain differences"
             )
         return self.effects / gap

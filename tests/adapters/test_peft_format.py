@@ -135,7 +135,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no rank": (lambda f: change_config(f, r=0), "the rank of r is 0"),
     "a rank of text": (lambda f: change_config(f, rank_pattern={"q_proj": "4"}), "the rank of q_proj is '4'"),
     "no alpha": (lambda f: change_config(f, lora_alpha=None), "the alpha of lora_alpha is None"),
-    "no pattern": (lambda f: change_config(f, target_modules="(q_proj"), "is no regular expression"),
+    "no pattern": (lambda f: change_config(f, target_modules="(q_proj"), "is not a regular expression"),
     "a list of ranks": (lambda f: change_config(f, rank_pattern=[4]), "rank_pattern is .4.: expected an object"),
     "no targets": (lambda f: change_config(f, target_modules=None), "target_modules is None"),
 }  # fmt: skip

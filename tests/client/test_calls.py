@@ -333,7 +333,7 @@ def test_parts_null_and_calls_are_written_as_vllm_does(chatty: LM) -> None:
     [
         (
             lambda lm: lm.chat([{"role": "user", "content": [{"type": "image_url"}]}]),
-            "message 0: .* a part that is no text",
+            "message 0: .* a part that is not text",
         ),
         (
             lambda lm: lm.chat([*MESSAGES, {"role": "assistant", "tool_calls": [{}]}]),

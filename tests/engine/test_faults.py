@@ -309,7 +309,7 @@ def served(model_folder: Callable[[str], Path]) -> Iterator[Callable[[bool], LM]
 
 
 TEACHES = (
-    r"(?s)a step of \d+ requests and \d+ tokens ran out of memory on cpu; the engine goes on.*max_num_tokens \(now 2048\)"
+    r"(?s)a step of \d+ requests and \d+ tokens ran out of memory on cpu; the engine continues.*max_num_tokens \(now 2048\)"
     r".*max_running_requests \(now 8\).*kv_cache_tokens \(now 512\)"
 )
 
@@ -419,7 +419,7 @@ def test_a_traced_request_that_gives_way_and_finds_no_memory_ends_and_no_other(w
         ended = [value for value in found.values() if isinstance(value, Exception)]
         assert len(ended) == 1 and not left
         assert re.search(
-            r"was preempted.*the engine goes on.*max_running_requests.*\nCUDA out of memory", str(ended[0]), re.S
+            r"was preempted.*the engine continues.*max_running_requests.*\nCUDA out of memory", str(ended[0]), re.S
         )
         served = [i for i in found if not isinstance(found[i], Exception)]
         assert len(served) == 2 and all(torch.equal(found[i], expected[i]) for i in served)

@@ -278,5 +278,5 @@ def test_evals_write_conversations_as_chat_does(lm: LM) -> None:
         assert api._prompt(theirs) == own.prompt_token_ids
     finally:
         lm.tokenizer.chat_template = None
-    with pytest.raises(PromptError, match="a part that is no text"):
+    with pytest.raises(PromptError, match="a part that is not text"):
         api._prompt([ChatMessageUser(content=[ContentImage(image="data:image/png;base64,")])])

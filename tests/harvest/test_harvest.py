@@ -297,7 +297,7 @@ def test_the_input_is_read_no_further_ahead_than_two_steps_hold(lm_of: Any, tmp_
                 raise ConnectionError("the data set went away")
 
     with pytest.raises(
-        HarvestError, match=r"(?s)the data set went away.*has documents 0 to 5[0-9].*goes on at document"
+        HarvestError, match=r"(?s)the data set went away.*has documents 0 to 5[0-9].*continues at document"
     ):
         lm.harvest(endless(), capture=["resid_post.0"], out=tmp_path, shard_bytes=8000)
     # Two requests in a step, four under way: document i is asked for when i - 4 are done, or nearly.
@@ -529,7 +529,7 @@ def test_a_bad_document_is_named_and_those_before_it_are_kept(
     assert isinstance(caught.value.__cause__, PromptError)
     kept = open_harvest(tmp_path)
     assert not kept.manifest["complete"]
-    assert f"goes on at document {kept.shards[-1].entry.last_document + 1}" in str(caught.value)
+    assert f"continues at document {kept.shards[-1].entry.last_document + 1}" in str(caught.value)
     assert lm.engine.stats()["running"] == lm.engine.stats()["waiting"] == 0
     result = lm.harvest(kind(documents), capture=capture, out=tmp_path, shard_bytes=shard_bytes)
     assert 0 < result.new_documents < len(documents) == result.documents

@@ -101,7 +101,7 @@ def test_a_cache_does_not_keep_its_lm(model_folder: Callable[[str], Any]) -> Non
     del lm
     gc.collect()
     assert cache["resid_post", 2].shape == (1, 3, 72)
-    with pytest.raises(RuntimeError, match="does not exist any more"):
+    with pytest.raises(RuntimeError, match="LM of these states, which was deleted"):
         cache.accumulated_resid()
 
 

@@ -100,7 +100,7 @@ def test_operators_load_and_unload(server: Server, folders: dict[str, Path], ora
         with server.client(key) as client:
             for route, given in (("load", body), ("unload", {"lora_name": "a"})):
                 answer = client.post(f"/v1/{route}_lora_adapter", json=given)
-                assert answer.status_code == 403 and "is no operator" in answer.json()["error"]["message"]
+                assert answer.status_code == 403 and "is not an operator" in answer.json()["error"]["message"]
     with server.client("other") as client:
         answer = client.post("/v1/load_lora_adapter", json=body)
         assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'b' added successfully.")

@@ -199,7 +199,7 @@ def test_keys_of_a_file_and_of_the_command_line(tmp_path):
     assert keys.names() == ["ada", "api-key"]
     with pytest.raises(ValueError, match="fewer than 8"):
         settings("--api-key", "short")
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="duplicate name or key"):
         settings("--api-key", "another-key", "--api-key", "another-key")
 
 

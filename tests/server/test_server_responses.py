@@ -470,7 +470,7 @@ def test_a_response_that_is_too_large_to_keep_says_so(tools):
         ({"input": [{"type": "reasoning", "summary": []}]}, "it has no message"),
         ({"input": [{"role": "king", "content": "x"}]}, "role"),
         ({"previous_response_id": "resp_1"}, "no response 'resp_1' of this key"),
-        ({"nonsense": 1}, "there is no such field"),
+        ({"nonsense": 1}, "unknown field"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip

@@ -231,7 +231,7 @@ def test_a_conversation_with_calls_renders(tools):
     )
     assert "None" not in text
     call["function"]["arguments"] = "{"
-    with pytest.raises(openai.BadRequestError, match="are no JSON"):
+    with pytest.raises(openai.BadRequestError, match="are not JSON"):
         tools.chat.completions.create(**arguments(1, messages=messages))
 
 

@@ -121,7 +121,7 @@ class ActivationCache(BySite):
         """
         lm = self._lm()
         if lm is None:
-            raise RuntimeError("TransformerLens' methods need the LM of these states, which does not exist any more")
+            raise RuntimeError("TransformerLens' methods need the LM of these states, which was deleted")
         return lm._bridge().cache_of(self._tensors)
 
     def __getattr__(self, name: str) -> Any:

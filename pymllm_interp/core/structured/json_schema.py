@@ -49,7 +49,7 @@ def unsupported_part(schema: Any, where: str = "") -> str | None:
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):
-        return f"{where or 'it'} is no schema: an object is expected"
+        return f"{where or 'it'} is not a schema: an object is expected"
     if why := _why_shape(schema) or _why(schema):
         return f"{where or 'its top level'}: {why}"
     for path, part in _parts(schema):

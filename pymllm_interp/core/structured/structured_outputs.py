@@ -114,7 +114,7 @@ class StructuredOutputs:
             try:
                 value = json_module.loads(given)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"StructuredOutputs({name}=...): it is no JSON: {error}") from None
+                raise ValueError(f"StructuredOutputs({name}=...): it is not JSON: {error}") from None
         self._check(name, isinstance(value, dict | also), "a JSON object")
         self._check_size(name, _least_characters(value))
         if not _shallow(value, MAX_DEPTH):

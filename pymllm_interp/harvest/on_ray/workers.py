@@ -342,7 +342,7 @@ class WorkerPool:
 
 def _kept(out: Path, plan: HarvestPlan) -> str:
     done = len(done_units(out))
-    return f"{out} has {done} of {len(plan.units)} units, whole; the same call goes on with the others"
+    return f"{out} has {done} of {len(plan.units)} units, whole; the same call continues with the others"
 
 
 def _result(out: Path, before: set[int], seconds: float) -> HarvestResult:

@@ -114,7 +114,7 @@ def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
         try:
             site = Site.parse(written)
             if site.kind in (PATTERN, STATE):
-                raise ValueError(f"{written} is no state of a position")
+                raise ValueError(f"{written} is not a state of a position")
             return {"site": str(site)}
         except ValueError as error:
             return {"no_site": f"its hook has no site: {error}"}

@@ -51,7 +51,7 @@ def read_fields(
         who = type(source).__name__
         found = of_config(source.cfg.to_dict(), dict(source.state_dict()), norm_scaling_factor, who)
     else:
-        raise ValueError(f"SAE.load: {shown(source)} is no path, and no SAE of sae_lens")
+        raise ValueError(f"SAE.load: {shown(source)} is neither a path nor an SAE of sae_lens")
     made: dict[str, Any] = found.fields | _named(found, who, dtype) | dict(changes)
     if made.get("site") is None and (reason := made.pop("no_site", "")):
         raise ValueError(f"{who}: {reason}; name the site that it reads, as in SAE.load(..., site='resid_post.12')")

@@ -56,7 +56,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: int = RMS)
     """x [..., size] -> the same shape in fresh memory. `kind` is RMS, RMS_OFFSET or RMS_ONCE."""
     size = x.shape[-1]
     if weight.shape[0] != size:
-        raise RuntimeError(f"the norm's weight has {weight.shape[0]} elements, and what is normalised has {size}")
+        raise RuntimeError(f"the norm's weight has {weight.shape[0]} elements, and the input has {size}")
     inner, outer_stride, inner_stride = 1, size, 0
     if not x.is_contiguous():
         if x.dim() == 3 and x.stride(2) == 1:  # [tokens, heads, head_dim], a slice of a merged product
@@ -127,7 +127,7 @@ def _launch_rope(
         cos = signed_sin = x.new_empty(tokens, 1, 0)
     turned = cos.shape[2]
     if cos.shape[:2] != (tokens, 1) or turned > head_dim:
-        raise RuntimeError(f"the rotation has shape {list(cos.shape)}, and what is rotated has {list(x.shape)}")
+        raise RuntimeError(f"the rotation has shape {list(cos.shape)}, and the input has {list(x.shape)}")
     if x.stride(2) != 1:
         x = x.contiguous()
     turn_stride = cos.stride(0)

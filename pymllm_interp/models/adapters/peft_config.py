@@ -144,7 +144,7 @@ class PeftConfig:
             try:
                 _compiled(pattern)
             except regex.error as error:
-                raise AdapterError(f"{path}: {pattern!r} is no regular expression: {error}") from error
+                raise AdapterError(f"{path}: {pattern!r} is not a regular expression: {error}") from error
         return found
 
     def _patterns(self) -> list[str]:
@@ -197,9 +197,7 @@ def _check_fields(path: Path, given: dict[str, Any]) -> None:
         )
     unknown = [name for name, value in given.items() if value and name not in READ | HARMLESS | REFUSED.keys()]
     if unknown:
-        raise AdapterError(
-            f"{path}: {', '.join(sorted(unknown))} is not known here, and may change the result: {MERGE}"
-        )
+        raise AdapterError(f"{path}: {', '.join(sorted(unknown))} is unknown, and may change the result: {MERGE}")
 
 
 def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:

@@ -41,7 +41,7 @@ def read_config(folder: Path, target: ModelSpec) -> tuple[PretrainedConfig, Eagl
     layer = given.get("transformer_layer_config", given)
     if "eagle3" not in names or "draft_vocab_size" not in given:
         raise UnsupportedModelError(
-            f"{folder} is no EAGLE-3 checkpoint: its config.json names {names.strip() or 'nothing'}"
+            f"{folder} is not an EAGLE-3 checkpoint: its config.json names {names.strip() or 'nothing'}"
         )
     kind = layer.get("model_type", "llama")
     if kind not in LAYERS or layer.get("num_hidden_layers", 1) != 1:

@@ -83,7 +83,7 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     )
     text = str(chosen["msg"]).removeprefix("Value error, ")
     if chosen["type"] == "extra_forbidden":
-        text = "there is no such field; /docs lists those that there are"
+        text = "unknown field; /docs lists the known ones"
     given = chosen.get("input")
     if isinstance(given, str | int | float | bool | None) and chosen["type"] not in (
         "missing",

@@ -209,7 +209,9 @@ def require_operator(request: Request) -> Client:
             if client.name != STRANGERS
             else "send it from the server's machine"
         )
-        raise ApiError(403, f"this acts on all clients, and {client.name!r} is no operator: {how}", code="not_allowed")
+        raise ApiError(
+            403, f"this acts on all clients, and {client.name!r} is not an operator: {how}", code="not_allowed"
+        )
     return client
 
 

@@ -131,7 +131,7 @@ def read_keys(
         if len(secret) < 8:
             raise ValueError(f"{where}: the key of {key.name} has fewer than 8 characters")
         if any(key.name == other.name or key.digest == other.digest for other in keys):
-            raise ValueError(f"{where}: the name or the key is there already")
+            raise ValueError(f"{where}: duplicate name or key")
         keys.append(key)
     if file is not None and not keys:
         raise ValueError(f"{file} has no keys")

@@ -128,7 +128,9 @@ def _vector_routes(router: APIRouter, state: ServerState) -> None:
         client = require(request, Trust.DECLARED)
         if not _NAME.fullmatch(name):
             raise ApiError(
-                400, f"{name[:80]!r} is no name for a vector: letters, digits, spaces, and ._/- inside", "name"
+                400,
+                f"{name[:80]!r} is not a name for a vector: expected letters, digits, spaces, and ._/- inside",
+                "name",
             )
         with state.uploads.reserved(client.name, name) as upload:
             body = await state.uploads.body(upload, request)

@@ -134,7 +134,7 @@ class _GGUFHeader:
             if name == _ALIGNMENT.encode() and kind == 4:
                 self._alignment = struct.unpack_from("<I", self._peek(4))[0]
                 if not self._alignment or self._alignment & (self._alignment - 1):
-                    raise ValueError(f"the alignment {self._alignment} is no power of two")
+                    raise ValueError(f"the alignment {self._alignment} is not a power of two")
             self._value(kind, 0)
         spans = sorted(self._tensor(GGML_QUANT_SIZES, GGMLQuantizationType) for _ in range(tensors))
         start = -(-self._at // self._alignment) * self._alignment

@@ -253,7 +253,7 @@ def test_a_tied_weight_is_written_for_both_of_its_modules_or_not_at_all(
     [
         (
             torch.zeros(3, 4),
-            r"`model.layers.0.self_attn.q_proj.weight` has shape \[72, 72\], and what is assigned has \[3, 4\]",
+            r"`model.layers.0.self_attn.q_proj.weight` has shape \[72, 72\], and the assigned tensor has \[3, 4\]",
         ),
         (
             torch.zeros(72, 72, dtype=torch.float64),

@@ -87,7 +87,7 @@ class Expressions:
 
     def _bind(self, target: ast.expr, value: Any) -> None:
         if isinstance(value, KnownItems):
-            raise NotStatic("a name of an iterator")
+            raise NotStatic("a variable that holds an iterator")
         if isinstance(target, ast.Name):
             self.names[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
@@ -320,7 +320,7 @@ class Expressions:
             return iter(of.items)
         if (type(of) in CONTAINERS or isinstance(of, tuple)) and len(of) <= MAX_NODES:
             return iter([self._known(item) for item in of])
-        raise NotStatic("a loop over what is not known")
+        raise NotStatic("a loop over a value that is not known before the block runs")
 
     def _BinOp_value(self, node: ast.BinOp) -> Any:
         return self._computed(node, [self.value(node.left), self.value(node.right)])
@@ -370,7 +370,7 @@ class Expressions:
         self.plan.computes |= isinstance(value, torch.Tensor)  # it is on the model's device
         if type(value) in (list, tuple, dict):
             if len(value) > MAX_NODES:
-                raise NotStatic("a long list")
+                raise NotStatic(f"a list of more than {MAX_NODES} items")
             for item in value if not isinstance(value, dict) else (*value.keys(), *value.values()):
                 self._is_pure_value(self._known(item))
         if not isinstance(value, (Unknown, torch.Tensor, list, tuple, dict, *KNOWN)):
