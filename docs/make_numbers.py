@@ -1,9 +1,9 @@
-"""Writes the tables of numbers in README and docs from the records in benchmarks/results.
+"""Writes the tables and sentences of numbers in README and docs from the records in benchmarks/results.
 
 Usage: python docs/make_numbers.py
 
-A page has `<!-- numbers: NAME -->` before a table and `<!-- end -->` behind it. What stands between them is the table `NAME` of
-`TABLES`. tests/docs/test_numbers.py fails where a page has another text.
+A page has `<!-- numbers: NAME -->` before a table, or sentences, and `<!-- end -->` after it. The text between them is the entry
+`NAME` of `TABLES`. tests/docs/test_numbers.py fails where a page has another text.
 """
 
 from __future__ import annotations
@@ -431,6 +431,51 @@ def the_demo_beside_its_aims() -> str:
         )
     ]
     return markdown(("batch", "new tokens a second", "aim: vLLM on another machine", "transformers there"), rows)
+
+
+@table_of("families-cpu")
+def _families_cpu() -> str:
+    name = "families-cpu.json"
+    ratio = {(row["shape"], row["batch"]): row["ratio"] for row in read(name)["results"] if row["dtype"] == "bfloat16"}
+    return (
+        f"A model by its class in transformers has {ratio['equal', 1]:.2f} times the throughput of transformers' `generate` at\n"
+        f"batch 1. It has {ratio['equal', 32]:.2f} times at batch 32, and {ratio['mixed', 32]:.2f} times there with mixed lengths; "
+        f"bfloat16\n([record](RESULTS/{name}), one thread)."
+    )
+
+
+@table_of("recurrent-h100")
+def _recurrent_h100() -> str:
+    name = "h100-qwen3_5-49cb411.json"
+    record = read(name)
+    steps, prefill = {row["batch"]: row["decode_ms"] for row in record["decode"]}, record["prefill"]
+    return (
+        f"The 9B shape of Qwen3.5 takes {slash(steps[batch] for batch in BATCHES)} ms a decode step at batch "
+        f"{slash(BATCHES, str)}\non an H100. {prefill['batch']} prompts of {prefill['prompt_tokens']:,} tokens run at "
+        f"{prefill['tokens_per_s']:,.0f} tokens a second\n([record](RESULTS/{name}))."
+    )
+
+
+@table_of("cluster-harvest")
+def _cluster_harvest() -> str:
+    name = "h100-cluster-harvest-aae450d.json"
+    record = read(name)
+    one = record["results"][0]
+    return (
+        "A [harvest](../guides/harvest.md) by two workers on Ray is "
+        f"{record['compared']['2 workers / 1']:.2f} times as fast as by one; coordination takes\n"
+        f"{one['coordination'] * 100:.2f} % of the time with units of {one['unit_seconds']:.1f} s ([record](RESULTS/{name}))."
+    )
+
+
+@table_of("schema-masks")
+def _schema_masks() -> str:
+    name = "h100-speculative-efc4656.json"
+    found = read(name)["schema_ratio"]
+    return (
+        f"With a JSON schema each, a step of {found['batch']} requests takes {found['ratio']:.2f} times as long on an H100\n"
+        f"([{name}](RESULTS/{name})): their masks are made while the pass runs, by threads."
+    )
 
 
 def updated(page: Path) -> str:
