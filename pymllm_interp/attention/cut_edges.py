@@ -53,7 +53,7 @@ class RequestCuts:
 
     Args:
         index: position in the batch.
-        first_row: its first row of the flat batch.
+        first_row: first row in the flat batch.
         start: position of that row.
         num_rows: number of token rows.
         cuts: cut edges, unordered.

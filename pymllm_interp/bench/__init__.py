@@ -37,7 +37,7 @@ def run_bench(
     """Run a suite, print its tables, and write the JSON file; returns its path.
 
     Args:
-        suite: one of `SUITES`.
+        suite: name in `SUITES`.
         model: model argument of `LM`. A folder with a config.json suffices with load_format="dummy".
         device: device argument of `LM`.
         quick: the smallest sizes.

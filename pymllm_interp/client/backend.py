@@ -115,7 +115,7 @@ class Backend(ABC):
         """Start requests, and return a handle for each prompt at once.
 
         Raises:
-            PromptError, ValueError: one of them cannot be served; none is started then.
+            PromptError, ValueError: an invalid request; none is started then.
             EngineClosedError: the engine was shut down.
         """
 
@@ -149,7 +149,7 @@ class Backend(ABC):
 
         Raises:
             PromptError, TypeError, ValueError: an invoke that cannot be served.
-            NotImplementedError: no block runs here.
+            NotImplementedError: the backend runs no blocks.
         """
         self.require_process("a block of this process")
 

@@ -197,7 +197,7 @@ class Completion:
     Args:
         request_id: id of the request.
         index: index among the prompt's `n` completions.
-        params: its sampling parameters.
+        params: sampling parameters of the request.
         tokenizer: a transformers tokenizer, or None, without which there is no text.
         prompt_token_ids: prompt tokens before the text.
         nothing: the activations of a completion without captures.

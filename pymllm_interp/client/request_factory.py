@@ -388,7 +388,7 @@ class RequestFactory:
         """Check that traced prompts can run in one pass, and none again. One above `max_num_tokens` needs the memory now.
 
         Raises:
-            PromptError: they cannot.
+            PromptError: prompts that need several passes, or more memory.
         """
         check_boundary(requests, self.facts.spec.rope_boundary, what)
         tokens, most = sum(request.prompt_len for request in requests), self.facts.limits.max_num_tokens

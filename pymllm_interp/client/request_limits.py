@@ -67,7 +67,7 @@ def check_boundary(requests: Sequence[Request], boundary: int | None, what: str)
     Behind it, a plain request is computed again from its first token. The blocks of a trace would see its positions twice.
 
     Raises:
-        PromptError: one does not.
+        PromptError: a trace that may outgrow the boundary.
     """
     for request in requests:
         if boundary is not None and request.prompt_len <= boundary < request.max_total_tokens:

@@ -67,7 +67,7 @@ def priorities_of(given: Any, prompts: int) -> list[int]:
     """One priority for each prompt.
 
     Raises:
-        PromptError: no whole numbers, or not one for each prompt.
+        PromptError: values that are not integers, or not one for each prompt.
     """
     found = list(given) if isinstance(given, list | tuple) else [given or 0] * prompts
     if len(found) != prompts or not all(is_whole(priority) for priority in found):
@@ -81,7 +81,7 @@ def adapters_of(given: Any, prompts: int) -> list[str | None]:
     """The adapter of each prompt, by name.
 
     Raises:
-        PromptError: no names, or not one for each prompt.
+        PromptError: values that are not names, or not one for each prompt.
     """
     found = list(given) if isinstance(given, list | tuple) else [given] * prompts
     if len(found) != prompts or not all(name is None or isinstance(name, str) for name in found):

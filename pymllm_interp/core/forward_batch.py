@@ -291,7 +291,7 @@ class ForwardBatch:
     site_ops:        SiteOps | None = field(default=None, repr=False)  # declared interventions and captures
     hook_query:      HookQuery | None = None      # locations of hooks; None: no hooks
     adapters:        AdapterRows | None = None    # rows of requests with an adapter; None: no such request
-    attention_cuts:  AttentionCuts | None = field(default=None, repr=False)  # edges that requests cut; None: none
+    attention_cuts:  AttentionCuts | None = field(default=None, repr=False)  # per-request attention masks (`Knockout`), or None
     transformers_pass: TransformersOutputs | None = None  # None: as the engine's own passes run
     segments:        GraphSegments | None = None  # runs graph segments; None: kernel by kernel
     rotations:       dict[int, CachedRotation] = field(default_factory=dict, init=False, repr=False)  # by id of the cosines

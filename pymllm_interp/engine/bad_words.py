@@ -57,7 +57,7 @@ def check_allowed(
         ends: end-of-sequence and stop tokens, which `min_tokens` forbids.
 
     Raises:
-        PromptError: it leaves none.
+        PromptError: no token is left.
     """
     if params.allowed_token_ids is None:
         return

@@ -79,7 +79,7 @@ class RequestConstraint:
         """Take the mask `row` [words] that xgrammar wrote, and its share of the time.
 
         Raises:
-            ConstraintError: it allows nothing.
+            ConstraintError: no token is allowed.
         """
         self.turn = next(_turns)
         if seconds > SLOW_SECONDS / 2:  # one of them is slow: next each is timed separately

@@ -181,7 +181,7 @@ class Drafts:
         """Count a step of a request with drafts. Then all of its tokens have KV, except the last.
 
         Args:
-            entry: its part of the step.
+            entry: entry of the step.
             num_sampled: tokens that the step gave, before any was dropped.
         """
         assert request.drafts is not None, "it had drafts"
@@ -217,7 +217,7 @@ def check_speculate(request: Request, drafts: bool, what: str) -> None:
         what: prompt name used in error messages.
 
     Raises:
-        PromptError: it cannot.
+        PromptError: the request cannot have drafts.
     """
     if not request.params.speculate:
         return

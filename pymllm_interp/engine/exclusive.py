@@ -34,7 +34,7 @@ class ExclusiveTurns:
         """The request that has the next step, with its gang. Empty: it is the others' turn, or no such request generates.
 
         Args:
-            others: there are other requests.
+            others: whether other requests exist.
         """
         request = next((r for r in self.requests if r.is_decoding), None)
         if request is None or (self._others_next and others):

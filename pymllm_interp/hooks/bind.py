@@ -190,7 +190,7 @@ def at_logits(bound: Bound[SpecT], first: int) -> Bound[SpecT]:
     """A capture at the logits, for a request with logits at the positions from `first` on.
 
     Raises:
-        ValueError: it names positions without logits.
+        ValueError: positions without logits.
     """
     if bound.spec.positions == "all":
         return replace(bound, windows=(Window(first),))
@@ -207,7 +207,7 @@ def stream_of(site: Site, model: ModelSpec) -> Site:
     """The site that a norm reads; the norm's output is `attn_in` or `mlp_in`.
 
     Raises:
-        ValueError: its input has no site.
+        ValueError: the input of the module has no site.
     """
     if site.kind == "attn_in":
         return Site("resid_pre", site.layer)

@@ -134,7 +134,7 @@ class Declarations:
             what: description of the requests, for the message.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: the captures exceed the ring.
         """
         if self._ring is not None:
             wanted = [

@@ -189,7 +189,7 @@ class Declared:
 
         Args:
             specs: the interventions, in the order given.
-            model: its sites and dtype.
+            model: spec with sites and dtype.
             prompt_len: length of the prompt in tokens.
             limits: limits of the engine.
             captures: captures in any order.

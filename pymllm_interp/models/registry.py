@@ -203,7 +203,8 @@ def described(config: PretrainedConfig, impl: str = "auto") -> str:
     """Description of how a model with this config runs, and the reason.
 
     Raises:
-        UnsupportedModelError, WeightsError: it is refused. Some models are refused by their first pass only, when they are loaded.
+        UnsupportedModelError, WeightsError: an unsupported model. Some are refused by their first pass only, when they are
+            loaded.
     """
     check_supported(config)
     architecture, model_type = architecture_of(config), config.get_text_config().model_type

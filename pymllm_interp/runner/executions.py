@@ -61,7 +61,7 @@ class Executions:
 
     Args:
         runner: runs the parts of a pass.
-        graphs: its captured passes.
+        graphs: captured passes.
     """
 
     def __init__(self, runner: RunnerParts, graphs: CapturedPasses) -> None:

@@ -57,7 +57,7 @@ class DraftedRow:
 
     Args:
         request: request with drafts in the table.
-        num_behind: its rows in the step behind this one.
+        num_behind: number of its rows in the step behind this one.
     """
 
     __slots__ = (

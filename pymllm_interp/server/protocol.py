@@ -244,7 +244,7 @@ class ChatRequest(GenerationRequest):
         """Plan of writing and parsing its messages, in the formats of the server.
 
         Raises:
-            PromptError: it asks for calls that there cannot be.
+            PromptError: it requires calls that are impossible.
         """
         several = self.parallel_tool_calls is not False
         self._plan = plan = ToolPlan(self.tools, self.tool_choice, several, tool_format, reasoning)

@@ -24,7 +24,7 @@ def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere:
         elsewhere: name that other projects use -> advice.
 
     Raises:
-        TypeError: one is not; it names the first.
+        TypeError: an unknown name; the message has the first.
     """
     for name in given:
         if name not in known:

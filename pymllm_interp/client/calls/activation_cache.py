@@ -40,7 +40,7 @@ def select_sites(
     """The sites that a filter selects, in the order of a forward pass.
 
     Args:
-        model: its family and number of layers.
+        model: spec with family and number of layers.
         inner_sites: kinds of inner sites that None and a function select among.
         captured: whether the sites are captured; a function then sees no others.
 

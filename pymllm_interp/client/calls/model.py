@@ -232,7 +232,7 @@ class ClientModel(TracedModel):
 
         Args:
             messages: a list of ``{"role": ..., "content": ...}``, or a list of such lists.
-            sampling_params: one for all conversations, or a list.
+            sampling_params: parameters for all conversations, or a list.
             chat_template: template to use instead of the tokenizer's.
             add_generation_prompt: end the prompt at the beginning of the assistant's answer.
             continue_final_message: continue the last message; needs add_generation_prompt=False.

@@ -28,7 +28,7 @@ class GeneratedText:
         tokenizer: tokenizer of the model.
 
     Raises:
-        PromptError: it has none.
+        PromptError: the model has no tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:

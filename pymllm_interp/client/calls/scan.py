@@ -163,7 +163,7 @@ def _of_forward(kwargs: dict[str, Any], options: PassOptions) -> dict[str, Any]:
     """The keywords of the model's forward among the keywords of a scan.
 
     Raises:
-        TypeError: one asks for values.
+        TypeError: a keyword that needs values.
     """
     refused = [name for name in WITHOUT_VALUES if kwargs.pop(name, None) is not None]
     if refused:

@@ -50,7 +50,7 @@ def traced_prompt(
         kwargs: the trace's keywords; changed.
         what: prompt name used in error messages.
         known: results for the keywords of the trace's other prompts, which are often the same objects. Updated in place.
-        lowered: its block runs after the request.
+        lowered: whether its block runs after the request.
 
     Raises:
         PromptError, TypeError, ValueError: a prompt or keyword that no trace takes.

@@ -91,13 +91,13 @@ class CaptureLayout:
     Attributes:
         groups: groups in the order of a record.
         by_site: number of a site -> (the group that stores its states, its column).
-        sites: all, in the order of a forward pass.
+        sites: all sites, in the order of a forward pass.
         longest: upper bound of the request's positions.
         captured: [longest] bool, positions that are captured.
         record_sizes, sizes_to_pack: [longest] int64, elements of a position's record that is sent, or that is packed.
         packed_sizes: [longest] int64, elements that it is packed to, without the sums.
         sums_size: elements of the sums over prompt positions.
-        reads: some states are read on the device.
+        reads: whether some states are read on the device.
         generated: kind of generated positions; None if some group does not capture all of them.
     """
 
@@ -301,7 +301,7 @@ def layout_of(
 
     Args:
         specs: captures in any order.
-        model: its sites and dtype.
+        model: spec with sites and dtype.
         prompt_len: positions of the prompt.
         longest: upper bound of the request's positions.
         logits_from: the first position with logits.

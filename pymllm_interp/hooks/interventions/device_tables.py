@@ -50,8 +50,8 @@ class DeviceTables:
 
     Args:
         edited: [rows] int32 on the device; set to 1 for rows with ops or captures.
-        model: its layers and widths size the tables.
-        limits: they size the tables too.
+        model: spec whose layers and widths size the tables.
+        limits: further sizes of the tables.
         ring: [elements] on the device, the memory that kernels write captured states to.
 
     `limits.encoders` has the SAEs that passes encode.

@@ -206,7 +206,7 @@ def request_cuts(
 
     Args:
         index: index of the request in the batch.
-        first_row: its first row of the flat batch.
+        first_row: first row in the flat batch.
         start: position of that row.
         reads: layer -> the rows for which attention patterns are captured.
     """

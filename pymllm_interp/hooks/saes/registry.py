@@ -138,7 +138,7 @@ def check_fits(sae: SAE, model: ModelSpec, who: str) -> None:
     """Check that a model has the sites of an SAE, with its widths.
 
     Raises:
-        ValueError: it has not; the message names the model that the SAE was trained on.
+        ValueError: the model lacks a site or its width; the message names the SAE's own model.
     """
     of = f", of {sae.model_name}," if sae.model_name else ""
     if sae.site is None:

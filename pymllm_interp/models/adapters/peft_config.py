@@ -94,7 +94,7 @@ class PeftConfig:
         """The config in `folder`.
 
         Raises:
-            AdapterError: no such file, no LoRA, or a field that is refused.
+            AdapterError: a missing file, another format than LoRA, or a field that is refused.
         """
         path = folder / CONFIG_FILE
         try:

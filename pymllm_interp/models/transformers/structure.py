@@ -116,7 +116,7 @@ def model_spec(
 
     Args:
         declared: spec according to the config.
-        has_states: it has modules with recurrent states.
+        has_states: whether it has modules with recurrent states.
 
     Raises:
         UnsupportedModelError: the pool cannot hold the heads of all its layers, or they run more than once.

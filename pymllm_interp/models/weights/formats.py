@@ -37,7 +37,7 @@ class QuantizationFormat:
     """Contents of a config's `quantization_config`.
 
     Attributes:
-        method: its `quant_method`.
+        method: the `quant_method`.
         kind, group_size: kind and group size of the weights, for random ones. Real weights are read by their tensors.
         settings: the whole of it.
     """

@@ -51,8 +51,8 @@ class ModelState:
     """Version, namespace and fingerprint of a model with weights that may be edited. Only edited weights are summed again.
 
     Args:
-        model: its parameters and persistent buffers are edited in place, never replaced.
-        config: its transformers config, as the model was built from it. Later edits of it do not count.
+        model: module whose parameters and persistent buffers are edited in place, never replaced.
+        config: transformers config that the model was built from. Later edits of it do not count.
 
     Attributes:
         adapters: name -> digest of the weights of each loaded adapter (models/adapters/slots.py).

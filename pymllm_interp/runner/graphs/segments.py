@@ -96,7 +96,7 @@ class Segments(ABC):
         """Capture `run`. Returns the function that replays it.
 
         Raises:
-            RuntimeError: it cannot be captured.
+            RuntimeError: the capture failed.
         """
 
     def run(

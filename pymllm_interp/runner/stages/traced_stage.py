@@ -25,7 +25,7 @@ class TracedStage(Stage):
         interleaver: serves the blocks.
         helper: traces in flight, and their rows.
         model_spec: spec of the served model, set by `load_model`.
-        has_experts: some of its modules compute rows in another order.
+        has_experts: whether some of its modules compute rows in another order.
     """
 
     model_spec: ModelSpec

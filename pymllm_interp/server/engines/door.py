@@ -132,7 +132,7 @@ class Door(ABC):
         """End a call.
 
         Args:
-            abort: it may still run, and is ended.
+            abort: whether to end a call that still runs.
         """
 
     @abstractmethod

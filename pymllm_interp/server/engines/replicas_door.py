@@ -37,7 +37,7 @@ class ReplicatedCall(Call):
     Attributes:
         message: message that started the call.
         link: the replica that serves it; None while it waits for one.
-        shown: it had output, which must not be seen twice.
+        shown: whether output was sent to the client. Such calls are not retried.
     """
 
     def __init__(self, number: int, limit: int, message: m.ToEngine) -> None:

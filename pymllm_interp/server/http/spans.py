@@ -84,7 +84,7 @@ class CallSpans:
         """Record a request, by its index in the call.
 
         Args:
-            end: its end; None for an aborted request.
+            end: end of the completion; None for an aborted request.
             tokens: generated tokens.
             first_token: seconds until the first token.
         """

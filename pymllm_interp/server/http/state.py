@@ -83,7 +83,7 @@ class ServerState:
         """The engine's description of itself (`Backend.describe`).
 
         Raises:
-            EngineDiedError: it is not ready.
+            EngineDiedError: the engine is not ready.
         """
         if self.engine.info is None:
             raise EngineDiedError("the engine is starting; try again in some seconds")
@@ -188,7 +188,7 @@ def require(request: Request, trust: Trust) -> Client:
     """The client, if it may do this.
 
     Raises:
-        ApiError: its key has not the right.
+        ApiError: the key lacks the permission.
     """
     client = client_of(request)
     if client.trust < trust:

@@ -90,7 +90,7 @@ class Keys:
         All keys are compared, each in constant time: how long it takes says nothing of them.
 
         Args:
-            local: this machine's user sent it (`origins.is_local`). Without keys, others have the right `plain` only.
+            local: whether this machine's user sent it (`origins.is_local`). Without keys, others have the right `plain` only.
         """
         if self.anybody:
             return Client(ANYBODY, self.keyless, operator=True) if local else Client(STRANGERS, Trust.PLAIN)

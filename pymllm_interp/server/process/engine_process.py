@@ -30,7 +30,7 @@ def _load_adapters(served: ServedModel, adapters: dict[str, str], restarted: boo
         restarted: omit adapters that can no longer be loaded.
 
     Raises:
-        AdapterError: one cannot be loaded.
+        AdapterError: an adapter cannot be loaded.
     """
     for name, folder in adapters.items():
         try:

@@ -110,7 +110,7 @@ class CallEvents:
     """Subscribes to the events of one call's requests.
 
     Args:
-        call: its number.
+        call: number of the call.
         request_ids: request ids in the order of the call's requests.
         ended: called when all have ended, on the outbox's thread.
     """

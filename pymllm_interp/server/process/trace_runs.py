@@ -37,7 +37,7 @@ class TraceRun:
     """One trace's thread, and how it is ended before its time.
 
     Args:
-        call: its number.
+        call: number of the call.
         abort: ends requests.
         limit: bytes of results that may wait for its client.
     """

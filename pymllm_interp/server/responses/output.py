@@ -49,7 +49,7 @@ class OutputItems:
         """The events of the end of the text.
 
         Args:
-            complete: it was not cut.
+            complete: whether it was not cut.
         """
         if not self.items:  # an empty text is a message
             yield from self._text(Part("content", ""))

@@ -47,7 +47,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects.
 
     Raises:
-        DisconnectedError: it did.
+        DisconnectedError: the client disconnected.
     """
 
     async def gone() -> None:
@@ -210,7 +210,7 @@ def allowed(body: SharedRequest, request: Request) -> Client:
     """The client, if it may ask for this.
 
     Raises:
-        ApiError: its key has not the right.
+        ApiError: the key lacks the permission.
     """
     client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
     check_priority(client, [body.priority or 0])

@@ -30,7 +30,7 @@ class ToolFormat(NamedTuple):
         parser: function from the names of the tools to a parser.
         call: (beginning, end) of a call of this function; its arguments stand between them.
         around: texts before the first call, between calls, and after the last.
-        special: its marks are special tokens, which the text must keep.
+        special: whether its marks are special tokens, which the text must keep.
     """
 
     parser: Callable[[Collection[str]], TextParser]

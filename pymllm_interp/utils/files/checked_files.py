@@ -100,7 +100,7 @@ def check_gguf(path: Path, max_values: int | None = None) -> None:
         max_values: most fields, array items and tensors; None: as many as the file has bytes for.
 
     Raises:
-        ValueError: no GGUF file of version 2 or 3 in little-endian order, a truncated one, or such a count.
+        ValueError: another file than GGUF of version 2 or 3 in little-endian order, a truncated one, or too many values.
     """
     with path.open("rb") as file:
         if not path.stat().st_size:

@@ -29,7 +29,7 @@ def check_steering(backend: Any) -> None:
     """Steer one request, and compare its captured states with a plain request's.
 
     Raises:
-        VllmRefusalError: they do not differ as they must.
+        VllmRefusalError: the states do not differ as they must.
     """
     spec = backend.facts.spec
     layer = spec.num_hidden_layers // 2

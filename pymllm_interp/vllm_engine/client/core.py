@@ -115,7 +115,7 @@ class VllmCore:
         """Call a method of all ranks. Returns their answers.
 
         Raises:
-            TimeoutError: one has not answered in time.
+            TimeoutError: a rank did not answer in time.
         """
         try:
             return await asyncio.wait_for(self.llm.collective_rpc(method, CALL_SECONDS, arguments), CALL_SECONDS + 5)

@@ -34,7 +34,7 @@ class _Live:
     Attributes:
         task: task that serves it.
         reason: reason for its end, once requested.
-        started: its task runs. One that is cancelled before would never answer.
+        started: whether its task runs. A task that is cancelled before would never answer.
         sent: vLLM knows it.
     """
 

@@ -21,7 +21,7 @@ class StepBatch:
     Args:
         ids: vLLM's, in the order of the batch.
         find: the request with hooks of such an id, with a row of the tables; or None.
-        logits_site: its number.
+        logits_site: number of the logits' site.
 
     Attributes:
         hooked: (place in the batch, request) of those with hooks.
@@ -29,7 +29,7 @@ class StepBatch:
         captures: captures of each request, or None; empty if none captures.
         largest_records: [reqs] int64, upper bounds of ring elements for a position.
         all_logits: [reqs] bool, whether all positions of a request have logits.
-        touches_logits: some request has an op or a capture at the logits.
+        touches_logits: whether some request has an op or a capture at the logits.
     """
 
     def __init__(self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int) -> None:

@@ -16,7 +16,7 @@ class VllmReadout:
 
     Args:
         model: vLLM's model.
-        structure: its norms, tapped.
+        structure: tapped norms.
         ranks: number of tensor-parallel ranks.
     """
 

@@ -50,7 +50,7 @@ def put_taps(structure: Structure, handle: int, within: bool = False) -> None:
     """Tap all norms of a model, for the stage with this handle.
 
     Args:
-        within: this package's kernels replace norms that they can compute. Else the ops are in front of vLLM's.
+        within: whether this package's kernels replace norms that they can compute. Else the ops are in front of vLLM's.
     """
     count = len(structure.layers)
     for layer, (first, middle) in enumerate(structure.layers):

@@ -42,7 +42,7 @@ class StateReading:
     Attributes:
         width: values sent for a state.
         dtype: dtype of the values.
-        reduces: there is a reduction.
+        reduces: whether it has a reduction.
         key: equal for readings that one call can serve.
     """
 

@@ -137,7 +137,7 @@ def with_loop_ends(node: ast.With | ast.AsyncWith, code: CodeType) -> CodeType:
 
     Args:
         node: the block, as nnsight parsed it.
-        code: its body, compiled.
+        code: compiled body.
     """
     key = (code.co_filename, code)
     if key not in _REWRITTEN:

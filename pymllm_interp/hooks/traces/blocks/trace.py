@@ -43,7 +43,7 @@ class Block(Mediator):
         last_location: location at which the block was last served; "" before the first time.
         pinned_pass: the pass of the step that ``tracer.iter`` pins it to, once it was served there.
         late: the text of the error of a read out of order, which nnsight's ``with tracer.iter[...]:`` catches.
-        reads_tokens: it was served a value of the streamer.
+        reads_tokens: whether it was served a value of the streamer.
         take_steps: takes steps of a loop at once: (first step, stop) -> the step from which the loop runs.
         depth: nnsight's ``with`` blocks around the line where it waits: more than 1 inside ``with tracer.iter[...]:``.
     """
@@ -74,7 +74,7 @@ class Block(Mediator):
         """Check that the step that ``tracer.iter`` pins the block to still comes to `location`.
 
         Raises:
-            OutOfOrderError: it has run past it. nnsight waits for the next step's value.
+            OutOfOrderError: the step has run past the location. nnsight waits for the next step's value.
         """
         if self.interleaver.points.has_passed(self, location):
             self.late = too_late(self.trace.request_id, location, self.last_location, self.pinned_pass)
@@ -93,7 +93,7 @@ class RequestTrace:
         on_step: called after each pass with its number and copies of the saved values by name, beside the engine's thread.
 
     Attributes:
-        key: its own, by which requests name it (`RequestHooks.trace_key`).
+        key: name of the trace in requests (`RequestHooks.trace_key`).
         trace_id: shared by the requests of one ``with`` block.
         num_prompts: requests of that ``with`` block.
         order: number of the trace among the traces of the ``with`` block.
@@ -101,19 +101,19 @@ class RequestTrace:
             of prompts, or no prompt and the whole batch. Empty until they are made.
         prompt_lens: tokens of each prompt. Empty until the blocks start.
         padding: padding of several prompts in their pass; None: on the left.
-        padded: its prompts are padded to the longest one of the ``with`` block.
+        padded: whether its prompts are padded to the longest one of the ``with`` block.
         pad_token_id: fills the result of several requests.
         whole_batch: traces of the ``with`` block with blocks that see all of its requests.
-        sees_all: its block, an invoke without a prompt, sees all requests of the ``with`` block.
+        sees_all: whether its block, an invoke without a prompt, sees all requests of the ``with`` block.
         blocks: persistent edits first, then the request's own block.
         saves: names and saves of the request's own block.
         visits: visits that the request's passes have made.
         rows: the request's rows in the current pass; None while it is in none.
         max_passes: passes that the request can take part in.
         single: the request is one forward pass, and generates nothing.
-        started: its blocks have run to their first wait.
-        over: no further pass comes.
-        ended: its blocks are not served again.
+        started: whether its blocks have run to their first wait.
+        over: whether no further pass comes.
+        ended: whether its blocks are no longer served.
         stopped: a block called ``tracer.stop()``.
         error: error that ended the request, other than ``tracer.stop()``. Only `fail` sets it.
         result: output of a single forward pass, for ``tracer.result``.

@@ -264,7 +264,7 @@ def without_edits(node: ast.With | ast.AsyncWith, code: CodeType, edited: set[tu
     """The block's code with a read of the module in the place of each edit.
 
     Args:
-        code: its code.
+        code: code of the block.
         edited: (line, column) of the statements that edit.
     """
     key = code.co_filename, code, frozenset(edited)

@@ -49,7 +49,7 @@ class Expressions:
         used: sites of which something was made.
         names: the block's own, and their values.
         edited: (line, column) of the statements that edit.
-        conditional: it is in a branch that not all steps take.
+        conditional: whether the line is in a branch that not all steps take.
         taken: the loop over steps that it is in, while all of the loop's steps can be taken at once.
     """
 

@@ -24,8 +24,8 @@ class SiteLocation(NamedTuple):
     """A location of the model that is a site.
 
     Attributes:
-        site: its canonical name.
-        order: its rank in a forward pass.
+        site: canonical name.
+        order: rank in a forward pass.
         end: "input" or "output".
         in_tuple: the module returns ``(value, None)``.
     """
@@ -83,7 +83,7 @@ class Need:
     Attributes:
         rows: rows of the prompt, negative ones from its end; None for all of them.
         start, stop: generated positions; `start` None for none, `stop` None for no end.
-        whole: its values are used otherwise than one row at a time, so that strides and storage can be told.
+        whole: whether its values are used otherwise than one row at a time, so that blocks can see strides and storage.
     """
 
     rows: set[int] | None = field(default_factory=set)
@@ -143,7 +143,7 @@ class Row(NamedTuple):
     """A part of a site's value, which a loop over steps keeps.
 
     Attributes:
-        site: its canonical name.
+        site: canonical name.
         indexes: integers, slices, None and ``...``, of the value [1, tokens, width].
         methods: called on the part, in this order, without arguments.
         saved: ``.save()`` was called on it.
@@ -189,8 +189,8 @@ class BlockPlan:
         code: the block to run after the request, with a read in place of each edit; None: its own code.
         computes: the block computes with its reads, and not only moves them.
         has_vectors: an edit has the values of a tensor from outside, which may change.
-        loop: its loop over steps, if all of its steps can be taken at once.
-        appends: all that the block does, if it only appends parts of one step's values to lists.
+        loop: loop of the block over steps, if all of its steps can be taken at once.
+        appends: the whole block, if it only appends parts of one step's values to lists.
     """
 
     needs: dict[str, Need] = field(default_factory=dict)

@@ -31,7 +31,7 @@ class Unknown:
     """A value that exists when the block runs.
 
     Args:
-        step: it depends on nothing but the number of the step.
+        step: whether the value depends only on the number of the step.
         fresh: a container that the block made, or that was saved above it.
     """
 

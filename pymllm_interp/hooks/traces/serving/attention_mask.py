@@ -51,7 +51,7 @@ class ServedMasks:
         """The ``(args, kwargs)`` that a block assigns, as the module takes them.
 
         Raises:
-            EditError: their mask is another one.
+            EditError: another mask.
         """
         if not (isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[1], dict) and NAME in inputs[1]):
             return inputs

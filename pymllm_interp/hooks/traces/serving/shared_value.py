@@ -24,7 +24,7 @@ class SharedValue:
 
     Args:
         value: result of the model. Its memory is never assigned to, since the model may use it elsewhere.
-        of_logits: it has logit rows instead of token rows.
+        of_logits: whether it has logit rows instead of token rows.
         readers: number of blocks that wait for it, as far as is known.
 
     Attributes:

@@ -15,15 +15,15 @@ class Location:
     """A named place of the model that serves values.
 
     Attributes:
-        name: its path and key, such as "model.model.layers.3.output".
+        name: path and key, such as "model.model.layers.3.output".
         in_model: every pass reaches it. Other locations (modules that a user attached, results) are counted by call.
-        of_module: it is in the model, and a module or an operation of one serves it.
-        of_logits: its values have logit rows instead of token rows.
+        of_module: whether it is in the model, served by a module or an operation of one.
+        of_logits: whether its values have logit rows instead of token rows.
         layer: index of its decoder layer; None outside of the layers.
         below: path of its module relative to the layer; "" for the layer itself.
-        ends_layer: it is the layer's own output.
+        ends_layer: whether it is the layer's own output.
         module_output: output location of the module that contains an operation (`.source`); else None.
-        has_attention: its module contains an attention.
+        has_attention: whether its module contains an attention.
     """
 
     __slots__ = (

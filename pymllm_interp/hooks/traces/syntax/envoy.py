@@ -368,7 +368,7 @@ class TracedModel(TracedEnvoy):
             inputs: ``(args, kwargs)`` of each trace; None for a trace that sees the prompts of all others.
 
         Raises:
-            RuntimeError: this tree has no engine behind it.
+            RuntimeError: the tree has no engine.
         """
         raise RuntimeError("this model has no engine to run a trace on: open traces on an LM")
 

@@ -307,7 +307,7 @@ def _join(traces: list[RequestTrace], whole: list[RequestTrace], joined: bool) -
 
     Args:
         whole: those without a prompt, which see the prompts of all others.
-        joined: their blocks meet at a barrier, read each other's names, or get one result together (`pipe`).
+        joined: whether their blocks meet at a barrier, read each other's names, or get one result together (`pipe`).
 
     Raises:
         ValueError: none of them has a prompt.
