@@ -473,8 +473,7 @@ class LM(ClientModel):
         return cls(backend=RemoteBackend(url, api_key, timeout, lower_traces))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End all requests, and release all but the weights, which the tree shows: they are freed with the last reference
-        (`del lm`).
+        """End all requests, and release all but the weights. They are freed with the last reference (`del lm`).
 
         A server keeps running; its connection is closed. A second call does nothing.
 

@@ -45,7 +45,7 @@ _Class = TypeVar("_Class")
 
 
 def _explained(cls: type[_Class]) -> type[_Class]:
-    """A dataclass whose error for another project's keyword names the equivalent here."""
+    """A dataclass with errors for other projects' keywords, which name the equivalent here."""
     init, known = cls.__init__, [spec.name for spec in fields(cls)]  # pyright: ignore[reportArgumentType]
 
     @wraps(init)

@@ -144,7 +144,7 @@ def sentences(docstring: str) -> Iterator[str]:
             block = inspect.cleandoc("\n" + body)
         elif block.startswith("|") or all(line.startswith("    ") for line in block.splitlines()):
             continue
-        for text in re.split(r"\n(?=- |\*{0,2}\w+(?:, \w+)*(?: \([^)]*\))?: )", block):
+        for text in re.split(r"\n(?=- |\*{0,2}[\w.]+(?:, [\w.]+)*(?: \([^)]*\))?: )", block):
             yield from re.split(r"(?<=[.!?])\s+(?=[A-Z0-9(\"'])", one_line(text))
 
 

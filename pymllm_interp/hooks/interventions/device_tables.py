@@ -50,7 +50,7 @@ class DeviceTables:
 
     Args:
         edited: [rows] int32 on the device; set to 1 for rows with ops or captures.
-        model: spec whose layers and widths size the tables.
+        model: spec with the layers and widths that size the tables.
         limits: further sizes of the tables.
         ring: [elements] on the device, the memory that kernels write captured states to.
 

@@ -51,7 +51,7 @@ class ModelState:
     """Version, namespace and fingerprint of a model with weights that may be edited. Only edited weights are summed again.
 
     Args:
-        model: module whose parameters and persistent buffers are edited in place, never replaced.
+        model: module with parameters and persistent buffers that are edited in place, never replaced.
         config: transformers config that the model was built from. Later edits of it do not count.
 
     Attributes:

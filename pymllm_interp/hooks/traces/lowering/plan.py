@@ -83,7 +83,7 @@ class Need:
     Attributes:
         rows: rows of the prompt, negative ones from its end; None for all of them.
         start, stop: generated positions; `start` None for none, `stop` None for no end.
-        whole: whether its values are used otherwise than one row at a time, so that blocks can see strides and storage.
+        whole: whether its values are used in another way than row by row, so that blocks can see strides.
     """
 
     rows: set[int] | None = field(default_factory=set)

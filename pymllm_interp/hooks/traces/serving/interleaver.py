@@ -351,7 +351,7 @@ class EngineInterleaver(Interleaver):
         return [(block, cache, slot) for block, cache, slot in slots if slot is not None]
 
     def offer(self, trace: RequestTrace, location: str, value: Any) -> Any:
-        """Serve a value of one request: its result, its next token, or a value of a module called by its block
+        """Serve a value of one request: its result, next token, or a value of a module called by its block
         (``module(x, hook=True)``)."""
         rows, trace.rows = trace.rows, None
         self.visits.event_count += 1
