@@ -44,7 +44,7 @@ def measure(ray: Any, lm: LM, args: argparse.Namespace, workers: int, folder: Pa
     out = folder / "out"
     plan = make_plan(out, asked.identity, asked.description, [corpus], None, args.unit_documents, FORMAT)
     compute = partial(run_unit, captures=asked.captures, interventions=asked.interventions, skip=False)
-    pool = WorkerPool(ray, lm.model_maker(), compute, out, plan, float(args.device == "cuda"), workers)
+    pool = WorkerPool(ray, lm._model_maker(), compute, out, plan, float(args.device == "cuda"), workers)
     started = time.perf_counter()
     try:
         pool.run(False)

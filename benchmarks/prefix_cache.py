@@ -116,7 +116,7 @@ def main() -> None:
         page_size = lm.runner.server_config.page_size
         record = {
             "machine": describe_machine(), "model": given.model, "requests": given.requests, "prefix": given.prefix, "tail": TAIL,
-            "engine": lm.engine_name, "tree": of_the_tree(given.prefix, page_size), "rows": rows,
+            "engine": lm.backend.facts.engine_name, "tree": of_the_tree(given.prefix, page_size), "rows": rows,
         }  # fmt: skip
     table = Table("requests", "first, s", "later, s", "later / first", "reused", "one call, s", "reused in it")
     s = "cpu_s" if lm.runner.device == "cpu" else "s"

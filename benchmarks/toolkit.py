@@ -81,7 +81,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for cached in (True, False):
         with LM(args.model, dtype=args.dtype, load_format=args.load_format, enable_prefix_caching=cached) as lm:
-            record["engine"] = lm.engine_name
+            record["engine"] = lm.backend.facts.engine_name
             for count, step in sizes if cached else sizes[len(sizes) // 2 :][:1]:
                 rows.append({"prefix_cache": cached, **measure(lm, count, step, args.rounds)})
     record["sweeps"] = rows

@@ -147,7 +147,7 @@ def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]
         outs = lm.generate(prompts, params, interventions=ops, capture=captures)
         again = lm.generate(prompts, params, interventions=ops, capture=captures)
         plain = lm.generate([prompts[0]], params, capture=["resid_post.1"])[0]
-        name = lm.engine_name
+        name = lm.backend.facts.engine_name
     with LM(folder, dtype="float32", device="cpu", max_model_len=512) as own:
         worst: dict[str, float] = {}
         for i, out in enumerate(outs):

@@ -147,7 +147,7 @@ class Ours:
             "all layers": {"interventions": [Steer("resid_post.*", unit, 0.1)]},
             "captured": {"capture": ["resid_post.*"]},
         }
-        self.name = self._lm.engine_name
+        self.name = self._lm.backend.facts.engine_name
 
     def run(self, case: str, prompts: list[list[int]]) -> dict[str, Any]:
         """Seconds of one batch, and how its last request ran."""

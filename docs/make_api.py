@@ -46,8 +46,7 @@ SECTIONS = [
     Section(
         "LM", "Prompts in, outputs out; and the tree that traces are written against ([traces](../use/trace.md)).",
         ("LM", "client.request_options:RequestOptions", "config:ServerConfig"),
-        ("run_traces", "submission", "edits_of", "pass_options", "interleave",
-        "interleaver", "source", "input", "inputs", "output"),
+        ("interleave", "interleaver", "source", "input", "inputs", "output"),
     ),
     Section(
         "Backends", "What `LM(backend=...)` asks of an engine.",

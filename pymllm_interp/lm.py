@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from .client.backend import Backend
 from .client.calls.activation_cache import NamesFilter
 from .client.calls.lm_arguments import check_arguments, check_unused, vllm_arguments
 from .client.calls.model import ClientModel
+from .client.calls.model_weights import LoadedAdapters, ModelWeights
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
@@ -107,7 +108,7 @@ class LM(ClientModel):
     ) -> None:
         vllm = vllm_arguments(engine, server)
         check_arguments(model, server)
-        self.default_options = take_options({"attn_implementation": attn_implementation})
+        self._default_options = take_options({"attn_implementation": attn_implementation})
         model_config = ModelConfig(
             model=str(model), dtype=dtype, load_format=load_format, impl=impl, seed=seed, hf_config=hf_config,
             generation_config=str(generation_config), saes=saes or {}, quantize=quantize,
@@ -125,7 +126,7 @@ class LM(ClientModel):
 
                 made = VllmBackend(model_config, server_config, vllm)
             if made is None:
-                made = LocalBackend(model_config, server_config, wrap=self.tree_maker(rename, envoys))
+                made = LocalBackend(model_config, server_config, wrap=self._tree_maker(rename, envoys))
             super().__init__(made, rename, envoys)
             set_up_completion(type(self))
         except BaseException as error:
@@ -155,49 +156,14 @@ class LM(ClientModel):
         )
 
     @property
-    def model_fingerprint(self) -> str:
-        """A hash of config, dtype and weights, as they are now: it follows edits of the weights (models/weights/model_state.py)."""
-        return self.backend.fingerprint()
-
-    # -- LoRA adapters -----------------------------------------------------------------
-
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
-        """Load a LoRA adapter of PEFT's format, for requests with ``lora=name``. The model itself serves all others.
-
-        Requests with adapters and without share steps. `max_loras` adapters are on the device at a time. A request holds a slot
-        from its submission to its end. A new adapter takes the slot that was least recently used.
-
-        Args:
-            name: name of the adapter.
-            folder: folder with adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them. On
-                a server, a folder of its machine; only operators load adapters there.
-
-        Raises:
-            ValueError: no LoRA of this model's linear layers; `AdapterError` names the field, module or tensor. Or the name is
-                taken, or requests in flight use all slots.
-            torch.OutOfMemoryError: no memory for the slots.
-        """
-        self._check_outside()
-        self.backend.load_adapter(name, fspath(folder))
-
-    def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter. Raises ValueError: no adapter has this name, or requests in flight use it."""
-        self._check_outside()
-        self.backend.unload_adapter(name)
-
-    def fingerprint_with(self, lora: str | None) -> str:
-        """`model_fingerprint` with a LoRA adapter's weights, which receipts name. Raises ValueError for an unknown adapter."""
-        return self.backend.fingerprint(lora)
+    def weights(self) -> ModelWeights:
+        """Fingerprint and version of the weights."""
+        return ModelWeights(self.backend)
 
     @property
-    def adapters(self) -> dict[str, str]:
-        """Loaded LoRA adapters: name -> folder."""
-        return self.backend.adapters
-
-    @property
-    def weights_version(self) -> int:
-        """Grows with every edit of the weights. Cheap: nothing is read from the device."""
-        return self.backend.weights_version
+    def adapters(self) -> LoadedAdapters:
+        """LoRA adapters: name -> folder, with `load` and `unload`."""
+        return LoadedAdapters(self.backend, self._check_outside)
 
     @property
     def is_remote(self) -> bool:
@@ -216,18 +182,13 @@ class LM(ClientModel):
         """The model, its sites, ops and limits, as JSON; for a server also the permissions of this key."""
         return self.backend.describe()
 
-    @property
-    def engine_name(self) -> str:
-        """Description of the engine: versions, device, attention backend and dtype."""
-        return self.backend.facts.engine_name
-
     _bridge = bridge_of  # for the methods of TransformerLens' caches
 
-    def model_maker(self) -> Callable[[], LM]:
+    def _model_maker(self) -> Callable[[], LM]:
         """Picklable function that makes an equal model in another process, for workers of harvests."""
         return partial(_worker_model, self.runner.model_config, self.runner.server_config)
 
-    def resolve_specs(
+    def _resolve_specs(
         self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None = None
     ) -> tuple[list[Capture], list[Intervention]]:
         """Captures and interventions of one prompt, with this model's vectors in place of their names.
@@ -237,7 +198,7 @@ class LM(ClientModel):
         """
         return self.backend.resolve(captures_for_each_prompt(capture, 1)[0], for_each_prompt(interventions, 1)[0])
 
-    def submit_prefill(
+    def _submit_prefill(
         self,
         token_ids: list[int],
         captures: Sequence[Capture],
@@ -249,7 +210,7 @@ class LM(ClientModel):
 
         Args:
             token_ids: result of `token_ids`.
-            captures, interventions: results of `resolve_specs`.
+            captures, interventions: results of `_resolve_specs`.
             what: prompt name used in error messages.
             lora: the LoRA adapter that it runs with.
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 
 import pytest
+import torch
 
 import pymllm_interp
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.client.calls.model import RENAMED
 
 
 def test_dir_of_the_package_is_its_public_names() -> None:
@@ -45,6 +49,47 @@ def test_a_wrong_name_is_told_the_closest_one(home: str) -> None:
         getattr(module, module.__all__[0] + "e")
     with pytest.raises(AttributeError, match=f"no attribute 'zzzz'; it has .*{module.__all__[-1]}"):
         module.zzzz  # noqa: B018
+
+
+LM_NAMES = """
+generate agenerate chat stream astream submit imap sweep forward run_with_cache run_with_hooks
+trace scan pipe session explain edit clear_edits logits samples input inputs output
+token_ids to_tokens to_string to_str_tokens to_single_token
+harvest generate_corpus patch_sweep attribute
+vectors saes adapters weights default_sampling_params
+cfg dtype model_spec num_layers hidden_size num_heads vocab_size sites limits capabilities
+engine runner is_remote connect reset_prefix_cache shutdown
+"""
+
+
+def test_the_names_of_an_lm_are_a_decision() -> None:
+    """Of our classes: nnsight's own names of its `Envoy` are nnsight's."""
+    ours = [cls for cls in LM.__mro__ if cls.__module__.startswith("pymllm_interp.")]
+    names = {name for cls in ours for name in vars(cls) if not name.startswith("_")}
+    assert names == set(LM_NAMES.split())
+    assert not names & RENAMED.keys()
+
+
+def test_an_old_name_of_an_lm_works_and_names_the_new_one(lm_of: Callable[..., LM]) -> None:
+    lm = lm_of("llama")
+    found = {}
+    for name in RENAMED:
+        with pytest.warns(DeprecationWarning, match=rf"0\.2 removes lm\.{name}: use ") as warned:
+            found[name] = getattr(lm, name)
+        assert len(warned) == 1 and warned[0].filename == __file__
+    assert found["model_fingerprint"] == lm.weights.fingerprint == found["fingerprint_with"](None)
+    assert found["weights_version"] == lm.weights.version and found["engine_name"] == lm.backend.facts.engine_name
+    assert found["head_dim"] == lm.cfg.d_head and found["max_model_len"] == lm.limits.max_model_len
+    captures, interventions = found["resolve_specs"](["resid_post.1"])
+    handle = found["submit_prefill"]([1, 2], captures, interventions)
+    (out,) = lm.generate([[1, 2]], SamplingParams(max_tokens=0), capture=["resid_post.1"])
+    assert torch.equal(handle.result().activations["resid_post.1"], out.activations["resid_post.1"])
+    with pytest.raises(ValueError, match="has no adapter_config"):
+        found["load_adapter"]("a", "/nowhere")
+    with pytest.raises(ValueError, match="there is no adapter 'a'"):
+        found["unload_adapter"]("a")
+    with pytest.raises(AttributeError, match=r"did you mean lm\.generate"):
+        lm.generat  # noqa: B018
 
 
 def test_the_homes_wait_for_torch_and_hooks() -> None:

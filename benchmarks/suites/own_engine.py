@@ -69,7 +69,7 @@ class OurEngine:
             declared = self._interventions
             backend: Any = self._lm.backend
             made = backend.prepare(
-                self._lm.submission(
+                self._lm._requests.submission(
                     [stream.prompt for stream in plain],
                     [greedy(stream.new_tokens) for stream in plain],
                     {} if declared is None else {"interventions": [declared[stream.index] for stream in plain]},

@@ -180,18 +180,18 @@ class Backend(ABC):
         self, captures: list[Capture], interventions: list[Intervention]
     ) -> tuple[list[Capture], list[Intervention]]:
         """One prompt's specs with this model's vectors and SAEs in place of names. Raises PromptError for an unknown name."""
-        self.require_process("lm.resolve_specs")
+        self.require_process("lm.backend.resolve")
         return captures, interventions
 
     # -- LoRA adapters ----------------------------------------------------------------------
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load a LoRA adapter. See `LM.load_adapter`."""
-        self.require_process("lm.load_adapter")
+        """Load a LoRA adapter. See ``lm.adapters.load``."""
+        self.require_process("lm.adapters.load")
 
     def unload_adapter(self, name: str) -> None:
-        """Unload a LoRA adapter. See `LM.unload_adapter`."""
-        self.require_process("lm.unload_adapter")
+        """Unload a LoRA adapter. See ``lm.adapters.unload``."""
+        self.require_process("lm.adapters.unload")
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -201,11 +201,11 @@ class Backend(ABC):
 
     def fingerprint(self, adapter: str | None = None) -> str:
         """A hash of config, dtype and weights, as they are now, and of an adapter."""
-        self.require_process("lm.model_fingerprint")
+        self.require_process("lm.weights.fingerprint")
         return ""
 
     @property
     def weights_version(self) -> int:
         """Grows with every edit of the weights. Cheap: nothing is read from the device."""
-        self.require_process("lm.weights_version")
+        self.require_process("lm.weights.version")
         return 0

@@ -46,7 +46,7 @@ class LocalBackend(FactoryBackend):
 
     Args:
         model, server: the configuration of the model and of the engine.
-        wrap: makes the tree of the client over the loaded weights (`TracedModel.tree_maker`); None if it is made later.
+        wrap: makes the tree of the client over the loaded weights (`TracedModel._tree_maker`); None if it is made later.
 
     Attributes:
         runner: the model's.
@@ -146,8 +146,8 @@ class LocalBackend(FactoryBackend):
             trace.error = error_of(handle.ends[0]) or trace.error
 
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        blocks = model.edits_of(kwargs.pop("edits", None))
-        options = model.pass_options(blocks, kwargs)
+        blocks = model._edits_of(kwargs.pop("edits", None))
+        options = model._pass_options(blocks, kwargs)
         trace = RequestTrace(None, blocks, options=options, transfer=SaveTransfer(None))
         trace.keeps_result = True
         check_outside(self)

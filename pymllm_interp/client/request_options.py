@@ -28,7 +28,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | None
     """Requests share KV through the prefix cache only with requests of the same salt."""
     lora: Any
-    """Name of a LoRA adapter (`lm.load_adapter`), or None. A list has a name or None for each prompt."""
+    """Name of a LoRA adapter (`lm.adapters.load`), or None. A list has a name or None for each prompt."""
     edits: list[str] | None
     """Names of the persistent edits that apply; None: all."""
 

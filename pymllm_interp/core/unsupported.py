@@ -12,11 +12,11 @@ SPECULATION = (
     "'model': folder, 'num_speculative_tokens': 4}) sets a draft model for all, and 'ngram' drafts from the prompt and the output"
 )
 LORA = (
-    "it is not needed: every engine serves LoRA adapters, max_loras at a time. lm.load_adapter(name, folder) loads one, and "
+    "it is not needed: every engine serves LoRA adapters, max_loras at a time. lm.adapters.load(name, folder) loads one, and "
     "over HTTP serve --lora-modules NAME=FOLDER"
 )
 LORA_OF_REQUESTS = (
-    "a call takes lora=name, of an adapter that lm.load_adapter(name, folder) loaded; over HTTP its name is the model"
+    "a call takes lora=name, of an adapter that lm.adapters.load(name, folder) loaded; over HTTP its name is the model"
 )
 PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' and quantize='fp8' take less of it"
 DATA_PARALLEL = (
@@ -151,7 +151,7 @@ METHODS: dict[str, str] = {
 ATTRIBUTES: dict[str, str] = {
     "n_layers": "num_layers", "n_layer": "num_layers", "num_hidden_layers": "num_layers", "n_heads": "num_heads",
     "n_head": "num_heads", "num_attention_heads": "num_heads", "d_model": "hidden_size", "d_hidden": "hidden_size",
-    "n_embd": "hidden_size", "d_head": "head_dim", "d_vocab": "vocab_size", "n_ctx": "max_model_len",
-    "context_length": "max_model_len", "d_mlp": "model_spec.intermediate_size",
+    "n_embd": "hidden_size", "d_head": "model_spec.head_dim", "d_vocab": "vocab_size", "n_ctx": "limits.max_model_len",
+    "context_length": "limits.max_model_len", "d_mlp": "model_spec.intermediate_size",
 }  # fmt: skip
 """Names of sizes in TransformerLens' and transformers' configs -> the attribute of an `LM`."""

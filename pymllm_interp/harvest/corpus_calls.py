@@ -31,7 +31,7 @@ def harvest(
     skips = asked["on_error"] == "skip"
     plan = asked_of(model, asked.pop("capture"), asked.pop("interventions"), **asked)
     corpus = Corpus(inputs, Path(out), unit_documents, column, cluster, workers, progress)
-    return harvest_on_ray(lm, lm.model_maker(), corpus, plan, skips)
+    return harvest_on_ray(lm, lm._model_maker(), corpus, plan, skips)
 
 
 def generate_outputs(
@@ -39,7 +39,7 @@ def generate_outputs(
 ) -> HarvestResult:
     """Generate from each document of a corpus. See `LM.generate_corpus`."""
     check_corpus(lm, "lm.generate_corpus", "or use lm.imap")
-    return generate_corpus(lm, lm.model_maker(), corpus, asked_outputs(lm, sampling_params, interventions))
+    return generate_corpus(lm, lm._model_maker(), corpus, asked_outputs(lm, sampling_params, interventions))
 
 
 def check_corpus(lm: Any, what: str, instead: str) -> None:
@@ -56,7 +56,7 @@ def check_corpus(lm: Any, what: str, instead: str) -> None:
     if lm.engine.on_engine_thread:
         raise RuntimeError("a harvest cannot be run inside the block of a trace: the engine would wait for itself")
     lm.engine.check_open()
-    if lm.edits_of(None):
+    if lm._edits_of(None):
         raise NotImplementedError(
             "this model has edits, and a harvest does not apply them: clear them, or declare them"
         )

@@ -67,7 +67,7 @@ class ShardEntry:
     inputs: str
     """SHA-256 over all documents of the input up to the last one."""
     engine: str
-    """`HarvestModel.engine_name` of the run that wrote it."""
+    """`ModelFacts.engine_name` of the run that wrote it."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Skipped documents from `first_document` to `last_document`: number -> the error."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ..client.backend import Backend
+from ..client.calls.model_weights import ModelWeights
 from ..core.limits import EngineLimits
 from ..core.model_spec import ModelSpec
 from ..core.request import Request
@@ -32,6 +34,7 @@ class HarvestModel(Protocol):
     """The members of `LM` that a harvest uses."""
 
     tokenizer: Any
+    backend: Backend
 
     @property
     def limits(self) -> EngineLimits:
@@ -44,35 +47,21 @@ class HarvestModel(Protocol):
         ...
 
     @property
-    def model_fingerprint(self) -> str:
-        """Hash of weights, dtype and config."""
-        ...
-
-    def fingerprint_with(self, lora: str | None) -> str:
-        """Hash of weights, dtype and config with a LoRA adapter."""
-        ...
-
-    @property
-    def weights_version(self) -> int:
-        """Grows with every edit of the weights."""
-        ...
-
-    @property
-    def engine_name(self) -> str:
-        """Name of the engine, for the manifest."""
+    def weights(self) -> ModelWeights:
+        """Fingerprint and version of the weights."""
         ...
 
     def token_ids(self, prompt: Any, what: str = "the prompt") -> list[int]:
         """Token ids of a document. Raises PromptError."""
         ...
 
-    def resolve_specs(
+    def _resolve_specs(
         self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None
     ) -> tuple[list[Capture], list[Intervention]]:
         """Captures and interventions with vectors in place of their names."""
         ...
 
-    def submit_prefill(
+    def _submit_prefill(
         self,
         token_ids: list[int],
         captures: Sequence[Capture],

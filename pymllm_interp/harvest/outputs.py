@@ -47,10 +47,16 @@ def asked_outputs(
         raise ValueError(
             "generate_corpus: SamplingParams(constraint=...) belongs to one process; use allowed_token_ids"
         )
-    specs = [] if interventions is None else model.resolve_specs(["resid_post.0"], interventions)[1]
+    specs = [] if interventions is None else model._resolve_specs(["resid_post.0"], interventions)[1]
     spec = hashlib.sha256(f"{params!r} {fingerprint_of(specs, [])}".encode()).hexdigest()
     identity = Identity(
-        model.model_fingerprint, tokenizer_fingerprint(model.tokenizer), spec, 0, model.limits.max_model_len, "", False
+        model.weights.fingerprint,
+        tokenizer_fingerprint(model.tokenizer),
+        spec,
+        0,
+        model.limits.max_model_len,
+        "",
+        False,
     )
     description = {"params": repr(params), "interventions": [described(one) for one in specs]}
     return AskedOutputs(params, specs, identity, description)
@@ -80,7 +86,7 @@ def generate_unit(model: Any, folder: Path, plan: HarvestPlan, unit: Unit, asked
             ]
             entry = {
                 "rows": {"outputs": len(rows)}, "tokens": sum(len(row["token_ids"]) for row in rows), "first_document": numbers[0],
-                "last_document": numbers[-1], "inputs": "", "engine": model.engine_name, "skipped": {},
+                "last_document": numbers[-1], "inputs": "", "engine": model.backend.facts.engine_name, "skipped": {},
             }  # fmt: skip
             own.add_bytes(_parquet(rows), "parquet", entry)
             own.finish()

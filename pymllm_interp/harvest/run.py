@@ -55,7 +55,7 @@ def run_harvest(
     progress: bool | None = None,
 ) -> HarvestResult:
     """Harvest `inputs` into the folder `out`. See `LM.harvest` for the arguments and errors."""
-    weights_version = model.weights_version  # before the fingerprint, so that an edit meanwhile is noticed
+    weights_version = model.weights.version  # before the fingerprint, so that an edit meanwhile is noticed
     asked = asked_of(
         model,
         capture,
@@ -103,7 +103,7 @@ def asked_of(
     lora: str | None = None,
 ) -> AskedHarvest:
     """The arguments of `LM.harvest`, checked. See there for the errors."""
-    captures, interventions = model.resolve_specs(capture, interventions)
+    captures, interventions = model._resolve_specs(capture, interventions)
     if not captures:
         raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
     if on_error not in ON_ERROR:
@@ -125,7 +125,7 @@ def asked_of(
     if settings.max_length > longest:
         raise ValueError(f"max_length={max_length}: a pass takes at most {longest} (max_model_len, kv_cache_tokens)")
     identity = Identity(
-        model=model.model_fingerprint if lora is None else model.fingerprint_with(lora),
+        model=model.weights.fingerprint if lora is None else model.weights.fingerprint_with(lora),
         tokenizer=tokenizer_fingerprint(model.tokenizer),
         spec=fingerprint_of(interventions, captures),
         shard_bytes=settings.shard_bytes,
@@ -141,7 +141,7 @@ class HarvestRun:
 
     Args:
         weights_version: the model's, when its fingerprint was taken.
-        captures, interventions: results of `HarvestModel.resolve_specs`.
+        captures, interventions: results of `HarvestModel._resolve_specs`.
         skip: leave out documents that fail.
         progress: see `HarvestProgress`.
         lora: adapter that each document runs with.
@@ -317,7 +317,7 @@ class HarvestRun:
         what, handle = f"document {made.document.number}", None
         if made.document.error is None:
             try:
-                handle = self._model.submit_prefill(
+                handle = self._model._submit_prefill(
                     made.token_ids, self._captures, self._interventions, what, self._lora
                 )
             except ValueError as error:
@@ -333,7 +333,7 @@ class HarvestRun:
         if handle is not None:
             handle.wait()
         self._in_flight.popleft()
-        if self._model.weights_version != self._weights_version:
+        if self._model.weights.version != self._weights_version:
             raise RuntimeError(
                 f"document {document.number}: the weights of the model were edited while the harvest ran. Undo the edit and call "
                 "again, or name a new folder"
@@ -396,7 +396,7 @@ class HarvestRun:
             "first_document": shard[0].number,
             "last_document": shard[-1].number,
             "inputs": self._inputs.hexdigest(),
-            "engine": self._model.engine_name,
+            "engine": self._model.backend.facts.engine_name,
             "skipped": {str(one.number): str(one.error) for one in shard if one.error is not None},
         }
         self._writing = self._writer.submit(self.folder.add, tensors, entry)

@@ -168,7 +168,7 @@ def run_unit(
     identity = plan.identity
     settings = Settings(identity.max_length, identity.too_long, identity.shard_bytes)
     documents = read_portion(plan.sources[unit.portion.file], unit.portion, plan.column)
-    run = UnitRun(model, model.weights_version, own, settings, captures, interventions, skip, False)
+    run = UnitRun(model, model.weights.version, own, settings, captures, interventions, skip, False)
     return bool(run.run_unit(documents).won)
 
 

@@ -187,7 +187,7 @@ def generic_activation_patch(
     axes = _SETTERS.get(patch_setter)
     if axes is None or not _sweeps(model, activation_name):
         return generic(*given, index_axis_names, index_df, **options)
-    if any(point.fwd_hooks for point in model.hook_points()) or model.lm.edits_of(None):
+    if any(point.fwd_hooks for point in model.hook_points()) or model.lm._edits_of(None):
         raise NotImplementedError(
             "a sweep runs without the hooks of the bridge and the edits of its LM: call bridge.reset_hooks(), and clear the edits"
         )

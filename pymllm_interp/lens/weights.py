@@ -96,7 +96,7 @@ class Weights:
     @property
     def weights(self) -> TransformerBridge:
         """TransformerLens' components over the engine's parameters, as they are now; see `weights_of`."""
-        version = self.lm.weights_version
+        version = self.lm.weights.version
         if self._weights is None or self._weights[0] != version:
             self._weights = version, weights_of(self.lm, self._hook_registry)
         return self._weights[1]

@@ -50,7 +50,7 @@ class InterpModelRunner(ModelRunner):
     """A ModelRunner that lets each request's hooks read and change its own hidden states, logits and samples.
 
     Args:
-        wrap: makes the envoy tree over the loaded weights, such as `TracedModel.tree_maker()`; None for a worker without traces.
+        wrap: makes the envoy tree over the loaded weights, such as `TracedModel._tree_maker()`; None for a worker without traces.
 
     Attributes:
         interleaver: serves the blocks of traces.

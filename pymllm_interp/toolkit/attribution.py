@@ -33,7 +33,7 @@ def attribute(
     spec, measure = lm.model_spec, metric_of(metric, lm)
     if not is_whole(steps) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number from 1 on; 1 is attribution patching")
-    if lm.edits_of(None):
+    if lm._edits_of(None):
         raise NotImplementedError(
             "this model has edits (lm.edit), and attribution does not apply them: clear them first"
         )

@@ -96,7 +96,7 @@ def patch_sweep(
     spec, measure = lm.model_spec, metric_of(metric, lm)
     if how not in ("auto", "wavefront", "requests"):
         raise ValueError(f"how={how!r}: expected 'auto', 'wavefront' or 'requests'")
-    if lm.edits_of(None):
+    if lm._edits_of(None):
         raise NotImplementedError("this model has edits (lm.edit), and a sweep does not apply them: clear them first")
     base_ids, source_ids = lm.token_ids(base, "the base prompt"), lm.token_ids(source, "the source prompt")
     if len(base_ids) != len(source_ids):

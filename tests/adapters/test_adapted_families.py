@@ -37,7 +37,7 @@ def test_other_classes_are_refused_by_name(family: str, tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", saved(family, tmp_path / "model"), rank=3)
     with load(tmp_path / "model") as lm:
         with pytest.raises(AdapterError, match=f"it is a {REFUSED[family]}, and adapters change linear layers"):
-            lm.load_adapter("a", tmp_path / "a")
+            lm.adapters.load("a", tmp_path / "a")
         assert not lm.adapters and lm.generate([PROMPTS[0]], SamplingParams(max_tokens=1))
 
 
@@ -47,7 +47,7 @@ def test_experts_are_refused_by_name(tmp_path: Path) -> None:
         folder, lambda found: {n.replace("self_attn.q_proj", "mlp.experts.0.w1"): t for n, t in found.items()}
     )
     with load(tmp_path / "model") as lm, pytest.raises(AdapterError, match="it belongs to experts"):
-        lm.load_adapter("a", folder)
+        lm.adapters.load("a", folder)
 
 
 @pytest.mark.parametrize("family", sorted(SETTINGS.keys() - REFUSED.keys()))
@@ -56,7 +56,7 @@ def test_logits_are_those_of_peft(family: str, tmp_path: Path) -> None:
     names = [name for name in linear_modules(model) if "experts" not in name.split(".")]
     write_adapter(tmp_path / "a", model, targets=names, rank=3, scale=0.05)
     with load(tmp_path / "model") as lm:
-        lm.load_adapter("a", tmp_path / "a")
+        lm.adapters.load("a", tmp_path / "a")
         outs = lm.forward(PROMPTS, lora=["a", None, "a"])
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         tokens = lm.generate(PROMPTS, params, lora=["a", None, "a"])

@@ -92,7 +92,7 @@ def test_states_and_logits_are_those_of_peft(
         "b": adapter(family, 2, rank=16, use_rslora=True, scale=0.01),
     }
     for name, folder in folders.items():
-        lm.load_adapter(name, folder)
+        lm.adapters.load(name, folder)
     models = {None: base} | {name: adapted(base, folder) for name, folder in folders.items()}
     names = ["a", None, "b", "a"]
     points = {site: point for site, point in points_of(lm.model_spec).items() if not _is_slice(lm, site)}
@@ -115,7 +115,7 @@ def _is_slice(lm: LM, site: str) -> bool:
 @pytest.mark.parametrize("rank", [1, 2, 5, 8, 16, 33, 64])
 def test_every_rank(rank: int, load: Callable[..., LM], oracle: Callable[[str], Any], adapter: Adapted) -> None:
     lm, folder = load("llama"), adapter("llama", rank, rank=rank, scale=0.1)
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     assert_close(lm.forward(PROMPTS[2], lora="a")[0].logits, logits_of(adapted(oracle("llama"), folder), PROMPTS[2]))
 
 
@@ -127,7 +127,7 @@ def test_every_target_alone(
     lm, folder = load("llama"), adapter(
         "llama", 5, targets=[target], rank=4, ranks={rf"layers.1.*{target}": 7}, alpha_pattern={rf"layers.0.*{target}": 3}
     )  # fmt: skip
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     changed = adapted(oracle("llama"), folder)
     found, states = {}, {}
     for path in linear_modules(oracle("llama")):
@@ -146,7 +146,7 @@ def test_every_target_alone(
 
 def test_an_adapter_of_zeros_is_bit_equal_to_none(load: Callable[..., LM], adapter: Adapted) -> None:
     lm = load("llama")
-    lm.load_adapter("zero", adapter("llama", 3, scale=0.0))
+    lm.adapters.load("zero", adapter("llama", 3, scale=0.0))
     plain, zero = lm.forward(PROMPTS[2])[0], lm.forward(PROMPTS[2], lora="zero")[0]
     assert torch.equal(plain.logits, zero.logits)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
@@ -161,7 +161,7 @@ def test_a_row_does_not_depend_on_the_adapters_of_others(load: Callable[..., LM]
     """Bit for bit, in batches of the same prompts."""
     lm = load("llama")
     for seed in range(3):
-        lm.load_adapter(f"{seed}", adapter("llama", seed, rank=2 + seed))
+        lm.adapters.load(f"{seed}", adapter("llama", seed, rank=2 + seed))
     params = SamplingParams(temperature=0, max_tokens=10, logprobs=2, skip_reading_prefix_cache=True)
     prompts = [random_ids(1 + 3 * i, seed=i) for i in range(8)]
     names = [None if i % 4 == 3 else str(i % 4) for i in range(8)]
@@ -178,7 +178,7 @@ def test_preempted_requests_keep_their_adapters(
     lm = load("llama", kv_cache_tokens=160, max_running_requests=8, max_model_len=100, max_num_tokens=16)
     folders = {name: adapter("llama", seed) for seed, name in enumerate("ab")}
     for name, folder in folders.items():
-        lm.load_adapter(name, folder)
+        lm.adapters.load(name, folder)
     prompts, names = [random_ids(17, seed=i) for i in range(6)], ["a", "b", None] * 2
     outs = lm.generate(prompts, SamplingParams(temperature=0, max_tokens=24), lora=names)
     assert lm.engine.stats()["preempted"] > 0
@@ -191,19 +191,19 @@ def test_two_adapters_never_share_kv(load: Callable[..., LM], adapter: Adapted, 
     """Nor does an adapter with the model itself, nor with another one that was loaded under its name."""
     lm, prompt = load("llama"), random_ids(50, seed=9)
     first, second = adapter("llama", 1), adapter("llama", 2)
-    lm.load_adapter("a", first)
-    lm.load_adapter("b", second)
+    lm.adapters.load("a", first)
+    lm.adapters.load("b", second)
 
     def cached(name: str | None) -> int:
         return lm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), lora=name)[0].num_cached_tokens
 
     assert [cached(name) for name in (None, "a", "b")] == [0, 0, 0]
     assert [cached(name) for name in (None, "a", "b")] == [48, 48, 48]
-    lm.unload_adapter("a")
-    lm.load_adapter("a", adapter("llama", 3))
+    lm.adapters.unload("a")
+    lm.adapters.load("a", adapter("llama", 3))
     assert cached("a") == 0
-    lm.unload_adapter("b")
-    lm.load_adapter("again", second)
+    lm.adapters.unload("b")
+    lm.adapters.load("again", second)
     assert cached("again") == 48, "equal weights are equal KV"
     expected = logits_of(adapted(oracle("llama"), second), prompt)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
@@ -213,14 +213,14 @@ def test_two_adapters_never_share_kv(load: Callable[..., LM], adapter: Adapted, 
 
 def test_fingerprints_and_receipts_name_the_adapter(load: Callable[..., LM], adapter: Adapted) -> None:
     lm, folder = load("llama"), adapter("llama", 1)
-    plain = lm.model_fingerprint
-    lm.load_adapter("a", folder)
-    lm.load_adapter("b", adapter("llama", 2))
-    assert lm.model_fingerprint == plain, "loading changes nothing of the model"
+    plain = lm.weights.fingerprint
+    lm.adapters.load("a", folder)
+    lm.adapters.load("b", adapter("llama", 2))
+    assert lm.weights.fingerprint == plain, "loading changes nothing of the model"
     receipts = [out.receipt.model for out in lm.forward([[1, 2]] * 4, lora=[None, "a", "b", "a"], capture=["embed"])]
     assert receipts[0] == plain and receipts[1] == receipts[3] and len(set(receipts)) == 3
-    lm.unload_adapter("a")
-    lm.load_adapter("c", folder)
+    lm.adapters.unload("a")
+    lm.adapters.load("c", folder)
     assert lm.forward([[1, 2]], lora="c", capture=["embed"])[0].receipt.model == receipts[1]
 
 
@@ -228,7 +228,7 @@ def test_steering_and_other_ops_compose(
     load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
 ) -> None:
     lm, folder = load("llama"), adapter("llama", 1)
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     model, points, vector = adapted(oracle("llama"), folder), points_of(lm.model_spec), torch.randn(lm.hidden_size)
     edits = {points["resid_post.0"]: lambda h: h + 2 * vector, points["mlp_out.1"]: lambda h: h * 0.5}
     states, logits = states_of(model, points, PROMPTS[2], edits)
@@ -244,7 +244,7 @@ def test_invokes_have_adapters_of_their_own(
 ) -> None:
     """Base and adapters in one trace; one block's value goes into another's pass."""
     lm, folder = load("llama", lower_traces="off"), adapter("llama", 1)
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     base, changed = oracle("llama"), adapted(oracle("llama"), folder)
     with lm.trace() as tracer:
         barrier = tracer.barrier(2)
@@ -278,7 +278,7 @@ def test_generation_with_a_block(
     lowering: str, load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
 ) -> None:
     lm, folder = load("llama", lower_traces=lowering), adapter("llama", 1)
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     with lm.generate(PROMPTS[1], max_new_tokens=4, lora="a") as tracer:
         seen = list().save()
         for _ in tracer.iter[:]:
@@ -300,7 +300,7 @@ def test_gradients_go_through_the_deltas(
     load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
 ) -> None:
     lm, folder = load("llama"), adapter("llama", 1)
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     with lm.trace(PROMPTS[0], lora="a"):
         h = lm.model.layers[0].output
         h.retain_grad()
@@ -323,7 +323,7 @@ def test_transformers_own_attention(load: Callable[..., LM], adapter: Adapted, o
     """Its forward calls q, k and v one by one."""
     for family in ("llama", "gpt2"):
         lm, folder = load(family), adapter(family, 1)
-        lm.load_adapter("a", folder)
+        lm.adapters.load("a", folder)
         with torch.no_grad():
             expected = adapted(oracle(family), folder)(input_ids=torch.tensor([PROMPTS[0]]), output_attentions=True)
         with lm.trace(PROMPTS[0], lora="a", output_attentions=True):
@@ -342,9 +342,9 @@ def test_captured_passes(model_folder: Callable[[str], Path], adapter: Adapted, 
         with LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=2048, max_running_requests=8,
                 lower_traces="off", hook_execution="segments") as lm:  # fmt: skip
             assert ADAPTED not in lm.runner.graphs.decoders and lm.runner.input_buffers.adapter_tiles is None
-            lm.load_adapter("a", folders["a"])
+            lm.adapters.load("a", folders["a"])
             assert lm.runner.graphs.decoders[ADAPTED].graphs.keys() == lm.runner.graph_runner.graphs.keys()
-            lm.load_adapter("b", folders["b"])
+            lm.adapters.load("b", folders["b"])
             names = ["a", None, "b", "a"]
             before = lm.engine.stats()["execution"]
             vector = torch.randn(lm.hidden_size)
@@ -362,9 +362,9 @@ def test_captured_passes(model_folder: Callable[[str], Path], adapter: Adapted, 
                     tokens = tracer.result.save()
                 assert tokens[0, len(PROMPTS[0]) :].tolist() == greedy(models[name], PROMPTS[0], 6)
                 assert tracer.receipt.steps["segments"] == 5
-            lm.unload_adapter("a")
+            lm.adapters.unload("a")
             assert ADAPTED in lm.runner.graphs.decoders
-            lm.unload_adapter("b")
+            lm.adapters.unload("b")
             assert ADAPTED not in lm.runner.graphs.decoders
             assert lm.runner.get_model().model.layers[0].self_attn.o_proj.lora is None
 
@@ -377,16 +377,16 @@ def test_a_copy_of_a_module_is_plain(load: Callable[..., LM], adapter: Adapted) 
     import copy
 
     lm = load("llama")
-    lm.load_adapter("a", adapter("llama", 1))
+    lm.adapters.load("a", adapter("llama", 1))
     attention = copy.deepcopy(lm.model.layers[0].self_attn._module)
     assert attention.o_proj.__class__ is torch.nn.Linear and attention._qkv.lora is None
 
 
 def test_requests_name_a_loaded_adapter(load: Callable[..., LM], adapter: Adapted) -> None:
     lm = load("llama")
-    with pytest.raises(PromptError, match=r"prompt 1: there is no adapter 'x' .none is loaded.: lm.load_adapter"):
+    with pytest.raises(PromptError, match=r"prompt 1: there is no adapter 'x' .none is loaded.: lm.adapters.load"):
         lm.generate([[1], [2]], GREEDY, lora=[None, "x"])
-    lm.load_adapter("a", adapter("llama", 1))
+    lm.adapters.load("a", adapter("llama", 1))
     with pytest.raises(PromptError, match=r"there is no adapter 'x' .loaded are a."):
         lm.generate([[1]], GREEDY, lora="x")
     with pytest.raises(PromptError, match=r"lora=7: expected the name of a loaded adapter"):
@@ -395,7 +395,7 @@ def test_requests_name_a_loaded_adapter(load: Callable[..., LM], adapter: Adapte
         lm.generate([[1], [2]], GREEDY, lora=["a"])
     with pytest.raises(PromptError, match=r"there is no adapter 'x'"), lm.trace([1, 2], lora="x"):
         lm.lm_head.output.save()
-    with pytest.raises(TypeError, match=r"lm.load_adapter"):
+    with pytest.raises(TypeError, match=r"lm.adapters.load"):
         lm.generate([[1]], GREEDY, lora_request="a")
     assert lm.generate([[1]], GREEDY, lora="a")[0].outputs[0].finish_reason == "length"
 
@@ -406,7 +406,7 @@ def test_slots_are_taken_by_the_least_recently_used(
     lm = load("llama", max_loras=2)
     folders = {str(seed): adapter("llama", seed) for seed in range(4)}
     for name, folder in folders.items():
-        lm.load_adapter(name, folder)
+        lm.adapters.load(name, folder)
     assert sorted(lm.adapters) == ["0", "1", "2", "3"]
     models = {name: adapted(oracle("llama"), folder) for name, folder in folders.items()}
     for name in "0123210":
@@ -417,25 +417,25 @@ def test_slots_are_taken_by_the_least_recently_used(
     with pytest.raises(PromptError, match=r"'2' has no slot: requests in flight use all 2 .0, 1.. .*max_loras=3"):
         lm.generate([PROMPTS[0]], GREEDY, lora="2")
     with pytest.raises(ValueError, match=r"has no slot"):
-        lm.load_adapter("more", adapter("llama", 9))
+        lm.adapters.load("more", adapter("llama", 9))
     with pytest.raises(ValueError, match=r"'0' is in use by 1 requests"):
-        lm.unload_adapter("0")
+        lm.adapters.unload("0")
     assert lm.generate([PROMPTS[0]], GREEDY, lora="1")[0].outputs[0].token_ids == greedy(models["1"], PROMPTS[0], 6)
     for handle in held:
         handle.cancel()
         handle.wait()
     assert lm.generate([PROMPTS[0]], GREEDY, lora="2")[0].outputs[0].token_ids == greedy(models["2"], PROMPTS[0], 6)
-    lm.unload_adapter("0")
+    lm.adapters.unload("0")
     assert "more" not in lm.adapters and "0" not in lm.adapters
     with pytest.raises(ValueError, match=r"there is no adapter '0'"):
-        lm.unload_adapter("0")
+        lm.adapters.unload("0")
 
 
 def test_sweeps_streams_and_chat_take_adapters(
     load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
 ) -> None:
     lm, folder = load("llama"), adapter("llama", 1)
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     expected = greedy(adapted(oracle("llama"), folder), PROMPTS[0], 6)
     assert [token for piece in lm.stream(PROMPTS[0], GREEDY, lora="a") for token in piece.token_ids] == expected
     assert lm.submit(PROMPTS[0], GREEDY, lora="a").result().outputs[0].token_ids == expected
@@ -454,7 +454,7 @@ def test_harvests_take_an_adapter(
     load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any], tmp_path: Path
 ) -> None:
     lm, folder = load("llama"), adapter("llama", 1)
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     lm.harvest(PROMPTS, capture=["resid_post.1"], out=tmp_path / "a", lora="a", progress=False)
     points, states = points_of(lm.model_spec), open_harvest(tmp_path / "a")["resid_post.1"][:]
     model = adapted(oracle("llama"), folder)
@@ -462,8 +462,8 @@ def test_harvests_take_an_adapter(
         [states_of(model, {"resid_post.1": points["resid_post.1"]}, ids)[0]["resid_post.1"] for ids in PROMPTS]
     )
     assert_close(torch.as_tensor(states), expected)
-    lm.unload_adapter("a")
-    lm.load_adapter("a", adapter("llama", 2))
+    lm.adapters.unload("a")
+    lm.adapters.load("a", adapter("llama", 2))
     with pytest.raises(ValueError, match=r"model"):
         lm.harvest(PROMPTS, capture=["resid_post.1"], out=tmp_path / "a", lora="a", progress=False)
     with pytest.raises(ValueError, match=r"there is no adapter 'x'"):
@@ -473,9 +473,9 @@ def test_harvests_take_an_adapter(
         yield PROMPTS[0]
         while "a" in lm.adapters:
             with suppress(AdapterError):  # the first document runs
-                lm.unload_adapter("a")
+                lm.adapters.unload("a")
             time.sleep(0.01)
-        lm.load_adapter("a", folder)
+        lm.adapters.load("a", folder)
         yield PROMPTS[1]
 
     with pytest.raises(HarvestError, match=r"document 1: the adapter 'a' was loaded anew, with other weights"):
@@ -488,7 +488,7 @@ def test_drafts_knockouts_and_scans_with_adapters(
     """Steps with several rows a request, passes with cut edges, and shapes without a pass."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     lm, folder = load("llama", speculative=drafts), adapter("llama", 1)
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     model, prompts = adapted(oracle("llama"), folder), [PROMPTS[0] * 3, PROMPTS[1] * 4, PROMPTS[2]]
     outs = lm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), lora=["a", None, "a"])
     for prompt, own, out in zip(prompts, (model, oracle("llama"), model), outs, strict=True):
@@ -503,7 +503,7 @@ def test_drafts_knockouts_and_scans_with_adapters(
 
 def test_many_slots_cost_nothing_until_they_are_used(load: Callable[..., LM], adapter: Adapted) -> None:
     lm = load("llama", max_loras=10**18) if not torch.cuda.is_available() else load("llama", max_loras=64)
-    lm.load_adapter("a", adapter("llama", 1))
+    lm.adapters.load("a", adapter("llama", 1))
     assert lm.generate([PROMPTS[0]], GREEDY, lora="a")
     with pytest.raises(ValueError, match=r"max_loras=0"):
         load("llama", max_loras=0)
@@ -511,15 +511,15 @@ def test_many_slots_cost_nothing_until_they_are_used(load: Callable[..., LM], ad
 
 def test_adapters_are_not_loaded_in_the_midst_of_a_pass(load: Callable[..., LM], adapter: Adapted) -> None:
     lm, folder = load("llama", lower_traces="off"), adapter("llama", 1)
-    lm.load_adapter("a", folder)
-    for call in (lambda: lm.load_adapter("b", folder), lambda: lm.unload_adapter("a")):
+    lm.adapters.load("a", folder)
+    for call in (lambda: lm.adapters.load("b", folder), lambda: lm.adapters.unload("a")):
         with pytest.raises(RuntimeError, match=r"cannot run inside the block of a trace"), lm.trace([1, 2]):
             lm.model.layers[0].output.save()
             call()
     assert list(lm.adapters) == ["a"]
     lm.shutdown()
     with pytest.raises(EngineClosedError):
-        lm.load_adapter("b", folder)
+        lm.adapters.load("b", folder)
 
 
 def test_patch_sweeps_and_attribution_take_an_adapter(
@@ -533,7 +533,7 @@ def test_patch_sweeps_and_attribution_take_an_adapter(
     folder = adapter("llama", 1, scale=0.1)
     whole = merged_folder(oracle("llama"), folder, model_folder("llama"), tmp_path)
     lm, merged = load("llama"), LM(whole, dtype="float32", device="cpu", kv_cache_tokens=2048)
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     base, source = PROMPTS[0], [*PROMPTS[0][:3], 5, *PROMPTS[0][4:]]
     options: dict[str, Any] = {"site": "resid_post", "metric": (7, 11), "positions": [3, -1]}
     with merged:

@@ -37,7 +37,7 @@ def test_logits_are_those_that_peft_computed(case: dict[str, Any]) -> None:
     """Golden files of PEFT 0.21 (tests/golden/make_adapters.py): its own saved folders, and its logits and states."""
     expected, states = load_file(GOLDEN / case["name"] / "expected.safetensors"), dict[str, torch.Tensor]()
     with LM(GOLDEN / case["model"], dtype="float32", device="cpu", kv_cache_tokens=512, lower_traces="off") as lm:
-        lm.load_adapter("a", GOLDEN / case["name"])
+        lm.adapters.load("a", GOLDEN / case["name"])
         with lm.trace(expected["ids"].tolist(), lora="a"):
             for path in case["modules"]:
                 states[path] = lm.get(path).output.save()
@@ -59,7 +59,7 @@ REFUSED_FIELDS = {
 def test_fields_that_change_the_result_are_refused_by_name(field: str, lm: LM, folder: Path) -> None:
     change_config(folder, **{field: REFUSED_FIELDS[field]})
     with pytest.raises(AdapterError, match=field):
-        lm.load_adapter("a", folder)
+        lm.adapters.load("a", folder)
     assert not lm.adapters
 
 
@@ -70,8 +70,8 @@ def test_all_other_fields_of_peft_are_known(lm: LM, folder: Path) -> None:
         init_lora_weights="gaussian", revision="main", loftq_config={}, eva_config={"rho": 2.0}, qalora_group_size=16,
         megatron_core="megatron.core", auto_mapping={"base_model_class": "LlamaForCausalLM", "parent_library": "x"},
     )  # fmt: skip
-    lm.load_adapter("a", folder)
-    lm.unload_adapter("a")
+    lm.adapters.load("a", folder)
+    lm.adapters.unload("a")
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -154,19 +154,19 @@ def test_a_folder_that_does_not_fit_is_refused(what: str, lm: LM, folder: Path) 
     spoil, message = BAD[what]
     spoil(folder)
     with pytest.raises(AdapterError, match=re.compile(message, re.S)):
-        lm.load_adapter("a", folder)
+        lm.adapters.load("a", folder)
     assert not lm.adapters and lm.runner.get_model().model.layers[0].self_attn._qkv.lora is None
     assert lm.forward([random_ids(3)])[0].logits.isfinite().all()
 
 
 def test_names_are_refused_where_they_are_taken_or_none(lm: LM, folder: Path) -> None:
-    lm.load_adapter("a", folder)
-    with pytest.raises(AdapterError, match="'a' is loaded already: unload_adapter"):
-        lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
+    with pytest.raises(AdapterError, match="'a' is loaded already: unload it first"):
+        lm.adapters.load("a", folder)
     for name in ("", 7, None):
         with pytest.raises(AdapterError, match="the name is a string that is not empty"):
-            lm.load_adapter(name, folder)  # pyright: ignore
-    lm.unload_adapter("a")
+            lm.adapters.load(name, folder)  # pyright: ignore
+    lm.adapters.unload("a")
 
 
 @pytest.mark.parametrize(

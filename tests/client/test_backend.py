@@ -355,7 +355,7 @@ def test_limits_and_facts_are_the_oracles(lm: LM, oracle: LM, engine: str) -> No
     known = {"spec", "dtype", "device", "engine_name", "inner_sites", "logprobs_mode", "model"}
     if engine == "vllm":  # which names itself, and has no sites inside attention
         known -= {"spec", "engine_name", "inner_sites"}
-        assert "vLLM" in lm.engine_name and not lm.backend.facts.inner_sites
+        assert "vLLM" in lm.backend.facts.engine_name and not lm.backend.facts.inner_sites
         assert replace(lm.backend.facts.spec, cuts_edges=True) == oracle.backend.facts.spec
     for name in known:
         assert getattr(lm.backend.facts, name) == getattr(oracle.backend.facts, name), name
@@ -392,9 +392,9 @@ def test_what_needs_the_models_process_says_so(lm: LM, oracle: LM, tmp_path: Pat
     asked: dict[str, Callable[[], Any]] = {
         "lm.harvest": lambda: lm.harvest([[1, 2]], capture=["embed"], out=tmp_path / "out", progress=False),
         "lm.attribute": lambda: lm.attribute(PROMPT, "w3 w2 w15 w9", metric="w7", sites="resid_post.0"),
-        "lm.model_fingerprint": lambda: lm.model_fingerprint,
-        "lm.weights_version": lambda: lm.weights_version,
-        "lm.resolve_specs": lambda: lm.resolve_specs(["embed"]),
+        "lm.weights.fingerprint": lambda: lm.weights.fingerprint,
+        "lm.weights.version": lambda: lm.weights.version,
+        "lm.backend.resolve": lambda: lm._resolve_specs(["embed"]),
         "lm.runner": lambda: lm.runner,
     }
     for feature, ask in asked.items():
@@ -407,7 +407,7 @@ def test_what_needs_the_models_process_says_so(lm: LM, oracle: LM, tmp_path: Pat
             with pytest.raises(NotImplementedError, match=rf"{feature} runs where the model is, .* at http"):
                 ask()
     if lm.backend.in_process:
-        assert lm.model_fingerprint == oracle.model_fingerprint
+        assert lm.weights.fingerprint == oracle.weights.fingerprint
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def test_what_a_block_raises_says_in_which_invoke(lm: LM) -> None:
         (lambda lm: lm.imap([[1]], GREEDY, time_out=3), r"lm\.imap\(\) .* did you mean timeout\?"),
         (lambda lm: lm.generate([1], temprature=0.5), r"got temprature: a call takes SamplingParams"),
         (lambda lm: lm.submit([1], max_length=9), r"lm\.submit\(.* got max_length: a call takes SamplingParams"),
-        (lambda lm: lm.generate([1], GREEDY, lora_request=1), r"lm\.load_adapter\(name, folder\)"),
+        (lambda lm: lm.generate([1], GREEDY, lora_request=1), r"lm\.adapters\.load\(name, folder\)"),
     ],
 )
 def test_a_misspelt_keyword_gets_the_right_hint(lm: LM, call: Any, message: str) -> None:

@@ -273,7 +273,7 @@ def test_requests_that_find_no_pinned_memory_give_their_vectors_back(
     with lms("tables", model_folder) as lm_of:
         lm: Any = lm_of("llama")
         pool = lm.runner.declarations.pool
-        captures, interventions = lm.resolve_specs(["resid_post.1"], steer)
+        captures, interventions = lm._resolve_specs(["resid_post.1"], steer)
 
         def open_trace() -> None:
             with lm.trace([1, 2], interventions=steer, capture=["resid_post.1"]):
@@ -286,7 +286,7 @@ def test_requests_that_find_no_pinned_memory_give_their_vectors_back(
         for submit in (
             lambda: lm.generate([[1, 2], [3]], SHORT, interventions=steer, capture=["resid_post.1"]),
             lambda: lm.submit([1, 2], SHORT, interventions=steer, capture=["resid_post.1"]),
-            lambda: lm.submit_prefill([1, 2], captures, interventions),
+            lambda: lm._submit_prefill([1, 2], captures, interventions),
             open_trace,
         ):
             with pytest.raises(RuntimeError, match="cudaHostAlloc"):
@@ -567,7 +567,7 @@ def test_two_lms_of_one_model_serve_beside_each_other(model_folder: Callable[[st
     (expected,) = first.generate([[1, 2]], SHORT)
     second.get("model.layers.0.mlp.down_proj").weight.zero_()
     assert first.generate([[1, 2]], SHORT)[0].token_ids == expected.token_ids
-    assert first.model_fingerprint != second.model_fingerprint
+    assert first.weights.fingerprint != second.weights.fingerprint
     first.shutdown()
     assert len(second.generate([[1, 2]], SHORT)[0].token_ids) == 3
     second.shutdown()
@@ -715,7 +715,7 @@ USES = """
             "astream": lambda: asyncio.run(read()),
             "trace": trace,
             "harvest": lambda: lm.harvest([[1]], capture=["embed"], out=tempfile.mkdtemp()),
-            "fingerprint": lambda: lm.model_fingerprint,
+            "fingerprint": lambda: lm.weights.fingerprint,
             "call": lambda: lm.engine.call(print),
             "result": lambda: running.result(),
             "pieces": lambda: list(streaming),

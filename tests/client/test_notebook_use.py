@@ -20,6 +20,7 @@ from helpers_saes import random_sae
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.captures import Features, Lens
 from pymllm_interp.client.calls.known_names import fits_name
+from pymllm_interp.client.calls.model import RENAMED
 from pymllm_interp.client.notebook.tab_completion import set_up_completion
 from pymllm_interp.client.request_options import OPTIONS, TRACE_OPTIONS
 from pymllm_interp.hooks.site import expand
@@ -79,7 +80,7 @@ def test_a_model_has_its_facts(lm: LM) -> None:
     assert (lm.num_layers, lm.hidden_size) == (3, 72)
     config = lm.hf_config
     assert (lm.num_heads, lm.vocab_size) == (config.num_attention_heads, config.vocab_size)
-    assert lm.head_dim == config.head_dim and lm.max_model_len == lm.limits.max_model_len
+    assert lm.cfg.d_head == config.head_dim
     assert {"embed", "resid_post.*", "final_norm", "logits", "pattern.*"} <= set(lm.sites)
     (out,) = lm.generate([prompt_of(4, 1)], GREEDY, capture=lm.sites)
     wanted = {str(site) for one in lm.sites for site in expand(one, lm.num_layers, lm.model_spec.family)}
@@ -89,8 +90,8 @@ def test_a_model_has_its_facts(lm: LM) -> None:
 def test_a_config_is_read_by_the_names_of_transformers_and_transformer_lens(lm: LM) -> None:
     config = lm.hf_config
     assert (lm.cfg.num_hidden_layers, lm.cfg.n_layers, lm.cfg.d_model) == (3, 3, 72)
-    assert (lm.cfg.n_heads, lm.cfg.d_head, lm.cfg.d_vocab) == (lm.num_heads, lm.head_dim, lm.vocab_size)
-    assert (lm.cfg.d_mlp, lm.cfg.n_ctx) == (config.intermediate_size, lm.max_model_len)
+    assert (lm.cfg.n_heads, lm.cfg.d_head, lm.cfg.d_vocab) == (lm.num_heads, lm.model_spec.head_dim, lm.vocab_size)
+    assert (lm.cfg.d_mlp, lm.cfg.n_ctx) == (config.intermediate_size, lm.limits.max_model_len)
     assert repr(lm.cfg) == repr(config) and lm.cfg.to_dict() == config.to_dict()
     for copied in (copy.deepcopy(lm.cfg), pickle.loads(pickle.dumps(lm.cfg))):
         assert type(copied) is type(config) and copied.to_dict() == config.to_dict()
@@ -114,16 +115,7 @@ def test_dir_shows_public_names(lm: LM) -> None:
         "tokenizer",
         "edit",
     } <= set(shown)
-    hidden = {
-        "interleave",
-        "interleaver",
-        "run_traces",
-        "tree_maker",
-        "edits_of",
-        "pass_options",
-        "OVERLOAD_PREFIX",
-        "submission",
-    }
+    hidden = {"interleave", "interleaver", "OVERLOAD_PREFIX", *RENAMED}
     assert not hidden & set(shown) and not [name for name in shown if name.startswith("_")]
     assert all(hasattr(lm, name) for name in set(shown) - {"input", "inputs", "output", "logits", "samples", "source"})
     layer = dir(lm.model.layers[0])

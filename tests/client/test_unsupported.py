@@ -98,7 +98,7 @@ def test_v22_options_of_lora_are_not_called_unsupported(name: str) -> None:
 @pytest.mark.parametrize("name", ["lora_request", "lora_name", "adapter"])
 def test_v22_a_request_for_an_adapter_names_the_keyword(name: str, lm_of: Any) -> None:
     """V22."""
-    with pytest.raises(TypeError, match=rf"has no argument '{name}': a call takes lora=name.*lm\.load_adapter"):
+    with pytest.raises(TypeError, match=rf"has no argument '{name}': a call takes lora=name.*lm\.adapters\.load"):
         lm_of("llama").generate([1, 2], **{name: "style"})
 
 
@@ -117,7 +117,7 @@ METHODS = [
     ("get_metrics", r"lm\.engine\.stats\(\)"),
     ("n_layers", r"did you mean lm\.num_layers\?"),
     ("d_model", r"did you mean lm\.hidden_size\?"),
-    ("n_ctx", r"did you mean lm\.max_model_len\?"),
+    ("n_ctx", r"did you mean lm\.limits\.max_model_len\?"),
     ("add_hook", r"lm\.run_with_hooks"),
     ("W_U", r"pymllm_interp\.lens\.Bridge"),
     ("generat", r"did you mean .*lm\.generate\b"),

@@ -65,15 +65,15 @@ def test_models_are_told_apart_by_weights_dtype_and_config():
 
 
 def test_the_model_that_runs_has_the_fingerprint_of_what_was_loaded(model_folder, lm_of):
-    first = lm_of("llama").model_fingerprint
+    first = lm_of("llama").weights.fingerprint
     with LM(model_folder("llama"), dtype="float32", device="cpu", max_num_tokens=8) as again:
-        assert again.model_fingerprint == first
+        assert again.weights.fingerprint == first
     with LM(model_folder("llama"), dtype="bfloat16", device="cpu") as half:
-        assert half.model_fingerprint != first
+        assert half.weights.fingerprint != first
     dummies = []
     for seed in (0, 0, 1):
         with LM("dummy", load_format="dummy", hf_config=CONFIGS["qwen2"](), device="cpu", seed=seed) as dummy:
-            dummies.append(dummy.model_fingerprint)
+            dummies.append(dummy.weights.fingerprint)
     assert dummies[0] == dummies[1] != dummies[2]
 
 
@@ -98,19 +98,19 @@ EDITS: list[Callable[[torch.Tensor], Any]] = [
 )
 def test_a_fingerprint_follows_edits_of_the_weights_and_their_undoing(path: str, model_folder: Any) -> None:
     with LM(model_folder("llama"), dtype="float32", device="cpu") as lm:
-        first, version = lm.model_fingerprint, lm.weights_version
+        first, version = lm.weights.fingerprint, lm.weights.version
         lm.generate([[1, 2]], ONE)
-        assert lm.model_fingerprint == first and lm.weights_version == version
+        assert lm.weights.fingerprint == first and lm.weights.version == version
         weight: Any = lm.get(path).weight
         kept, seen = weight.clone(), {first}
         for edit in EDITS:
             edit(weight)
-            assert lm.weights_version > version
-            version = lm.weights_version
-            assert lm.model_fingerprint == model_fingerprint(lm._module, lm.hf_config)
-            seen.add(lm.model_fingerprint)
+            assert lm.weights.version > version
+            version = lm.weights.version
+            assert lm.weights.fingerprint == model_fingerprint(lm._module, lm.hf_config)
+            seen.add(lm.weights.fingerprint)
             weight.copy_(kept)
-            assert lm.model_fingerprint == first and lm.weights_version > version
+            assert lm.weights.fingerprint == first and lm.weights.version > version
         assert len(seen) == len(EDITS) + 1
 
 
@@ -124,7 +124,7 @@ def test_persistent_buffers_belong_to_the_weights() -> None:
         )
         router = next(m for m in lm._module.modules() if getattr(m, "e_score_correction_bias", None) is bias)
         (before,) = lm.generate([prompt], ONE, capture=["resid_post.-1"])
-        kept, seen, version = bias.clone(), {lm.model_fingerprint}, lm.weights_version
+        kept, seen, version = bias.clone(), {lm.weights.fingerprint}, lm.weights.version
         edits: list[Callable[[], Any]] = [
             lambda: bias.add_(torch.arange(len(bias)) % 2 * 9),
             lambda: setattr(router, "e_score_correction_bias", -bias),
@@ -133,10 +133,10 @@ def test_persistent_buffers_belong_to_the_weights() -> None:
         ]
         for edit in edits:
             edit()
-            assert lm.weights_version > version and router.e_score_correction_bias is bias
-            version = lm.weights_version
-            assert lm.model_fingerprint == model_fingerprint(lm._module, lm.hf_config) not in seen
-            seen.add(lm.model_fingerprint)
+            assert lm.weights.version > version and router.e_score_correction_bias is bias
+            version = lm.weights.version
+            assert lm.weights.fingerprint == model_fingerprint(lm._module, lm.hf_config) not in seen
+            seen.add(lm.weights.fingerprint)
             (out,) = lm.generate([prompt], ONE)
             assert out.num_cached_tokens == 0, "KV of other weights"
         bias.copy_(kept)
@@ -150,16 +150,16 @@ def test_persistent_buffers_belong_to_the_weights() -> None:
 
 def test_an_edit_that_torch_does_not_count_is_seen_when_it_is_counted_by_hand(model_folder: Any) -> None:
     with LM(model_folder("llama"), dtype="float32", device="cpu") as lm:
-        first, weight = lm.model_fingerprint, lm.model.layers[0].mlp.up_proj.weight
+        first, weight = lm.weights.fingerprint, lm.model.layers[0].mlp.up_proj.weight
         weight.numpy()[0, 0] += 1
-        assert lm.model_fingerprint == first, "as the module's docstring says"
+        assert lm.weights.fingerprint == first, "as the module's docstring says"
         torch.autograd.graph.increment_version(weight)
-        assert lm.model_fingerprint != first
+        assert lm.weights.fingerprint != first
 
 
 def test_only_an_edited_weight_is_summed_again(lm_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, summed = lm_of("qwen2"), []
-    lm.model_fingerprint  # noqa: B018
+    lm.weights.fingerprint  # noqa: B018
     real = checksum
     monkeypatch.setattr(model_state, "checksum", lambda tensor: summed.append(tensor.shape) or real(tensor))
     lm.generate([[1, 2]], ONE, interventions=[Scale("embed", 0.5)])
@@ -178,7 +178,7 @@ def test_receipts_name_the_weights_after_an_edit_inside_a_trace(model_folder: An
             lm.model.layers[1].mlp.down_proj.weight[:] *= 2
             lm.model.layers[1].output.save()
         (after,) = lm.generate([[1, 2]], ONE, interventions=[Scale("embed", 0.5)])
-        assert before.receipt.model != after.receipt.model == lm.model_fingerprint
+        assert before.receipt.model != after.receipt.model == lm.weights.fingerprint
 
 
 def test_a_harvest_goes_on_with_the_same_weights_only(model_folder: Any, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_receipts_say_what_computed_and_what_was_captured(lm_of: Any) -> None:
     (out,) = lm.generate([prompt], ONE, interventions=[steer], capture=capture)
     receipt = out.receipt
     assert receipt.captures == [Captured("embed", 2, 0), Captured("resid_post.1", 0, 2)]
-    assert receipt.model == lm.model_fingerprint and receipt.spec == fingerprint_of([steer], capture)
+    assert receipt.model == lm.weights.fingerprint and receipt.spec == fingerprint_of([steer], capture)
     assert receipt.engine == (
         f"pymllm-interp {version('pymllm-interp')}, torch {torch.__version__}, cpu, TorchAttnBackend, torch.float32"
     )
@@ -317,7 +317,7 @@ def test_a_model_state_covers_the_weights_of_adapters() -> None:
     state = ModelState(random_model(config), config)
     assert state.namespace() is None and state.fingerprint() == state.fingerprint(None)
     for ask in (state.namespace, state.fingerprint):
-        with pytest.raises(ValueError, match=r"there is no adapter 'french': lm\.load_adapter"):
+        with pytest.raises(ValueError, match=r"there is no adapter 'french': lm\.adapters\.load"):
             ask("french")
     plain = state.fingerprint()
     state.adapters |= {"french": "1", "german": "2", "paris": "1"}

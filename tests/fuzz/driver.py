@@ -172,7 +172,7 @@ def edited(rng: random.Random, under: World, alone: World) -> Iterator[None]:
 
 
 def identities(world: World) -> dict[str, str]:
-    return {"model": world.lm.model_fingerprint, "SAE": world.sae.fingerprint}
+    return {"model": world.lm.weights.fingerprint, "SAE": world.sae.fingerprint}
 
 
 def fuzz(seed: int, family: str, way: str, parent: Path, rounds: int, count: int) -> Counter[str]:

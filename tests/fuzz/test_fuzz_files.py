@@ -196,8 +196,8 @@ def test_thousands_of_mutated_files_are_read_or_refused(kind: str, tmp_path: Pat
 
 def adapter_kind(lm: LM, model: Any) -> Kind:
     def read(folder: Path) -> None:
-        lm.load_adapter("fuzzed", folder)
-        lm.unload_adapter("fuzzed")
+        lm.adapters.load("fuzzed", folder)
+        lm.adapters.unload("fuzzed")
 
     return Kind(
         lambda folder: write_adapter(folder, model, targets=["q_proj"]) and None,
@@ -310,7 +310,7 @@ def test_fields_of_an_adapter_that_are_of_another_kind_are_refused_by_name(field
     ) as lm:
         change_config(folder, **fields)
         with limits(), pytest.raises(AdapterError, match=message):
-            lm.load_adapter("a", folder)
+            lm.adapters.load("a", folder)
 
 
 def test_a_nested_configuration_is_refused(oracle, adapting, tmp_path) -> None:
@@ -318,4 +318,4 @@ def test_a_nested_configuration_is_refused(oracle, adapting, tmp_path) -> None:
     for data in (b"[" * 100_000, b'{"a":' * 50_000 + b"1" + b"}" * 50_000, b" " * (2 << 20)):
         (folder / "adapter_config.json").write_bytes(data)
         with limits(), pytest.raises(AdapterError, match=r"is not JSON|bytes, the most"):
-            adapting.load_adapter("a", folder)
+            adapting.adapters.load("a", folder)

@@ -53,9 +53,9 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_an_adapter_of_zeros_changes_no_bit(lm: LM, model: tuple[Any, Path]) -> None:
     """In replayed decode steps, and in steps with prompts, which the plain requests replay."""
     plain = lm.generate(PROMPTS, PARAMS)
-    lm.load_adapter("zero", model[1] / "zero")
+    lm.adapters.load("zero", model[1] / "zero")
     zero = lm.generate(PROMPTS, PARAMS, lora="zero")
-    lm.unload_adapter("zero")
+    lm.adapters.unload("zero")
     for one, two in zip(plain, zero, strict=True):
         assert (
             one.outputs[0].token_ids == two.outputs[0].token_ids and one.outputs[0].logprobs == two.outputs[0].logprobs
@@ -66,7 +66,7 @@ def test_mixed_batches_are_those_of_peft_and_replayed(lm: LM, model: tuple[Any, 
     base, folder = model
     allocated = torch.cuda.memory_allocated()
     for name in ("a0", "a1", "a2", "a3"):
-        lm.load_adapter(name, folder / name)
+        lm.adapters.load(name, folder / name)
     before = ways(lm)
     outs = lm.generate(PROMPTS, PARAMS, lora=NAMES)
     assert (ways(lm) - before)["replay"] >= 10
@@ -81,7 +81,7 @@ def test_mixed_batches_are_those_of_peft_and_replayed(lm: LM, model: tuple[Any, 
         lost = at.max(-1).values - at.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
         assert float(lost.max()) < 0.1 * float(at.std()), name
     for name in ("a0", "a1", "a2", "a3"):
-        lm.unload_adapter(name)
+        lm.adapters.unload(name)
     assert not any(variant.adapted for variant in lm.runner.graphs.decoders)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= allocated + (8 << 20), "the last adapter takes the memory with it"
@@ -90,14 +90,14 @@ def test_mixed_batches_are_those_of_peft_and_replayed(lm: LM, model: tuple[Any, 
 def test_graphs_that_are_captured_again_leave_the_prefix_cache_as_it_was(lm: LM, model: tuple[Any, Path]) -> None:
     """The rows of the step before are in the input buffers: here those of cached prompts, after a step with an adapter."""
     once, prompt = SamplingParams(temperature=0, max_tokens=1, logprobs=2), random_ids(65, vocab=512, seed=99)
-    lm.load_adapter("a3", model[1] / "a3")
+    lm.adapters.load("a3", model[1] / "a3")
     lm.generate(PROMPTS, PARAMS, lora="a3")
-    lm.unload_adapter("a3")
+    lm.adapters.unload("a3")
     _, (expected,) = [lm.generate([prompt], once, cache_salt="one") for _ in range(2)]
     lm.generate([prompt], once, cache_salt="two")
-    lm.load_adapter("a2", model[1] / "a2")
+    lm.adapters.load("a2", model[1] / "a2")
     (found,) = lm.generate([prompt], once, cache_salt="two")
-    lm.unload_adapter("a2")
+    lm.adapters.unload("a2")
     assert found.num_cached_tokens == expected.num_cached_tokens >= 64
     assert found.outputs[0].logprobs == expected.outputs[0].logprobs
 
@@ -110,7 +110,7 @@ def test_replays_have_the_tokens_of_eager_passes(steered: bool, lm: LM, model: t
     prompts = PROMPTS[:32]  # a captured size: an eager decode pass is not padded
     ops: Any = [[Steer("resid_post.1", vector, 0.3)] if i % 3 == 0 else None for i in range(32)] if steered else None
     for name in ("a1", "a3"):
-        lm.load_adapter(name, folder / name)
+        lm.adapters.load(name, folder / name)
     names = [(None, "a1", "a3")[i % 3] for i in range(32)]
     replayed = lm.generate(prompts, PARAMS, lora=names, interventions=ops)
     graphs = lm.runner.graphs.decoders.copy()
@@ -122,12 +122,12 @@ def test_replays_have_the_tokens_of_eager_passes(steered: bool, lm: LM, model: t
             one.outputs[0].token_ids == two.outputs[0].token_ids and one.outputs[0].logprobs == two.outputs[0].logprobs
         )
     for name in ("a1", "a3"):
-        lm.unload_adapter(name)
+        lm.adapters.unload(name)
 
 
 def test_blocks_between_segments_see_the_deltas(lm: LM, model: tuple[Any, Path]) -> None:
     base, folder = model
-    lm.load_adapter("a2", folder / "a2")
+    lm.adapters.load("a2", folder / "a2")
     with lm.generate(max_new_tokens=8) as tracer:
         with tracer.invoke(PROMPTS[7], lora="a2"):
             changed = list().save()  # pyright: ignore[reportAttributeAccessIssue]
@@ -149,7 +149,7 @@ def test_blocks_between_segments_see_the_deltas(lm: LM, model: tuple[Any, Path])
             own(tokens.cpu())
         handle.remove()
         close(torch.cat(list(states)).cpu(), seen[0][0, len(PROMPTS[7]) - 1 : -1])
-    lm.unload_adapter("a2")
+    lm.adapters.unload("a2")
 
 
 def test_slots_are_written_while_requests_run(model: tuple[Any, Path]) -> None:
@@ -159,7 +159,7 @@ def test_slots_are_written_while_requests_run(model: tuple[Any, Path]) -> None:
         folder / "base", dtype="bfloat16", device="cuda", kv_cache_tokens=8192, max_running_requests=8, max_loras=2
     ) as lm:
         for name in ("a0", "a1", "a2", "a3"):
-            lm.load_adapter(name, folder / name)
+            lm.adapters.load(name, folder / name)
         alone = {
             name: lm.generate([PROMPTS[3]], PARAMS, lora=name)[0].outputs[0].token_ids
             for name in ("a0", "a1", "a2", "a3")

@@ -88,14 +88,14 @@ def test_adapters_traces_and_gradients_run_on_quantised_weights(trio: tuple[LM, 
     *models, adapter = trio
     found = []
     for model in models:
-        model.load_adapter("a", adapter)
+        model.adapters.load("a", adapter)
         logits = model.forward(PROMPTS[:4], lora=["a", None, "a", None])
         with model.trace(PROMPTS[1]):
             h = model.model.layers[0].output
             loss = model.lm_head.output.float().logsumexp(-1).sum()
             with loss.backward():
                 grad = h.grad.save()
-        model.unload_adapter("a")
+        model.adapters.unload("a")
         found.append((torch.cat([out.logits for out in logits]), grad))
     close(*(logits for logits, _ in found), "logits with adapters")
     close(*(grad.flatten(0, -2) for _, grad in found), "gradients")

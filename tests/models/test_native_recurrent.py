@@ -183,7 +183,7 @@ def test_an_adapter_inside_of_a_layer_with_states_is_its_merged_weights(pair: tu
     lm, model = pair
     inner = "in_proj_qkv" if "5" in lm.model_spec.family.name else "in_proj_qkvz"
     folder = write_adapter(tmp_path, copy.deepcopy(model), targets=[inner, "out_proj"])
-    lm.load_adapter("a", folder)
+    lm.adapters.load("a", folder)
     handles = [lm.submit(PROMPTS[0], GREEDY, capture=["resid_post.2"], lora=name) for name in ("a", None)]
     found: list[torch.Tensor] = []
     for handle, oracle in zip(handles, (adapted(model, folder), model), strict=True):

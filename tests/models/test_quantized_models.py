@@ -81,7 +81,7 @@ def test_traces_gradients_ops_and_adapters_are_as_with_dequantised_weights(
     adapter = write_adapter(tmp_path / "a", oracle("llama"), seed=1, rank=4)
     found = []
     for lm in (load(folder), load(folder / "plain")):
-        lm.load_adapter("a", adapter)
+        lm.adapters.load("a", adapter)
         with lm.trace(PROMPTS[0]):
             lm.model.layers[0].self_attn.q_proj.output[:] *= 2
             inside = lm.model.layers[1].mlp.down_proj.input.save()

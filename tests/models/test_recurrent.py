@@ -293,5 +293,5 @@ def test_what_states_do_not_allow_is_refused_by_name(tmp_path: Path) -> None:
         lm.get("model.layers.0.linear_attn").source  # noqa: B018
     folder = write_adapter(tmp_path, oracle_of(lm, "qwen3_next"), targets=["in_proj_ba"])
     with pytest.raises(AdapterError, match=r"inside model\.layers\.0\.linear_attn, which has a recurrent state"):
-        lm.load_adapter("a", folder)
+        lm.adapters.load("a", folder)
     lm.shutdown()

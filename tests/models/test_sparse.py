@@ -167,9 +167,9 @@ def test_what_indexers_do_not_allow_is_refused_by_name(tmp_path: Path) -> None:
         lm.get("model.layers.0.self_attn.indexer").source  # noqa: B018
     oracle = oracle_of(lm, "glm_moe_dsa")
     with pytest.raises(AdapterError, match=r"inside model\.layers\.0\.self_attn\.indexer, which selects keys"):
-        lm.load_adapter("a", write_adapter(tmp_path / "a", oracle, targets=["weights_proj"]))
+        lm.adapters.load("a", write_adapter(tmp_path / "a", oracle, targets=["weights_proj"]))
     folder = write_adapter(tmp_path / "b", oracle, targets=["q_b_proj", "o_proj"])
-    lm.load_adapter("b", folder)
+    lm.adapters.load("b", folder)
     prompt = random_prompt(20, 4)
     plain, found = (lm.submit(prompt, GREEDY, **options).result().token_ids for options in ({}, {"lora": "b"}))
     assert plain == greedily(oracle, prompt, 6) and found == greedily(adapted(oracle, folder), prompt, 6) != plain

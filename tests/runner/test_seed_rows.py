@@ -204,7 +204,7 @@ def test_n12_a_client_that_was_deleted_while_its_model_was_loaded_gets_no_tree(
 
     owner = Owner()
     runner = InterpModelRunner(
-        ServerConfig(device="cpu"), ModelConfig(model=str(model_folder("llama"))), wrap=owner.tree_maker()
+        ServerConfig(device="cpu"), ModelConfig(model=str(model_folder("llama"))), wrap=owner._tree_maker()
     )
     del owner
     with pytest.raises(ReferenceError, match="deleted while its model was loaded"):

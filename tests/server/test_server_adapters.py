@@ -147,14 +147,14 @@ def test_connected_clients(server: Server, folders: dict[str, Path], oracle: Cal
         with pytest.raises(PromptError, match="there is no adapter 'x'"):
             lm.generate([PROMPT], GREEDY, lora="x")
         with pytest.raises(PermissionError, match="no operator"):
-            lm.load_adapter("c", folders["c"])
+            lm.adapters.load("c", folders["c"])
         vector = torch.randn(lm.hidden_size)
         steered = lm.generate([PROMPT], GREEDY, lora="a", interventions=[Steer("resid_post.0", vector, 0.0)])
         assert steered[0].outputs[0].token_ids == greedy(changed)
     with LM.connect(server.url, api_key=KEYS["other"]) as lm:
-        lm.load_adapter("c", folders["c"])
+        lm.adapters.load("c", folders["c"])
         assert lm.generate([PROMPT], GREEDY, lora="c")[0].outputs[0].token_ids == greedy(adapted(base, folders["c"]))
-        lm.unload_adapter("c")
+        lm.adapters.unload("c")
         assert "c" not in lm.adapters
 
 

@@ -362,7 +362,7 @@ def test_vectors_of_another_model_warn(lm_of, tmp_path, given):
         pytest.importorskip("gguf")
     lm, other = lm_of("llama"), lm_of("llama", dtype="bfloat16")
     vectors: Any = contrast(lm, PAIRS, "resid_post.{1..-1}")
-    assert vectors.model_fingerprint == lm.model_fingerprint != other.model_fingerprint
+    assert vectors.model_fingerprint == lm.weights.fingerprint != other.weights.fingerprint
     if given in ("gguf", "safetensors"):
         path = tmp_path / f"mood.{given}"
         vectors.save(path)

@@ -43,7 +43,7 @@ def test_a_client_gets_our_engines_results(url: str, folder: Path) -> None:
                 state = model.model.layers[2].output.save()
             saved.append(state)
         assert_close_tensor(*map(torch.as_tensor, saved))
-        assert "vLLM" in lm.engine_name and "pattern.*" not in lm.capabilities["sites"]
+        assert "vLLM" in lm.backend.facts.engine_name and "pattern.*" not in lm.capabilities["sites"]
 
 
 def test_openais_routes_and_metrics_answer(url: str) -> None:

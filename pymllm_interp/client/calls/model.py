@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, MutableMapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Unpack
 
 import torch
@@ -21,7 +22,8 @@ from ...hooks.traces.syntax.caller_frames import opens_with
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
-from ..backend import Backend, Submission
+from ...utils.arguments import warn_renamed
+from ..backend import Backend
 from ..chat import rendered_conversations
 from ..completion import RequestOutput, StreamPiece
 from ..handle import RequestHandle
@@ -41,8 +43,19 @@ from .scan import FakeModel, ScanTracer
 from .site_hooks import HookFunction
 from .traces import run
 
-PLUMBING = frozenset({"model_maker", "resolve_specs", "submission", "submit_prefill"})
-"""Names that `dir` leaves out: harvests and the server use them."""
+RENAMED = {
+    "engine_name": ("backend.facts.engine_name", "lm.backend.facts.engine_name"),
+    "fingerprint_with": ("weights.fingerprint_with", "lm.weights.fingerprint_with(lora)"),
+    "head_dim": ("model_spec.head_dim", "lm.cfg.d_head"),
+    "load_adapter": ("adapters.load", "lm.adapters.load(name, folder)"),
+    "max_model_len": ("limits.max_model_len", "lm.limits.max_model_len"),
+    "model_fingerprint": ("weights.fingerprint", "lm.weights.fingerprint"),
+    "resolve_specs": ("_resolve_specs", "the names in the call itself"),
+    "submit_prefill": ("_submit_prefill", "lm.submit(prompt, SamplingParams(max_tokens=0), capture=...)"),
+    "unload_adapter": ("adapters.unload", "lm.adapters.unload(name)"),
+    "weights_version": ("weights.version", "lm.weights.version"),
+}
+"""Old name of an `LM`, which works until 0.2 -> where it is now, and what to write."""
 
 
 class ClientModel(TracedModel):
@@ -117,19 +130,9 @@ class ClientModel(TracedModel):
         return self.model_spec.num_attention_heads
 
     @property
-    def head_dim(self) -> int:
-        """Width of an attention head."""
-        return self.model_spec.head_dim
-
-    @property
     def vocab_size(self) -> int:
         """Number of token ids, which is the width of the logits."""
         return self.limits.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum tokens of one request, prompt and new ones."""
-        return self.limits.max_model_len
 
     @property
     def sites(self) -> list[str]:
@@ -149,8 +152,12 @@ class ClientModel(TracedModel):
         """Sampling parameters of calls without any, from the model's generation_config.json, as in vLLM."""
         return self.backend.defaults.sampling_params
 
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in PLUMBING]
+    def __getattr__(self, name: str) -> Any:
+        if name in RENAMED:
+            where, new = RENAMED[name]
+            warn_renamed(f"lm.{name}", new)
+            return attrgetter(where)(self)
+        return super().__getattr__(name)
 
     def _unknown(self, name: str) -> str:
         return unknown_attribute(name, [child for child, _ in self._named_children()], dir(self))
@@ -161,10 +168,6 @@ class ClientModel(TracedModel):
     def _requests(self) -> Requests:
         """Made anew: a server's view of a model has another backend."""
         return Requests(self, self.backend, self.tokenizer)
-
-    def submission(self, *args: Any, **kwargs: Any) -> Submission:
-        """The `Submission` of a call (`Requests.submission`)."""
-        return self._requests.submission(*args, **kwargs)
 
     @names_options()
     def _generate(
@@ -451,7 +454,7 @@ class ClientModel(TracedModel):
         """Explanation of how the blocks of a trace ran: lowered, or the line that prevents it. Raises ValueError before it ran."""
         return explain(tracer)
 
-    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> list[Any]:
+    def _run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> list[Any]:
         return run(self.backend, mode, traces, inputs)
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:

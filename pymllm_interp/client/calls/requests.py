@@ -61,13 +61,13 @@ class Requests:
         warn_of_flat_list(options.get("interventions"), count)
         declared = for_each_prompt(options.get("interventions"), count)
         captures = captures_for_each_prompt(options.get("capture"), count)
-        edits = self.tree.edits_of(options.get("edits"))
+        edits = self.tree._edits_of(options.get("edits"))
         return Submission(
             prompts=[self.read(prompt, name) for prompt, name in zip(prompts, names, strict=True)],
             params=own, interventions=declared, captures=captures, names=names, stream=stream, prompt_logits=prompt_logits,
             priority=priorities_of(options.get("priority"), count), cache_salt=checked_salt(options.get("cache_salt")),
             adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits,
-            passes=self.tree.pass_options(edits, {}),
+            passes=self.tree._pass_options(edits, {}),
         )  # fmt: skip
 
     def submit(self, prompts: list[Any], *asked: Any, **how: Any) -> list[RequestHandle]:
@@ -83,7 +83,7 @@ class Requests:
         what: str,
         lora: str | None,
     ) -> RequestHandle:
-        """The handle of one forward pass over a prompt. See `LM.submit_prefill`."""
+        """The handle of one forward pass over a prompt. See `LM._submit_prefill`."""
         self.backend.engine.check_open()
         asked = Submission(
             prompts=[RenderedPrompt(None, token_ids)], params=[PREFILL], interventions=[list(interventions)],

@@ -142,9 +142,9 @@ class ScanTracer(EngineTracer):
             batch, kwargs = prompts_of(args, kwargs, what)
             lengths = [len(model.token_ids(prompt, what)) for prompt in batch.prompts]
             width = batch.padding.width if batch.padding else max(lengths, default=0)
-            edits = model.edits_of(kwargs.pop("edits", None)) if lengths else []
+            edits = model._edits_of(kwargs.pop("edits", None)) if lengths else []
             joined = bool(kwargs.pop("padding", False)) or not lengths or joined
-            own = model.pass_options([block, *edits], kwargs)
+            own = model._pass_options([block, *edits], kwargs)
             options = PassOptions(*map(any, zip(options, own, strict=True)))
             grad = kwargs.pop("grad", None) or want_gradients([block, *edits]) or grad
             copies = [Mediator(edit.code, edit.glbls, edit.lcls, copy=True) for edit in edits]

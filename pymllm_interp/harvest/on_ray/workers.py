@@ -61,7 +61,7 @@ class HarvestWorker:
         try:
             self._plan = read_plan(self._out)
             self._model = self._make()
-            if self._model.model_fingerprint != self._plan.identity.model:
+            if self._model.weights.fingerprint != self._plan.identity.model:
                 return "a worker has other weights than the plan was made with: give all nodes the same model"
         except Exception as error:  # Ray makes its error classes at run time: data is recognised separately
             return f"{type(error).__name__}: {error}"

@@ -97,9 +97,7 @@ class AdapterSlots:
         if not isinstance(name, str) or not name:
             raise AdapterError(f"load_adapter({name!r}, ...): the name is a string that is not empty")
         if name in self._entries:
-            raise AdapterError(
-                f"an adapter {name!r} is loaded already: unload_adapter({name!r}) first, or give another name"
-            )
+            raise AdapterError(f"an adapter {name!r} is loaded already: unload it first, or give another name")
         return read_adapter(name, folder, self._model, self.targets, self.max_rank)
 
     # -- loading, on the runner's thread -----------------------------------------------------
@@ -257,4 +255,4 @@ class AdapterSlots:
 def unknown_adapter(name: object, names: list[str]) -> str:
     """Error message for the name of an adapter that is not loaded."""
     known = f"loaded are {', '.join(names)}" if names else "none is loaded"
-    return f"there is no adapter {shown(name)} ({known}): lm.load_adapter(name, folder) loads one"
+    return f"there is no adapter {shown(name)} ({known}): lm.adapters.load(name, folder) loads one"

@@ -82,7 +82,7 @@ class ModelState:
             return None
         digest = self.adapters.get(adapter)
         if digest is None:
-            raise ValueError(f"there is no adapter {shown(adapter)}: lm.load_adapter(name, folder) loads one")
+            raise ValueError(f"there is no adapter {shown(adapter)}: lm.adapters.load(name, folder) loads one")
         return digest
 
     def fingerprint(self, adapter: str | None = None) -> str:

@@ -288,7 +288,7 @@ def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
         if given:
             lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
             options[key] = _for_each(lists, prompts)
-    return model.submission(prompts, params, options, message.stream, message.names, message.prompt_logits)
+    return model._requests.submission(prompts, params, options, message.stream, message.names, message.prompt_logits)
 
 
 def _for_each(given: list[Any], prompts: list[Any]) -> list[Any]:

@@ -40,7 +40,7 @@ class ServedModel(ClientModel):
 
     def _backend_of(self, model: ModelConfig, server: ServerConfig, vllm: dict[str, Any] | None) -> FactoryBackend:
         if vllm is None:
-            return LocalBackend(model, server, wrap=self.tree_maker())
+            return LocalBackend(model, server, wrap=self._tree_maker())
         from ...vllm_engine.client.backend import VllmBackend
 
         return VllmBackend(model, server, vllm)

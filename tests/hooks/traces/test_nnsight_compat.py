@@ -180,19 +180,19 @@ def test_a_serialised_block_names_its_envoys_by_path(lm_of) -> None:
     """Hundreds of bytes, not the tree: the form in which the remote LM will send a block."""
     lm = lm_of("llama")
     captured = []
-    original = type(lm).run_traces
+    original = type(lm)._run_traces
 
     def keep(self, mode, traces, inputs) -> Any:
         captured.extend(dumps(block) for block in (trace.main_block for trace in traces))
         return original(self, mode, traces, inputs)
 
-    type(lm).run_traces = keep
+    type(lm)._run_traces = keep
     try:
         with lm.trace([1, 2, 3]):
             h = lm.model.layers[1].output.save()
             lm.model.layers[2].mlp.output[:] = 0
     finally:
-        type(lm).run_traces = original
+        type(lm)._run_traces = original
     assert len(captured[0]) < 1000, len(captured[0])
     envoys = {f"Envoy:{envoy.path}": envoy for envoy in lm.modules()}
     mediator = loads(captured[0], persistent_objects=envoys)

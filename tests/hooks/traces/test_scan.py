@@ -441,7 +441,7 @@ def test_blocks_are_not_opened_inside_of_each_other(lm):
 def test_the_engine_runs_nothing_and_keeps_its_weights(lm):
     with lm.trace(TEXT):
         before = lm.lm_head.output.save()
-    counts, fingerprint, version = lm.engine.stats(), lm.model_fingerprint, lm.weights_version
+    counts, fingerprint, version = lm.engine.stats(), lm.weights.fingerprint, lm.weights.version
     with lm.scan(TEXT):
         lm.model.layers[0].mlp.down_proj.weight.zero_()
         lm.model.layers[0].mlp.down_proj.weight.data[:] = 0
@@ -449,11 +449,11 @@ def test_the_engine_runs_nothing_and_keeps_its_weights(lm):
         lm.lm_head(lm.model.norm(lm.model.layers[1].output)).save()
     for name in ("execution", "eager_parts"):
         assert lm.engine.stats()[name] == counts[name]
-    assert (lm.model_fingerprint, lm.weights_version) == (fingerprint, version)
+    assert (lm.weights.fingerprint, lm.weights.version) == (fingerprint, version)
     with pytest.raises(ValueError, match="cannot be assigned in the block of a scan"):
         with lm.scan(TEXT):
             lm.model.norm.weight = torch.ones(72)
-    assert lm.model_fingerprint == fingerprint
+    assert lm.weights.fingerprint == fingerprint
     with lm.trace(TEXT):
         after = lm.lm_head.output.save()
     assert torch.equal(before, after)

@@ -36,11 +36,8 @@ from .scanned import NOT_WRITTEN, current_scan, scanned
 from .source import AttentionWords, attention_words, reads_attention_source, source_of
 
 _NO_WAIT = None, -1, -2
-PLUMBING = frozenset({
-    "OVERLOAD_PREFIX", "all", "default_options", "edits_of", "interleave", "interleaver", "iter", "pass_options", "run_traces",
-    "tree_maker",
-})  # fmt: skip
-"""Names of envoys that `dir` leaves out: only this package and nnsight use them, or nnsight deprecates them (`all`, `iter`)."""
+NNSIGHTS_OWN = frozenset({"OVERLOAD_PREFIX", "all", "interleave", "interleaver", "iter"})
+"""Names of envoys that `dir` leaves out: only nnsight's machinery uses them, or nnsight deprecates them (`all`, `iter`)."""
 GENERATOR_OUTPUT = (
     "lm.generator.output is deprecated in nnsight: use tracer.result. "
     "lm.generator.streamer.output has the tokens of each step"
@@ -149,7 +146,7 @@ class TracedEnvoy(Envoy):
 
     def __dir__(self) -> list[str]:
         """Modules and public names, for completion, without nnsight's machinery."""
-        return [name for name in super().__dir__() if not name.startswith("_") and name not in PLUMBING]
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in NNSIGHTS_OWN]
 
     def __delattr__(self, name: str) -> None:
         if is_own_name(self.__dict__.get("_module"), name):
@@ -258,11 +255,11 @@ class TracedModel(TracedEnvoy):
         envoys: nnsight's map from module classes or paths to envoy classes.
 
     Attributes:
-        default_options: options of passes for traces without own ones.
+        _default_options: options of passes for traces without own ones.
     """
 
     interleaver: EngineInterleaver
-    default_options = NONE
+    _default_options = NONE
 
     def __init__(
         self,
@@ -285,7 +282,7 @@ class TracedModel(TracedEnvoy):
         )
         self._children.append(self.generator)
 
-    def tree_maker(self, rename: dict[Any, Any] | None = None, envoys: dict[Any, Any] | None = None) -> TreeMaker:
+    def _tree_maker(self, rename: dict[Any, Any] | None = None, envoys: dict[Any, Any] | None = None) -> TreeMaker:
         """Function that makes this uninitialised object the tree over a runner's loaded weights."""
         own: weakref.ref[TracedModel] = weakref.ref(self)
 
@@ -330,7 +327,7 @@ class TracedModel(TracedEnvoy):
             raise KeyError(f"no edit is named {name!r}: {sorted(n for n in known if n)}")
         self._edits = [edit for edit in self._edits if name is not None and getattr(edit, "name", None) != name]
 
-    def edits_of(self, wanted: list[str] | None) -> list[Mediator]:
+    def _edits_of(self, wanted: list[str] | None) -> list[Mediator]:
         """The edits of a request.
 
         Args:
@@ -353,14 +350,14 @@ class TracedModel(TracedEnvoy):
     def _attention_words(self) -> AttentionWords:
         return attention_words(self)
 
-    def pass_options(self, blocks: list[Mediator], kwargs: dict[str, Any]) -> PassOptions:
+    def _pass_options(self, blocks: list[Mediator], kwargs: dict[str, Any]) -> PassOptions:
         """Options of the passes of a request with these blocks. Takes transformers' keywords out of `kwargs`."""
-        options = take_options(kwargs, self.default_options)
+        options = take_options(kwargs, self._default_options)
         codes = [block.code for block in blocks]
         eager = options.eager_attention or reads_attention_source(lambda: self._attention_words, codes)
         return options._replace(eager_attention=True) if eager else options
 
-    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> list[Any]:
+    def _run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> list[Any]:
         """Serve the traces' requests. Returns when all have ended: the plans of blocks that ran after them, or none.
 
         Args:

@@ -1,7 +1,7 @@
 """`EngineTracer`: the ``with`` block of a trace, on its caller's thread.
 
 nnsight captures the source of the block and skips its body. When the ``with`` ends, `EngineTracer.execute` makes one `RequestTrace`
-per prompt. `TracedModel.run_traces` serves them, and the saved names are bound in the caller's frame.
+per prompt. `TracedModel._run_traces` serves them, and the saved names are bound in the caller's frame.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class EngineTracer(InterleavingTracer):
         self.served = traces
         transfer = traces[0].saves.transfer
         try:
-            self.plans = self._model.run_traces(self.mode, traces, inputs)
+            self.plans = self._model._run_traces(self.mode, traces, inputs)
             self.receipts = [trace.receipt for trace in traces]
             self.captures = [found for trace in traces for found in trace.activations]
             for trace in traces:
@@ -219,14 +219,14 @@ class EngineTracer(InterleavingTracer):
         inputs: list[TraceInput | None] = []
         for block, args, kwargs, own in self._invocations:
             kwargs = dict(kwargs)
-            edits = self._model.edits_of(kwargs.pop("edits", None))
+            edits = self._model._edits_of(kwargs.pop("edits", None))
             padded = kwargs.pop("padding", False)
             has_prompt = self._model._batch_size(*args, **kwargs) > 0
             trace = RequestTrace(
                 block,
                 edits if has_prompt else [],
                 grad=kwargs.pop("grad", False),
-                options=self._model.pass_options([block, *edits], kwargs),
+                options=self._model._pass_options([block, *edits], kwargs),
                 transfer=transfer,
                 on_step=kwargs.pop("on_step", None),
             )
