@@ -86,6 +86,7 @@ class Simulation:
         self.steps: list[SchedulerOutput] = []
         self.reported: set[str] = set()
         self.computed: dict[str, int] = {}
+        self.computed_once: dict[str, int] = {}
         self.sat_out: dict[str, int] = {}
         self.ahead = ahead  # a step is scheduled before the tokens of the one before it are read
         self.in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
@@ -275,6 +276,9 @@ class Simulation:
     def check_progress(self, request: Request) -> None:
         before, now = self.computed.get(request.request_id, 0), request.kv_len
         self.computed[request.request_id] = now
+        once = self.computed_once.get(request.request_id, 0)
+        assert request.computed_once >= once, "a preemption lost positions that results report, as of an abort while it waits"
+        self.computed_once[request.request_id] = request.computed_once
         if request.trace is not None:
             assert now >= before, f"traced {request.request_id} went back from {before} to {now}"
             assert request.num_preemptions == 0 or now, "a traced prompt was given up"
