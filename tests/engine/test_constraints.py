@@ -93,6 +93,7 @@ def test_masks_of_xgrammar_layout():
 # -- requests ------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(4)
 @AHEAD
 @pytest.mark.parametrize("params", [greedy, lambda **kw: drawn(3, **kw)], ids=["greedy", "sampled"])
 def test_only_these_tokens_is_allowed_token_ids(lm_of, ahead, params):
@@ -241,6 +242,7 @@ def test_a_samples_edit_within_the_constraint_is_accepted(lm_of, ahead):
 # -- failures ------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(4)
 @AHEAD
 @pytest.mark.parametrize(
     ("spec", "message"),

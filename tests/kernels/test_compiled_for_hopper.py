@@ -163,7 +163,7 @@ gate = {"GATE_STRIDE": 10240, "HEAD_STRIDE": 512, "HEADS": 16, "SIZE": 256, "BLO
 compiled(kernels._open_gate, {"x": HALF, "gate": HALF, "out": HALF}, gate, kernels.GATE_WARPS, 3)
 print("compiled")
 """
-LONG = {"quantised", "moe", "edits"}
+LONG = {"quantised", "moe", "edits", "experts"}
 """Scripts that take several seconds."""
 SCRIPTS = {
     "quantised": QUANTISED_SCRIPT,

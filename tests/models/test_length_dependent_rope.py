@@ -93,6 +93,7 @@ def assert_each_token_is_that_of_one_pass(hf: PreTrainedModel, prompt: list[int]
         assert said[token].logprob == pytest.approx(float(wanted[token]), abs=1e-3)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "impl"), LONGROPE)
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_tokens": 8}, {"async_scheduling": True}], ids=["large", "chunks", "ahead"]
@@ -250,6 +251,7 @@ def test_a_model_with_edits_is_refused_by_name(load):
 # -- dynamic ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["dynamic", "dynamic, by type of layer"])
 @pytest.mark.parametrize("impl", ["auto", "transformers"])
 @pytest.mark.parametrize(

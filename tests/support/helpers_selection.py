@@ -56,18 +56,25 @@ def _few(items: list[pytest.Item]) -> None:
 
 
 def _thin(items: list[pytest.Item]) -> None:
-    """Mark most cases of `thin` tests slow. Of several parameters, each value keeps a case."""
-    kept: dict[str, set[tuple[int, str]]] = {}
+    """Mark most cases of `thin` tests slow. Of several parameters, each value keeps a case; of one, the first case stays."""
+    tests: dict[str, list[tuple[pytest.Item, set[tuple[int, str]]]]] = {}
     for item in items:
-        marker = item.get_closest_marker("thin")
-        if marker is None:
-            continue
-        test, _, case = item.nodeid.partition("[")
-        values = set(enumerate(case.split("-")))
-        seen = kept.setdefault(test, set())
-        new = bool(values - seen) if len(values) > 1 else not seen
-        # By the hash of its name: in the order of parameters it could be one value's cases.
-        if new or zlib.crc32(item.nodeid.encode()) % marker.args[0] == 0:
-            seen |= values
-        else:
-            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("thin") is not None:
+            test, _, case = item.nodeid.partition("[")
+            tests.setdefault(test, []).append((item, set(enumerate(case.split("-")))))
+    for cases in tests.values():
+        seen: set[tuple[int, str]] = set()
+        kept: set[str] = set()
+        for wanted in (
+            set.isdisjoint,
+            lambda values, seen: not values <= seen,
+        ):  # cases whose values are all new come first
+            for item, values in cases:
+                if wanted(values, seen) and (len(values) > 1 or not seen):
+                    seen |= values
+                    kept.add(item.nodeid)
+        for item, _ in cases:
+            # By the hash of its name: in the order of parameters it could be one value's cases.
+            thin = item.get_closest_marker("thin")
+            if item.nodeid not in kept and zlib.crc32(item.nodeid.encode()) % thin.args[0]:  # pyright: ignore[reportOptionalMemberAccess]
+                item.add_marker(pytest.mark.slow)

@@ -277,7 +277,9 @@ class Simulation:
         before, now = self.computed.get(request.request_id, 0), request.kv_len
         self.computed[request.request_id] = now
         once = self.computed_once.get(request.request_id, 0)
-        assert request.computed_once >= once, "a preemption lost positions that results report, as of an abort while it waits"
+        assert request.computed_once >= once, (
+            "a preemption lost positions that results report, as of an abort while it waits"
+        )
         self.computed_once[request.request_id] = request.computed_once
         if request.trace is not None:
             assert now >= before, f"traced {request.request_id} went back from {before} to {now}"
