@@ -331,7 +331,7 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
             name="gpt_neo",
             **{**_TRANSFORMER, "attention": "attn.attention", "o_proj": "out_proj", "down_proj": "c_proj"},
         ),
-        # Attention and MLP add the stream to what they return.
+        # Attention and MLP add the stream to their outputs.
         Family(name="bloom", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h", **_BLOOM),
         Family(name="falcon", missing=_PARALLEL | {"mlp_in"}, **_BLOOM),
         Family(

@@ -64,7 +64,7 @@ class TransformersOutputs(Protocol):
         ...
 
     def end_layers(self, hidden: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Take the hidden states after the final norm. Returns what is `collected`."""
+        """Take the hidden states after the final norm. Returns the `collected` outputs."""
         ...
 
     def collected(self) -> dict[str, tuple[torch.Tensor, ...]]:

@@ -22,16 +22,7 @@ import pymllm_interp
 
 PACKAGE = Path(pymllm_interp.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
-AT_MOST: dict[str, int] = {
-    "entry": 2,
-    "goes on": 1,
-    "is none": 1,
-    "long": 2,
-    "ours": 3,
-    "somebody": 1,
-    "what": 13,
-    "whose": 6,
-}
+AT_MOST: dict[str, int] = {"entry": 2, "is none": 1, "long": 1, "ours": 3, "somebody": 1, "what": 3, "whose": 6}
 """Count -> most of the package; 0 if not named. A count that falls is lowered here; none is raised."""
 IN_DOCS: dict[str, int] = {"any more": 1, "ours": 11, "somebody": 1, "what": 47}
 """As `AT_MOST`, of the committed pages of docs/."""

@@ -439,8 +439,8 @@ class ClientModel(TracedModel):
     def pipe(self, *inputs: Any, **kwargs: Any) -> Any:
         """transformers' text-generation pipeline, which samples: ``with lm.pipe(prompt) as tracer:``, or a call.
 
-        ``tracer.result``, or what the call returns, is ``[{"generated_text": ...}]``; for a list of prompts, or several invokes,
-        a list of these. Invokes run together, and each gets the result of all.
+        ``tracer.result``, or the result of a call, is ``[{"generated_text": ...}]``; a list of these for several prompts
+        or invokes. Invokes run together, and each gets the result of all.
         """
         if opens_with(sys._getframe(1)):
             return self.backend.tracer(self, "pipe", *inputs, **(PIPELINE | kwargs))

@@ -4,7 +4,7 @@
     Knockout("*", from_="generated", to="prompt", heads=[3])
 
 Attention knockout (Geva et al. 2023, arXiv 2304.14767): scores of cut edges are minus infinity before the softmax, so the
-other weights sum to one. What a token reads through earlier tokens, or at other layers, remains.
+other weights sum to one. Information that a token reads through earlier tokens, or at other layers, remains.
 """
 
 from __future__ import annotations

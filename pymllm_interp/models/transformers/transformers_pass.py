@@ -138,7 +138,7 @@ class TransformersPass:
             self.attentions.append(weights)
 
     def end_layers(self, hidden: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Collect the hidden states after the final norm. Returns what is `collected`."""
+        """Collect the hidden states after the final norm. Returns the `collected` outputs."""
         if self.hidden_states is not None:
             self.hidden_states.append(hidden)
         return self.collected()

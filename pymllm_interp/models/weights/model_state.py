@@ -1,7 +1,7 @@
 """`ModelState`: identity of a served model at a moment, for the prefix cache, fingerprints and receipts.
 
-It covers parameters, persistent buffers, and the adapter of a request. `version` grows with every edit; the prefix cache then
-forgets what it has. `namespace` keeps the KV of adapters apart. `fingerprint` hashes all tensors, their dtypes, the config, and the
+It covers parameters, persistent buffers, and the adapter of a request. `version` grows with every edit; the prefix cache is then
+emptied. `namespace` keeps the KV of adapters apart. `fingerprint` hashes all tensors, their dtypes, the config, and the
 weights of the adapter.
 
 Each tensor is reduced to a checksum: a weighted sum of its bits modulo 2**64. The sum does not depend on the order of its

@@ -2,7 +2,7 @@
 
 The runner calls its stages in their order, at fixed points of a step::
 
-    execute_model    begin         the step's requests are in the request table; the stage says what it demands of the pass
+    execute_model    begin         the step's requests are in the request table; the stage states its demands on the pass
                      prepare       the pass is laid out, and not run yet
                      enter_pass    only where the pass calls modules
                      ran           the pass has its logits

@@ -51,7 +51,7 @@ class Liveness:
         limits: time limits of the engine.
 
     Attributes:
-        stuck: description of what is stuck, until the process has ended; empty: nothing.
+        stuck: description of the stuck part, until the process has ended; empty if none is.
     """
 
     def __init__(self, engine: WatchedEngine, limits: ServeLimits) -> None:

@@ -256,7 +256,7 @@ class EngineServer:
 
 def _vectors_of(body: bytes, what: str) -> Any:
     """The one tensor of a safetensors file, or {layer: tensor}."""
-    # Counted before 64 MB become a million tensors, by what no escape in the header can write otherwise.
+    # Counted before 64 MB become a million tensors. Each has a brace, which no escape in the header can hide.
     if (count := body.count(b"{", 8, 8 + int.from_bytes(body[:8], "little"))) > MAX_NAMED + 2:
         raise PromptError(f"{what}: the file's header has {count} objects, one for each tensor; at most {MAX_NAMED}")
     try:

@@ -207,7 +207,7 @@ class NNsightRequestHelper:
         for trace, own in ending.items():
             lifecycle.close(self.interleaver, trace, own)
             self._registered.pop(trace.key, None)
-        self._batches = [trace for trace in self._batches if not trace.over]  # which hold what their blocks hold
+        self._batches = [trace for trace in self._batches if not trace.over]  # which hold their blocks' objects
         if not self.attached:
             self.leave_step()
             self.interleaver.sourced.clear()  # its functions hold the tree, which holds the interleaver

@@ -8,7 +8,7 @@ counts its own passes. The rest is nnsight's: a module's controller hands its va
     model reaches "model.layers.3.output"
       -> no point there: one dict lookup
       -> blocks parked for this visit, in batch order: each is served its own rows, and its edits are put back
-      -> caches at the location store what the model goes on with
+      -> caches at the location store the value after the edits
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ class EngineInterleaver(Interleaver):
         return [(block, cache, slot) for block, cache, slot in slots if slot is not None]
 
     def offer(self, trace: RequestTrace, location: str, value: Any) -> Any:
-        """Serve a value of one request: its result, next token, or a value of a module called by its block
+        """Serve a value of one request: its result, next token, or that of a module called by its block
         (``module(x, hook=True)``)."""
         rows, trace.rows = trace.rows, None
         self.visits.event_count += 1
