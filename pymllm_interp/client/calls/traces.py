@@ -191,6 +191,10 @@ def _check_may_run(backend: Backend, refused: Exception) -> None:
 def _ended(trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, single: bool) -> Ended:
     (event,), (request,) = handle.ends, handle.requests
     trace.receipt = event.receipt or trace.receipt
+    if event.receipt is None:  # the request declared nothing: the block reads `tracer.result` only
+        trace.receipt.num_cached_tokens = event.num_cached_tokens
+        if event.drafts is not None:
+            _, trace.receipt.drafted, trace.receipt.accepted = event.drafts
     trace.receipt.lowered, trace.receipt.preemptions = True, max(trace.receipt.preemptions, request.num_preemptions)
     trace.warnings += event.warnings
     trace.request_ids, trace.single = (request.request_id,), single

@@ -20,7 +20,7 @@ import nnsight
 import pytest
 import torch
 
-from pymllm_interp import LM
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.calls.lowered import LoweringError
 
 PROMPT = [5, 17, 3, 80, 44, 9, 61]
@@ -772,3 +772,21 @@ def test_threads_and_coroutines(lms):
         return await asyncio.gather(*(states(model, PROMPT[: n + 1]) for n in range(6)))
 
     assert_equal(asyncio.run(both(lm)), asyncio.run(both(other)), "states")
+
+
+@pytest.mark.local
+def test_a_block_that_only_reads_the_result_has_cached_tokens_and_drafts_in_its_receipt(model_folder):
+    """Its request declares nothing: what happened to it is the same as without a block."""
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_tokens": 2048}
+    options["speculative"] = {"method": "draft_model", "model": str(model_folder("llama")), "num_speculative_tokens": 3}
+    prompt, params = [3, 14, 15, 9, 2, 6] * 12, SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
+    run = script(["out = tracer.result.save()"], "lm.generate(prompt, max_new_tokens=24, ignore_eos=True)")
+    with LM(model_folder("llama"), lower_traces="require", **options) as lm:
+        plain = [lm.generate([prompt], params)[0] for _ in range(2)][1]  # which finds what the first has left
+        found = run(lm, prompt, None, None)
+    with LM(model_folder("llama"), lower_traces="off", **options) as lm:
+        expected = run(lm, prompt, None, None)
+    receipt, drafts = found["tracer"].receipt, plain.outputs[0].drafts
+    assert receipt.lowered and receipt.num_cached_tokens == plain.num_cached_tokens > 0
+    assert (receipt.drafted, receipt.accepted) == (drafts.drafted, drafts.accepted) and drafts.drafted > 0
+    assert torch.equal(found["out"], expected["out"]) and receipt.reads == expected["tracer"].receipt.reads
