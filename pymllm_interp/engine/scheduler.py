@@ -1,10 +1,9 @@
 """Scheduling: the requests of the next step, and their numbers of tokens.
 
-Continuous batching over a paged KV pool. A step holds every decoding request. The rest of its token budget is for
-chunks of prompts. A traced prompt runs in one pass. A prompt starts after the pages that the prefix cache has. When the
-pool is full, the latest request is preempted. A plain request later resumes from the cached prefix. The KV of a traced
-request is swapped to host memory and back. A request skips the step if its captures find no room in the ring; no other
-request does.
+Continuous batching over a paged KV pool. A step holds every decoding request. The rest of its token budget is for chunks of
+prompts. A traced prompt runs in one pass. A prompt starts after the pages that the prefix cache has. When the pool is full, the
+latest request is preempted. A plain request later resumes from the cached prefix. The KV of a traced request is swapped to host
+memory and back. A request skips the step if its captures find no room in the ring; no other request does.
 """
 
 from __future__ import annotations

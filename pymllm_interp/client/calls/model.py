@@ -187,14 +187,12 @@ class ClientModel(TracedModel):
         """Generate: as a call for outputs, as a ``with`` block to trace the generation.
 
         ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt
-        is text, token ids, or a list of messages. One set of parameters serves all prompts, or a list gives each its own. The
-        same holds for `interventions`, a list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`. It also holds for
-        `capture`, a list of sites and `Capture`s. The captured states are in the output's `activations`. `timeout` is in
-        seconds. `progress` (vLLM's `use_tqdm`) shows a bar of the prompts. By default calls of above two seconds show one, in
-        notebooks and on terminals.
+        is text, token ids, or a list of messages. All prompts share one set of parameters, one list of `interventions` and one
+        `capture` list of sites and `Capture`s, or a list gives each its own. Captured states are in `output.activations`.
+        `timeout` is in seconds. `progress` (vLLM's `use_tqdm`) shows a bar; by default for calls of above two seconds.
 
-        ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy by default, takes transformers' and vLLM's names
-        for its parameters, and serves every step to the block. Its saves are on the CPU afterwards, or on `device`.
+        ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy by default, takes transformers' and vLLM's names for
+        its parameters, and serves every step to the block. Its saves are on the CPU afterwards, or on `device`.
 
         Raises:
             PromptError, ValueError: a prompt or a parameter that cannot be served; nothing was scheduled then.
@@ -395,9 +393,9 @@ class ClientModel(TracedModel):
     def trace(self, *inputs: Any, trace: bool = True, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One forward pass, with a block that reads and edits it: ``with lm.trace(prompt) as tracer:``.
 
-        A list of prompts is one padded batch [prompts, tokens, ...] to its block. Without a prompt, the block opens one
-        ``with tracer.invoke(prompt):`` for each of its prompts. ``padding=True`` pads these to the longest one, on the left.
-        Saves are on the CPU afterwards, or on `device`. In a coroutine, ``async with`` leaves the event loop free.
+        A list of prompts is one padded batch [prompts, tokens, ...] to its block. Without a prompt, the block opens one ``with
+        tracer.invoke(prompt):`` for each of its prompts. ``padding=True`` pads these to the longest one, on the left. Saves are
+        on the CPU afterwards, or on `device`. In a coroutine, ``async with`` leaves the event loop free.
 
         Args:
             trace: False runs the pass without a block, and returns the model's output.
@@ -439,8 +437,7 @@ class ClientModel(TracedModel):
     def pipe(self, *inputs: Any, **kwargs: Any) -> Any:
         """transformers' text-generation pipeline, which samples: ``with lm.pipe(prompt) as tracer:``, or a call.
 
-        ``tracer.result``, or the result of a call, is ``[{"generated_text": ...}]``; a list of these for several prompts
-        or invokes. Invokes run together, and each gets the result of all.
+        ``tracer.result``, or a call's, is ``[{"generated_text": ...}]``; for several prompts, a list of these, in each invoke.
         """
         if opens_with(sys._getframe(1)):
             return self.backend.tracer(self, "pipe", *inputs, **(PIPELINE | kwargs))
