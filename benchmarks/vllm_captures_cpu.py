@@ -33,6 +33,7 @@ def rank(args: argparse.Namespace, key: bytes, pipe: Any) -> None:
     from pymllm_interp.config import ServerConfig
     from pymllm_interp.core.model_spec import ModelSpec
     from pymllm_interp.core.step import RequestHooks
+    from pymllm_interp.hooks.bound_hooks import BoundHooks
     from pymllm_interp.hooks.declared import Declared
     from pymllm_interp.hooks.interventions.vector_pool import VectorPool
     from pymllm_interp.utils.stage_times import TIMES
@@ -58,7 +59,7 @@ def rank(args: argparse.Namespace, key: bytes, pipe: Any) -> None:
         start, own = time.perf_counter(), time.thread_time()
         for name in names:
             hooks = RequestHooks([], captures, args.new + 1, args.prompt - 1)
-            hooks.vector_rows = pool.acquire(Declared.bound(hooks, args.prompt, spec, limits, None))
+            hooks.vector_rows = pool.acquire(Declared(BoundHooks.of_request(hooks, args.prompt, spec, limits, None)))
             stage.add(name, name, hooks, args.prompt)
         starts = np.arange(count + 1, dtype=np.int32)
         stage.begin(names, starts * args.prompt, np.zeros(count, dtype=np.int32), "cpu")

@@ -68,6 +68,7 @@ def _rank(case: str, count: int, steps: int) -> dict[str, float]:
     from pymllm_interp.config import ServerConfig
     from pymllm_interp.core.model_spec import ModelSpec
     from pymllm_interp.core.step import RequestEnd, RequestHooks
+    from pymllm_interp.hooks.bound_hooks import BoundHooks
     from pymllm_interp.hooks.declared import Declared
     from pymllm_interp.hooks.interventions.vector_pool import VectorPool
     from pymllm_interp.vllm_engine.settings import limits_of
@@ -85,7 +86,7 @@ def _rank(case: str, count: int, steps: int) -> dict[str, float]:
 
     def hooks() -> RequestHooks:
         made = RequestHooks(ops, captures, steps + 1, PROMPT - 1)
-        made.vector_rows = pool.acquire(Declared.bound(made, PROMPT, spec, limits, None))
+        made.vector_rows = pool.acquire(Declared(BoundHooks.of_request(made, PROMPT, spec, limits, None)))
         return made
 
     declared = [hooks() for _ in names] if ops or sites else []

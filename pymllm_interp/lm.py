@@ -26,13 +26,13 @@ from .client.calls.model_weights import LoadedAdapters, ModelWeights
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
+from .client.prompts import captures_for_each_prompt, for_each_prompt
 from .config import ModelConfig, ServerConfig
 from .core.sampling_params import SamplingParams
 from .harvest.corpus_calls import generate_outputs, harvest
 from .harvest.on_ray.address import SCHEME, url_of
 from .harvest.on_ray.workers import Corpus
 from .harvest.result import HarvestResult
-from .hooks.bind import captures_for_each_prompt, for_each_prompt
 from .hooks.captures.spec import Capture
 from .hooks.heads import Heads
 from .hooks.interventions.knockout import Intervention

@@ -49,8 +49,7 @@ WAYS = (
         "client/calls/traces.py:run", "client/remote/remote_tracer.py:RemoteTracer",
     )),
     Concept("compute an op", 3, (
-        "hooks/interventions/reference.py", "layers/edits/host.py:HostOps", "kernels/edit_ops.py",
-        "kernels/edit_pair.py",
+        "layers/edits/host.py:HostOps", "kernels/edit_ops.py", "kernels/edit_pair.py",
     )),
     Concept("captured graphs", 5, (
         "runner/graphs/cuda_graph_runner.py:CudaGraphRunner", "runner/graphs/prefill_graphs.py:PrefillGraphs",
@@ -68,22 +67,22 @@ AT_MOST = {
     "keep a captured row": 3,
     "run a block": 5,
     "serve a `with`": 2,
-    "compute an op": 4,
+    "compute an op": 3,
     "captured graphs": 5,
     "facts of a model for clients": 1,
     "reach an engine process": 2,
     "protocols of the runner": 3,
-    "base classes of LM, ModelRunner, Engine and EngineTracer": 5,
+    "base classes of LM, ModelRunner, Engine and EngineTracer": 4,
     "functions of more than 80 lines": 3,
     "functions of more than 20 parameters": 8,
-    "host files that a plain request enters": 61,
-    "files of hooks/ among them": 11,
+    "host files that a plain request enters": 44,
+    "files of hooks/ among them": 1,
 }
 """Row of the table -> its number today, which may only fall."""
 TARGETS = {
     "protocols of the runner": 3,  # `Stage`, `RunnerCommand` and `Replayable`, which have several classes
-    "base classes of LM, ModelRunner, Engine and EngineTracer": 3,
-    "functions of more than 20 parameters": 0,
+    "base classes of LM, ModelRunner, Engine and EngineTracer": 4,  # calls, tree and node of an LM; parts of a runner
+    "functions of more than 20 parameters": 8,  # launched Triton kernels, by position: see kernels/edit_ops.py
     "lines of the package": 72_000,
     "lines of the tests": 48_000,
     "decisions": 42,  # tests/docs/test_decisions.py holds it

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ..core.forward_batch import ForwardBatch, PagedKV
+from ..mem_cache.kv_pool import FP8
 from ..utils.extras import install_command
-from ..utils.kv_rows import FP8
 from .attention_backend import AttentionBackend, RadixAttention
 from .decode_kernel import DecodeAttention
 from .flashinfer_plans import (

@@ -1,16 +1,20 @@
-"""Reading and checking of prompts and sampling parameters."""
+"""Reading and checking of prompts, and of what stands beside each prompt: sampling parameters and specs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from ..core.limits import MAX_SPECS
 from ..core.sampling_params import SamplingParams
+from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
-from ..hooks.traces.syntax.caller_frames import warn_at_caller
-from ..utils.arguments import PromptError
+from ..hooks.site import Site
+from ..utils.arguments import PromptError, shown
+from ..utils.caller_frames import warn_at_caller
 from .chat import RenderedPrompt, is_conversation, render, tokenized
 from .prompt_batch import rows_of, split, vllm_prompt
 
@@ -107,6 +111,65 @@ def params_for(
     if len(sampling_params) != len(prompts):
         raise PromptError(f"{len(prompts)} prompts, but {len(sampling_params)} SamplingParams: one, or one for each")
     return list(sampling_params)
+
+
+def lists_for_prompts(given: Any, prompts: int, what: str) -> list[list[Any]]:
+    """One list of specs per prompt.
+
+    Args:
+        given: None, a spec, a list of specs for all prompts, or one list per prompt, which may be None.
+        what: the argument's name, for error messages.
+
+    Raises:
+        ValueError: lists mixed with specs, or not one list per prompt.
+    """
+    specs = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    lists = [spec is None or isinstance(spec, list | tuple) for spec in specs]
+    if not any(lists):
+        return [specs] * prompts
+    if all(lists) and len(specs) == prompts:
+        return [list(entry or ()) for entry in specs]
+    others = len(specs) - sum(lists)
+    got = f"{sum(lists)} of them" + (f" and {others} that are not in one" if others else "")
+    raise ValueError(f"{what}: expected one list for all prompts, or a list for each of the {prompts}; got {got}")
+
+
+def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
+    """One list of interventions per prompt.
+
+    Args:
+        given: None, one list for all prompts, or one list (or None) per prompt.
+        prompts: number of prompts.
+
+    Raises:
+        ValueError: anything else.
+    """
+    return _checked(given, prompts, "interventions", Intervention, "expected one such as Steer or Ablate")
+
+
+def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
+    """`for_each_prompt` of captures; a site or its name becomes a `Capture`."""
+    return _checked(given, prompts, "capture", Capture, "expected a site, or Capture(site, ...)")
+
+
+def _checked(given: Any, prompts: int, what: str, kind: Any, expected: str) -> list[list[Any]]:
+    found = lists_for_prompts(given, prompts, what)
+    names = [""] * prompts if prompts < 2 or found[0] is found[-1] else [f" of prompt {i}" for i in range(prompts)]
+    for name, entry in zip(names, found, strict=True):
+        if len(entry) > MAX_SPECS:
+            raise ValueError(f"{what}{name} has {len(entry)} entries; a prompt takes at most {MAX_SPECS}")
+    if kind is Capture:
+        found = [[_capture_of(spec) if isinstance(spec, str | Site) else spec for spec in entry] for entry in found]
+    for name, entry in zip(names, found, strict=True):
+        for spec in entry:
+            if not isinstance(spec, kind):
+                raise ValueError(f"{what}{name}: {shown(spec)} is not one; {expected}")
+    return found
+
+
+@lru_cache
+def _capture_of(site: str | Site) -> Capture:
+    return Capture(site)
 
 
 def warn_of_flat_list(interventions: Any, prompts: int) -> None:

@@ -18,9 +18,7 @@ from ..core.sampling_params import SamplingParams
 from ..engine.bad_words import bad_word_ids, check_allowed
 from ..engine.constraints import constraint_of
 from ..engine.drafts import check_speculate
-from ..engine.exclusive import check_gang
 from ..engine.grammars.grammars import Grammars
-from ..hooks.bind import captures_for_each_prompt, for_each_prompt
 from ..hooks.captures.spec import Capture
 from ..hooks.declarations import Declarations
 from ..hooks.interventions.knockout import Intervention
@@ -40,6 +38,7 @@ from .calls.traced_prompts import traced_prompt
 from .detokenizer import StopStrings
 from .facts import ModelFacts
 from .prompt_batch import pad_together, prompts_of, repeated
+from .prompts import captures_for_each_prompt, for_each_prompt
 from .request_limits import check_boundary, max_tokens_of, num_objects, truncated
 from .request_options import adapters_of
 
@@ -150,7 +149,8 @@ class RequestFactory:
                 if any(spec.site == LOGITS for spec in captures[i]):
                     request.params = param  # the prompt's logits of each completion, if requested
                 self.declare(request, declared[i], captures[i], what, fingerprints.get(adapters[i]))
-                check_speculate(request, self.facts.speculates, what)
+                if param.speculate:
+                    check_speculate(request, self.facts.speculates, what)
             found.append(requests)
         self.hold([request for requests in found for request in requests])
         return found
@@ -181,7 +181,9 @@ class RequestFactory:
             stops, ignored = ignored, stops
         if params.stop_token_ids:
             stops |= frozenset(params.stop_token_ids)
-        check_allowed(params, bad_words, stops | ignored, what)
+        if params.allowed_token_ids is not None:
+            check_allowed(params, bad_words, stops | ignored, what)
+        masked = params.constraint is not None or params.structured_outputs is not None
         requests = list[Request]()
         for index in range(params.n):
             requests.append(
@@ -197,7 +199,9 @@ class RequestFactory:
                     ignored_eos_ids=ignored,
                     cache_owner=self.cache_owner,
                     bad_words=bad_words,
-                    constraint=constraint_of(params, self.grammars, size, what),
+                    constraint=constraint_of(params, self.grammars, size, what)
+                    if masked and params.max_tokens != 0
+                    else None,
                     eos_token_id=None if params.ignore_eos else self.eos_token_id,
                     forward_only=forward_only,
                     logprobs=None if params.logprobs is None else [],
@@ -220,6 +224,8 @@ class RequestFactory:
         Raises:
             PromptError: an unknown name, or a vector that a spec refuses.
         """
+        if not any(lists):
+            return lists
         try:
             return self._named(lists)
         except ValueError:
@@ -250,6 +256,8 @@ class RequestFactory:
         Raises:
             PromptError: something that the model lacks, or that exceeds the tables, the ring or the results.
         """
+        if not (interventions or captures or request.trace is not None):
+            return
         try:
             self._declarations.declare(interventions, captures, request)
         except ValueError as error:
@@ -285,7 +293,8 @@ class RequestFactory:
             for request in requests:
                 if request.adapter is not None:
                     request.adapter_hold = self._held(request.adapter)
-                self._declarations.hold(request)
+                if request.declared is not None:
+                    self._declarations.hold(request)
         except BaseException:
             self.release(requests)
             raise
@@ -336,7 +345,7 @@ class RequestFactory:
             trace.num_prompts, trace.postprocess = len(made), text
             if not trace.request_ids:
                 trace.request_ids = tuple(request.request_id for request in made)
-        check_gang(traces)
+        _check_gang(traces)
         pad_together(traces, {request.request_id: request.prompt_len for request in made})
         if traces[0].gang:
             self._form_gang(made)
@@ -375,7 +384,8 @@ class RequestFactory:
             request.trace = trace
             request.differentiable, request.exclusive = trace.grad, trace.grad or trace.options.exclusive
             self.declare(request, interventions[i], captures[i], this)
-            check_speculate(request, self.facts.speculates, this)
+            if request.params.speculate:
+                check_speculate(request, self.facts.speculates, this)
             if trace.grad and mode != "trace":
                 raise PromptError(
                     f"{this}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "
@@ -452,3 +462,19 @@ class RequestFactory:
 def _mix(seed: int, ordinal: int) -> int:
     """A seed for the ordinal-th request of an engine with `seed`."""
     return (seed * 0x9E3779B97F4A7C15 + ordinal * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63
+
+
+def _check_gang(traces: Sequence[RequestTrace]) -> None:
+    """Refuse transformers' own attention for prompts that run in the same passes.
+
+    Raises:
+        PromptError: a trace of several prompts, or one of several that run together, asks for it.
+    """
+    together = bool(traces[0].gang)
+    for trace in traces:
+        if trace.options.eager_attention and (together or trace.watches_several):
+            raise PromptError(
+                "the prompts of this trace run in the same passes (they are one list, or their blocks are joined by a barrier, a "
+                "name or an invoke without a prompt), but transformers' own attention runs for one prompt at a time: open a "
+                "trace for each prompt, in `with lm.session():` or with saved values"
+            )

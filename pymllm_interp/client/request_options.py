@@ -69,6 +69,8 @@ def priorities_of(given: Any, prompts: int) -> list[int]:
     Raises:
         PromptError: values that are not integers, or not one for each prompt.
     """
+    if given is None:
+        return [0] * prompts
     found = list(given) if isinstance(given, list | tuple) else [given or 0] * prompts
     if len(found) != prompts or not all(is_whole(priority) for priority in found):
         raise PromptError(

@@ -37,7 +37,7 @@ class RequestHooks:
     differentiable: bool = False
     """Its pass runs with gradients."""
     vector_rows: tuple[VectorRow, ...] = ()
-    """Vector-pool row of each distinct vector, in the order of `Declared.tensors`; empty if ops are functions."""
+    """Vector-pool row of each distinct vector, in the order of `BoundHooks.tensors`; empty if ops are functions."""
     trace_key: int | None = None
     """`RequestTrace.key`; None without a trace."""
     single: bool = False

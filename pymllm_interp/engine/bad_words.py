@@ -59,8 +59,7 @@ def check_allowed(
     Raises:
         PromptError: no token is left.
     """
-    if params.allowed_token_ids is None:
-        return
+    assert params.allowed_token_ids is not None, "it is asked for"
     banned = {word[0] for word in bad_words if len(word) == 1}
     if params.min_tokens > 0:
         banned |= ends

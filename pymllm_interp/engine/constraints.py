@@ -157,8 +157,8 @@ class RequestConstraint:
             raise ConstraintError(f"{method}() of the constraint {self.name} raised {error!r}") from error
 
 
-def constraint_of(params: SamplingParams, grammars: Grammars, vocab_size: int, what: str) -> RequestConstraint | None:
-    """A constraint for a new request; None if its parameters name none, or it generates nothing.
+def constraint_of(params: SamplingParams, grammars: Grammars, vocab_size: int, what: str) -> RequestConstraint:
+    """A constraint for a new request, whose parameters name one.
 
     Args:
         grammars: the engine's grammars. The first request with a grammar waits for its compilation.
@@ -168,8 +168,6 @@ def constraint_of(params: SamplingParams, grammars: Grammars, vocab_size: int, w
         PromptError: `params.constraint` cannot be made, or `params.structured_outputs` not compiled.
     """
     form = params.structured_outputs
-    if params.max_tokens == 0 or (params.constraint is None and form is None):
-        return None
     if isinstance(form, StructuredOutputs):
         try:
             return RequestConstraint(grammars.compiled(form).constraint(), limits_of(params))
@@ -211,9 +209,8 @@ def limits_of(params: SamplingParams) -> str:
 
 def note_masked(request: Request) -> None:
     """Write into the receipt of a request that ended how often its constraint forbade the likeliest token."""
-    if request.constraint is not None:
-        request.receipt = request.receipt or Receipt()
-        request.receipt.masked_argmax = request.constraint.num_masked
+    request.receipt = request.receipt or Receipt()
+    request.receipt.masked_argmax = request.constraint.num_masked
 
 
 def masks_of(

@@ -210,7 +210,7 @@ def why_undrafted(request: Request) -> str:
 
 
 def check_speculate(request: Request, drafts: bool, what: str) -> None:
-    """Check that a request with `speculate=True` can be drafted for.
+    """Check that a request, which asks for drafts, can be drafted for.
 
     Args:
         drafts: the engine has a drafter.
@@ -219,8 +219,6 @@ def check_speculate(request: Request, drafts: bool, what: str) -> None:
     Raises:
         PromptError: the request cannot have drafts.
     """
-    if not request.params.speculate:
-        return
     if not drafts:
         raise PromptError(f"{what}: speculate=True, but this engine has no drafter: LM(..., speculative=...) sets one")
     if why := why_undrafted(request):

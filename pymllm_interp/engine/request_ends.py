@@ -180,7 +180,8 @@ class RequestEnds:
             ids.discard(request.request_id)
         if request.adapter_hold is not None:
             request.adapter_hold.release()
-        note_masked(request)
+        if request.constraint is not None:
+            note_masked(request)
         self.num_flat_logits += request.num_flat
         self._emit(request.request_id, finished_event(request))
         self.subscribers.pop(request.request_id, None)

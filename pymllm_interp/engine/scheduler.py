@@ -19,12 +19,10 @@ from ..hooks.captures.egress.admission import RingAdmission
 from ..utils.out_of_memory import is_out_of_memory
 from .constraints import in_mask_budget
 from .drafts import Drafts
-from .exclusive import ExclusiveTurns
 from .kv_manager import KVManager
-from .step_results import swap_error
+from .step_results import swap_error, take
 from .step_times import StepTimes
-from .stopping import take
-from .waiting_queue import WaitingQueue
+from .waiting_queue import ExclusiveTurns, WaitingQueue
 
 MAX_OVERTAKEN_SWAPPED = 8
 """Requests admitted while one waits in host memory, at most. Later ones wait for it."""
@@ -224,7 +222,8 @@ class Scheduler:
         return unit if self._can_admit(unit) and self._ring_fits(unit) else None
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int, decoding: list[Request]) -> int:
-        decoding = sorted(in_mask_budget(decoding), key=attrgetter("arrival"))
+        constrained = any(request.constraint is not None for request in decoding)
+        decoding = sorted(in_mask_budget(decoding) if constrained else decoding, key=attrgetter("arrival"))
         sit_out, page_size = self._without_ring(decoding), self.kv.page_size
         for request in decoding:
             if request.status is not RequestStatus.RUNNING or request in sit_out:

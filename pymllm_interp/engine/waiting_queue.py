@@ -1,4 +1,4 @@
-"""`WaitingQueue`: requests that wait to be admitted, and the order in which they are tried."""
+"""`WaitingQueue`: requests that wait to be admitted. `ExclusiveTurns`: requests that wait for steps of their own."""
 
 from __future__ import annotations
 
@@ -64,3 +64,42 @@ class WaitingQueue:
 
 def _place(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
+
+
+class ExclusiveTurns:
+    """Turns of the requests that run in exclusive steps: with gradients, or with transformers' own attention or outputs.
+
+    Their steps alternate with the steps of all other requests.
+
+    Attributes:
+        requests: live requests that run in exclusive steps, in the order of their turns.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self._others_next = False
+
+    def add(self, request: Request) -> None:
+        """Add a request, if it runs in exclusive steps."""
+        if request.exclusive:
+            self.requests.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Remove a request that ended."""
+        if request.exclusive:
+            self.requests.remove(request)
+
+    def next(self, others: bool) -> list[Request]:
+        """The request that has the next step, with its gang. Empty: it is the others' turn, or no such request generates.
+
+        Args:
+            others: whether other requests exist.
+        """
+        request = next((r for r in self.requests if r.is_decoding), None)
+        if request is None or (self._others_next and others):
+            self._others_next = False
+            return []
+        self._others_next = True
+        turn = [r for r in self.requests if r is request or (request.gang and r in request.gang)]
+        self.requests = [r for r in self.requests if r not in turn] + turn
+        return turn

@@ -10,12 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ..core.limits import MAX_SPECS
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec
 from ..kernels.edit_codes import MAX_HEADS
-from ..utils.arguments import shown
-from .captures.spec import Capture
-from .interventions.knockout import Intervention
 from .interventions.op import Op
 from .kv_edits import ActingOp
 from .positions import Window, missing_of, windows_of
@@ -26,69 +22,6 @@ from .vectors.by_layer import LayerVectors
 from .vectors.files import Named
 
 SpecT = TypeVar("SpecT", bound=PlacedSpec)
-
-
-def lists_for_prompts(given: Any, prompts: int, what: str) -> list[list[Any]]:
-    """One list of specs per prompt.
-
-    Args:
-        given: None, a spec, a list of specs for all prompts, or one list per prompt, which may be None.
-        what: the argument's name, for error messages.
-
-    Raises:
-        ValueError: lists mixed with specs, or not one list per prompt.
-    """
-    specs = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    lists = [spec is None or isinstance(spec, list | tuple) for spec in specs]
-    if not any(lists):
-        return [specs] * prompts
-    if all(lists) and len(specs) == prompts:
-        return [list(entry or ()) for entry in specs]
-    others = len(specs) - sum(lists)
-    got = f"{sum(lists)} of them" + (f" and {others} that are not in one" if others else "")
-    raise ValueError(f"{what}: expected one list for all prompts, or a list for each of the {prompts}; got {got}")
-
-
-def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
-    """One list of interventions per prompt.
-
-    Args:
-        given: None, one list for all prompts, or one list (or None) per prompt.
-        prompts: number of prompts.
-
-    Raises:
-        ValueError: anything else.
-    """
-    return _checked(given, prompts, "interventions", Intervention, "expected one such as Steer or Ablate")
-
-
-def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
-    """`for_each_prompt` of captures; a site or its name becomes a `Capture`."""
-    return _checked(given, prompts, "capture", Capture, "expected a site, or Capture(site, ...)")
-
-
-def _checked(given: Any, prompts: int, what: str, kind: Any, expected: str) -> list[list[Any]]:
-    found = lists_for_prompts(given, prompts, what)
-    for i, entry in enumerate(found):
-        if len(entry) > MAX_SPECS:
-            raise ValueError(f"{what}{_of(i, found)} has {len(entry)} entries; a prompt takes at most {MAX_SPECS}")
-    if kind is Capture:
-        found = [[_capture_of(spec) if isinstance(spec, str | Site) else spec for spec in entry] for entry in found]
-    for i, entry in enumerate(found):
-        for spec in entry:
-            if not isinstance(spec, kind):
-                raise ValueError(f"{what}{_of(i, found)}: {shown(spec)} is not one; {expected}")
-    return found
-
-
-def _of(index: int, lists: list[list[Any]]) -> str:
-    """Names the prompt of a list in messages."""
-    return "" if lists[0] is lists[-1] else f" of prompt {index}"
-
-
-@lru_cache
-def _capture_of(site: str | Site) -> Capture:
-    return Capture(site)
 
 
 def resolved(lists: Sequence[Sequence[SpecT]], vectors: Mapping[str, Named], model: ModelSpec) -> list[list[SpecT]]:

@@ -79,7 +79,7 @@ class Executions:
     def layout(self, step: SchedulerOutput) -> PassLayout:
         """Layout of the step's tokens."""
         decodes, rows = self._is_decode(step), step.total_num_scheduled_tokens
-        if self.runner.demands.unpadded:
+        if self.runner.demands.unpadded or not self.graphs.decoders:
             return PassLayout(decodes, None)
         if decodes:
             graphs = self.graphs.decode
@@ -146,6 +146,8 @@ class Executions:
 
     def _is_captured(self, batch: ForwardBatch) -> bool:
         """Whether CUDA graphs serve the whole pass."""
+        if not self.graphs.decoders:
+            return False
         graphs = self.graphs.prefill if batch.forward_mode.is_extend() else self.graphs.for_decode(batch)
         return graphs is not None and batch.attention_cuts is None and graphs.can_run(batch)
 

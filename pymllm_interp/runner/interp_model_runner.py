@@ -220,6 +220,6 @@ class InterpModelRunner(ModelRunner):
             raise RuntimeError(
                 "this runner captures CUDA graphs: no pass can start, and no hook be registered, before the capture has ended"
             )
-        if self.interleaver.interleaving:
+        if self.interleaver.thread is not None:
             raise RuntimeError("a pass is under way: sample_tokens() comes before the next execute_model()")
         return super().execute_model(scheduler_output, intermediate_tensors)

@@ -13,6 +13,7 @@ Nothing here knows of interpretability; `InterpModelRunner` connects the two.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from typing import Any
@@ -26,33 +27,34 @@ from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.model_spec import ModelSpec
 from ..core.step import LogitsProcessorOutput as LogitsProcessorOutput
 from ..core.step import ModelRunnerOutput, SchedulerOutput
+from ..mem_cache.kv_pool import resolve_kv_dtype
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.adapters.slots import AdapterSlots
 from ..models.base import CausalLM
 from ..models.registry import check_supported, load_model, spec_of
 from ..models.weights.model_state import ModelState
 from ..models.weights.source import ModelSource, resolve_model
-from ..sampling import Sampler, SamplerOutput, SamplingBatch, TokenMasks
-from ..utils.kv_rows import resolve_kv_dtype
+from ..sampling import RejectionSampler, Sampler, SamplerOutput, SamplingBatch, TokenMasks
 from ..utils.upload import upload
-from . import device_memory
+from . import device_memory, dummy_run
 from .async_output import AsyncOutput
 from .device_memory import get_available_gpu_memory, return_freed_memory
 from .device_memory import get_total_gpu_memory as get_total_gpu_memory
 from .executions import Executions
 from .graphs.captured_passes import CapturedPasses
+from .graphs.cuda_graph_runner import CudaGraphRunner
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
+from .parts import RunnerParts
 from .request_state import RequestState
-from .seed_names import SeedNames
 from .stages.stage import PassDemands
-from .step_inputs import StepInputs
+from .step_inputs import StepInputs, dummy_attn
 
 logger = logging.getLogger(__name__)
 
 
-class ModelRunner(SeedNames):
-    """Runs the forward passes of one model on one device. `RunnerParts` has its attributes, `SeedNames` further names.
+class ModelRunner(RunnerParts):
+    """Runs the forward passes of one model on one device. `RunnerParts` has its other attributes.
 
     Args:
         server_config, model_config: configuration; None: the defaults.
@@ -370,6 +372,53 @@ class ModelRunner(SeedNames):
         for stage in self.stages:
             stage.prepare(batch, input_batch)
         return batch
+
+    # -- names of SGLang's and vLLM's runners, over what does run ---------------------------
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Set the longest sequence that is served, here and in the request table. Raises ValueError above the tables' size."""
+        assert self.req_to_token_pool is not None, "call initialize() first"
+        limit = self.req_to_token_pool.max_context_len
+        if not 1 <= max_model_len <= limit:
+            raise ValueError(f"max_model_len={max_model_len}: the tables hold 1 to {limit} tokens")
+        self.context_len = self.req_states.max_model_len = max_model_len
+
+    @property
+    def draft_tokens_handler(self) -> RejectionSampler | None:
+        """Verifier of the current step's drafts; None without drafts."""
+        state = self.execute_model_state
+        return None if state is None else state.input_batch.verifier
+
+    def take_draft_token_ids(self) -> dict[str, list[int]] | None:
+        """Request -> its drafts in the step under way, between `execute_model` and `sample_tokens`; None without drafts."""
+        state = self.execute_model_state
+        return None if state is None or not state.scheduler_output.drafts else dict(state.scheduler_output.drafts)
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
+        return self.step_inputs.prepare_attn(input_batch)
+
+    def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for padding rows: the dummy row, and the dummy slot."""
+        return dummy_attn(num_reqs, num_tokens, self.device)
+
+    @property
+    def graph_runner(self) -> CudaGraphRunner | None:
+        """Captured decode passes; None where passes are not captured (a CPU, `disable_cuda_graph`)."""
+        return self.graphs.decode
+
+    def profile_cudagraph_memory(self) -> int:
+        """Device memory to leave for the graphs when the KV pool is sized, in bytes."""
+        return self.graphs.expected_bytes()
+
+    def profile_run(self) -> None:
+        """Run the largest step, so that its peak of memory is known."""
+        _, sampled_from = self._dummy_run(self.max_num_tokens, skip_attn=True, is_profile=True)
+        self._dummy_sampler_run(sampled_from)
+        gc.collect()
+
+    _dummy_run = dummy_run.dummy_run
+    _dummy_sampler_run = dummy_run.dummy_sampler_run
 
     # -- passes by hand -----------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,21 @@ class RunnerParts(ABC):
         return {layer: (*sizes, self.kv_cache_dtype) for layer, sizes in enumerate(heads)}
 
     @property
+    def max_model_len(self) -> int:
+        """Longest sequence that is served, in tokens."""
+        return self.context_len
+
+    @property
+    def sliding_window_size(self) -> int | None:
+        """Widest sliding window of the layers, or None where some layer sees the whole context."""
+        windows = [window for window in self.model_spec.sliding_windows if window]
+        return max(windows) if len(windows) == self.model_spec.num_hidden_layers else None
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Tasks that the model can be asked for."""
+        return ("generate",)
+
+    @property
     def max_decode_rows(self) -> int:
         """Rows of the largest decode pass: of all requests, and of as many drafts as `MAX_DRAFTED_ROWS` leaves room for."""
         drafted = min(self.max_running_requests * self.rows_of_request, self.max_num_tokens, MAX_DRAFTED_ROWS)
@@ -225,6 +241,14 @@ class RunnerParts(ABC):
         """Builder of batches over this runner's pools."""
         pools = self.req_to_token_pool, self.token_to_kv_pool
         return BatchBuilder(self.model_spec, *pools, self.attn_backend, self.gdn_pool)
+
+    @wraps(BatchBuilder.extend)
+    def prepare_forward_batch_extend(self, *args: Any, **kwargs: Any) -> ForwardBatch:
+        return self.batches.extend(*args, **kwargs)
+
+    @wraps(BatchBuilder.decode)
+    def prepare_forward_batch_decode(self, *args: Any, **kwargs: Any) -> ForwardBatch:
+        return self.batches.decode(*args, **kwargs)
 
     def captured_site_ops(self, bs: int) -> Any:
         """`ForwardBatch.site_ops` of a decode pass that is captured for `bs` rows of the input buffers."""

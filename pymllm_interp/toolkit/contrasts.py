@@ -13,9 +13,9 @@ from einops import rearrange
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.site import Site, expand
-from ..hooks.traces.syntax.caller_frames import warn_at_caller
 from ..hooks.vectors.files import load_layer_vectors, origin_of, save_layer_vectors
 from ..utils.arguments import PromptError, is_whole
+from ..utils.caller_frames import warn_at_caller
 
 METHODS = ("mean", "pca")
 NO_DIFFERENCE = 1e-6

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..core.forward_batch import ForwardBatch
+from ..mem_cache.kv_pool import write_rows
 from ..runner.interp_model_runner import InterpModelRunner
 from ..runner.parts import BatchBuilder
-from ..utils.kv_rows import write_rows
 
 Span = tuple[int, int]
 """(first, stop): consecutive positions of the prompt."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from ..hooks.traces.syntax.caller_frames import block_traceback
+from ..utils.caller_frames import block_traceback
 
 
 @dataclass

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import create_attention_backend
 from pymllm_interp.interventions import Knockout
-from pymllm_interp.mem_cache.kv_pool import KVPool
+from pymllm_interp.mem_cache.kv_pool import FP8, KVPool, read_rows, write_rows
 from pymllm_interp.models.weights.loading import WeightsError
-from pymllm_interp.utils.kv_rows import FP8, read_rows, write_rows
 
 PROMPTS = [random_ids(length, seed=length) for length in (1, 17, 33, 64)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)

@@ -16,6 +16,7 @@ from helpers_runner import random_ids
 from pymllm_interp import Activations, Capture, Patch, SamplingParams, Scale
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.interventions import Generated, Knockout
 from pymllm_interp.wire.specs import capture_of, to_json
@@ -191,8 +192,8 @@ def test_what_cannot_be_captured_is_refused(capture: Any, error: str, lm_of: Any
 def test_memory_ops_and_harvests_are_refused(lm_of: Any, tmp_path: Any) -> None:
     lm, limits = lm_of("llama"), DeclaredLimits(4, 99, 1 << 12)
     with pytest.raises(ValueError, match="max_capture_bytes"):
-        Declared.of([], lm.model_spec, 40, limits, [Capture("pattern.*")], longest=44)
-    last = Declared.of([], lm.model_spec, 40, limits, [Capture("pattern.0", positions=[-1])], longest=44)
+        BoundHooks.of([], lm.model_spec, 40, limits, [Capture("pattern.*")], longest=44)
+    last = Declared(BoundHooks.of([], lm.model_spec, 40, limits, [Capture("pattern.0", positions=[-1])], longest=44))
     assert last.patterns is not None and last.patterns.num_bytes == lm.hf_config.num_attention_heads * 44 * 4
     with pytest.raises(ValueError, match=r"to edit them, see 'Inside attention'"):
         Patch("pattern.1", torch.zeros(3))

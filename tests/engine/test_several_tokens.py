@@ -23,8 +23,7 @@ from pymllm_interp.core.step import (
     SchedulerOutput,
 )
 from pymllm_interp.engine.kv_manager import KVManager
-from pymllm_interp.engine.step_results import append_logprobs
-from pymllm_interp.engine.stopping import take
+from pymllm_interp.engine.step_results import append_logprobs, take
 from pymllm_interp.runner import InterpModelRunner
 
 

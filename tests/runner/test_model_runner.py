@@ -31,6 +31,7 @@ from pymllm_interp.models.weights.loading import WeightsError
 from pymllm_interp.runner import ModelRunner, async_output, model_runner
 from pymllm_interp.runner.device_memory import get_available_gpu_memory, get_total_gpu_memory
 from pymllm_interp.runner.executions import Executions
+from pymllm_interp.runner.graphs.captured_passes import DECLARED
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 from pymllm_interp.runner.partition import Execution
 from pymllm_interp.runner.request_state import RequestState
@@ -433,7 +434,7 @@ def test_r17_cuda_graphs_are_skipped_for_three_reasons(skip, monkeypatch):
     runner.device = "cpu" if skip == "cpu" else "cuda"  # no CUDA call is made here
     if skip == "not a generation model":
         monkeypatch.setattr(ModelRunner, "is_generation", property(lambda self: False))
-    runner.graphs.decode = "stale"  # pyright: ignore
+    runner.graphs.decoders[DECLARED] = "stale"  # pyright: ignore
     runner.init_cuda_graphs()
     assert runner.graph_runner is None
     assert bool(captured) == (skip is None)

@@ -22,9 +22,10 @@ from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput, Re
 from pymllm_interp.hooks.traces.blocks.trace import RequestTrace
 from pymllm_interp.hooks.traces.serving.rows import rows_of_step
 from pymllm_interp.hooks.traces.syntax.envoy import TracedModel
-from pymllm_interp.runner import InterpModelRunner, ModelRunner, device_memory, model_runner, seed_names
+from pymllm_interp.runner import InterpModelRunner, ModelRunner, device_memory, dummy_run, model_runner, parts
 from pymllm_interp.runner.stages.stage import PassDemands
 from pymllm_interp.runner.stages.traced_stage import TracedStage
+from pymllm_interp.sampling import RejectionSampler
 from pymllm_interp.server.process.served_model import ServedModel
 
 PROMPT = [5, 17, 3, 80, 44, 9, 61]
@@ -299,18 +300,18 @@ def test_the_largest_step_is_measured_with_sample_and_its_log_probabilities(
     assert calls == [(True, runner.max_running_requests, runner.max_running_requests)]
 
 
-def test_short_names_of_the_seeds_are_in_one_place() -> None:
-    (cls,) = (node for node in ast.parse(inspect.getsource(seed_names)).body if isinstance(node, ast.ClassDef))
-    functions = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
-    names = {function.name for function in functions}
-    assert names == {
+def test_short_names_of_the_seeds_stand_for_what_runs() -> None:
+    names = {
         "sliding_window_size", "get_supported_tasks", "update_max_model_len", "prepare_attn", "max_model_len",
         "draft_tokens_handler", "take_draft_token_ids", "prepare_dummy_attn", "prepare_forward_batch_extend",
-        "prepare_forward_batch_decode", "graph_runner", "profile_cudagraph_memory", "profile_run", "_dummy_run",
-        "_dummy_sampler_run",
+        "prepare_forward_batch_decode", "graph_runner", "profile_cudagraph_memory", "profile_run",
     }  # fmt: skip
-    assert all(len(function.body) <= 5 for function in functions), "a docstring, and what the name stands for"
-    assert names & {*vars(ModelRunner)} == set(), "nothing that ModelRunner has itself"
+    classes = [ast.parse(inspect.getsource(module)) for module in (model_runner, parts)]
+    functions = {n.name: n for tree in classes for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    assert names <= functions.keys() and names <= {*dir(ModelRunner)}
+    assert all(len(functions[name].body) <= 5 for name in names), "a docstring, and what the name stands for"
+    assert ModelRunner._dummy_run is dummy_run.dummy_run
+    assert ModelRunner._dummy_sampler_run is dummy_run.dummy_sampler_run
 
 
 def test_r02_r03_names_of_the_seeds_module_are_there_to_import() -> None:
@@ -341,7 +342,7 @@ def test_v12_the_drafts_of_a_step_are_those_that_it_verifies(model_folder: Calla
             drafts, handler = lm.runner.take_draft_token_ids(), lm.runner.draft_tokens_handler
             output = sample()
             if drafts is not None:
-                assert isinstance(handler, seed_names.DraftTokensHandler)
+                assert isinstance(handler, RejectionSampler)
                 (own,), (tokens,) = drafts.values(), output.get_output().sampled_token_ids
                 seen.append(own == tokens[: len(own)])
             return output

@@ -22,8 +22,7 @@ from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.egress.copier import BlockCopies
 from pymllm_interp.hooks.captures.layout import layout_of
 from pymllm_interp.hooks.captures.rows import CapturedRows
-from pymllm_interp.hooks.interventions.op import Op
-from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.hooks.interventions.op import Op, apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import WITHOUT_LAYER, Site, expand
 from pymllm_interp.interventions import Generated

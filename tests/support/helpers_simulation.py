@@ -21,6 +21,7 @@ from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.engine.scheduler import Scheduler
 from pymllm_interp.hooks.bind import DeclaredLimits
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.mem_cache.kv_pool import KVPool
 from pymllm_interp.mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
@@ -130,7 +131,7 @@ class Simulation:
                 specs = [Steer("resid_post.0", VECTORS[vector], positions=positions) for vector, positions in edits]
                 asked = [Capture("resid_post.1", positions=captured)] if captured else []
                 longest = prompt_len + max_tokens - 1
-                declared = Declared.of(specs, MODEL, prompt_len, LIMITS, asked, longest, prompt_len - 1)
+                declared = Declared(BoundHooks.of(specs, MODEL, prompt_len, LIMITS, asked, longest, prompt_len - 1))
                 request.declared = declared.demands()
             self.edits[request.request_id] = edits
             self.captured[request.request_id] = set(captured)

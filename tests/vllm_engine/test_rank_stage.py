@@ -18,6 +18,7 @@ from pymllm_interp.config import ServerConfig
 from pymllm_interp.core import norm_kind
 from pymllm_interp.core.model_spec import EMBED_SITE, ModelSpec, final_norm_site, input_add
 from pymllm_interp.core.step import RequestEnd, RequestHooks
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.interventions import Generated
@@ -76,7 +77,7 @@ class Rank:
         if not hooks.declares:
             return
         if self.stage.in_tables:
-            declared = Declared.bound(hooks, PROMPT, SPEC, limits_of(CONFIG, self.device.type), None)
+            declared = Declared(BoundHooks.of_request(hooks, PROMPT, SPEC, limits_of(CONFIG, self.device.type), None))
             hooks.vector_rows = self.pool.acquire(declared)
             if self.stage.stage.capture_ring is not None:
                 self.stage.stage.capture_ring.open()

@@ -18,7 +18,7 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.step import RequestHooks
-from pymllm_interp.hooks.declarations import BoundHooks
+from pymllm_interp.hooks.bound_hooks import Bindings, BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.interventions import Generated
 from pymllm_interp.models.weights.source import ModelSource
@@ -88,18 +88,18 @@ def test_only_what_the_clients_key_signed_is_read() -> None:
 
 
 def test_equal_hooks_are_bound_once_and_share_nothing_that_counts() -> None:
-    bindings = BoundHooks(SPEC, limits_of(ServerConfig(), "cpu"), None)
-    ops, captures = (
-        [Steer("resid_post.1", vector(1), 2.0)],
-        [Capture("resid_post.*"), Capture("mlp_out.0", reduce="mean")],
-    )
+    bindings = Bindings(SPEC, limits_of(ServerConfig(), "cpu"), None)
 
-    def bound(prompt_len: int = 3, **changes: Any) -> Declared:
-        return bindings.bound(RequestHooks(ops, captures, changes.get("max_tokens", 5), prompt_len - 1), prompt_len)
+    def bound(prompt_len: int = 3, scale: float = 2.0, max_tokens: int = 5) -> BoundHooks:
+        ops, captures = (
+            [Steer("resid_post.1", vector(1), scale)],
+            [Capture("resid_post.*"), Capture("mlp_out.0", reduce="mean")],
+        )
+        return bindings.bound(RequestHooks(ops, captures, max_tokens, prompt_len - 1), prompt_len)
 
-    first, second = bound(), bound()
-    assert first.ops is second.ops and first.captures is not second.captures
-    assert bound(4).ops is not first.ops and bound(max_tokens=6).ops is not first.ops
+    first, second = Declared(bound()), Declared(bound())
+    assert first.hooks is second.hooks and first.captures is not second.captures
+    assert all(other is not first.hooks for other in (bound(4), bound(max_tokens=6), bound(scale=2.5)))
     assert first.captures is not None and second.captures is not None
     for site in first.captures.layout.by_site:
         first.captures.put(0, site, torch.full((3, 288), float(site)))
@@ -108,7 +108,7 @@ def test_equal_hooks_are_bound_once_and_share_nothing_that_counts() -> None:
     empty = second.activations([1, 2, 3], 3)
     assert empty is not None and empty.error is not None  # nothing has arrived of the second
     first.fires[0, 0] = 3
-    assert not second.fires and first.applied(3) == second.applied(3)
+    assert not second.fires and first.hooks.applied(3, first.fires) == second.hooks.applied(3, second.fires)
 
 
 def test_a_vector_that_did_not_reach_every_rank_is_named_and_sent_again() -> None:
@@ -221,7 +221,11 @@ def test_foreign_states_behind_the_used_rows_are_cleared() -> None:
 
 def salt(ops: list[Any], prompt_len: int = 7, **fields: Any) -> str | None:
     request = Request("1", list(range(prompt_len)), SamplingParams(), 5, 0, **fields)
-    declared = Declared.of(ops, SPEC, prompt_len, limits_of(ServerConfig(), "cpu"), (), prompt_len + 4) if ops else None
+    declared = (
+        Declared(BoundHooks.of(ops, SPEC, prompt_len, limits_of(ServerConfig(), "cpu"), (), prompt_len + 4))
+        if ops
+        else None
+    )
     return salt_of(request, declared)
 
 

@@ -19,6 +19,7 @@ from pymllm_interp.captures import Project
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.step import RequestEnd, RequestHooks
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.captures.activations import Activations, CaptureError, lost
 from pymllm_interp.hooks.captures.egress.result_memory import rounded
 from pymllm_interp.hooks.declared import Declared
@@ -144,7 +145,7 @@ def test_a_requests_states_are_copied_once(
     for turn in range(3):
         captures = [Capture("resid_post.*"), Capture("mlp_out.1", reduce=Project(torch.randn(2, WIDTH)))]
         hooks = RequestHooks([], captures, NEW, PROMPT - 1)
-        hooks.vector_rows = pool.acquire(Declared.bound(hooks, PROMPT, SPEC, limits, None))
+        hooks.vector_rows = pool.acquire(Declared(BoundHooks.of_request(hooks, PROMPT, SPEC, limits, None)))
         stage.add(f"vllm-{turn}", f"own-{turn}", hooks, PROMPT)
         first, computed = 0, PROMPT + NEW - 1
         for count in (PROMPT, *[1] * (NEW - 1)):

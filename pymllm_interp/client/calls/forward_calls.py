@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from ...core.model_spec import LOGITS
-from ...hooks.bind import captures_for_each_prompt
 from ...hooks.captures.activations import Activations
 from ...hooks.captures.spec import Capture
 from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...utils.arguments import PromptError, shown
 from ...utils.tables import Shown, Table
-from ..prompts import as_prompts
+from ..prompts import as_prompts, captures_for_each_prompt
 from ..request_options import RequestOptions, check_options
 from .activation_cache import NamesFilter, select_sites
 from .requests import Requests, wait_for

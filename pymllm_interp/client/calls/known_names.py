@@ -14,10 +14,10 @@ from ...hooks.captures.reductions.lens import Lens
 from ...hooks.saes.registry import SAERegistry
 from ...hooks.saes.sae import SAE
 from ...hooks.spec import Spec
-from ...hooks.traces.syntax.caller_frames import warn_at_caller
 from ...hooks.vectors.by_layer import LayerVectors
 from ...hooks.vectors.registry import VectorRegistry
 from ...utils.arguments import SHOWN, PromptError
+from ...utils.caller_frames import warn_at_caller
 from ..facts import ModelFacts
 
 

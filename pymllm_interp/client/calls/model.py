@@ -18,11 +18,11 @@ from ...core.sampling_params import SamplingParams
 from ...hooks.interventions.knockout import Intervention
 from ...hooks.site import Site
 from ...hooks.traces.blocks.trace import RequestTrace
-from ...hooks.traces.syntax.caller_frames import opens_with
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ...utils.arguments import warn_renamed
+from ...utils.caller_frames import opens_with
 from ..backend import Backend
 from ..chat import rendered_conversations
 from ..completion import RequestOutput, StreamPiece

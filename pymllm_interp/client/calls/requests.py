@@ -9,17 +9,25 @@ from itertools import count
 from typing import Any
 
 from ...core.sampling_params import SamplingParams
-from ...hooks.bind import captures_for_each_prompt, for_each_prompt
 from ...hooks.captures.spec import Capture
 from ...hooks.interventions.knockout import Intervention
 from ...hooks.traces.syntax.envoy import TracedModel
+from ...hooks.traces.syntax.pass_options import NONE
 from ...utils.arguments import PromptError
 from ..backend import Backend, Submission
 from ..chat import RenderedPrompt
 from ..completion import RequestOutput
 from ..handle import RequestHandle, results_of
 from ..notebook.progress import CallProgress
-from ..prompts import as_prompts, checked, names_of, params_for, warn_of_flat_list
+from ..prompts import (
+    as_prompts,
+    captures_for_each_prompt,
+    checked,
+    for_each_prompt,
+    names_of,
+    params_for,
+    warn_of_flat_list,
+)
 from ..request_options import RequestOptions, adapters_of, check_options, checked_salt, priorities_of
 from .traced_prompts import PREFILL
 
@@ -44,7 +52,7 @@ class Requests:
         Raises:
             PromptError: it is empty, of another type, or has ids outside the vocabulary.
         """
-        return checked(self.tokenizer, prompt, self.backend.limits.vocab_size, what)
+        return checked(self.tokenizer, prompt, self.backend.facts.limits.vocab_size, what)
 
     def submission(
         self,
@@ -67,7 +75,7 @@ class Requests:
             params=own, interventions=declared, captures=captures, names=names, stream=stream, prompt_logits=prompt_logits,
             priority=priorities_of(options.get("priority"), count), cache_salt=checked_salt(options.get("cache_salt")),
             adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits,
-            passes=self.tree._pass_options(edits, {}),
+            passes=self.tree._pass_options(edits, {}) if edits else NONE,
         )  # fmt: skip
 
     def submit(self, prompts: list[Any], *asked: Any, **how: Any) -> list[RequestHandle]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from ...hooks.traces.lowering.invokes import opens_invokes_only
 from ...hooks.traces.nnsight_compat import EditingTracer, Mediator, mark, push_result
-from ...hooks.traces.syntax.caller_frames import warn_at_caller
 from ...hooks.traces.syntax.scanned import check_outside_scan
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
+from ...utils.caller_frames import warn_at_caller
 from ...wire.gate_words import TRACE_PATH, TRACE_TYPE
 from ...wire.receipts import receipt_of
 from ...wire.trace_payload import block_to_data, dump, edit_to_data

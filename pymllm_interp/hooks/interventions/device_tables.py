@@ -14,7 +14,8 @@ from ...kernels import edit_codes as codes
 from ...kernels.edit_codes import OpTables
 from ...utils.upload import upload
 from ..bind import DeclaredLimits
-from ..declared import Declared, PlacedOp
+from ..bound_hooks import PlacedOp
+from ..declared import Declared
 from .gates import GateRead
 from .vector_pool import num_rows
 
@@ -77,7 +78,7 @@ class DeviceTables:
         """Stage the ops and captures of the request that gets this row; None for a request without.
 
         Args:
-            vector_rows: rows of each of `Declared.tensors`. Vectors that are present are not written again.
+            vector_rows: rows of each of `BoundHooks.tensors`. Vectors that are present are not written again.
         """
         if declared is not None:
             self._stage_vectors(declared, vector_rows)
@@ -85,7 +86,7 @@ class DeviceTables:
             self._staged[row] = declared
 
     def _stage_vectors(self, declared: Declared, vector_rows: Sequence[VectorRow]) -> None:
-        tensors = declared.tensors()
+        tensors = declared.hooks.tensors
         declared.vectors = {id(tensor): first for tensor, (first, _) in zip(tensors, vector_rows, strict=True)}
         for tensor, (first, key) in zip(tensors, vector_rows, strict=True):
             placed = key, num_rows(tensor, self._width)
@@ -120,10 +121,10 @@ class DeviceTables:
         Waits for the device if there are gates.
         """
         sites = self.tables.fires.shape[1]
-        in_tables = {site: found for site, found in declared.ops.items() if site < sites}
+        in_tables = {site: found for site, found in declared.hooks.ops.items() if site < sites}
         if all(op.spec.when is None for found in in_tables.values() for op in found):
             return
-        if any(op.flag is not None and op.flag.prompt_len is not None for op in declared):
+        if any(op.flag is not None and op.flag.prompt_len is not None for op in declared.hooks):
             declared.first_fired = dict(enumerate(self.tables.first_fired[row].cpu()))
         counted = self.tables.fires[row].cpu()
         for site, found in in_tables.items():
@@ -169,15 +170,15 @@ class DeviceTables:
     def _words_of(self, declared: Declared) -> _Words:
         """Table words of a request, as if it had the first row. Cached for requests with the same hooks and vectors."""
         key = "words", self.tables.fires.shape[1:], *declared.vectors.values()
-        if key not in declared.shared:
-            declared.shared[key] = self._made_words(declared)
-        return declared.shared[key]
+        if key not in declared.hooks.shared:
+            declared.hooks.shared[key] = self._made_words(declared)
+        return declared.hooks.shared[key]
 
     def _made_words(self, declared: Declared) -> _Words:
         _, sites, depth = self.tables.fires.shape
         op_places: list[int] = []
         op_words: list[np.ndarray] = []
-        for site, found in declared.ops.items():
+        for site, found in declared.hooks.ops.items():
             entries = [entry for op in found for entry in self._entries(op, declared, site)] if site < sites else []
             for k, (words, numbers, of_heads) in enumerate(entries):
                 words[0] += codes.MORE * (k + 1 < len(entries))
@@ -205,7 +206,7 @@ class DeviceTables:
         """The words of an op at a site, an entry for each window: integers, floats, then heads."""
         spec = op.spec
         words = spec.words()
-        assert words is not None, f"{spec.name} has no kernel"  # `Declared.of` refuses it
+        assert words is not None, f"{spec.name} has no kernel"  # `BoundHooks.of` refuses it
         rows = [declared.vectors[id(tensor)] for tensor in spec.vectors]
         probe, threshold = (rows[-1], spec.when.threshold) if spec.tests_rows else (-1, 0.0)
         if op.flag is not None:
@@ -215,7 +216,7 @@ class DeviceTables:
         a = words.a
         if spec.encodes is not None:
             number = self._limits.encoder_number(spec.encodes, site)
-            assert number is not None, f"{spec.name} has no encoder"  # `Declared.of` refuses it
+            assert number is not None, f"{spec.name} has no encoder"  # `BoundHooks.of` refuses it
             a = 1.0 + number
         first = rows[0] if spec.operands else 0
         per_position = -(-spec.operands[0].shape[-1] // self._width) if words.row_per_position else 0

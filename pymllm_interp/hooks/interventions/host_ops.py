@@ -12,13 +12,13 @@ import torch
 from ...core.model_spec import LOGITS, inner_site
 from ...layers.edits.host import Added, HostOps, RowCapture, RowFunction, RowRange
 from ...utils.upload import upload
-from ..declared import Declared, PlacedOp
+from ..bound_hooks import PlacedOp
+from ..declared import Declared
 from ..positions import Window, ordinal_of, ordinals_of
 from .device_tables import DeviceTables
 from .fires import Fires
 from .gates import GateRead, PassFlags
-from .op import Op
-from .reference import act, gated
+from .op import Op, act, gated
 
 
 class RequestRows(NamedTuple):
@@ -59,7 +59,7 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None
                         captures.setdefault(site, []).append(RowCapture(*rows, first, kept, column))
         chosen: dict[tuple[bool, tuple[Window, ...]], _Selected] = {}  # an op at many sites has the same windows
         flags = None
-        for site, found in declared.ops.items():
+        for site, found in declared.hooks.ops.items():
             for i, op in enumerate(found):
                 key = site == logits, op.windows
                 selected = chosen.get(key) or chosen.setdefault(key, _Selected.of(request, *key))
@@ -128,7 +128,7 @@ def counted(
     fires: Fires,
     key: tuple[int, int],
 ) -> torch.Tensor:
-    """`reference.apply` on given vectors, with the gate's fires added to ``fires[key]``. Does not wait for the device.
+    """`op.apply` on given vectors, with the gate's fires added to ``fires[key]``. Does not wait for the device.
 
     `ordinals` are -1 if a gate at an earlier site prevents the op.
     """
@@ -168,7 +168,7 @@ def logit_ops(requests: Iterable[RequestRows], num_layers: int, tables: DeviceTa
     """
     site = inner_site(num_layers, 0, LOGITS)
     # A request's ops keep their order; the order of requests does not matter.
-    wanted = [(i, rows, op) for rows in requests for i, op in enumerate(rows.declared.ops.get(site, ()))]
+    wanted = [(i, rows, op) for rows in requests for i, op in enumerate(rows.declared.hooks.ops.get(site, ()))]
     acting = [(i, rows, op, rows.ordinals(op.windows, of_logits=True)) for i, rows, op in wanted]
     acting = sorted((found for found in acting if (found[3] >= 0).any()), key=itemgetter(0))
     if not acting:

@@ -47,7 +47,7 @@ class VectorPool:
         """
         with self._lock:
             try:
-                for tensor in declared.tensors():
+                for tensor in declared.hooks.tensors:
                     key, declared.vectors[id(tensor)] = self._hold(tensor)
                     declared.held.append(key)
             except ValueError:

@@ -30,6 +30,7 @@ from ...core.step import (
     StepRows,
 )
 from ...hooks.bind import DeclaredLimits
+from ...hooks.bound_hooks import BoundHooks
 from ...hooks.captures.egress.result_memory import Memory, ResultMemory
 from ...hooks.captures.egress.ring import CaptureRing, StatesOf
 from ...hooks.captures.reductions.reduction import Readout
@@ -159,7 +160,7 @@ class DeclaredStage(Stage):
             declared = self._live.get(entry.request_id)
             if declared is None or entry.request_id not in step.drafts:
                 continue
-            if why := declared.why_undrafted(self.device_tables is not None):
+            if why := declared.hooks.why_undrafted(self.device_tables is not None):
                 raise NotImplementedError(
                     f"request {entry.request_id}: drafts that are not accepted cannot be taken back ({why}); schedule it without "
                     "drafts"
@@ -181,7 +182,7 @@ class DeclaredStage(Stage):
 
     def _begin(self, request: NewRequest, hooks: RequestHooks) -> Declared:
         declared = self._live[request.request_id] = self.bind(hooks, request.prompt_len)
-        if declared.knockouts or declared.patterns is not None:
+        if declared.hooks.knockouts or declared.patterns is not None:
             self._cutting[request.request_id] = declared
         if hooks.differentiable:
             self._with_gradients.add(request.request_id)
@@ -193,10 +194,12 @@ class DeclaredStage(Stage):
         """Bind the specs of a request, or take over a binding made in this process.
 
         Raises:
-            ValueError: see `Declared.bound`.
+            ValueError: see `BoundHooks.of_request`.
         """
         declared, hooks.bound = hooks.bound, None
-        return declared or Declared.bound(hooks, prompt_len, self.model, self.limits, self.readout)
+        if declared is not None:
+            return declared
+        return Declared(BoundHooks.of_request(hooks, prompt_len, self.model, self.limits, self.readout))
 
     def lose(self, lost: Mapping[str, str]) -> None:
         """Stop capturing for these requests.
@@ -277,7 +280,7 @@ class DeclaredStage(Stage):
             return
         for entry in rows.entries:
             slot, declared = self._in_tables.get(entry.request_id, (0, None))
-            if declared is not None and declared.acts_on_states:
+            if declared is not None and declared.hooks.acts_on_states:
                 yield declared, entry.start + entry.num_tokens - 1, slot
 
     def sample_from(self, rows: StepRows, all_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -308,7 +311,7 @@ class DeclaredStage(Stage):
             (records,) = upload(self.device, self.capture_ring.lay_out(self._captured_parts(rows)))
             self._tables.token_rows.records[:, : records.shape[1]].copy_(records)
         logits = None
-        if any(d is not None and d.edits_logits for d in declared):
+        if any(d is not None and d.hooks.edits_logits for d in declared):
             logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
         return self._tables.first_rows(num_rows, logits)
 

@@ -39,6 +39,9 @@ class TracedStage(Stage):
     def begin(self, step: SchedulerOutput, demands: PassDemands) -> None:
         """Give every traced request its rows, and run new blocks until they first wait."""
         helper, interleaver = self.helper, self.interleaver
+        hooked = any(request.hooks is not None for request in step.scheduled_new_reqs)
+        if not (hooked or helper.attached or helper.batch_groups):
+            return
         helper.enter(step.scheduled_new_reqs)
         if not helper.traced(step.scheduled):
             helper.leave_step()
@@ -101,7 +104,7 @@ class TracedStage(Stage):
     def sample_from(self, rows: InputBatch, all_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Offer the logits to the blocks; each sees and changes its own row."""
         interleaver = self.interleaver
-        if not interleaver.interleaving:
+        if not interleaver.busy:
             return logits
         self.helper.unflatten(rows.sampling)
         return interleaver.handle(interleaver.logits, logits)
@@ -109,7 +112,7 @@ class TracedStage(Stage):
     def sampled(self, rows: InputBatch, token_ids: torch.Tensor) -> torch.Tensor:
         """Offer the tokens to the blocks that wait for them."""
         interleaver = self.interleaver
-        if not interleaver.interleaving:
+        if not interleaver.busy:
             return token_ids
         if not interleaver.awaits_token():
             interleaver.pass_token()
@@ -119,7 +122,7 @@ class TracedStage(Stage):
 
     def end(self, output: ModelRunnerOutput) -> None:
         """The pass is over for its traces, which counts for those that were alive."""
-        if not self.interleaver.interleaving:
+        if not self.interleaver.busy:
             return
         try:
             self.interleaver.sync_once()
@@ -129,5 +132,5 @@ class TracedStage(Stage):
 
     def abandon(self) -> None:
         """End the pass for its traces."""
-        if self.interleaver.interleaving:
+        if self.interleaver.busy:
             self.interleaver.end_pass()

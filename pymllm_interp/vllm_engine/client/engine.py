@@ -15,8 +15,7 @@ from ...core.output import Logprob
 from ...core.request import Request, RequestStatus
 from ...core.step import DeclaredResult, ModelRunnerOutput, RequestHooks
 from ...engine.callbacks import Callbacks
-from ...engine.step_results import Progress, finished_event
-from ...engine.stopping import take
+from ...engine.step_results import Progress, finished_event, take
 from ...hooks.bind import fingerprint_of
 from ..payloads import TensorKey
 from .core import VllmCore, closed

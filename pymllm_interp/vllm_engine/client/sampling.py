@@ -78,8 +78,8 @@ def salt_of(request: Request, declared: Declared | None) -> str | None:
     if request.cache_salt is not None:
         parts.append(f"salt {request.cache_salt}")
     if declared is not None:
-        if "salt" not in declared.shared:
-            found = [(site, op) for site, ops in sorted(declared.ops.items()) for op in ops]
-            declared.shared["salt"] = [f"{site} {op.spec.fingerprint} {op.windows}" for site, op in found]
-        parts += declared.shared["salt"]
+        if "salt" not in declared.hooks.shared:
+            found = [(site, op) for site, ops in sorted(declared.hooks.ops.items()) for op in ops]
+            declared.hooks.shared["salt"] = [f"{site} {op.spec.fingerprint} {op.windows}" for site, op in found]
+        parts += declared.hooks.shared["salt"]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32] if parts else None

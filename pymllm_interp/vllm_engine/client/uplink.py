@@ -12,7 +12,7 @@ import torch
 
 from ...core.request import Request
 from ...core.step import RequestHooks
-from ...hooks.declarations import KEPT
+from ...hooks.bound_hooks import KEPT
 from ..payloads import HookedOnWire, Sealer, TensorKey, TensorKeys, dumped, packed_tensor, version_of
 
 MAX_BYTES = 4 << 30

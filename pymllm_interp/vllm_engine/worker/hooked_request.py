@@ -49,7 +49,7 @@ class HookedRequest:
         """Whether it has an op or a capture at a site."""
         captures = self.captures
         return self.declared is not None and (
-            site in self.declared.ops or (captures is not None and site in captures.layout.by_site)
+            site in self.declared.hooks.ops or (captures is not None and site in captures.layout.by_site)
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...core.step import RequestHooks
-from ...hooks.declarations import KEPT
+from ...hooks.bound_hooks import KEPT
 from ..payloads import HookedOnWire, Sealer, TensorKey, loaded, unpacked_tensor
 from ..settings import KEY
 from .stage import RankStage

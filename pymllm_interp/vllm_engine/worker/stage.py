@@ -18,10 +18,11 @@ from ...config import ServerConfig
 from ...core.model_spec import LOGITS, ModelSpec, inner_site
 from ...core.sampling_params import SamplingParams
 from ...core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks
+from ...hooks.bound_hooks import Bindings
 from ...hooks.captures.egress.result_memory import Memory
 from ...hooks.captures.egress.ring import CaptureRing
 from ...hooks.captures.reductions.reduction import Readout
-from ...hooks.declarations import BoundHooks
+from ...hooks.declared import Declared
 from ...hooks.interventions.host_ops import logit_ops
 from ...kernels.edit_codes import TokenRows
 from ...layers.edits.table import TableOps
@@ -62,7 +63,9 @@ class TappedStage(DeclaredStage):
     def logit_table_ops(self, rows: VllmStep, num_rows: int) -> TableOps | None:
         """The ops at the logits of a step."""
         assert self.device_tables is not None and self.table_ops is not None, "on a CPU `site_ops` has them"
-        if not any(found is not None and found.declared and found.declared.edits_logits for found in rows.batch.found):
+        if not any(
+            found is not None and found.declared and found.declared.hooks.edits_logits for found in rows.batch.found
+        ):
             return None
         logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
         return self.table_ops.first_rows(num_rows, logits)
@@ -97,7 +100,7 @@ class RankStage:
         self.buffers = VllmRowBuffers(tokens, rows + 1, device)
         own = self.buffers
         self.stage.make_tables(own.edited, TokenRows(own.op_rows, own.positions, own.blocks, own.flags))
-        self.bindings = BoundHooks(model, self.stage.limits, readout)
+        self.bindings = Bindings(model, self.stage.limits, readout)
         self.lock = threading.RLock()
         self.calls = 0
         self.num_steps = 0
@@ -129,7 +132,7 @@ class RankStage:
             if vllm_id in self._known:
                 return
             found = HookedRequest(request_id, hooks, prompt_len)
-            found.declared = self.bindings.bound(hooks, prompt_len)
+            found.declared = Declared(self.bindings.bound(hooks, prompt_len))
             if self.rank and not self.in_tables:
                 found.declared.captures = None
             self._known[vllm_id] = self._by_own_id[request_id] = found

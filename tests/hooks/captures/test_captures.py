@@ -43,6 +43,7 @@ from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec, site_index
 from pymllm_interp.core.request import Request
 from pymllm_interp.harvest import open_harvest
 from pymllm_interp.hooks.bind import bind
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.captures.activations import Activations, CaptureError
 from pymllm_interp.hooks.captures.egress.admission import ring_captures
 from pymllm_interp.hooks.captures.egress.result_memory import FRESH, SMALL, FreshMemory, ResultMemory
@@ -1312,7 +1313,7 @@ class Capturing(Simulation):
                     Capture("resid_post.{1,2}", positions=positions, reduce=self.random.choice([None, "mean", "last"])),
                 ]
                 captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
-                request.declared = Declared({}, captures, prompt_len).demands()
+                request.declared = Declared(BoundHooks({}, captures.layout, prompt_len)).demands()
                 self.captures[request.request_id] = captures
                 self.ring.admission.check([(captures, prompt_len if traced else 0)], "a request")
                 self.capturing.append(request)

@@ -19,17 +19,18 @@ from conftest import CONFIGS
 from helpers_declared import copy_records
 from helpers_paths import ROOT
 
+from pymllm_interp.client.prompts import for_each_prompt
 from pymllm_interp.core.model_spec import ModelSpec, final_norm_site, num_sites, site_index
-from pymllm_interp.hooks.bind import DeclaredLimits, bind, for_each_prompt
+from pymllm_interp.hooks.bind import DeclaredLimits, bind
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.captures.egress.result_memory import FreshMemory
 from pymllm_interp.hooks.captures.rows import CapturedRows
 from pymllm_interp.hooks.captures.spec import Capture, Project
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.device_tables import DeviceTables
 from pymllm_interp.hooks.interventions.host_ops import RequestRows, host_ops
-from pymllm_interp.hooks.interventions.op import Gate, Op
+from pymllm_interp.hooks.interventions.op import Gate, Op, apply
 from pymllm_interp.hooks.interventions.projections import Ablate, Clamp
-from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.interventions.specs import Patch, Scale, Steer
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.hooks.positions import Generated, ordinals_of
@@ -88,11 +89,11 @@ def random_op(rng: random.Random, site: str) -> Op:
 
 
 def declared_of(specs: list[Op], captures: list[Capture] | None = None) -> Declared:
-    return Declared.of(specs, INFO, PROMPT, LIMITS, captures or [], longest=PROMPT + 8)
+    return Declared(BoundHooks.of(specs, INFO, PROMPT, LIMITS, captures or [], longest=PROMPT + 8))
 
 
 def expected(declared: Declared, site: int, state: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    for op in declared.ops.get(site, ()):
+    for op in declared.hooks.ops.get(site, ()):
         state = apply(op.spec, state, ordinals_of(op.windows, positions))
     return state
 
@@ -113,7 +114,7 @@ def tables_of(
     for row, declared in enumerate(requests, start=1):
         tables.set_row(row, declared, () if declared is None else pool.acquire(declared))
     tables.apply_staged_writes()
-    marked = [declared is not None and bool(declared.ops or declared.captures) for declared in requests]
+    marked = [declared is not None and bool(declared.hooks.ops or declared.captures) for declared in requests]
     assert edited.tolist() == [0, *map(int, marked)]
     # A row whose request has no ops may be named or not.
     owners = torch.tensor([row + 1 if row >= 0 else -1 for row in rows], device=DEVICE)
@@ -270,7 +271,9 @@ def test_a_row_leaves_as_dot_products_as_its_conversion_or_whole(fused: bool, dt
         ],
     ]
     requests = [
-        Declared.of([random_op(rng, site) for site in SITES[:3]], info, PROMPT, LIMITS, some, longest=PROMPT + 8)
+        Declared(
+            BoundHooks.of([random_op(rng, site) for site in SITES[:3]], info, PROMPT, LIMITS, some, longest=PROMPT + 8)
+        )
         for some in specs
     ]
     rows, positions = [0, 1, 2, 0, -1, 1], [0, 0, 0, 1, 0, 1]
@@ -307,7 +310,7 @@ def test_dot_products_of_states_that_are_narrower_or_wider_than_the_streams(fami
     assert width < hidden if kind == "k" else width > hidden
     capture = Capture(f"{kind}.*", reduce=Project(vector(rng, 3, width)))
     other = Steer("resid_post.0", vector(rng, hidden))
-    requests = [Declared.of([other], info, PROMPT, LIMITS, [capture], longest=PROMPT)]
+    requests = [Declared(BoundHooks.of([other], info, PROMPT, LIMITS, [capture], longest=PROMPT))]
     blocks = [(8, 8 + 16), (32, 32 + 16)]
     pool = pool_of(info)
     _, edits = tables_of([*requests], [0, 0], [0, 1], blocks, info=info, pool=pool)
@@ -435,7 +438,7 @@ def test_a_row_that_is_given_to_another_request_has_that_ones_ops() -> None:
     rng = random.Random(9)
     steer = declared_of([Steer("resid_post.0", vector(rng), scale=2)])
     tables, edits = tables_of([steer], [0], [0])
-    site = site_index(steer.ops[next(iter(steer.ops))][0].site, LAYERS)
+    site = site_index(next(iter(steer.hooks)).site, LAYERS)
     state = vector(rng, 1, 1, WIDTH).to(DEVICE)
     assert not torch.equal(edits.at(site, state), state)
     tables.set_row(1, None)
@@ -494,7 +497,7 @@ def test_a_row_that_changed_hands_before_it_was_written_has_its_last_vector() ->
     assert sorted(tables._staged_vectors) == [0, 1, 2, 3, 4, 5], "each once: the order of writes is not defined on CUDA"
     tables.apply_staged_writes()
     for declared in (second, third):
-        for op in declared:
+        for op in declared.hooks:
             for tensor in op.spec.vectors:
                 assert torch.equal(tables.pool_view(declared, tensor).cpu(), tensor)
 
@@ -518,7 +521,7 @@ def test_vectors_are_written_once_and_again_where_others_were_written_meanwhile(
         pool.release(declared)
     tables.set_row(2, large, pool.acquire(large))
     tables.apply_staged_writes()
-    for op in large:
+    for op in large.hooks:
         for tensor in op.spec.vectors:
             assert torch.equal(tables.pool_view(large, tensor).cpu(), tensor), "the last row was another's meanwhile"
 
@@ -566,7 +569,7 @@ def test_equal_numbers_in_another_shape_have_rows_of_their_own() -> None:
     pool = pool_of()
     _, edits = tables_of([*requests], [2] * len(places), places, pool=pool)
     assert pool.used == 1 + 1 + len(places)
-    (site,) = requests[2].ops
+    (site,) = requests[2].hooks.ops
     state = torch.ones(1, len(places), width, device=DEVICE)
     assert not edits.at(site, state).any(), "its own zeros, and nobody else's vector"
 
@@ -609,10 +612,10 @@ def test_what_cannot_be_held_is_refused_with_its_limit() -> None:
     with pytest.raises(ValueError, match=r"attn_in\.1.*interventions act at embed"):
         declared_of([Scale("attn_in.1", 0.5)])
     outside = replace(LIMITS, inner_sites=frozenset({"z"}))
-    assert Declared.of([Scale("z.1", 0.5)], INFO, PROMPT, outside).ops
+    assert BoundHooks.of([Scale("z.1", 0.5)], INFO, PROMPT, outside).ops
     for specs, captures in (([Scale("q.1", 0.5)], []), ([], [Capture("q.*")])):
         with pytest.raises(ValueError, match=r"q\.\d.*no kernels for 'q'.*inner_sites=\('q', 'z'\)"):
-            Declared.of(specs, INFO, PROMPT, outside, captures, longest=9)
+            BoundHooks.of(specs, INFO, PROMPT, outside, captures, longest=9)
     for wrong in (["resid_post.0"], "resid_post.0", [steer, steer[0]], [steer] * 3):
         with pytest.raises(ValueError, match="interventions: "):
             for_each_prompt(wrong, 2)

@@ -17,7 +17,7 @@ from helpers_runner import random_ids
 from pymllm_interp import Ablate, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits, bind, resolved
-from pymllm_interp.hooks.declared import Declared
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.interventions.gates import is_before, share_kernel
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.positions import ordinals_of
@@ -262,7 +262,7 @@ def test_pages_say_where_the_prompt_ends_that_decides_for_them() -> None:
 
     def by_page(scope: str, prompt_len: int, positions: Any = "all", pages: int = 8) -> list[Any]:
         spec = Steer("resid_post.1", vector(MODEL.hidden_size, 2), positions=positions, when=gates[scope])
-        declared = Declared.of([spec], MODEL, prompt_len, LIMITS, longest=40)
+        declared = BoundHooks.of([spec], MODEL, prompt_len, LIMITS, longest=40)
         spans, found = declared.kv_edits.namespaces(4, 4 * pages), []
         for page in range(pages):
             before = [namespace for start, namespace in spans if start <= page]
@@ -313,7 +313,7 @@ def test_a_gates_probe_may_be_a_name_and_have_its_own_width(lm_of: Any) -> None:
 def test_what_cannot_be_is_refused_with_the_fix(make: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         specs = make(vector(MODEL.hidden_size, 1))
-        Declared.of(specs if isinstance(specs, list) else [specs], MODEL, 5, DeclaredLimits(99, 999, 1 << 24))
+        BoundHooks.of(specs if isinstance(specs, list) else [specs], MODEL, 5, DeclaredLimits(99, 999, 1 << 24))
 
 
 def test_rows_of_one_kernel_do_not_decide_for_each_other() -> None:
@@ -328,12 +328,12 @@ def test_rows_of_one_kernel_do_not_decide_for_each_other() -> None:
     for (read, site), shared in pairs.items():
         for scope in ("token", "prompt"):
             op = Scale(site, 2.0, when=Gate(probe, 0.0, site=read, scope=scope))
-            Declared.of([op], MODEL, 5, DeclaredLimits(99, 999, 1 << 24))  # functions see whole batches
+            BoundHooks.of([op], MODEL, 5, DeclaredLimits(99, 999, 1 << 24))  # functions see whole batches
             if shared and scope == "prompt":
                 with pytest.raises(ValueError, match=r"one kernel computes .*scope='token'"):
-                    Declared.of([op], MODEL, 5, tables)
+                    BoundHooks.of([op], MODEL, 5, tables)
             else:
-                Declared.of([op], MODEL, 5, tables)
+                BoundHooks.of([op], MODEL, 5, tables)
     neox = ModelSpec.of(CONFIGS["gpt_neox"](), torch.float32)
     assert share_kernel(Site("attn_out", 0), Site("resid_post", 0), neox)
     assert not share_kernel(Site("attn_out", 0), Site("resid_post", 0), MODEL)

@@ -18,7 +18,7 @@ from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParam
 from pymllm_interp.captures import Project
 from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits, bind, fingerprint_of
-from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.hooks.interventions.op import apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
 from pymllm_interp.interventions import Generated

@@ -18,9 +18,8 @@ from torch import Tensor
 from pymllm_interp.core.model_spec import FAMILIES, Family, ModelSpec
 from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.spec import Capture, Project
-from pymllm_interp.hooks.interventions.op import Gate, Op
+from pymllm_interp.hooks.interventions.op import Gate, Op, apply
 from pymllm_interp.hooks.interventions.projections import MAX_RANK, Ablate, Clamp
-from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.interventions.specs import Patch, Scale, Steer
 from pymllm_interp.hooks.positions import Generated, Window, ordinals_of, windows_of
 from pymllm_interp.hooks.site import Site

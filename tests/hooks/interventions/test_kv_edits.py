@@ -14,7 +14,7 @@ from helpers_declared import vector
 from pymllm_interp import LM, Patch, SamplingParams, Steer
 from pymllm_interp.core.model_spec import ModelSpec, site_index
 from pymllm_interp.hooks.bind import DeclaredLimits
-from pymllm_interp.hooks.declared import Declared
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.kv_edits import changes_kv
 from pymllm_interp.hooks.site import Site
 from pymllm_interp.interventions import Generated, Knockout
@@ -25,11 +25,11 @@ VECTOR = vector(MODEL.hidden_size, 0)
 SITES = ["embed", "resid_post.0", "attn_out.1", "resid_post.1"]
 
 
-def declared_of(specs: list[Any], prompt_len: int, longest: int) -> Declared:
-    return Declared.of(specs, MODEL, prompt_len, LIMITS, longest=longest)
+def declared_of(specs: list[Any], prompt_len: int, longest: int) -> BoundHooks:
+    return BoundHooks.of(specs, MODEL, prompt_len, LIMITS, longest=longest)
 
 
-def by_page(declared: Declared, page_size: int, count: int) -> list[Any]:
+def by_page(declared: BoundHooks, page_size: int, count: int) -> list[Any]:
     """The namespace of each of `count` pages."""
     found, spans = [], declared.kv_edits.namespaces(page_size, page_size * count)
     assert [page for page, _ in spans] == sorted({page for page, _ in spans})

@@ -25,8 +25,7 @@ from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.group import Group
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.interventions import device_tables, host_ops
-from pymllm_interp.hooks.interventions.op import Op
-from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.hooks.interventions.op import Op, apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.interventions import Generated
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner

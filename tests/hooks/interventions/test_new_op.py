@@ -13,8 +13,10 @@ from conftest import CONFIGS
 from torch import Tensor
 
 from pymllm_interp import Capture, Gate, SamplingParams
+from pymllm_interp.client.prompts import for_each_prompt
 from pymllm_interp.core.model_spec import ModelSpec
-from pymllm_interp.hooks.bind import DeclaredLimits, for_each_prompt
+from pymllm_interp.hooks.bind import DeclaredLimits
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.host_ops import RequestRows, host_ops
 from pymllm_interp.hooks.interventions.op import Op, row_dots
@@ -99,8 +101,8 @@ def test_a_new_op_acts_on_a_cpu_beside_others_at_its_positions_and_behind_its_ga
     gate = Gate(vector(3), 0.0)
     specs = [feature(positions="prompt", when=gate), Negate("resid_post.0", positions=[-1])]
     assert for_each_prompt(specs, 2) == [specs, specs]
-    declared = Declared.of(specs, INFO, PROMPT, DeclaredLimits(**LIMITS))
-    (site,) = declared.ops
+    declared = Declared(BoundHooks.of(specs, INFO, PROMPT, DeclaredLimits(**LIMITS)))
+    (site,) = declared.hooks.ops
     rows = torch.arange(PROMPT + 1)
     ops = host_ops([RequestRows(declared, 0, range(PROMPT + 1), 0, 0)], LAYERS)
     assert ops is not None
@@ -118,12 +120,12 @@ def test_a_new_op_acts_on_a_cpu_beside_others_at_its_positions_and_behind_its_ga
 def test_a_new_op_is_checked_compared_and_named_as_the_others_are() -> None:
     assert feature() == feature() != feature(positions=[0])
     with pytest.raises(ValueError, match=r"Feature\('resid_post.0'\): decoder has 3 values; at resid_post"):
-        Declared.of([Feature("resid_post.0", vector(1), torch.ones(3))], INFO, PROMPT, DeclaredLimits(**LIMITS))
+        BoundHooks.of([Feature("resid_post.0", vector(1), torch.ones(3))], INFO, PROMPT, DeclaredLimits(**LIMITS))
     with pytest.raises(ValueError, match=r"Feature\('resid_post.0'\): bias=inf; expected a finite number"):
         Feature("resid_post.0", vector(1), vector(2), bias=float("inf"))
     half = ModelSpec.of(CONFIGS["llama"](), torch.float16)
     with pytest.raises(ValueError, match=r"target \* decoder reaches 1e\+05, which torch.float16"):
-        Declared.of(
+        BoundHooks.of(
             [Feature("resid_post.0", vector(1), torch.ones(WIDTH), target=1e5)], half, PROMPT, DeclaredLimits(**LIMITS)
         )
 
@@ -147,9 +149,9 @@ def test_a_new_op_runs_through_an_engine_and_takes_vectors_by_name(lm_of: Any) -
 def test_device_tables_refuse_an_op_without_words_but_at_the_logits() -> None:
     limits = DeclaredLimits(**LIMITS, device_tables=True)
     with pytest.raises(ValueError, match=r"Feature\('resid_post.0'\): there is no kernel for it"):
-        Declared.of([feature()], INFO, PROMPT, limits)
+        BoundHooks.of([feature()], INFO, PROMPT, limits)
     at_logits = Feature("logits", torch.ones(INFO.vocab_size), torch.ones(INFO.vocab_size))
-    assert Declared.of([at_logits, Negate("resid_post.0")], INFO, PROMPT, limits).ops
+    assert BoundHooks.of([at_logits, Negate("resid_post.0")], INFO, PROMPT, limits).ops
 
 
 @torch.no_grad()
@@ -161,7 +163,7 @@ def test_device_tables_hold_an_op_as_its_words_say() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     limits = DeclaredLimits(**LIMITS, device_tables=True)
-    declared = Declared.of([Negate("resid_post.0", positions=[0, 2])], INFO, PROMPT, limits)
+    declared = Declared(BoundHooks.of([Negate("resid_post.0", positions=[0, 2])], INFO, PROMPT, limits))
     edited = torch.zeros(2, dtype=torch.int32, device=device)
     tables = DeviceTables(edited, INFO, limits, torch.zeros(8, device=device))
     pool = VectorPool(limits.max_intervention_vectors, INFO.hidden_size)
@@ -170,6 +172,6 @@ def test_device_tables_hold_an_op_as_its_words_say() -> None:
     assert edited.tolist() == [0, 1] and pool.used == 0
     rows, positions = torch.ones(3, dtype=torch.int64, device=device), torch.arange(3, device=device)
     ops = TableOps(tables.tables, rows, positions, torch.zeros(2, 3, dtype=torch.int64, device=device))
-    (site,) = declared.ops
+    (site,) = declared.hooks.ops
     state = vector(5, 1, 3, WIDTH).to(device)
     assert torch.equal(ops.at(site, state), state * torch.tensor([[-1], [1], [-1]], device=device))

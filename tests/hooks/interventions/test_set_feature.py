@@ -20,9 +20,9 @@ from pymllm_interp import SAE, Capture, Gate, SamplingParams, Steer
 from pymllm_interp.captures import Features, Lens
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits
+from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.captures.lens_files import TunedLens
-from pymllm_interp.hooks.declared import Declared
-from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.hooks.interventions.op import apply
 from pymllm_interp.hooks.saes.registry import SAERegistry
 from pymllm_interp.interventions import SetFeature
 from pymllm_interp.wire.specs import intervention_of, to_json
@@ -300,7 +300,7 @@ def test_names_are_resolved_when_a_request_is_submitted(lm: Any) -> None:
 )  # fmt: skip
 def test_what_cannot_be_is_refused(make: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        Declared.of([make()], MODEL, 5, DeclaredLimits(4, 400, 1 << 20))
+        BoundHooks.of([make()], MODEL, 5, DeclaredLimits(4, 400, 1 << 20))
 
 
 def test_http_carries_names_and_refuses_saes() -> None:

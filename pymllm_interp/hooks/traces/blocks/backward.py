@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent
 
+from ....utils.caller_frames import opens_with
 from ..nnsight_compat import (
     BackwardTracer,
     Interleaver,
@@ -26,7 +27,6 @@ from ..nnsight_compat import (
     push_result,
     torch_backward,
 )
-from ..syntax.caller_frames import opens_with
 from .loops import under_ast_lock
 
 TORCH_GRAD: Any = torch.Tensor.grad

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from ....core.receipt import Receipt
+from ....utils.caller_frames import block_traceback
 from ...captures.activations import NOTHING, Activations
 from ..nnsight_compat import EarlyStopException, Mediator, OutOfOrderError
 from ..saves.block_saves import BlockSaves
 from ..saves.save_transfer import SaveTransfer
 from ..serving.rows import Padding, Rows
 from ..serving.visits import VisitCounts
-from ..syntax.caller_frames import block_traceback
 from ..syntax.pass_options import NONE, PassOptions
 from .block_analysis import names_of, only_binds, want_gradients
 from .errors import GangError, LoopEnd, too_late

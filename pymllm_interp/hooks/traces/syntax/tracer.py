@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from greenlet import getcurrent
 
+from ....utils.caller_frames import block_traceback, warn_at_caller
 from ....utils.gc_threshold import lower_threshold, raise_threshold
 from ...captures.activations import Activations
 from ..blocks import backward  # noqa: F401  # mounts it
@@ -38,7 +39,6 @@ from ..saves.save_transfer import SaveTransfer
 from ..saves.saved import saves_device
 from .async_trace import leave_async, ready
 from .barrier import EngineBarrier
-from .caller_frames import block_traceback, warn_at_caller
 from .envoy import TracedModel
 
 OBJECTS = 128

@@ -1,0 +1,363 @@
+"""`BoundHooks`: interventions and captures, bound to a model and to a prompt of one length, and checked. `Bindings` keeps them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.model_spec import LOGITS, STATE, ModelSpec, site_index
+from ..core.receipt import Applied
+from ..core.step import RequestHooks
+from .bind import DeclaredLimits, bind
+from .captures.layer_rows import LayerCaptures
+from .captures.layout import CaptureLayout, layout_of
+from .captures.reductions.patterns import PatternCaptures, is_pattern
+from .captures.reductions.reduction import Readout
+from .captures.spec import Capture
+from .captures.state_captures import StateCaptures, is_state
+from .interventions.fires import Fires
+from .interventions.gates import Flag, GateRead, RequestGates
+from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts
+from .interventions.op import Op
+from .interventions.state_patch import StatePatch, bind_state_patches, is_state_patch
+from .kv_edits import KVEdits
+from .positions import Window
+from .site import Site
+from .spec import Spec
+
+KEPT = 64
+"""Bound hooks that are kept."""
+MAX_TABLE_BYTES = 1 << 20
+"""Captures with larger tables of positions are not kept: a client could make them hold gigabytes after its requests."""
+LARGE = 1 << 15
+"""Size of a vector that takes long to hash: above 70 us."""
+
+
+class PlacedOp(NamedTuple):
+    """An op at one site, at the positions of its windows."""
+
+    spec: Op
+    site: Site
+    windows: tuple[Window, ...]
+    missing: int = 0
+    """Positions that the prompt does not have."""
+    flag: Flag | None = None
+    """Flag of a gate at an earlier site: read by the op, or set by a `GateRead`."""
+
+
+@dataclass(frozen=True, eq=False)
+class BoundHooks:
+    """The interventions and captures of equal requests. Nothing of it changes: `Declared` is what one request does with them.
+
+    Attributes:
+        ops: site -> ops in the order in which they act. Sites are numbers of `site_index`.
+        layout: layout of the captured rows; None without captures.
+        prompt_len: length of the prompt in tokens.
+        logits_from: first position with logits.
+        knockouts: edges of attention that are cut.
+        kv_edits: edits of the KV among them.
+        state_patches: recurrent states that are replaced behind the prompt.
+        new_patterns, new_states: make the captures of attention patterns and recurrent states of a request; None without.
+        specs: interventions and captures, as they were given.
+        shared: results that depend on nothing else, by name.
+    """
+
+    ops: Mapping[int, Sequence[PlacedOp]]
+    layout: CaptureLayout | None
+    prompt_len: int
+    logits_from: int = 0
+    knockouts: Sequence[BoundKnockout] = ()
+    kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
+    state_patches: Sequence[StatePatch] = ()
+    new_patterns: Callable[[], PatternCaptures] | None = None
+    new_states: Callable[[], StateCaptures] | None = None
+    specs: tuple[Intervention | Capture, ...] = ()
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_request(
+        cls, hooks: RequestHooks, prompt_len: int, model: ModelSpec, limits: DeclaredLimits, readout: Readout | None
+    ) -> BoundHooks:
+        """`of` the hooks of a request. Raises ValueError, too, for recurrent states that its pass cannot serve."""
+        longest = prompt_len + hooks.max_tokens - 1
+        found = cls.of(
+            hooks.interventions, model, prompt_len, limits, hooks.captures, longest, hooks.logits_from, readout
+        )
+        if found.acts_on_states and hooks.differentiable:
+            raise ValueError("a pass with gradients keeps no recurrent state: leave out captures and patches at state")
+        states = found.new_states if hooks.trace_key is not None else None
+        if states is not None and states().wanted[: prompt_len - 1].any():
+            raise ValueError(
+                "the prompt of a trace runs in one pass: there, recurrent states are captured behind the prompt (positions=-1) "
+                "and later; a generation without a trace captures them anywhere"
+            )
+        return found
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[Intervention],
+        model: ModelSpec,
+        prompt_len: int,
+        limits: DeclaredLimits,
+        captures: Sequence[Capture] = (),
+        longest: int = 0,
+        logits_from: int = 0,
+        readout: Readout | None = None,
+    ) -> BoundHooks:
+        """The specs of one request, bound and checked.
+
+        Args:
+            specs: the interventions, in the order given.
+            model: its sites and dtype.
+            prompt_len: length of the prompt in tokens.
+            limits: limits of the engine.
+            captures: captures in any order.
+            longest: most positions that the request may reach.
+            logits_from: the first position with logits.
+            readout: readout of the model, for reductions and normed sites.
+
+        Raises:
+            ValueError: an error of `bind`, a site or an op without kernels, or too many ops at a site. Also a site captured
+                twice, or a capture that may exceed the memory of a request's results.
+        """
+        gates = RequestGates(model, prompt_len, limits.device_tables)
+        knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
+        patches = bind_state_patches(filter(is_state_patch, specs), model, prompt_len)  # pyright: ignore[reportArgumentType]
+        ops = _placed_ops(specs, model, prompt_len, limits, gates)
+        replaced = [(patch.layer, patch.spec) for patch in patches]
+        edits = KVEdits(ops, knockouts, model.num_hidden_layers, replaced, prompt_len)
+        for read, flag in gates.reads():  # after the ops that change the state
+            (bound,) = bind(read, model, prompt_len)
+            limits.check_op(read, bound.site)
+            site = site_index(bound.site, model.num_hidden_layers)
+            ops.setdefault(site, []).append(PlacedOp(read, bound.site, bound.windows, flag=flag))
+        for found in ops.values():
+            limits.check_count(found[0].site, sum(len(op.windows) for op in found))
+        of_patterns = [spec for spec in captures if is_pattern(spec)]
+        of_states = [spec for spec in captures if is_state(spec.site)]
+        others = [spec for spec in captures if not (is_pattern(spec) or is_state(spec.site))]
+        new_patterns = partial(PatternCaptures, of_patterns, model, prompt_len, longest) if of_patterns else None
+        new_states = partial(StateCaptures, of_states, model, prompt_len, longest) if of_states else None
+        patterns = None if new_patterns is None else new_patterns()
+        states = None if new_states is None else new_states()
+        for spec in others:
+            limits.check(spec.sites_in(model)[0])
+        layout = layout_of(others, model, prompt_len, longest, logits_from, readout) if others else None
+        _check_size((layout, patterns, states), longest, limits)
+        return cls(
+            ops,
+            layout,
+            prompt_len,
+            logits_from,
+            knockouts,
+            edits,
+            patches,
+            new_patterns,
+            new_states,
+            (*specs, *captures),
+        )
+
+    def __iter__(self) -> Iterator[PlacedOp]:
+        return (op for found in self.ops.values() for op in found)
+
+    @property
+    def acts_on_states(self) -> bool:
+        """Whether it captures or replaces recurrent states."""
+        return self.new_states is not None or bool(self.state_patches)
+
+    @property
+    def only_captures(self) -> bool:
+        """Whether it captures states, and nothing else: no vector, and no weight, is held."""
+        reads_weights = self.layout is not None and any(group.reads_weights for group in self.layout.groups)
+        return not (reads_weights or self.ops or self.knockouts or self.state_patches)
+
+    @cached_property
+    def edits_logits(self) -> bool:
+        """Whether an op acts at the logits."""
+        return any(found[0].site.kind == LOGITS for found in self.ops.values())
+
+    @cached_property
+    def gated(self) -> list[Window]:
+        """Positions where a gate is counted, or decides."""
+        # Where each position decides for itself, a gate's site matters only at the positions of its ops.
+        return [
+            window
+            for op in self
+            if op.spec.when is not None or (isinstance(op.spec, GateRead) and op.flag and op.flag.prompt_len)
+            for window in op.windows
+        ]
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """The distinct vectors that the pool holds for a request."""
+        found = [vector for op in self for vector in op.spec.vectors]
+        for group in () if self.layout is None else self.layout.groups:
+            if group.probes is not None:
+                found.append(group.probes)
+        return list({id(tensor): tensor for tensor in found}.values())
+
+    def hash_large(self) -> None:
+        """Hash large vectors on the caller's thread. The engine's thread hashes the rest, on demand."""
+        if "hashed" in self.shared:
+            return
+        for spec in (*self.specs, *(op.spec for op in self)):
+            if isinstance(spec, Spec) and any(tensor.numel() > LARGE for _, tensor in spec._content().tensors):
+                hash((spec.fingerprint, spec.effect))
+        self.shared["hashed"] = True
+
+    def why_undrafted(self, in_tables: bool) -> str:
+        """Counts or captures that `Declared.settle` cannot take back after a pass with drafts, or "".
+
+        Args:
+            in_tables: ops run as kernels, from device tables, and captures use the ring.
+        """
+        if self.new_patterns is not None:
+            return "attention patterns"
+        if in_tables and self.layout is not None and self.layout.in_order:
+            return "pooled captures on CUDA"
+        return "gates on CUDA" if in_tables and any(op.spec.when is not None for op in self) else ""
+
+    def applied(self, num_positions: int, fires: Fires) -> list[Applied]:
+        """Number of rows that each op acted on, among the first `num_positions` positions.
+
+        Args:
+            fires: fires of the request's gates.
+        """
+        if not (self.ops or self.knockouts or self.state_patches):
+            return []
+        if any(op.spec.when is not None for op in self):
+            return self._applied(num_positions, fires)
+        key = "applied", num_positions
+        if key not in self.shared:
+            self.shared[key] = self._applied(num_positions, fires)
+        return list(self.shared[key])
+
+    def _applied(self, num_positions: int, fires: Fires) -> list[Applied]:
+        def rows(op: PlacedOp, first: int, stop: int) -> int:
+            return sum([window.among(first, min(stop, num_positions)) for window in op.windows])
+
+        return (
+            [
+                Applied(
+                    intervention=type(op.spec).__name__,
+                    site=str(op.site),
+                    prompt_rows=rows(op, self.logits_from if op.site.kind == LOGITS else 0, self.prompt_len),
+                    generated_rows=rows(op, self.prompt_len, num_positions),
+                    gate_fires=None if op.spec.when is None else int(fires.get((site, i), 0)),
+                    missing=op.missing,
+                )
+                for site, found in sorted(self.ops.items())
+                for i, op in enumerate(found)
+                if not isinstance(op.spec, GateRead)
+            ]
+            + [
+                Applied(
+                    type(knockout.spec).__name__,
+                    f"pattern.{layer}",
+                    *knockout.rows(layer, self.prompt_len, num_positions),
+                )
+                for knockout in self.knockouts
+                for layer in knockout.layers
+            ]
+            + [
+                Applied("Patch", f"{STATE}.{patch.layer}", int(num_positions >= self.prompt_len))
+                for patch in self.state_patches
+            ]
+        )
+
+
+class Bindings:
+    """Binds the hooks of requests. Equal hooks of prompts of one length are bound once. Thread-safe.
+
+    Args:
+        model, limits, readout: see `BoundHooks.of`.
+        only_captures: cache only bindings without vectors or weights, so that the cache does not keep tensors alive.
+    """
+
+    def __init__(
+        self, model: ModelSpec, limits: DeclaredLimits, readout: Readout | None, only_captures: bool = False
+    ) -> None:
+        self._model, self._limits, self._readout, self._only_captures = model, limits, readout, only_captures
+        self._known: OrderedDict[Any, BoundHooks] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def bound(self, hooks: RequestHooks, prompt_len: int) -> BoundHooks:
+        """The hooks of one request, bound. Specs are equal where their fingerprints are.
+
+        Raises:
+            ValueError: see `BoundHooks.of_request`.
+        """
+        traced = hooks.differentiable, hooks.trace_key is not None
+        key = *hooks.interventions, None, *hooks.captures, prompt_len, hooks.max_tokens, hooks.logits_from, *traced
+        hash(key)  # large vectors are hashed here, outside of the lock
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known
+        found = BoundHooks.of_request(hooks, prompt_len, self._model, self._limits, self._readout)
+        large = found.layout is not None and found.layout.table_bytes > MAX_TABLE_BYTES
+        if large or (self._only_captures and not found.only_captures):
+            return found
+        with self._lock:
+            self._known[key] = found
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return found
+
+    def clear(self) -> None:
+        """Forget all bindings."""
+        with self._lock:
+            self._known.clear()
+
+    def close(self) -> None:
+        """Forget all, and let go of the model."""
+        self.clear()
+        self._readout, self._limits = None, replace(self._limits, encoders={})
+
+
+def _placed_ops(
+    specs: Sequence[Intervention], model: ModelSpec, prompt_len: int, limits: DeclaredLimits, gates: RequestGates
+) -> dict[int, list[PlacedOp]]:
+    """Site -> ops in the order in which they act, without those that change nothing.
+
+    Args:
+        gates: notes the gates of all ops.
+    """
+    placed: list[tuple[int, bool, PlacedOp]] = []
+    counts: Counter[int] = Counter()
+    for spec in (spec for spec in specs if isinstance(spec, Op) and not is_state_patch(spec)):
+        for bound in bind(spec, model, prompt_len):
+            # resid_pre.i is the state that resid_post.i-1 left, so its ops follow; likewise resid_pre.0 after embed.
+            later = bound.site.kind == "resid_pre"
+            limits.check_op(bound.spec, bound.site)
+            site = site_index(bound.site, model.num_hidden_layers)
+            if not bound.spec.identity:
+                counts[site] += len(bound.windows)
+                limits.check_count(bound.site, counts[site])
+            flag = gates.flag_of(bound.spec, bound.site)
+            placed.append((site, later, PlacedOp(bound.spec, bound.site, bound.windows, bound.missing, flag)))
+    ops: dict[int, list[PlacedOp]] = {}
+    for site, _, op in sorted(placed, key=lambda entry: entry[:2]):  # a stable sort keeps the order given
+        if not op.spec.identity:
+            ops.setdefault(site, []).append(op)
+    for site, found in ops.items():
+        limits.check_encoders(found, site)
+    return ops
+
+
+def _check_size(
+    sources: Sequence[CaptureLayout | LayerCaptures[Any] | None], longest: int, limits: DeclaredLimits
+) -> None:
+    num_bytes = sum(captured.num_bytes for captured in sources if captured is not None)
+    if num_bytes > limits.max_capture_bytes:
+        raise ValueError(
+            f"the captures of a request of {longest} positions may take {num_bytes / 2**20:.0f} MiB; a request's results hold "
+            f"{limits.max_capture_bytes / 2**20:.0f} (max_capture_bytes): raise it, or capture fewer sites or positions"
+        )
