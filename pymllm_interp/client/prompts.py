@@ -1,4 +1,4 @@
-"""Reading and checking of prompts, and of what stands beside each prompt: sampling parameters and specs."""
+"""Reading and checking of prompts, sampling parameters and specs."""
 
 from __future__ import annotations
 

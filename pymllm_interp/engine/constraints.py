@@ -158,7 +158,7 @@ class RequestConstraint:
 
 
 def constraint_of(params: SamplingParams, grammars: Grammars, vocab_size: int, what: str) -> RequestConstraint:
-    """A constraint for a new request, whose parameters name one.
+    """Constraint of a new request with parameters that name one.
 
     Args:
         grammars: the engine's grammars. The first request with a grammar waits for its compilation.

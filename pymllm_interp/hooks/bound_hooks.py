@@ -53,7 +53,7 @@ class PlacedOp(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BoundHooks:
-    """The interventions and captures of equal requests. Nothing of it changes: `Declared` is what one request does with them.
+    """The interventions and captures of equal requests. Nothing of it changes: `Declared` has the state of one request.
 
     Attributes:
         ops: site -> ops in the order in which they act. Sites are numbers of `site_index`.

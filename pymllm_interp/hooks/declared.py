@@ -1,4 +1,4 @@
-"""`Declared`: what one request does with its interventions and captures. `Demands` is the scheduler's view of it."""
+"""`Declared`: state of the interventions and captures of one request. `Demands` is the scheduler's view of it."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from ...core.step import DeclaredResult, ModelRunnerOutput, RequestHooks
 from ...engine.callbacks import Callbacks
 from ...engine.step_results import Progress, finished_event, take
 from ...hooks.bind import fingerprint_of
+from ...hooks.declared import Declared
 from ..payloads import TensorKey
 from .core import VllmCore, closed
 from .sampling import follows, salt_of, vllm_params
@@ -329,8 +330,10 @@ class VllmRequestEngine:
             if isinstance(found, BaseException):
                 raise found
         if found is None:  # it has not begun
-            counted: Any = hooks.bound
-            result = DeclaredResult(counted.applied(0), counted.captured(0), counted.activations([]))
+            counted: Declared = hooks.bound
+            result = DeclaredResult(
+                counted.hooks.applied(0, counted.fires), counted.captured(0), counted.activations([])
+            )
         else:
             result, receipt.steps, receipt.preemptions = found.declared, found.steps, found.preemptions
         request.activations = result.activations

@@ -112,7 +112,7 @@ def test_a_new_op_acts_on_a_cpu_beside_others_at_its_positions_and_behind_its_ga
     wanted[PROMPT - 1] *= -1
     assert 0 < fires.sum() < PROMPT
     torch.testing.assert_close(ops.at(site, state)[0], wanted)
-    first, second = declared.applied(PROMPT + 1)
+    first, second = declared.hooks.applied(PROMPT + 1, declared.fires)
     assert (first.intervention, first.prompt_rows, first.generated_rows) == ("Feature", PROMPT, 0)
     assert first.gate_fires == int(fires.sum()) and (second.intervention, second.prompt_rows) == ("Negate", 1)
 
