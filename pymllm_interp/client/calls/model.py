@@ -187,8 +187,8 @@ class ClientModel(TracedModel):
         """Generate: as a call for outputs, as a ``with`` block to trace the generation.
 
         ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt
-        is text, token ids, or a list of messages. All prompts share one set of parameters, one list of `interventions` and one
-        `capture` list of sites and `Capture`s, or a list gives each its own. Captured states are in `output.activations`.
+        is text, token ids, or a list of messages. Parameters, `interventions` (a list of ops) and `capture` (a list of sites and
+        `Capture`s) are shared by all prompts. Lists of them give each its own. Captured states are in `output.activations`.
         `timeout` is in seconds. `progress` (vLLM's `use_tqdm`) shows a bar; by default for calls of above two seconds.
 
         ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy by default, takes transformers' and vLLM's names for
