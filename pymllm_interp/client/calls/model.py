@@ -27,6 +27,7 @@ from ..backend import Backend
 from ..chat import rendered_conversations
 from ..completion import RequestOutput, StreamPiece
 from ..handle import RequestHandle
+from ..notebook.explained import explain
 from ..notebook.signatures import OF_TRACES, names_options, signature_of
 from ..prompt_batch import prompts_of
 from ..prompts import as_prompts
@@ -34,7 +35,6 @@ from ..request_options import RequestOptions, check_options
 from . import token_calls
 from .activation_cache import ActivationCache, NamesFilter, select_sites
 from .config_view import ConfigView
-from .explained import explain
 from .forward_calls import ForwardOutput, forward, logits_with_hooks, states_of
 from .known_names import unknown_attribute
 from .pipe import PIPELINE
