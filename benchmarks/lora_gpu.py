@@ -27,6 +27,7 @@ from suites.common import against_plain, one_site
 from pymllm_interp import LM
 from pymllm_interp.bench import describe_machine
 from pymllm_interp.bench.common import random_prompts
+from pymllm_interp.config import EngineTuning
 from pymllm_interp.models.adapters.adapter import Adapter
 from pymllm_interp.models.adapters.targets import targets_of
 from pymllm_interp.runner.adapters.commands import InstallAdapter
@@ -65,7 +66,7 @@ def measure(config: Path, rank: int, batches: list[int]) -> list[dict[str, Any]]
     """Steps with adapters beside plain ones, by batch size."""
     lm = LM(
         config, load_format="dummy", dtype="bfloat16", device="cuda", max_running_requests=max(AIMS), max_model_len=1024,
-        kv_cache_tokens=max(AIMS) * 512, prefill_graph_tokens=0, max_loras=ADAPTERS, max_lora_rank=rank,
+        kv_cache_tokens=max(AIMS) * 512, tuning=EngineTuning(prefill_graph_tokens=0), max_loras=ADAPTERS, max_lora_rank=rank,
     )  # fmt: skip
     with lm:
         first, free = adapter_of(lm, rank), torch.cuda.mem_get_info()[0]

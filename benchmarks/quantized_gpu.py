@@ -27,6 +27,7 @@ from pymllm_interp import LM
 from pymllm_interp.bench import describe_machine
 from pymllm_interp.bench.common import greedy, random_prompts
 from pymllm_interp.client.handle import RequestHandle
+from pymllm_interp.config import EngineTuning
 from pymllm_interp.layers.gemm import Gemm
 from pymllm_interp.layers.quantization.gemm import QuantizedGemm
 from pymllm_interp.layers.quantization.weight import quantized
@@ -57,7 +58,7 @@ def measure(config: Path, form: str, batches: list[int], steered_pairs: int) -> 
         options["hf_config"].quantization_config = W4A16
     lm = LM(
         config, load_format="dummy", dtype="bfloat16", device="cuda", max_running_requests=max(batches), max_model_len=1024,
-        kv_cache_tokens=max(batches) * 512, prefill_graph_tokens=0, **options,
+        kv_cache_tokens=max(batches) * 512, tuning=EngineTuning(prefill_graph_tokens=0), **options,
     )  # fmt: skip
     found: list[dict[str, Any]] = []
     with lm:

@@ -24,6 +24,7 @@ from suites.serving.traffic import run
 from suites.serving.workloads import Sizes, Workload, make_workload
 
 from pymllm_interp import LM
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.step import SchedulerOutput
 
 LIMITS = {"H200": (790e12, 4.54e12), "H100": (790e12, 3.0e12)}
@@ -94,7 +95,7 @@ def main() -> None:
     options = {name: json.loads(value) for name, _, value in (option.partition("=") for option in args.option)}
     options = {"enable_prefix_caching": False, "dtype": "bfloat16", **options}
     record: dict[str, Any] = {"options": options, "workloads": {}}
-    with LM(args.config, load_format="dummy", **options) as lm:
+    with LM(args.config, load_format="dummy", **with_tuning(**options)) as lm:
         log = StepLog(lm)
         record |= {"model": lm.backend.facts.name, "device": lm.backend.facts.device}
         for number, name in enumerate(args.workload):

@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     serving.add_argument(
         "--workloads", nargs="+", metavar="NAME", help="see `suites/serving/workloads.py`; NAME-steered, NAME-traced"
     )
-    serving.add_argument("--policies", nargs="+", metavar="POLICY", help="schedule_policy of each engine")
+    serving.add_argument("--policies", nargs="+", metavar="POLICY", help="prefill_policy of each engine")
     serving.add_argument("--engine", choices=ENGINES)
     serving.add_argument("--scale", type=float, help="fraction of the requests, or of the duration")
     serving.add_argument("--longest", type=int, help="tokens of a request at most")

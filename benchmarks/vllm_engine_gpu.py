@@ -129,13 +129,15 @@ class Ours:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from pymllm_interp import LM, SamplingParams, Steer
+        from pymllm_interp.config import EngineTuning
 
         options = engine_options(args)
         if args.eager:
             options["kv_cache_tokens"] = max(args.batches) * (args.prompt + args.new + 8)
         self._lm = LM(
             args.config, engine="vllm", dtype=args.dtype, load_format="dummy", max_running_requests=max(args.batches),
-            capture_ring_bytes=args.ring, max_capture_bytes=4 << 30, capture_kept_bytes=32 << 30, disable_cuda_graph=args.eager,
+            max_capture_bytes=4 << 30, disable_cuda_graph=args.eager,
+            tuning=EngineTuning(capture_ring_bytes=args.ring, capture_kept_bytes=32 << 30),
             max_num_tokens=options.pop("max_num_batched_tokens"), **options,
         )  # fmt: skip
         layers, width = self._lm.num_layers, self._lm.hidden_size

@@ -45,7 +45,7 @@ PLUMBING = (
 SECTIONS = [
     Section(
         "LM", "Prompts in, outputs out; and the tree that traces are written against ([traces](../use/trace.md)).",
-        ("LM", "client.request_options:RequestOptions", "config:ServerConfig"),
+        ("LM", "client.request_options:RequestOptions", "config:ServerConfig", "config:EngineTuning"),
         ("interleave", "interleaver", "source", "input", "inputs", "output"),
     ),
     Section(

@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from traceback import walk_tb
@@ -34,6 +35,7 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, or 2 with one line on stderr if it cannot be done."""
     share_cores()
+    warnings.filterwarnings("default", "pymllm-interp 0.2 removes", DeprecationWarning)
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     try:

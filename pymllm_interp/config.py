@@ -1,4 +1,4 @@
-"""Configuration: two frozen dataclasses, validated on construction. Imports no torch: the HTTP process reads them, too."""
+"""Configuration: frozen dataclasses, validated on construction. Imports no torch: the HTTP process reads them, too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .core.families import INNER_SITES
 from .speculative.drafter import SpeculativeConfig
-from .utils.arguments import shown
+from .utils.arguments import shown, warn_renamed
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +72,45 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Serving settings. None: derived from the model and the machine."""
+class EngineTuning:
+    """Memory and scheduling inside the engine: ``LM(..., tuning=EngineTuning(max_segments=64))``. Changes times, never results."""
+
+    hook_execution: str = "auto"
+    """Execution of a step with a block that waits for a module. "segments" replays the graph segments between blocks. "split"
+    replays the plain requests of a decode step and runs the hooked ones module by module. Models by transformers' classes run
+    as with "eager". "eager" runs the whole batch module by module. "auto" is "segments" if the pass's size is captured."""
+    max_segments: int = 256
+    """Maximum graph segments between blocks to keep; the least recently used one is evicted. Steps with prompts have separate
+    segments, one for each layer and size. Four times as many of them are kept."""
+    prefill_policy: str = "mixed"
+    """ "mixed" puts decode and prefill into one step; "prefill_first" gives prefill steps of its own, at most every second one."""
+    prefill_graph_tokens: int = 1024
+    """The largest prefill or mixed step, in token rows, to capture as piecewise CUDA graphs; 0: none."""
+    enable_torch_compile: bool = False
+    """Compile decode passes before they are captured as CUDA graphs. Start-up takes longer."""
+    torch_compile_max_bs: int = 32
+    """The largest batch size to compile."""
+    capture_ring_bytes: int = 1 << 30
+    """Bytes of the ring buffer for captured states, on a CUDA device and in pinned memory on the host. The captured prompts of one
+    step take at most a quarter of it."""
+    capture_kept_bytes: int = 1 << 33
+    """Upper bound, in bytes, of freed result memory kept for reuse."""
+    state_cache_bytes: int = 1 << 30
+    """Memory for snapshots of recurrent states, behind which later prompts start (docs/reference/models.md). At most an eighth
+    of the memory for KV and states. 0: prefixes are not reused in models with such states."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "capture_ring_bytes", "capture_kept_bytes", "max_segments", "torch_compile_max_bs")
+        for name in ("prefill_graph_tokens", "state_cache_bytes"):
+            if getattr(self, name) != 0:
+                _positive(self, name)
+        _one_of(self, "prefill_policy", ("mixed", "prefill_first"))
+        _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(EngineTuning):
+    """Serving settings, with the engine's tuning. None: derived from the model and the machine."""
 
     device: str = "auto"
     max_model_len: int | None = None
@@ -89,9 +126,6 @@ class ServerConfig:
     """The KV pool's dtype; "auto" is the model's. "fp8" is E4M3, with a checkpoint's scales, else 1."""
     state_dtype: str = "float32"
     """The dtype of recurrent states between steps, in models that have them: "float32", or "bfloat16" for half of the memory."""
-    state_cache_bytes: int = 1 << 30
-    """Memory for snapshots of recurrent states, behind which later prompts start (docs/reference/models.md). At most an eighth
-    of the memory for KV and states. 0: prefixes are not reused in models with such states."""
     page_size: int = 16
     """Slots of one KV page."""
     enable_prefix_caching: bool = True
@@ -112,23 +146,9 @@ class ServerConfig:
     Each kind costs at least one kernel launch a layer, used or not. On a CPU all kinds can be used, at no cost."""
     max_capture_bytes: int = 1 << 30
     """Maximum bytes of one request's captures on the host."""
-    capture_ring_bytes: int = 1 << 30
-    """Bytes of the ring buffer for captured states, on a CUDA device and in pinned memory on the host. The captured prompts of one
-    step take at most a quarter of it."""
-    capture_kept_bytes: int = 1 << 33
-    """Upper bound, in bytes, of freed result memory kept for reuse."""
     capture_when_full: str = "block"
     """A request for which the ring has no room: "block" makes it wait, "fail" drops its captures."""
-    hook_execution: str = "auto"
-    """Execution of a step with a block that waits for a module. "segments" replays the graph segments between blocks. "split"
-    replays the plain requests of a decode step and runs the hooked ones module by module. Models by transformers' classes run
-    as with "eager". "eager" runs the whole batch module by module. "auto" is "segments" if the pass's size is captured."""
-    max_segments: int = 256
-    """Maximum graph segments between blocks to keep; the least recently used one is evicted. Steps with prompts have separate
-    segments, one for each layer and size. Four times as many of them are kept."""
-    schedule_policy: str = "mixed"
-    """ "mixed" puts decode and prefill into one step; "prefill_first" gives prefill steps of its own, at most every second one."""
-    scheduling_policy: str = "fcfs"
+    queue_order: str = "fcfs"
     """The order of waiting requests with equal `priority`. "fcfs": first come, first served. "lpm": the longest prefix in the
     prefix cache first."""
     max_itl_ms: float | None = None
@@ -138,12 +158,6 @@ class ServerConfig:
     attention_backend: str = "auto"
     """ "torch", or "flashinfer" on CUDA."""
     disable_cuda_graph: bool = False
-    prefill_graph_tokens: int = 1024
-    """The largest prefill or mixed step, in token rows, to capture as piecewise CUDA graphs; 0: none."""
-    enable_torch_compile: bool = False
-    """Compile decode passes before they are captured as CUDA graphs. Start-up takes longer."""
-    torch_compile_max_bs: int = 32
-    """The largest batch size to compile."""
     logprobs_mode: str = "raw_logprobs"
     """Contents of `logprobs` and `prompt_logprobs`, with vLLM's names. "raw_logprobs" and "raw_logits" are before penalties,
     temperature and filters. "processed_logprobs" and "processed_logits" are after them; prompt tokens have no such values."""
@@ -162,24 +176,17 @@ class ServerConfig:
     """Seconds after which the block's request ends with an error; None: never."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
-        _positive(
-            self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors", "max_segments"
-        )
+        _positive(self, "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes")
         _positive(self, "max_loras", "max_lora_rank")
-        _positive(self, "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes")
-        for name in ("prefill_graph_tokens", "state_cache_bytes"):
-            if getattr(self, name) != 0:
-                _positive(self, name)
         for kind in self.inner_sites:
             if kind not in INNER_SITES:
                 raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")
         SpeculativeConfig.of(self.speculative)
         _one_of(self, "state_dtype", ("float32", "bfloat16"))
         _one_of(self, "capture_when_full", ("block", "fail"))
-        _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
-        _one_of(self, "scheduling_policy", ("fcfs", "lpm"))
-        _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))
+        _one_of(self, "queue_order", ("fcfs", "lpm"))
         _one_of(self, "lower_traces", LOWER_TRACES)
         _one_of(self, "logprobs_mode", ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
@@ -193,3 +200,20 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: expected {'seconds' if unit == 's' else 'milliseconds'} above 0")
+
+
+TUNING = frozenset(EngineTuning.__dataclass_fields__)
+RENAMED = {"schedule_policy": "prefill_policy", "scheduling_policy": "queue_order"}
+"""Old name of a field, which works until 0.2 -> the new one."""
+
+
+def renamed_fields(given: Mapping[str, Any], call: str, stacklevel: int = 4) -> dict[str, Any]:
+    """Fields of `ServerConfig` by their present names. Issues a DeprecationWarning for each old one.
+
+    Args:
+        call: shows a setting in the warning, such as "LM({}=...)".
+        stacklevel: stack level of `warn_renamed`.
+    """
+    for old in given.keys() & RENAMED.keys():
+        warn_renamed(call.format(old), call.format(RENAMED[old]), stacklevel)
+    return {RENAMED.get(name, name): value for name, value in given.items()}

@@ -20,14 +20,14 @@ from transformers import PretrainedConfig
 
 from .client.backend import Backend
 from .client.calls.activation_cache import NamesFilter
-from .client.calls.lm_arguments import check_arguments, check_unused, vllm_arguments
+from .client.calls.lm_arguments import check_arguments, check_unused, server_fields, vllm_arguments
 from .client.calls.model import ClientModel
 from .client.calls.model_weights import LoadedAdapters, ModelWeights
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
 from .client.prompts import captures_for_each_prompt, for_each_prompt
-from .config import ModelConfig, ServerConfig
+from .config import EngineTuning, ModelConfig, ServerConfig
 from .core.sampling_params import SamplingParams
 from .harvest.corpus_calls import generate_outputs, harvest
 from .harvest.on_ray.address import SCHEME, url_of
@@ -75,6 +75,7 @@ class LM(ClientModel):
         backend: an engine that has its model already, in place of all arguments above but `rename`, `envoys` and
             `attn_implementation` (client/backend.py). `connect` makes one of a server.
         engine: "own"; or "vllm", for vLLM with declared hooks (docs/engine/vllm.md). Further keywords are then vLLM's, too.
+        tuning: memory and scheduling inside the engine (`pymllm_interp.config.EngineTuning`); it changes no result.
         server: further fields of `ServerConfig`, by name.
 
     Raises:
@@ -104,8 +105,10 @@ class LM(ClientModel):
         quantize: str | None = None,
         backend: Backend | None = None,
         engine: str = "own",
+        tuning: EngineTuning | None = None,
         **server: Any,
     ) -> None:
+        server = server_fields(server, tuning)
         vllm = vllm_arguments(engine, server)
         check_arguments(model, server)
         self._default_options = take_options({"attn_implementation": attn_implementation})

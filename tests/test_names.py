@@ -7,13 +7,18 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import pymllm_interp
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.cli import make_parser
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.client.calls.model import RENAMED
+from pymllm_interp.server.command import settings_of
 
 
 def test_dir_of_the_package_is_its_public_names() -> None:
@@ -90,6 +95,61 @@ def test_an_old_name_of_an_lm_works_and_names_the_new_one(lm_of: Callable[..., L
         found["unload_adapter"]("a")
     with pytest.raises(AttributeError, match=r"did you mean lm\.generate"):
         lm.generat  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("given", "new", "field", "value"),
+    [
+        (
+            {"schedule_policy": "prefill_first"},
+            r"LM\(tuning=EngineTuning\(prefill_policy=",
+            "prefill_policy",
+            "prefill_first",
+        ),
+        ({"max_segments": 9}, r"LM\(tuning=EngineTuning\(max_segments=", "max_segments", 9),
+        ({"scheduling_policy": "lpm"}, r"LM\(queue_order=", "queue_order", "lpm"),
+    ],
+)
+def test_an_old_setting_works_and_names_the_new_one(
+    given: dict[str, Any], new: str, field: str, value: Any, model_folder: Callable[[str], Path]
+) -> None:
+    (old,) = given
+    how = {"device": "cpu", "dtype": "float32", "kv_cache_tokens": 64}
+    with pytest.warns(DeprecationWarning, match=rf"0\.2 removes LM\({old}=\.\.\.\): use {new}") as warned:
+        lm = LM(model_folder("llama"), **how, **given)
+    with lm:
+        assert len(warned) == 1 and warned[0].filename == __file__
+        assert getattr(lm.runner.server_config, field) == value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with LM(model_folder("llama"), **how, **with_tuning(**{field: value})) as lm:
+            assert getattr(lm.runner.server_config, field) == value
+
+
+def test_an_old_option_of_a_server_names_the_new_one() -> None:
+    args = make_parser().parse_args(
+        ["serve", "demo", "--option", "scheduling_policy=lpm", "--option", "max_segments=9"]
+    )
+    with pytest.warns(
+        DeprecationWarning, match="removes --option scheduling_policy: use --option queue_order"
+    ) as warned:
+        server = settings_of(args).server
+    assert len(warned) == 1 and server["queue_order"] == "lpm" and server["max_segments"] == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"schedule_polcy": "lpm"}, "did you mean"),
+        ({"queue_ordr": "lpm"}, r"did you mean queue_order\?$"),
+        ({"max_segmnts": 9}, r"did you mean max_segments\? here it is tuning=EngineTuning\(max_segments="),
+        ({"enforce_eagr": True}, r"did you mean enforce_eager\? here it is disable_cuda_graph=True"),
+        ({"tuning": {"max_segments": 9}}, r"tuning is a dict: pymllm_interp\.config\.EngineTuning"),
+    ],
+)
+def test_a_wrong_setting_is_told_the_closest_one(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        LM("demo", **given)
 
 
 def test_the_homes_wait_for_torch_and_hooks() -> None:

@@ -32,7 +32,7 @@ def profile_suite(model: Model) -> Iterator[dict[str, Any]]:
         found["profile"]["prefill"] = profile_prefill(lm, settings)
         yield found
     for mode, options in MODES.items():
-        if "hook_execution" in options:
+        if "tuning" in options:
             with model.load(lower_traces="off", **options) as lm:
                 for batch in settings.batches:
                     found["profile"][f"{mode} {batch}"] = profile_decode(lm, batch, settings, [lm.num_layers // 2])

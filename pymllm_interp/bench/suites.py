@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from ..client.handle import RequestHandle
+from ..config import EngineTuning
 from ..lm import LM
 from ..runner.interp_model_runner import InterpModelRunner
 from .common import WARM_TOKENS, Prompts, generate, greedy, in_turns, random_prompts
@@ -27,9 +28,7 @@ PREFILL_PROMPTS = PREFILL_TIMES = 16
 """Number of prompts for prefill, and how many times longer they are than for decoding."""
 MODES: dict[str, dict[str, Any]] = {
     "no graphs": {"disable_cuda_graph": True},
-    "split": {"hook_execution": "split"},
-    "eager": {"hook_execution": "eager"},
-    "auto": {"hook_execution": "auto"},
+    **{how: {"tuning": EngineTuning(hook_execution=how)} for how in ("split", "eager", "auto")},
 }
 """Engines of the hooks suite, and the options that they are loaded with."""
 

@@ -32,7 +32,7 @@ class Scheduler:
     """Queues of live requests, and the step that each takes part in.
 
     Args:
-        config: `schedule_policy`, `scheduling_policy`, `max_running_requests` and `max_itl_ms` are read.
+        config: `prefill_policy`, `queue_order`, `max_running_requests` and `max_itl_ms` are read.
         max_num_tokens: upper bound of a step's token rows.
         kv: pages and rows of the requests.
         ring_admission: reserves room for captured states in the ring; None if captures need none.
@@ -58,7 +58,7 @@ class Scheduler:
         self.kv = kv
         self.ring_admission, self._times, self._drafts = ring_admission, times, drafts
         self.requests: dict[str, Request] = {}
-        self.waiting = WaitingQueue(config.scheduling_policy, kv.num_cached_tokens)
+        self.waiting = WaitingQueue(config.queue_order, kv.num_cached_tokens)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.lost: list[Request] = []
@@ -169,7 +169,7 @@ class Scheduler:
         self._decodes_wait = self._prompts_have_this_step(len(decoding))
         if not self._decodes_wait:
             budget = self._schedule_decodes(step, budget, decoding)
-        if not (self.config.schedule_policy == "prefill_first" and step.scheduled):
+        if not (self.config.prefill_policy == "prefill_first" and step.scheduled):
             self._beyond_target, budget = self._beyond(step, budget)
             if prompts_run:
                 budget = self._schedule_chunks(step, budget)
@@ -205,7 +205,7 @@ class Scheduler:
         if not decoding or self._decodes_wait:
             return False
         head = self._admissible_head()
-        if self.config.schedule_policy == "prefill_first":
+        if self.config.prefill_policy == "prefill_first":
             back = any(self._can_admit(request.unit) for request in self.swapped)
             return back or head is not None or any(r.in_prompt for r in self.running)
         if head is None or head[0].trace is None or any(r.in_prompt for r in self.running):

@@ -12,6 +12,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from ..client.calls.lm_arguments import with_tuning
 from ..client.chat import render
 from ..client.detokenizer import decode
 from ..core.sampling_params import SamplingParams
@@ -58,7 +59,7 @@ class HarnessLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.interventions = interventions_of(interventions)
-        self.lm = LM(model, device=device or "auto", **options) if isinstance(model, str) else model
+        self.lm = LM(model, device=device or "auto", **with_tuning(**options)) if isinstance(model, str) else model
         if self.lm.tokenizer is None:
             raise ValueError("the model has no tokenizer: lm-eval needs one")
         self.tokenizer = self.lm.tokenizer

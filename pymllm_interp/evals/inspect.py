@@ -25,6 +25,7 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
+from ..client.calls.lm_arguments import with_tuning
 from ..client.chat import render, template_messages
 from ..client.completion import CompletionOutput
 from ..core.sampling_params import SamplingParams
@@ -66,7 +67,7 @@ class EngineAPI(ModelAPI):
         if lm is not None and model_args:
             raise TypeError(f"{', '.join(model_args)} belong to a new LM, and lm= was given")
         self._owned = lm is None
-        self.lm: LM = LM(model_name, **model_args) if lm is None else lm
+        self.lm: LM = LM(model_name, **with_tuning(**model_args)) if lm is None else lm
 
     async def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig

@@ -180,7 +180,7 @@ class Sealed(nn.Module):
         """Raise NotImplementedError: fused passes do not call the module."""
         why = "fused passes do not call it"
         self._refuse(
-            "it cannot be compiled on its own", why, "LM(..., enable_torch_compile=True) compiles captured passes"
+            "it cannot be compiled on its own", why, "EngineTuning(enable_torch_compile=True) compiles captured passes"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

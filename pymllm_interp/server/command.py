@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
 
-from ..config import ModelConfig, ServerConfig
+from ..config import ModelConfig, ServerConfig, renamed_fields
 from ..utils.arguments import check_names
 from .http.trust import read_keys
 from .settings import ServeLimits, ServeSettings
@@ -37,7 +37,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         ValueError, TypeError, OSError: an option that cannot be.
     """
     model_fields, server_fields = set(ModelConfig.__dataclass_fields__), set(ServerConfig.__dataclass_fields__)
-    options: dict[str, Any] = dict(args.option or ())
+    options: dict[str, Any] = renamed_fields(dict(args.option or ()), "--option {}")
     vllm = _vllm_arguments(args)
     check_names("pymllm-interp serve --option", options, [*model_fields - {"hf_config", "saes"}, *server_fields], {})
     model = {"model": args.model, "dtype": args.dtype} | {k: v for k, v in options.items() if k in model_fields}

@@ -11,13 +11,13 @@ _LOG = "--log-level sets what is logged; prompts and texts never are"
 
 SAME: dict[str, str] = {
     "max_model_len": "", "seed": "", "kv_cache_dtype": "", "enable_prefix_caching": "True",
-    "gpu_memory_utilization": "", "async_scheduling": "True", "scheduling_policy": "", "generation_config": "", "load_format": "",
+    "gpu_memory_utilization": "", "async_scheduling": "True", "generation_config": "", "load_format": "",
     "logprobs_mode": "", "attention_backend": "", "max_loras": "", "max_lora_rank": "",
 }  # fmt: skip
 """Arguments of LM with vLLM's name, which `--option` sets -> the value of a flag without one."""
 RENAMED: dict[str, str] = {
     "block_size": "page_size", "max_num_batched_tokens": "max_num_tokens", "max_num_seqs": "max_running_requests",
-    "model_impl": "impl", "speculative_config": "speculative",
+    "model_impl": "impl", "scheduling_policy": "queue_order", "speculative_config": "speculative",
 }  # fmt: skip
 """vLLM's name -> the argument of LM."""
 OTHERS: dict[str, str] = {
@@ -31,7 +31,7 @@ OTHERS: dict[str, str] = {
     "disable_uvicorn_access_log": _LOG,
     "download_dir": "the environment variable HF_HOME says where models are",
     "enable_auto_tool_choice": "--tool-call-parser NAME says how the model writes tool calls, and that they are parsed",
-    "enable_chunked_prefill": "long prompts always run in chunks; --option schedule_policy=NAME says beside what",
+    "enable_chunked_prefill": "long prompts always run in chunks; --option prefill_policy=NAME says beside what",
     "enable_lora": "it is not needed: --lora-modules NAME=FOLDER loads adapters, and --option max_loras=N says how many at a time",
     "enable_log_requests": _LOG,
     "enable_server_load_tracking": "/load is always there",

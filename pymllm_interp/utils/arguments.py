@@ -28,8 +28,11 @@ def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere:
     """
     for name in given:
         if name not in known:
-            near = get_close_matches(name[:SHOWN], known, n=1)
-            hint = elsewhere.get(name) or (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+            near = get_close_matches(name[:SHOWN], [*known, *elsewhere], n=1)
+            hint = f"there are {', '.join(known)}"
+            if near:
+                other = elsewhere.get(near[0])
+                hint = other if other and near[0] == name else f"did you mean {near[0]}?{f' {other}' if other else ''}"
             raise TypeError(f"{who}() has no argument {shown(name)}: {hint}")
 
 

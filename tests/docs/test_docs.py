@@ -112,7 +112,8 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
 def test_what_users_are_shown_comes_from_the_package_and_its_homes(source: Path) -> None:
     deeper = re.findall(r"^\s*(?:from|import) (pymllm_interp\.[\w.]+)", source.read_text(), flags=re.MULTILINE)
     homes = {
-        f"pymllm_interp.{home}" for home in ("captures", "harvest", "interventions", "runner", "sampling", "toolkit")
+        f"pymllm_interp.{home}"
+        for home in ("captures", "config", "harvest", "interventions", "runner", "sampling", "toolkit")
     }
     assert not set(deeper) - homes, f"{source.name} reaches into {deeper}"
 

@@ -148,9 +148,7 @@ def test_requests_that_gave_way_have_the_tokens_and_logprobs_of_a_roomy_engine(l
     assert_idle(tight)
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"schedule_policy": "prefill_first"}, {"page_size": 1}, {"max_running_requests": 2}]
-)
+@pytest.mark.parametrize("kwargs", [{"prefill_policy": "prefill_first"}, {"page_size": 1}, {"max_running_requests": 2}])
 def test_scheduling_does_not_change_tokens(kwargs: dict[str, Any], lm_of: LmOf) -> None:
     prompts = prompts_of(LENGTHS, seed=2)
     lm = lm_of("qwen3", max_num_tokens=20, **kwargs)
@@ -162,7 +160,7 @@ def test_scheduling_does_not_change_tokens(kwargs: dict[str, Any], lm_of: LmOf) 
 def test_reading_tokens_a_step_late_changes_no_result(policy: str, lm_of: LmOf) -> None:
     """V4: every kind of end and of giving way, in a pool that is too small, beside requests that need their tokens at once."""
     rng = random.Random(11)
-    server = {"kv_cache_tokens": 96, "page_size": 4, "max_num_tokens": 24, "schedule_policy": policy}
+    server = {"kv_cache_tokens": 96, "page_size": 4, "max_num_tokens": 24, "prefill_policy": policy}
     late, lm = lm_of("llama", async_scheduling=True, **server), lm_of("llama", async_scheduling=False, **server)
     prompts = prompts_of([rng.randrange(1, 20) for _ in range(24)], seed=11)
     ends = [token for ids in tokens(lm_of("llama").generate(prompts[:6], greedy())) for token in ids[2:5]]

@@ -28,8 +28,8 @@ WAIT = 600
 SERVERS = {
     "in turn": {},
     "ahead": {"async_scheduling": True},
-    "prefill first": {"schedule_policy": "prefill_first", "scheduling_policy": "lpm"},
-    "wide pages": {"page_size": 8, "kv_cache_tokens": 96, "async_scheduling": True, "scheduling_policy": "lpm"},
+    "prefill first": {"prefill_policy": "prefill_first", "queue_order": "lpm"},
+    "wide pages": {"page_size": 8, "kv_cache_tokens": 96, "async_scheduling": True, "queue_order": "lpm"},
 }
 
 

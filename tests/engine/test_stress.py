@@ -210,7 +210,7 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
 
 
 SERVERS = [
-    {"schedule_policy": policy, **how}
+    {"prefill_policy": policy, **how}
     for policy in ("mixed", "prefill_first")
     for how in ({}, {"hook_execution": "split", "async_scheduling": True})
 ]
@@ -239,7 +239,7 @@ def test_concurrent_traces_beside_replayed_steps_equal_their_solo_runs(policy, l
         made.append(lm_of(family, device="cuda", **options))
         return made[-1]
 
-    stress(on_cuda, oracle, 7, 40, schedule_policy=policy)
+    stress(on_cuda, oracle, 7, 40, prefill_policy=policy)
     (lm,) = made
     ran = ways(lm)
     assert lm.runner.graph_runner is not None and ran["replay"] > 0 and ran["segments"] > 0, ran

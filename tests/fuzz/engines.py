@@ -48,8 +48,8 @@ INNER = ("q", "k", "v", "z", "mlp_act")
 WAYS = {
     "fused": Way(),
     "ahead": Way({"async_scheduling": True}),
-    "split": Way({"hook_execution": "split", "async_scheduling": True, "scheduling_policy": "lpm"}),
-    "eager": Way({"hook_execution": "eager", "schedule_policy": "prefill_first"}),
+    "split": Way({"hook_execution": "split", "async_scheduling": True, "queue_order": "lpm"}),
+    "eager": Way({"hook_execution": "eager", "prefill_policy": "prefill_first"}),
     "segments": Way({"hook_execution": "segments", "async_scheduling": True}, graphs=True),
     "tables": Way({"async_scheduling": True, "inner_sites": INNER}, tables=True),
     "replays": Way({"hook_execution": "segments", "inner_sites": INNER}, tables=True, graphs=True),

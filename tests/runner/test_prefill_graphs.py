@@ -84,8 +84,8 @@ def test_prompts_of_one_token_in_a_padded_pass(device: str, family: str, load: L
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
 def test_traffic_equals_that_of_an_engine_without_graphs(device: str, family: str, policy: str, load: Load) -> None:
-    graphs = load(device, family, schedule_policy=policy)
-    eager = load(device, family, schedule_policy=policy, disable_cuda_graph=True)
+    graphs = load(device, family, prefill_policy=policy)
+    eager = load(device, family, prefill_policy=policy, disable_cuda_graph=True)
     assert graphs.runner.graphs.prefill is not None and eager.runner.graphs.prefill is None
     before = ways(graphs)
     for a, b in zip(traffic(graphs, 1), traffic(eager, 1), strict=True):

@@ -31,7 +31,7 @@ WAIT = 600
 SERVERS: dict[str, dict[str, Any]] = {
     "in turn": {},
     "ahead": {"async_scheduling": True},
-    "prefill first": {"schedule_policy": "prefill_first", "page_size": 8, "kv_cache_tokens": 96},
+    "prefill first": {"prefill_policy": "prefill_first", "page_size": 8, "kv_cache_tokens": 96},
 }
 
 

@@ -73,7 +73,7 @@ class Simulation:
         self.allocator = TokenToKVPoolAllocator(num_pages * page_size, page_size)
         self.kv_pool = KVPool(2, num_pages * page_size, 1, 3, torch.float32, "cpu", page_size)
         config = ServerConfig(
-            max_running_requests=max_running, page_size=page_size, schedule_policy=policy, scheduling_policy=order
+            max_running_requests=max_running, page_size=page_size, prefill_policy=policy, queue_order=order
         )
         self.model: Any = AdaptedState()
         self.sharing = PrefixSharing(RadixCache(page_size), self.model if caching else None)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pymllm_interp.bench.suites import facts
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.specs import Steer
@@ -47,7 +48,7 @@ class ServingSettings:
 
     workloads: tuple[str, ...] = DEFAULT
     policies: tuple[str, ...] = ()
-    """`schedule_policy` of each of our engines; empty: one engine with the default, or with that of `options`."""
+    """`prefill_policy` of each of our engines; empty: one engine with the default, or with that of `options`."""
     engine: str = "ours"
     scale: float = 1.0
     """Fraction of the requests, or of the duration, of each workload."""
@@ -103,11 +104,11 @@ def serving_records(
         for policy in settings.policies or (None,):
             options: dict[str, Any] = {**settings.options}
             if policy is not None:
-                options["schedule_policy"] = policy
-            with LM(model, dtype=dtype, device=device, load_format=load_format, **options) as lm:
+                options["prefill_policy"] = policy
+            with LM(model, dtype=dtype, device=device, load_format=load_format, **with_tuning(**options)) as lm:
                 record |= facts(lm) | {"limits": asdict(lm.limits)}
                 for row in _on_ours(lm, settings):
-                    rows.append({"policy": options.get("schedule_policy", ServerConfig.schedule_policy), **row})
+                    rows.append({"policy": options.get("prefill_policy", ServerConfig.prefill_policy), **row})
                     yield record
             del lm
             _free()

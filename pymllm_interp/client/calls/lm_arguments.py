@@ -7,9 +7,9 @@ from dataclasses import fields
 from os import PathLike
 from typing import Any
 
-from ...config import ModelConfig, ServerConfig
+from ...config import RENAMED, TUNING, EngineTuning, ModelConfig, ServerConfig, renamed_fields
 from ...core import unsupported
-from ...utils.arguments import check_names
+from ...utils.arguments import check_names, warn_renamed
 
 ELSEWHERE = {
     "device_map": "one device holds the model, device='cuda' or 'cpu'",
@@ -26,6 +26,33 @@ ELSEWHERE = {
     **unsupported.OPTIONS,
 }
 """Arguments of nnsight and vLLM -> advice."""
+MOVED = {
+    **{name: f"here it is tuning=EngineTuning({name}=...), of pymllm_interp.config" for name in TUNING},
+    "schedule_policy": "here it is tuning=EngineTuning(prefill_policy=...), of pymllm_interp.config",
+    "scheduling_policy": "here it is queue_order",
+}
+"""Old keywords -> what to do. They work until 0.2; messages for misspelt ones show this."""
+
+
+def server_fields(given: Mapping[str, Any], tuning: EngineTuning | None) -> dict[str, Any]:
+    """The keywords of an `LM` as fields of `ServerConfig`, with the tuning's. Warns of tuning that is given as a keyword.
+
+    Raises:
+        TypeError: `tuning` is of another type.
+    """
+    if not isinstance(tuning, EngineTuning | None):
+        raise TypeError(f"tuning is a {type(tuning).__name__}: pymllm_interp.config.EngineTuning(...) is expected")
+    for name in given:
+        if (new := RENAMED.get(name, name)) in TUNING:
+            warn_renamed(f"LM({name}=...)", f"LM(tuning=EngineTuning({new}=...)), of pymllm_interp.config", 4)
+    new_names = {RENAMED[name] if RENAMED.get(name) in TUNING else name: value for name, value in given.items()}
+    return vars(tuning or EngineTuning()) | renamed_fields(new_names, "LM({}=...)", 5)
+
+
+def with_tuning(**options: Any) -> dict[str, Any]:
+    """Keywords of `LM` from the options of a command line, which also name fields of `EngineTuning`."""
+    tuning = {name: options.pop(name) for name in TUNING & options.keys()}
+    return options | ({"tuning": EngineTuning(**tuning)} if tuning else {})
 
 
 def check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
@@ -35,8 +62,14 @@ def check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
             f"model is a {type(model).__name__}: 'demo', a folder, a .gguf file or a hub id is expected; one that is loaded "
             "already becomes a folder by model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"
         )
-    known = [*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__, "rename", "attn_implementation"]
-    check_names("LM", keywords, known, ELSEWHERE)
+    known = [
+        *ModelConfig.__dataclass_fields__,
+        *ServerConfig.__dataclass_fields__,
+        "rename",
+        "attn_implementation",
+        "tuning",
+    ]
+    check_names("LM", keywords, known, ELSEWHERE | MOVED)
 
 
 def vllm_arguments(engine: str, server: dict[str, Any]) -> dict[str, Any] | None:

@@ -55,7 +55,7 @@ RENAMED = {
     "unload_adapter": ("adapters.unload", "lm.adapters.unload(name)"),
     "weights_version": ("weights.version", "lm.weights.version"),
 }
-"""Old name of an `LM`, which works until 0.2 -> where it is now, and what to write."""
+"""Old name of an `LM` -> its present place, and the replacement in the warning. Old names work until 0.2."""
 
 
 class ClientModel(TracedModel):

@@ -70,7 +70,7 @@ def test_each_op_at_each_site_equals_a_hook_on_transformers(family: str, site: s
 
 
 @pytest.mark.parametrize(
-    "server", [{}, {"async_scheduling": True}, {"schedule_policy": "prefill_first", "hook_execution": "split"}]
+    "server", [{}, {"async_scheduling": True}, {"prefill_policy": "prefill_first", "hook_execution": "split"}]
 )
 def test_mixed_requests_in_a_tight_pool_equal_their_solo_runs(server: dict[str, Any], lm_of: Any, oracle: Any) -> None:
     """Chunked prompts, requests that give way and come back, traces beside them: each has its own ops and nobody else's."""
