@@ -76,7 +76,7 @@ def text(lm: LM, form: Any, seed: int = 0, **more: Any) -> str:
     [
         ({}, "expected exactly one of json, regex.*got none"),
         ({"regex": "a", "choice": ["a"]}, "got regex and choice"),
-        ({"json": "{"}, "no JSON"),
+        ({"json": "{"}, "not JSON"),
         ({"json": 3}, "expected a JSON object"),
         ({"choice": []}, "expected a list of texts"),
         ({"choice": ["a"] * 4097}, "at most 4096"),

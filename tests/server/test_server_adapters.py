@@ -146,7 +146,7 @@ def test_connected_clients(server: Server, folders: dict[str, Path], oracle: Cal
         assert not torch.allclose(one, two, atol=1e-3)
         with pytest.raises(PromptError, match="there is no adapter 'x'"):
             lm.generate([PROMPT], GREEDY, lora="x")
-        with pytest.raises(PermissionError, match="no operator"):
+        with pytest.raises(PermissionError, match="not an operator"):
             lm.adapters.load("c", folders["c"])
         vector = torch.randn(lm.hidden_size)
         steered = lm.generate([PROMPT], GREEDY, lora="a", interventions=[Steer("resid_post.0", vector, 0.0)])

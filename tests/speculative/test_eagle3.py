@@ -226,7 +226,7 @@ def test_sampled_texts_are_those_without_a_head(head, plain, model_folder):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "speculators_model_type": "eagle"}, UnsupportedModelError, "no EAGLE-3"),
+        ({"architectures": ["LlamaForCausalLM"], "speculators_model_type": "eagle"}, UnsupportedModelError, "not an EAGLE-3"),
         ({"hidden_size": 81}, ValueError, "hidden size of 81, and this one has 72"),
         ({"vocab_size": 105}, ValueError, f"vocabulary of 105, and this one has {VOCAB}"),
         ({"num_hidden_layers": 2}, UnsupportedModelError, "a head of 2 llama layers: expected one"),

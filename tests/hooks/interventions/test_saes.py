@@ -175,7 +175,7 @@ def test_missing_files_are_named(tmp_path):
     save_file({"W_enc": torch.zeros(2, 2)}, tmp_path / "sae_weights.safetensors")
     with pytest.raises(FileNotFoundError, match=r"cfg\.json"):
         SAE.load(tmp_path)
-    with pytest.raises(ValueError, match="no path, and no SAE of sae_lens"):
+    with pytest.raises(ValueError, match="neither a path nor an SAE of sae_lens"):
         SAE.load(3)
     with pytest.raises(TypeError, match="did you mean norm_gain"):
         SAE.load(SAES / "standard", norm_gains=True)
