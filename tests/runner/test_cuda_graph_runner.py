@@ -29,6 +29,7 @@ from pymllm_interp.core.step import LogitsProcessorOutput, SchedulerOutput
 from pymllm_interp.layers.edits.host import HostOps
 from pymllm_interp.runner import ModelRunner
 from pymllm_interp.runner.graphs import graph_capture
+from pymllm_interp.runner.graphs.captured_passes import DECLARED
 from pymllm_interp.runner.graphs.cuda_graph_runner import (
     CudaGraphRunner,
     freeze_gc,
@@ -62,7 +63,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 def runner(recorded: list) -> Iterator[ModelRunner]:
     """A runner on the CPU with its decode passes of up to 6 rows captured: sizes 1, 2, 4 and 6."""
     runner = make_runner(CONFIGS["llama"](), max_running_requests=6)
-    runner.graphs.decode = CudaGraphRunner(runner)
+    runner.graphs.decoders[DECLARED] = CudaGraphRunner(runner)
     yield runner
     runner.shutdown()
 
@@ -339,7 +340,7 @@ def test_g07_small_sizes_are_compiled_where_asked_for(recorded, monkeypatch, opt
     """G7: and a compiled pass gives what an eager one gives."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     runner = make_runner(CONFIGS["llama"](), max_running_requests=4, **options)
-    graphs = runner.graphs.decode = CudaGraphRunner(runner)
+    graphs = runner.graphs.decoders[DECLARED] = CudaGraphRunner(runner)
     assert graphs.compile_bs == compiled and graphs.capture_bs == [1, 2, 4]
     for n in (1, 2, 3):
         hand = ByHand(runner)
@@ -491,7 +492,7 @@ def test_r20_steps_replay_plain_decode_and_run_hooked_decode_by_modules(lm_of, r
     prompts = [random_ids(5, seed=1), random_ids(9, seed=2), random_ids(1, seed=3)]
     expected = [out.token_ids for out in lm_of("llama").generate(prompts, params)]
     with LM(model_folder("llama"), dtype="float32", device="cpu", max_running_requests=8, lower_traces="off") as lm:
-        lm.runner.graphs.decode = lm.engine.call(lambda: CudaGraphRunner(lm.runner))
+        lm.runner.graphs.decoders[DECLARED] = lm.engine.call(lambda: CudaGraphRunner(lm.runner))
         assert [out.token_ids for out in lm.generate(prompts, params)] == expected
         ways = {
             how: sum(n for (way, _), n in lm.runner.partition.counts.items() if way == how)
