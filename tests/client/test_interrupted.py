@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ import pytest
 from pymllm_interp import LM, SamplingParams
 
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_raised() -> Iterator[None]:
+    """A shell ignores SIGINT for its background jobs."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 def interrupt_when_it_runs(lm: Any) -> None:
