@@ -82,7 +82,7 @@ def test_plots_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_name_is_answered_with_those_there_are() -> None:
     for module, names in (
-        ("pymllm_interp.lens", "Bridge, StandardizedLM"),
+        ("pymllm_interp.lens", "did you mean Bridge"),
         ("pymllm_interp.evals", "EngineAPI, HarnessLM"),
     ):
         with pytest.raises(AttributeError, match=names):

@@ -11,7 +11,7 @@ from helpers_runner import random_ids
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer
 from pymllm_interp.captures import Lens, Project
-from pymllm_interp.hooks import declarations
+from pymllm_interp.hooks import bound_hooks
 
 pytestmark = pytest.mark.local  # looks into an engine of this process
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -35,8 +35,8 @@ def test_large_tables_are_not_kept(lm_of, monkeypatch):
     """Each group of captures has an entry for each position: a client with many would hold memory after its requests."""
     lm: LM = lm_of("llama")
     known = lm.backend.factory._declarations._bindings._known
-    for most, kept in ((0, 0), (declarations.MAX_TABLE_BYTES, 1)):
-        monkeypatch.setattr(declarations, "MAX_TABLE_BYTES", most)
+    for most, kept in ((0, 0), (bound_hooks.MAX_TABLE_BYTES, 1)):
+        monkeypatch.setattr(bound_hooks, "MAX_TABLE_BYTES", most)
         known.clear()
         outs = [lm.generate(PROMPTS[:1], PARAMS, capture=["resid_post.1"])[0] for _ in range(2)]
         assert len(known) == kept

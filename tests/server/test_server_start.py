@@ -130,9 +130,9 @@ def test_a_file_of_options_is_read_and_the_command_line_wins(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 1", "'prot' is no option"), ("port: [1, 2]", "port: expected one value"), ("- port", "expected long options"),
+        ("prot: 1", "'prot' is not an option"), ("port: [1, 2]", "port: expected one value"), ("- port", "expected long options"),
         ("port:", "port: expected text or a number"), ("allow-credentials: 1", "expected true or false"),
-        ("a: [", "not YAML"), ("config: x", "'config' is no option"),
+        ("a: [", "not YAML"), ("config: x", "'config' is not an option"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_of_options_is_refused(
