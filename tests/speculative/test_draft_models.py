@@ -208,8 +208,8 @@ def test_more_drafts_than_a_step_has_rows_are_refused(model_folder):
     [
         ({"method": "draft_model", "num_speculative_tokens": 2}, r"speculative\['model'\]=None: expected the draft model's"),
         ({"method": "draft_model", "num_speculative_tokens": 2, "model": 3}, r"speculative\['model'\]=3: expected"),
-        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "is not a setting of method='ngram': it has prompt_lookup"),
-        ({"method": "draft_model", "num_speculative_tokens": 2, "prompt_lookup_max": 2}, "is not a setting of method='draft_model'"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "not a setting of method='ngram': it has prompt_lookup"),
+        ({"method": "draft_model", "num_speculative_tokens": 2, "prompt_lookup_max": 2}, "not a setting of method='draft_model'"),
     ],
 )  # fmt: skip
 def test_settings_of_drafts_that_cannot_be_are_refused(given, message):
