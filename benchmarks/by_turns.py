@@ -226,7 +226,7 @@ def machine(old: Path) -> dict[str, Any]:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     trees = {"old": commit(old), "new": commit(Path(__file__).resolve().parent.parent)}
-    return {"device": device, "torch": torch.__version__, "commits": trees, "argv": sys.argv[1:]}
+    return {"device": device, "torch": torch.__version__, "commits": trees}
 
 
 if __name__ == "__main__":

@@ -234,10 +234,11 @@ class BoundHooks:
             return []
         if any(op.spec.when is not None for op in self):
             return self._applied(num_positions, fires)
-        key = "applied", num_positions
-        if key not in self.shared:
-            self.shared[key] = self._applied(num_positions, fires)
-        return list(self.shared[key])
+        known, found = self.shared.get("applied", (None, []))
+        if known != num_positions:
+            found = self._applied(num_positions, fires)
+            self.shared["applied"] = num_positions, found
+        return list(found)
 
     def _applied(self, num_positions: int, fires: Fires) -> list[Applied]:
         def rows(op: PlacedOp, first: int, stop: int) -> int:
