@@ -388,6 +388,24 @@ def test_the_loops_of_many_invokes_are_taken_together(shared, lms):
     assert_equal(found[0], found[1], "saved")
 
 
+CLONES = ("h.clone()", "h[:, -1:].clone()", "h[:, :1, :4].clone()", "h.double()", "h[:, :1].transpose(1, 2).clone()")
+
+
+@pytest.mark.parametrize("call", ["trace()", "generate(max_new_tokens=3, ignore_eos=True)"])
+def test_a_clone_does_not_tell_how_many_rows_others_had(call, lms):
+    """`clone` keeps the stride of the leading 1. It is the one of a request alone, lowered and in the passes."""
+    reads = ["h = lm.model.layers[1].output", *(f"above.append({clone}.save())" for clone in CLONES)]
+    if "generate" in call:
+        reads = ["for step in tracer.iter[:]:", *(f"    {line}" for line in reads)]
+    lines = ["    with tracer.invoke(own):", *(f"        {line}" for line in reads)]
+    run = script(["above = list().save()", "for own in prompt:", *lines], f"lm.{call}")
+    prompts = [[5, 17, 3], [5, 17, 3, 80, 44], [7], *([8 + i] for i in range(6))]
+    alone = [tuple(tensor.stride() for tensor in ran(run, lms[1], [prompt])[0]["above"]) for prompt in prompts]  # pyright: ignore
+    for lm in lms:
+        together = [tensor.stride() for tensor in ran(run, lm, prompts)[0]["above"]]  # pyright: ignore[reportArgumentType]
+        assert sorted(together) == sorted(stride for strides in alone for stride in strides)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_many_random_blocks_give_the_same_bits(lms, seed):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .rows import BatchRows, Rows
+from .rows import BatchRows, Rows, rows_at
 
 
 class GatheredBatch:
@@ -111,10 +111,13 @@ class BatchCut:
         self.rows_count_alone = False
         if dim is not None and readers * 3 > tensor.shape[dim] and not tensor.requires_grad:
             self.rows_count_alone = count_alone
+            single = tensor  # with strides as of `rows_at`
+            if dim == 1:
+                single = tensor.as_strided(tensor.shape, (tensor.stride(1), *tensor.stride()[1:]))
             if count_alone:
-                self._pieces = list(tensor.detach().unsafe_split(1, dim))
+                self._pieces = list(single.detach().unsafe_split(1, dim))
             else:
-                self._pieces = list(map(torch.Tensor.detach, tensor.split(1, dim)))
+                self._pieces = list(map(torch.Tensor.detach, single.split(1, dim)))
         self._served: dict[int, torch.Tensor] = {}
         self._assigned: dict[int, torch.Tensor] = {}
         self._batch: _ServedBatch | None = None
@@ -153,7 +156,7 @@ class BatchCut:
         if pieces is not None and size == 1 and (piece := pieces[start]) is not None:
             pieces[start] = None  # served once, since a block may reshape it in place
         else:
-            piece = self.tensor.narrow(dim, start, size)
+            piece = rows_at(self.tensor, dim, start, size)
             if piece.requires_grad:
                 self._assigned[start] = piece  # the model continues with it, so that gradients reach it
             else:

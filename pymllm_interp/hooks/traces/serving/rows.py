@@ -69,7 +69,19 @@ class RowSpan:
         if dim is None:
             return tensor
         start, size = (self.logit_start, self.logit_size) if logits else (self.start, self.size)
-        return tensor.narrow(dim, start, size).detach()
+        return rows_at(tensor, dim, start, size).detach()
+
+
+def rows_at(tensor: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor:
+    """Rows of the batch in dim 0 or 1, as a view with the strides of a pass that has no other rows.
+
+    `narrow` keeps the batch's stride in the leading 1. A block's ``clone()`` has it too, which tells how many rows others had.
+    """
+    if dim == 0:
+        return tensor.narrow(0, start, size)
+    row = tensor.stride(1)
+    strides = size * row, *tensor.stride()[1:]
+    return tensor.as_strided((1, size, *tensor.shape[2:]), strides, tensor.storage_offset() + start * row)
 
 
 @lru_cache(maxsize=16)
