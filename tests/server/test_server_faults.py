@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 from helpers_gguf import announcing, overlapping
+from helpers_served import ThreadDoor, ThreadProcess, served
 from helpers_server import GREEDY, KEYS, Server, serving, text_of
 from safetensors.torch import save
 
@@ -182,14 +184,22 @@ def test_payloads_with_changed_bytes_end_in_an_error_of_their_own(server: Server
 
 @pytest.fixture
 def own_server(served_folder, tmp_path):
-    def start(*options: str):
-        return serving(served_folder, "--allow-code-from", "code", *options, folder=tmp_path)
+    """A server that cannot write large files."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # inherited
+        try:
+            options = ("--allow-code-from", "code", "--inline-bytes", "1000")
+            server = stack.enter_context(serving(served_folder, *options, folder=tmp_path))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        yield server
 
-    return start
 
-
-def test_a_killed_engine_is_started_again_and_sigterm_lets_requests_end(own_server):
-    with own_server() as server, LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm:
+def test_a_full_disk_costs_the_request_a_killed_engine_is_started_again_and_sigterm_lets_requests_end(own_server):
+    server = own_server
+    check_full_disk(server)
+    with LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm:
         lm.vectors["v"] = torch.ones(72)
         steered = [{"op": "steer", "site": "resid_post.0", "vector": "v", "scale": 4}]
         with server.client() as client:
@@ -246,29 +256,36 @@ def check_sigterm(server: Server) -> None:
         os.kill(pid, 0)
 
 
-def test_a_full_disk_costs_the_request_and_an_engines_end_may_end_the_server(served_folder, tmp_path, monkeypatch):
+def check_full_disk(server: Server) -> None:
     """A limit on the size of files stands for the full disk: writing fails in the midst of it."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # inherited
-    try:
-        found = serving(served_folder, "--inline-bytes", "1000", "--on-engine-exit", "exit", folder=tmp_path)
-        server = found.__enter__()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    try:
-        with server.client("declared") as client:
-            body = GREEDY | {"prompt": "w1 " * 100, "capture": ["resid_post.*", "mlp_out.*"]}
-            answer = client.post("/v1/completions", json=body)
-            assert answer.status_code == 507, answer.text
-            assert "could not be stored" in answer.json()["error"]["message"]
-            small = client.post("/v1/completions", json=GREEDY | {"capture": ["resid_post.1"]})
-            assert small.status_code == 200
-            assert len(client.get(small.json()["choices"][0]["activations"]["url"]).content) > 1000
-        assert server.metric("store_files") == 1
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        assert server.process.wait(600) == 3  # as --on-engine-exit asks
-    finally:
-        found.__exit__(None, None, None)
+    with server.client("declared") as client:
+        body = GREEDY | {"prompt": "w1 " * 100, "capture": ["resid_post.*", "mlp_out.*"]}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 507, answer.text
+        assert "could not be stored" in answer.json()["error"]["message"]
+        small = client.post("/v1/completions", json=GREEDY | {"capture": ["resid_post.1"]})
+        assert small.status_code == 200
+        assert len(client.get(small.json()["choices"][0]["activations"]["url"]).content) > 1000
+    assert server.metric("store_files") == 1
+
+
+def test_an_engines_end_may_end_the_server(served_folder, tmp_path, monkeypatch):
+    """Threads in place of processes, which end with status 3 in test_server_liveness.py."""
+    killed = threading.Event()
+
+    class Killed(ThreadProcess):
+        async def wait(self) -> int | None:
+            await asyncio.wait(
+                {asyncio.create_task(super().wait()), asyncio.create_task(asyncio.to_thread(killed.wait))},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            return -9 if killed.is_set() else 0
+
+    monkeypatch.setattr(ThreadDoor, "starts", Killed)
+    with served(served_folder, "--on-engine-exit", "exit", folder=tmp_path) as server:
+        text_of(server)
+        killed.set()
+        assert server.process.result(600) == 3
 
 
 def children_of(pid: int) -> list[int]:
@@ -320,16 +337,6 @@ def test_the_address_is_told_once_connections_are_accepted():
     assert reached == [True]
 
 
-def test_a_port_in_use_and_a_model_that_is_none_are_told_at_once(server: Server, capfd, tmp_path):
-    from pymllm_interp.cli import main
-
-    port = server.url.rpartition(":")[2]
-    assert main(["serve", "demo", "--port", port]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capfd.readouterr().err
-    assert main(["serve", str(tmp_path / "nothing"), "--port", "0"]) == 2
-    assert "nothing" in capfd.readouterr().err
-
-
 @pytest.mark.slow
 def test_ten_thousand_junk_requests(server: Server):
     before = text_of(server)
@@ -360,7 +367,8 @@ def test_vectors_that_are_junk_are_refused(server: Server):
 
 @pytest.mark.slow
 def test_a_block_that_ends_the_process_costs_what_runs_and_the_engine_comes_back(own_server):
-    with own_server() as server, LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm:
+    server = own_server
+    with LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm:
         before, pid = text_of(server), server.engine_pid()
         with pytest.raises(EngineClosedError, match="ended with status 7"), lm.trace("w1"):
             lm.model.layers[0].output.sum()

@@ -1,4 +1,4 @@
-"""The HTTP side of a server: keys of the command line, TLS, CORS, a proxy's path, tokens, and the end of a drain."""
+"""The HTTP side of a server: keys of the command line, TLS, CORS, a proxy's path, tokens, late orders, and the end of a drain."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from helpers_server import Server, serving
 from openai import OpenAI
+from safetensors.torch import save
 
 from pymllm_interp import LM, __version__
 from pymllm_interp.cli import main, make_parser
@@ -53,6 +55,7 @@ def secure(served_folder, certificate, tmp_path_factory) -> Iterator[Server]:
         "--ssl-keyfile", certificate / "key.pem", "--ssl-certfile", certificate / "cert.pem",
         "--api-key", FIRST, "--api-key", SECOND, "--chat-template", template,
         "--root-path", "/llm", "--allowed-origins", json.dumps([ORIGIN]), "--drain-seconds", "0.5",
+        "--order-seconds", "0.8", "--operator", "api-key",
     ]  # fmt: skip
     with serving(served_folder, *map(str, options), keys=None) as server:
         assert server.url.startswith("https://")
@@ -268,6 +271,27 @@ def test_hinted_options_exist_and_other_flags_are_errors(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["serve", "demo", "--nonsense"])
     assert ended.value.code == 2 and "unrecognized arguments: --nonsense" in capsys.readouterr().err
+
+
+# -- an engine that does not answer ---------------------------------------------------------------
+
+
+def test_an_order_that_is_late_is_a_504_and_is_carried_out_later(secure, client):
+    """An engine that is stopped costs the client of an order a 504, not its connection for ever."""
+    engine, operator = secure.engine_pid(), {"Authorization": f"Bearer {FIRST}"}
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        late = client.put("/v1/interp/vectors/v", content=save({"vector": torch.ones(72)}))
+        adapter = client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/no"}, headers=operator)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert late.status_code == adapter.status_code == 504 and "--order-seconds" in late.json()["error"]["message"]
+    deadline = time.monotonic() + 60
+    while not (found := client.get("/v1/interp/vectors").json()["vectors"]):
+        assert time.monotonic() < deadline, "the order went on"
+        time.sleep(0.05)
+    assert found[0]["name"] == "v" and secure.engine_pid() == engine
+    assert client.delete("/v1/interp/vectors/v").json() == {"deleted": "v"}
 
 
 # -- the end ------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from helpers_server import Server
 
-from pymllm_interp.cli import main
-
 IMPORTS = """
 import sys
 import pymllm_interp.cli, pymllm_interp.server.command, pymllm_interp.server.serve
@@ -69,11 +67,3 @@ def test_a_missing_package_is_told_with_the_package_that_needs_it(missing: str, 
     found = run(code)
     assert found.stdout.strip() == "2", (found.stdout, found.stderr[-2000:])
     assert missing in found.stderr and remedy in found.stderr, found.stderr
-
-
-def test_a_model_that_is_none_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """What the engine process raised reaches the command line as its message."""
-    (tmp_path / "config.json").write_text("{}")
-    assert main(["serve", str(tmp_path), "--port", "0"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("pymllm-interp serve: ") and "Traceback" not in error

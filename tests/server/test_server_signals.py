@@ -72,11 +72,10 @@ def test_a_start_is_not_given_up_because_this_process_did_not_run():
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
         await reader.read(1)
-        watcher = asyncio.create_task(_watch(child, reader, 1.0))
-        for _ in range(2):
-            await asyncio.sleep(0.2)
-            time.sleep(1.5)
-        await asyncio.sleep(0.2)
+        watcher = asyncio.create_task(_watch(child, reader, 0.8))
+        await asyncio.sleep(0.1)
+        time.sleep(1)
+        await asyncio.sleep(0.1)
         assert child.returncode is None and not watcher.done()
         child.send_signal(signal.SIGSTOP)
         assert await asyncio.wait_for(child.wait(), SECONDS) == -signal.SIGKILL
@@ -104,13 +103,13 @@ def test_a_step_is_not_given_up_because_this_process_did_not_run():
 
     async def run() -> None:
         engine = Engine()
-        task = asyncio.create_task(Liveness(engine, ServeLimits(engine_step_seconds=2.0)).watch())
-        await asyncio.sleep(0.6)
-        time.sleep(3)
-        await asyncio.sleep(0.7)
+        task = asyncio.create_task(Liveness(engine, ServeLimits(engine_step_seconds=1.0)).watch())
+        await asyncio.sleep(0.3)
+        time.sleep(1.2)
+        await asyncio.sleep(0.4)
         assert not engine.killed
-        await asyncio.sleep(3)
-        assert engine.killed
+        while not engine.killed:
+            await asyncio.sleep(0.05)
         task.cancel()
 
     asyncio.run(run())

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import httpx
 import pytest
+from helpers_served import served
 from helpers_server import Server, serving
 
 from pymllm_interp import __version__
 from pymllm_interp.cli import main, make_parser
 from pymllm_interp.server.config_file import read_config
 from pymllm_interp.server.serve import listen, listen_at
+from pymllm_interp.wire.failures import EngineError
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -74,7 +77,11 @@ def test_what_the_engine_process_refuses_is_one_line(tmp_path: Path, capfd: pyte
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
     line = refused(capfd, str(tmp_path), "--port", "0")
     assert "config.json" in line and "'hidden_size' expected int, got str" in line
-    assert "device='cuda:99'" in refused(capfd, str(tmp_path), "--port", "0", "--device", "cuda:99")
+    for model, options, message in (
+        (tmp_path, ("--device", "cuda:99"), "device='cuda:99'"), (tmp_path / "nothing", (), "nothing"),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=message), served(model, *options, keys=None):
+            pass
 
 
 def test_a_generation_template_is_a_template(tmp_path: Path):
@@ -158,9 +165,14 @@ def test_a_socket_file_that_nobody_listens_on_is_replaced(tmp_path: Path):
 
 
 def test_a_unix_socket_serves_and_all_processes_log_json(served_folder: Path, tmp_path: Path):
-    """The log of a whole life: no line of another form comes, not even at the end, where nanobind would report leaks."""
+    """The log of a whole life: no line of another form comes, not even at the end, where nanobind would report leaks.
+
+    The receiver of its spans never answers, which changes nothing.
+    """
     path = tmp_path / "socket"
-    (tmp_path / "config.yaml").write_text(f"uds: {path}\nserved-model-name: named\nlog-level: debug\n")
+    silent = socket.create_server(("127.0.0.1", 0))
+    spans = f"otlp-traces-endpoint: http://127.0.0.1:{silent.getsockname()[1]}/v1/traces\n"
+    (tmp_path / "config.yaml").write_text(f"uds: {path}\nserved-model-name: named\nlog-level: debug\n{spans}")
     with serving(served_folder, "--config", str(tmp_path / "config.yaml"), keys=None, announces="unix:") as server:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
             body = {"prompt": [1, 2], "max_tokens": 2}
@@ -169,6 +181,7 @@ def test_a_unix_socket_serves_and_all_processes_log_json(served_folder: Path, tm
             kv_tokens = client.get("/status").json()["kv_tokens"]
         assert answer.status_code == 200, answer.text
         assert server.end() == 0 and not path.exists()
+    silent.close()
     check_log(server, {"model": "named", "max_model_len": limits["max_model_len"], "kv_tokens": kv_tokens})
     entries = entries_of(server)
     (access,) = [one for one in entries if one.get("client_request_id") == "mine"]

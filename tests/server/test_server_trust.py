@@ -25,7 +25,7 @@ from pymllm_interp.wire.gate_words import TRACE_PATH, TRACE_TYPE
 
 LIMITS = {
     "max-body-bytes": 30_000, "max-trace-bytes": 6_000, "max-concurrent": 4, "max-traces": 1, "max-vectors": 2,
-    "max-vector-bytes": 2_000, "inline-bytes": 1_000, "max-store-bytes": 60_000, "store-seconds": 10, "trace-timeout": 6,
+    "max-vector-bytes": 2_000, "inline-bytes": 1_000, "max-store-bytes": 60_000, "store-seconds": 3, "trace-timeout": 2.5,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A server's HTTP application on an event loop of the test's own process, over a real engine process."""
+"""A server's HTTP application on an event loop of the test's own thread, over an engine process's work on another thread."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Any
 
 import httpx
+from helpers_served import ThreadDoor, heap_stays_frozen
 
-from pymllm_interp.server.engines.process_door import ProcessDoor
 from pymllm_interp.server.http.app import create_app
 from pymllm_interp.server.http.state import ServerState
 from pymllm_interp.server.http.trust import Key, Keys, Trust
@@ -59,7 +59,7 @@ class App:
         self.calls = 0
 
     async def _state(self, settings: ServeSettings) -> ServerState:
-        state = ServerState(settings, ProcessDoor)
+        state = ServerState(settings, ThreadDoor)
         await state.start()
         return state
 
@@ -96,8 +96,9 @@ class App:
 @contextmanager
 def app_over(folder: Path, **limits: Any) -> Iterator[App]:
     """The application over an engine of a folder's model, until the end of the body."""
-    app = App(folder, **limits)
-    try:
-        yield app
-    finally:
-        app.close()
+    with heap_stays_frozen():
+        app = App(folder, **limits)
+        try:
+            yield app
+        finally:
+            app.close()

@@ -107,7 +107,7 @@ class Log(logging.Handler):
 def served(
     model: str | Path, *options: str, keys: str | None = KEY_FILE, folder: Path | None = None
 ) -> Iterator[Server]:
-    """A server of a model on threads, until the end of the body. Arguments: as of `serving`.
+    """A server of a model on threads, until the end of the body. Arguments: as of `serving`. Its `process` is a future.
 
     With PYMLLM_TEST_REPLICAS, it is `serving`.
     """
@@ -115,11 +115,16 @@ def served(
         with serving(model, *options, keys=keys, folder=folder) as found:
             yield found
         return
+    with heap_stays_frozen(), _on_threads(arguments_of(model, options, keys, folder)) as found:
+        yield found
+
+
+@contextmanager
+def heap_stays_frozen() -> Iterator[None]:
+    """That of the tests: each engine's end collects what is not."""
     with pytest.MonkeyPatch.context() as patch:
-        # The heap of the tests stays frozen: each engine's end collects what is not.
         patch.setattr(engine_process, "gc", SimpleNamespace(collect=int, freeze=int, unfreeze=int))
-        with _on_threads(arguments_of(model, options, keys, folder)) as found:
-            yield found
+        yield
 
 
 @contextmanager
@@ -127,14 +132,14 @@ def _on_threads(arguments: list[str]) -> Iterator[Server]:
     settings = settings_of(make_parser().parse_args(arguments))
     bound, loop = serve.listen(settings.host, settings.port), ThreadLoop()
     scheme = "https" if settings.ssl_certfile else "http"
-    nobody: Any = None
-    server = Server(f"{scheme}://127.0.0.1:{bound.getsockname()[1]}", nobody, Queue())
-    log, root = Log(settings, server.log), logging.getLogger()
+    lines: list[str] = []
+    log, root = Log(settings, lines), logging.getLogger()
     level = root.level
     root.addHandler(log)
     root.setLevel(min(level, log.level))
     pool = ThreadPoolExecutor(1, "http")
-    ended = pool.submit(asyncio.Runner(loop_factory=lambda: loop).run, serve._serve(settings, bound, ThreadDoor))
+    ended: Any = pool.submit(asyncio.Runner(loop_factory=lambda: loop).run, serve._serve(settings, bound, ThreadDoor))
+    server = Server(f"{scheme}://127.0.0.1:{bound.getsockname()[1]}", ended, Queue(), lines)
     try:
         deadline = time.monotonic() + SECONDS
         while not _listens(bound):
