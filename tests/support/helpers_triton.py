@@ -10,6 +10,18 @@ from importlib.util import find_spec
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+
+NUMPY = {
+    **dict.fromkeys(("__add__", "__radd__"), np.add),
+    **dict.fromkeys(("__mul__", "__rmul__"), np.multiply),
+    "__sub__": np.subtract, "__truediv__": np.divide, "__mod__": np.fmod, "__and__": np.bitwise_and, "__or__": np.bitwise_or,
+    "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal, "__eq__": np.equal,
+    "__ne__": np.not_equal,
+}  # fmt: skip
+"""The interpreter's own functions of operators, for operands of one type."""
+TYPES = {"int32": np.int32, "int64": np.int64, "fp32": np.float32, "fp64": np.float64}
+
 
 def quicken_the_interpreter() -> None:
     """Have the interpreter do once what it does at each operation or call of a kernel. What kernels compute stays as it is.
@@ -27,10 +39,12 @@ def quicken_the_interpreter() -> None:
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     nothing = interpreter._LangPatchScope()
 
+    tl.str_to_ty = cache(tl.str_to_ty)
     dtype_of = cache(interpreter._get_np_dtype)
     interpreter._patch_lang = lambda fn: nothing
     interpreter._get_np_dtype = lambda found: dtype_of(tl.uint64 if found.scalar.is_ptr() else found.scalar)
     _make_types_once(tl.core, TritonSemantic)
+    _compute_at_once(tl, interpreter.TensorHandle)
     names_of = cache(inspect.getfullargspec)
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getfullargspec": names_of, "getcallargs": _bind})
 
@@ -92,3 +106,133 @@ def _arguments_of(fn: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, An
     parameters = inspect.signature(fn).parameters
     defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
     return tuple(parameters), defaults
+
+
+def _compute_at_once(tl: Any, handle_of: Any) -> None:
+    """Operators, `where` and masked loads find what their first call with such types gave, and leave the rest to numpy.
+
+    That call checks the types, and says the result's. Operands that need a conversion take this way each time.
+    """
+    core = tl.core
+    for name, function in NUMPY.items():
+        setattr(core.tensor, name, _operator(core, handle_of, name, getattr(core.tensor, name), function))
+    core.where = tl.where = _where(core, handle_of, core.where)
+    core.load = tl.load = _load(core, handle_of, core.load)
+
+
+def _key_of(core: Any, value: Any) -> Any:
+    """What a result's type depends on: a tensor's type, with its shape; or a number. None for others."""
+    kind = type(value)
+    if kind is core.tensor:
+        return value.type.name
+    return (kind, value) if kind is int else (kind, str(value)) if kind is float else None
+
+
+def _constant(value: Any, dtype: str) -> np.ndarray | None:
+    """A number among tensors of `dtype`; None where these are converted."""
+    return np.array(value, TYPES[dtype]) if dtype in TYPES and (type(value) is int or dtype[0] == "f") else None
+
+
+def _operator(core: Any, handle_of: Any, name: str, ordinary: Any, function: Any) -> Any:
+    plans: dict[Any, Any] = {}
+    overflows = function in (np.add, np.multiply, np.subtract)
+
+    def plan(left: Any, right: Any, result: Any) -> Any:
+        """(the result's type, its handle's, numpy's, the right operand's number, bytes of what a pointer points to), or ()."""
+        kind, number, width = left.dtype.name, None, 0
+        if left.dtype.is_ptr():
+            width = max(1, left.dtype.element_ty.primitive_bitwidth // 8)
+            if type(right) is not core.tensor or name != "__add__" or right.dtype.name not in ("int32", "int64"):
+                return ()
+        elif type(right) is core.tensor:
+            kinds = {kind, right.dtype.name}
+            alike = len(kinds) == 1 and (kind in TYPES or (kind == "int1" and name in ("__and__", "__or__")))
+            if not alike and kinds != {"int32", "int64"}:
+                return ()
+        elif (number := _constant(right, kind)) is None:
+            return ()
+        own = None if result.handle.dtype == left.handle.dtype else result.handle.dtype
+        return result.type, own, result.handle.data.dtype, number, width
+
+    def operator(self: Any, other: Any) -> Any:
+        if type(other) is core.constexpr:
+            other = other.value
+        if (key := _key_of(core, other)) is None:
+            return ordinary(self, other)
+        key = self.type.name, key
+        if not (found := plans.get(key)):
+            result = ordinary(self, other)
+            if found is None:
+                plans[key] = plan(self, other, result)
+            return result
+        made, kind, dtype, number, width = found
+        left, right = self.handle.data, other.handle.data if number is None else number
+        if width:
+            right = right.astype(np.uint64) * width
+        data = function(left, right)
+        whole = not overflows or dtype != np.int32 or (function(left, right, dtype=np.int64) == data).all()
+        if data.dtype is not dtype or not whole:
+            return ordinary(self, other)  # it says what overflows
+        return core.tensor(handle_of(data, kind or self.handle.dtype), made)
+
+    return operator
+
+
+def _where(core: Any, handle_of: Any, ordinary: Any) -> Any:
+    plans: dict[Any, Any] = {}
+
+    def plan(condition: Any, chosen: list[Any], result: Any) -> Any:
+        """(the result's type, its handle's, numpy's, the numbers among `chosen`), or ()."""
+        numbers = [None if type(one) is core.tensor else _constant(one, result.dtype.name) for one in chosen]
+        for one, number in zip(chosen, numbers, strict=True):
+            if number is None and getattr(one, "dtype", None) != result.dtype:
+                return ()
+        alike = condition.dtype.name == "int1"
+        return (result.type, result.handle.dtype, result.handle.data.dtype, numbers) if alike else ()
+
+    def where(condition: Any, x: Any, y: Any) -> Any:
+        chosen = [one.value if type(one) is core.constexpr else one for one in (x, y)]
+        key = _key_of(core, condition), _key_of(core, chosen[0]), _key_of(core, chosen[1])
+        if not (found := plans.get(key)):
+            result = ordinary(condition, x, y)
+            if found is None and None not in key:
+                plans[key] = plan(condition, chosen, result)
+            return result
+        made, kind, dtype, numbers = found
+        left, right = [
+            one.handle.data if number is None else number for one, number in zip(chosen, numbers, strict=True)
+        ]
+        data = np.where(condition.handle.data, left, right)
+        return core.tensor(handle_of(data, kind), made) if data.dtype is dtype else ordinary(condition, x, y)
+
+    return where
+
+
+def _load(core: Any, handle_of: Any, ordinary: Any) -> Any:
+    from triton._C.libtriton import interpreter as native
+
+    plans: dict[Any, Any] = {}
+
+    def plan(pointer: Any, mask: Any, other: Any, result: Any) -> Any:
+        """(the result's type, its handle's, the values of what is masked), or ()."""
+        kind = result.dtype.name
+        number = None if type(mask) is not core.tensor or type(other) is core.tensor else _constant(other, kind)
+        if number is None or pointer.dtype.element_ty.name != kind:
+            return ()
+        return result.type, result.handle.dtype, np.full(result.handle.data.shape, number)
+
+    def load(pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> Any:
+        key = _key_of(core, pointer), _key_of(core, mask), _key_of(core, other)
+        if not (found := plans.get(key)):
+            result = ordinary(pointer, mask, other, **hints)
+            if found is None and None not in key:
+                plans[key] = plan(pointer, mask, other, result)
+            return result
+        made, kind, others = found
+        places, wanted = [
+            data if data.shape == others.shape else np.broadcast_to(data, others.shape)
+            for data in (pointer.handle.data, mask.handle.data)
+        ]
+        return core.tensor(handle_of(native.load(places, wanted, others, others.dtype), kind), made)
+
+    return load
