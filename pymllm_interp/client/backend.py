@@ -51,6 +51,8 @@ class Submission:
     """Whether each token is an event."""
     prompt_logits: bool = False
     """Whether the logits of all prompt positions are computed. They are captured, unless a capture names the logits."""
+    receipts: bool = False
+    """Whether requests without interventions and captures have receipts, too."""
     edits: Sequence[Mediator] = ()
     """Persistent edits of the model, which follow each request."""
     passes: PassOptions = NONE

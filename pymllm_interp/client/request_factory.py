@@ -139,6 +139,7 @@ class RequestFactory:
             for request in requests:
                 request.stream, request.prompt_logits = submission.stream, submission.prompt_logits
                 request.live_objects = live
+                request.receipt = Receipt() if submission.receipts else None
                 request.priority, request.cache_salt = submission.priority[i], submission.cache_salt
                 request.adapter = adapters[i]
                 if edits:

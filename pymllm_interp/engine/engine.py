@@ -424,7 +424,7 @@ class Engine:
             self.scheduler.kv.reset_prefix_cache()
             self.ends.fail([requests[e.request_id] for e in step.scheduled if e.request_id in requests], error)
             return
-        if self.ends.declared:
+        if self.ends.counted:
             count_step(requests, step, output)
         if output.prompt_logprobs or any(output.logprobs):
             append_logprobs(requests, step, output)

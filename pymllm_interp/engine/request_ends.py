@@ -51,7 +51,7 @@ class RequestEnds:
     ) -> None:
         self.runner, self._callbacks, self._call_soon = runner, callbacks, call_soon
         self.subscribers: dict[str, tuple[Request, Subscriber]] = {}
-        self.declared, self.streaming, self.constrained = set[str](), set[str](), set[str]()
+        self.counted, self.streaming, self.constrained = set[str](), set[str](), set[str]()
         self.num_flat_logits = 0
         self._events: list[tuple[Subscriber, Event]] = []
         self._answers: list[tuple[Request, Future[DeclaredResult]]] = []
@@ -61,7 +61,7 @@ class RequestEnds:
         """Record the requests that need handling in steps, so that steps check no others."""
         for request in requests:
             for ids, concerned in (
-                (self.declared, request.declared is not None),
+                (self.counted, request.receipt is not None and request.trace is None),
                 (self.streaming, request.stream),
                 (self.constrained, request.constraint is not None),
             ):
@@ -176,7 +176,7 @@ class RequestEnds:
             request.error = request.error or error
             if error is None:
                 _take_result(request, arrived.result())
-        for ids in (self.declared, self.streaming, self.constrained):
+        for ids in (self.counted, self.streaming, self.constrained):
             ids.discard(request.request_id)
         if request.adapter_hold is not None:
             request.adapter_hold.release()

@@ -106,14 +106,14 @@ def needs_tokens(requests: Mapping[str, Request], step: SchedulerOutput, drafts:
 
 
 def count_step(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Count the step in the receipts of declared requests.
+    """Count the step in the receipts of requests. A trace counts its own steps.
 
     Args:
         requests: the live ones, by id.
     """
     for entry in step.scheduled:
         request = requests.get(entry.request_id)
-        if request is not None and request.declared is not None and request.trace is None:
+        if request is not None and request.receipt is not None and request.trace is None:
             request.receipt.steps[output.execution] += 1
 
 

@@ -287,6 +287,7 @@ class TokenRequest(Strict):
     names: checked(list[str], None, description="of the prompts, for messages") = None  # pyright: ignore[reportInvalidTypeForm]
     stream: bool = False
     prompt_logits: bool = False
+    receipts: bool = Field(False, description="receipts of requests that declare nothing, too")
     edits: str = Field("", description="base64 of persistent edits, which are code")
 
     @model_validator(mode="after")

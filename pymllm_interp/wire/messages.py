@@ -44,6 +44,8 @@ class Submit(EngineMessage):
     stream: bool = False
     """Whether each token is a message."""
     prompt_logits: bool = False
+    receipts: bool = False
+    """Whether requests without interventions and captures have receipts, too."""
     edits: bytes = b""
     """Persistent edits: arbitrary code, as `RunTrace.payload`; empty: none."""
 

@@ -62,6 +62,7 @@ class Requests:
         stream: bool = False,
         names: Sequence[str] | None = None,
         prompt_logits: bool = False,
+        receipts: bool = False,
     ) -> Submission:
         """The `Submission` of a call. Raises for invalid prompts, parameters and specs."""
         count, names = len(prompts), list(names or names_of(prompts))
@@ -75,7 +76,7 @@ class Requests:
             params=own, interventions=declared, captures=captures, names=names, stream=stream, prompt_logits=prompt_logits,
             priority=priorities_of(options.get("priority"), count), cache_salt=checked_salt(options.get("cache_salt")),
             adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits,
-            passes=self.tree._pass_options(edits, {}) if edits else NONE,
+            passes=self.tree._pass_options(edits, {}) if edits else NONE, receipts=receipts,
         )  # fmt: skip
 
     def submit(self, prompts: list[Any], *asked: Any, **how: Any) -> list[RequestHandle]:

@@ -159,6 +159,7 @@ def _submit(
                 cache_salt=common.cache_salt,
                 timeout=common.timeout,
                 prompt_logits=mode == "trace" and common.reads_logits,
+                receipts=True,  # a block may read `tracer.result` only, and declare nothing
             )
             try:
                 running.add(backend.submit(submission))
@@ -191,10 +192,9 @@ def _check_may_run(backend: Backend, refused: Exception) -> None:
 def _ended(trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, single: bool) -> Ended:
     (event,), (request,) = handle.ends, handle.requests
     trace.receipt = event.receipt or trace.receipt
-    if event.receipt is None:  # the request declared nothing: the block reads `tracer.result` only
-        trace.receipt.num_cached_tokens = event.num_cached_tokens
-        if event.drafts is not None:
-            _, trace.receipt.drafted, trace.receipt.accepted = event.drafts
+    trace.receipt.num_cached_tokens = event.num_cached_tokens
+    if event.drafts is not None:
+        _, trace.receipt.drafted, trace.receipt.accepted = event.drafts
     trace.receipt.lowered, trace.receipt.preemptions = True, max(trace.receipt.preemptions, request.num_preemptions)
     trace.warnings += event.warnings
     trace.request_ids, trace.single = (request.request_id,), single

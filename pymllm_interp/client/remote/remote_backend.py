@@ -208,6 +208,7 @@ def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]
         "names": submission.names,
         "stream": submission.stream,
         "prompt_logits": submission.prompt_logits,
+        "receipts": submission.receipts,
         "edits": base64.b64encode(edits_payload(submission.edits)).decode() if submission.edits else "",
     }
 

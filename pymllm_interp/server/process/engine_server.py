@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from ...client.backend import Submission
+from ...client.calls.requests import Requests
 from ...client.prompts import names_of
 from ...core.limits import MAX_CALL_TOKEN_IDS, MAX_NAMED
 from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
@@ -288,7 +289,9 @@ def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
         if given:
             lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
             options[key] = _for_each(lists, prompts)
-    return model._requests.submission(prompts, params, options, message.stream, message.names, message.prompt_logits)
+    return Requests(model, model.backend, model.tokenizer).submission(
+        prompts, params, options, message.stream, message.names, message.prompt_logits, message.receipts
+    )
 
 
 def _for_each(given: list[Any], prompts: list[Any]) -> list[Any]:

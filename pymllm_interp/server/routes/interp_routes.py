@@ -207,7 +207,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
             return m.Submit(
                 number, client.name, body.prompts, body.params, interventions=body.interventions,
                 captures=body.captures, options=options, names=body.names, stream=body.stream,
-                prompt_logits=body.prompt_logits, edits=edits,
+                prompt_logits=body.prompt_logits, receipts=body.receipts, edits=edits,
             )  # fmt: skip
 
         state.metrics.totals["hooked_requests"] += _trust_of(body) > Trust.PLAIN

@@ -773,7 +773,8 @@ def test_a_block_that_only_edits_and_reads_the_result(lms):
         "out = tracer.result.save()",
     ]
     assert same(lms, lines, GENERATION).lowered
-    assert same(lms, ["out = tracer.result.save()"], GENERATION).lowered
+    receipt = same(lms, ["out = tracer.result.save()"], GENERATION)
+    assert receipt.lowered and receipt.steps.total() == 6 and set(receipt.steps) <= {"plain", "replay"}
 
 
 def test_threads_and_coroutines(lms):

@@ -282,6 +282,7 @@ def test_generations_have_the_models_own_lengths_and_sampling(
     def ids(lm: Any) -> list[int]:
         with lm.generate(PROMPT) as tracer:
             out = tracer.result.save()
+        assert tracer.receipt.steps.total() == out.shape[1] - len(PROMPT)  # the block declares nothing
         return out.tolist()
 
     with served(folder, keys=None) as found, LM.connect(found.url, lower_traces="require") as remote:

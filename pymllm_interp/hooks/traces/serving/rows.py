@@ -73,9 +73,9 @@ class RowSpan:
 
 
 def rows_at(tensor: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor:
-    """Rows of the batch in dim 0 or 1, as a view with the strides of a pass that has no other rows.
+    """View of rows of the batch in dim 0 or 1, with the strides of a pass without other rows.
 
-    `narrow` keeps the batch's stride in the leading 1. A block's ``clone()`` has it too, which tells how many rows others had.
+    `narrow` keeps the batch's stride of the leading 1. So does a ``clone()``, which would tell the batch's size.
     """
     if dim == 0:
         return tensor.narrow(0, start, size)
