@@ -220,10 +220,11 @@ def test_compiled_kernels_are_listed() -> None:
 # -- demo -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("demo_tokenizer")
 def test_the_demo_shows_a_lens_that_ends_at_paris_and_a_steered_twin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["demo", "--out", str(tmp_path / "out"), "--max-tokens", "12"]) == 0
+    assert main(["demo", "--out", str(tmp_path / "out"), "--max-tokens", "6"]) == 0
     out = capsys.readouterr().out
     (last_layer,) = [line for line in out.splitlines() if line.startswith("│    29 ")]
     assert "·Paris" in last_layer

@@ -27,7 +27,7 @@ from pymllm_interp.server.http.trust import Key, Keys, Trust
 from pymllm_interp.server.settings import ServeLimits, ServeSettings
 from pymllm_interp.wire import messages as m
 
-SILENCE = 4.0
+SILENCE = 3.0
 """Seconds that a replica or a front may be silent."""
 
 
