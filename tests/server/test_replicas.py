@@ -105,8 +105,7 @@ def test_mixed_requests_over_two_replicas_equal_their_solo_runs(replicas, front,
             if "states" in alone:
                 difference = (one["states"] - alone["states"]).norm(dim=-1)
                 assert (difference <= CLOSE * alone["states"].norm(dim=-1)).all(), number
-    used = {one["replica"] for one in found if "replica" in one}
-    assert used == {"r0", "r1"}
+    assert {one["replica"] for one in found if "replica" in one} == {"r0", "r1"}
 
 
 def replica_of(lm: LM, prompt: list[int], factor: float) -> tuple[str, int]:
@@ -134,9 +133,8 @@ def test_saes_are_used_by_name_on_every_replica(front, served_folder, sae_folder
     with connected(front) as lm, LM(str(served_folder), dtype="float32", device="cpu") as solo:
         solo.saes["sea"] = sae_folder
         for prompt in prompts(12, 4):
-            (found,), (wanted,) = (
-                one.generate([prompt], params, interventions=ops, capture=capture) for one in (lm, solo)
-            )
+            how: dict[str, Any] = {"interventions": ops, "capture": capture}
+            (found,), (wanted,) = (one.generate([prompt], params, **how) for one in (lm, solo))
             assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
             torch.testing.assert_close(
                 found.outputs[0].activations["resid_post.1"], wanted.outputs[0].activations["resid_post.1"], rtol=1e-4, atol=1e-4
@@ -147,19 +145,17 @@ def test_saes_are_used_by_name_on_every_replica(front, served_folder, sae_folder
 
 def test_metrics_are_labelled_with_the_replica(front):
     with front.client() as client:
-        text = client.get("/metrics").text
-        assert 'pymllm_interp_replica_up{replica="r0",' in text and 'pymllm_interp_steps_total{replica="r1",' in text
-        assert text.count("# TYPE pymllm_interp_kv_tokens gauge") == 1
-        stats = client.get("/v1/interp/stats").json()
-    assert stats["kv_tokens"] == front.metric("kv_tokens")
+        text, stats = client.get("/metrics").text, client.get("/v1/interp/stats").json()
+    assert 'pymllm_interp_replica_up{replica="r0",' in text and 'pymllm_interp_steps_total{replica="r1",' in text
+    assert text.count("# TYPE pymllm_interp_kv_tokens gauge") == 1 and stats["kv_tokens"] == front.metric("kv_tokens")
 
 
 def test_large_captures_come_over_the_link_and_wait_in_the_fronts_store(front):
     body = {"prompt": "w1 w2 " * 30, "max_tokens": 1, "capture": ["resid_post.*"]}
     with front.client() as client:
-        choice = client.post("/v1/completions", json=body).json()["choices"][0]
-        states = client.get(choice["activations"]["url"])
-        assert states.status_code == 200 and len(states.content) == choice["activations"]["bytes"] > 4000
+        found = client.post("/v1/completions", json=body).json()["choices"][0]["activations"]
+        states = client.get(found["url"])
+    assert states.status_code == 200 and len(states.content) == found["bytes"] > 4000
 
 
 def put(front: Server, name: str, value: float, key: str = "code") -> dict[str, Any]:
@@ -171,8 +167,8 @@ def put(front: Server, name: str, value: float, key: str = "code") -> dict[str, 
 
 def steered(front: Server, name: str, count: int = 6) -> set[str]:
     """Texts of one prompt, steered by name, on all replicas: salts spread it."""
-    body = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-    body["interventions"] = [{"op": "steer", "site": "resid_post.1", "vector": name, "scale": 4.0}]
+    ops = [{"op": "steer", "site": "resid_post.1", "vector": name, "scale": 4.0}]
+    body = {"prompt": "w1 w2", "max_tokens": 3, "temperature": 0, "ignore_eos": True, "interventions": ops}
     texts, used = set(), set()
     with front.client() as client:
         for i in range(count * 2):
@@ -417,8 +413,7 @@ def test_no_request_is_lost_while_a_replica_is_drained_and_ended(replicas, front
 
 def test_a_link_needs_the_clusters_key(replicas, front):
     replica, stranger = replicas.live["r0"], LinkKeys.new()
-    found = asyncio.run(greeted(replica.address, replica.key, replicas.keys, True, SECONDS))
-    assert found, "the key of the fronts is not let in"
+    assert asyncio.run(greeted(replica.address, replica.key, replicas.keys, True, SECONDS)), "the fronts' key"
     for keys, server_key, curve in (
         (stranger, replica.key, True), (replicas.keys, stranger.public, True), (stranger, replica.key, False),
     ):  # fmt: skip
