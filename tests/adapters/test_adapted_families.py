@@ -32,6 +32,7 @@ def load(folder: Path) -> LM:
     return LM(folder, dtype="float32", device="cpu", impl="transformers", kv_cache_tokens=512)
 
 
+@pytest.mark.few("family", "gpt2", "llama4_text")
 @pytest.mark.parametrize("family", sorted(REFUSED))
 def test_other_classes_are_refused_by_name(family: str, tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", saved(family, tmp_path / "model"), rank=3)
@@ -50,6 +51,10 @@ def test_experts_are_refused_by_name(tmp_path: Path) -> None:
         lm.adapters.load("a", folder)
 
 
+@pytest.mark.few(
+    "family", "bloom", "cohere2", "deepseek_v3", "gemma3_text", "gpt_bigcode", "gpt_neox", "gptj", "mixtral", "mpt", "opt", "phi3",
+    "qwen2_moe",
+)  # fmt: skip
 @pytest.mark.parametrize("family", sorted(SETTINGS.keys() - REFUSED.keys()))
 def test_logits_are_those_of_peft(family: str, tmp_path: Path) -> None:
     model = saved(family, tmp_path / "model")

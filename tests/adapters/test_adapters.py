@@ -81,6 +81,7 @@ def greedy(model: Any, ids: list[int], steps: int) -> list[int]:
     return made[len(ids) :]
 
 
+@pytest.mark.few("family", "llama", "gemma2", "gpt2", "gpt_neox")
 @pytest.mark.parametrize("family", NATIVE)
 def test_states_and_logits_are_those_of_peft(
     family: str, load: Callable[..., LM], oracle: Callable[[str], Any], adapter: Adapted
@@ -112,6 +113,7 @@ def _is_slice(lm: LM, site: str) -> bool:
     return lm.model_spec.family.is_slice(site.partition(".")[0])
 
 
+@pytest.mark.few("rank", 1, 8, 33)
 @pytest.mark.parametrize("rank", [1, 2, 5, 8, 16, 33, 64])
 def test_every_rank(rank: int, load: Callable[..., LM], oracle: Callable[[str], Any], adapter: Adapted) -> None:
     lm, folder = load("llama"), adapter("llama", rank, rank=rank, scale=0.1)
@@ -119,6 +121,7 @@ def test_every_rank(rank: int, load: Callable[..., LM], oracle: Callable[[str], 
     assert_close(lm.forward(PROMPTS[2], lora="a")[0].logits, logits_of(adapted(oracle("llama"), folder), PROMPTS[2]))
 
 
+@pytest.mark.few("target", "k_proj", "o_proj", "up_proj", "down_proj")
 @pytest.mark.parametrize("target", LLAMA_TARGETS)
 def test_every_target_alone(
     target: str, load: Callable[..., LM], oracle: Callable[[str], Any], adapter: Adapted

@@ -148,7 +148,7 @@ def check_against_reference(backend: AttentionBackend, sequences: Sequences, ran
         close(out, sequences.expected(i, *ranges[i]), out.dtype)
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("ranges", PASSES.values(), ids=PASSES)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_pass_equals_reference(case: BackendCase, layer: RadixAttention, ranges: list[tuple[int, int]]) -> None:
@@ -156,6 +156,7 @@ def test_pass_equals_reference(case: BackendCase, layer: RadixAttention, ranges:
     check_against_reference(backend_of(case), sequences, passed)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("ranges", PASSES.values(), ids=PASSES)
 def test_bfloat16_pass_equals_reference(case: BackendCase, ranges: list[tuple[int, int]]) -> None:
     sequences, passed = prepare(case, ranges, LAYERS["9-over-3"], torch.bfloat16)
@@ -196,7 +197,7 @@ def test_mixed_equals_separate_passes(case: BackendCase, layer: RadixAttention) 
         close(separate.run(backend_of(case), {i: span})[i], mixed[i], case.dtype)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("name", ["decode", "prompts", "prefixes", "mixed"])
 @kinds_of_layer
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -219,7 +220,7 @@ def test_poisoned_requests_change_no_bit_of_the_others(
                 assert torch.equal(poisoned[i], clean[i])
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("name", ["decode", "prompts", "prefixes", "mixed"])
 @kinds_of_layer
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -372,6 +373,7 @@ def torch_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return create_attention_backend("torch", "cpu", torch.float32)
 
 
+@pytest.mark.thin(3)
 @kinds_of_layer
 @pytest.mark.parametrize("lengths", [[1], [19], [3, 30, 17]])
 def test_fresh_kv_gradients_equal_reference(

@@ -20,6 +20,8 @@ from pymllm_interp.hooks.traces.syntax.source import attention_words, reads_atte
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 FAMILIES = ("llama", "llama-rope", "mistral", "qwen2", "qwen3")
+HERE = ("llama-rope", "qwen2", "qwen3")
+"""Scaled rotation with biases, windows of some layers, norms of q and k. The others run at night."""
 PROMPT = [5, 17, 3, 80, 44, 9, 61]  # longer than the sliding windows
 OTHER = [7, 2, 93]
 LONG = list(range(1, 40))
@@ -39,7 +41,7 @@ def pair_of(lm_of: Callable[..., LM]) -> Callable[[str], Pair]:
     return pair
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[pytest.param(one, marks=[] if one in HERE else pytest.mark.slow) for one in FAMILIES])
 def pair(request: pytest.FixtureRequest, pair_of: Callable[[str], Pair]) -> Pair:
     return pair_of(request.param)
 
@@ -214,7 +216,7 @@ def edit_keys_in_the_cache(model: Any, prompt: list[int]) -> Any:
 EDITS = [edit_weights_in_place, assign_weights, cut_by_mask, edit_queries, zero_a_head, edit_keys_in_the_cache]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("script", EDITS, ids=lambda s: s.__name__)
 def test_an_edit_inside_of_attention_does_what_it_does_in_transformers(pair: Pair, script: Callable[..., Any]) -> None:
     *_, logits = same(pair, script, PROMPT)
@@ -456,6 +458,7 @@ def two_plain(lm: LM, third: Callable[[], Any] | None) -> list[Any]:
     return [(out.token_ids, out.logprobs, out.prompt_logprobs) for out in (h.result() for h in handles)]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("script", [generate_editing, generate_reading, assign_weights, generate_with_outputs])
 def test_plain_requests_beside_it_are_bit_equal(pair: Pair, script: Callable[..., Any]) -> None:
     expected = two_plain(pair[0], None)

@@ -84,7 +84,7 @@ def test_logits_are_those_of_transformers_with_rounded_k_and_v(
 
 @pytest.mark.local
 def test_real_weights_lose_little() -> None:
-    ids = list(range(1000, 1200))
+    ids = list(range(1000, 1024))
     with LM("demo", device="cpu", dtype="bfloat16", kv_cache_tokens=512, max_running_requests=4) as lm:
         expected = lm.forward([ids])[0].logits.float()
     with LM(

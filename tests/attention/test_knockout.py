@@ -118,7 +118,7 @@ CASES: dict[str, list[Knockout]] = {
 }  # fmt: skip
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("case", CASES)
 def test_cut_edges_are_hidden_as_by_transformers_mask(
     family: str, case: str, lm_of: Callable[..., LM], oracle: Callable[[str], PreTrainedModel]
@@ -126,6 +126,7 @@ def test_cut_edges_are_hidden_as_by_transformers_mask(
     assert_as_in_transformers(lm_of(family), oracle(family), PROMPT, CASES[case])
 
 
+@pytest.mark.thin(3)
 def test_a_prompt_in_chunks_is_cut_as_a_whole_one(
     family: str, lm_of: Callable[..., LM], oracle: Callable[[str], PreTrainedModel]
 ) -> None:
@@ -168,6 +169,7 @@ def three_at_once(lm: LM, specs: list[Knockout]) -> tuple[list[Any], Any]:
     return [(out.token_ids, out.logprobs, out.prompt_logprobs) for out in outs], third.result()
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("case", ["last token to one key", "generated to prompt", "several"])
 def test_plain_requests_beside_it_are_bit_equal(
     family: str, case: str, lm_of: Callable[..., LM], oracle: Callable[[str], PreTrainedModel]
@@ -211,6 +213,7 @@ def test_a_request_that_is_computed_again_is_cut_again(model_folder: Callable[[s
 # -- with traces -------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 def test_a_trace_sees_the_cut_attention(
     family: str, lm_of: Callable[..., LM], oracle: Callable[[str], PreTrainedModel]
 ) -> None:
@@ -225,6 +228,7 @@ def test_a_trace_sees_the_cut_attention(
     torch.testing.assert_close(torch.cat(list(z)), tracer.activations["z.1"].flatten(1))
 
 
+@pytest.mark.thin(3)
 def test_transformers_attention_is_cut_by_its_mask(
     family: str, lm_of: Callable[..., LM], oracle: Callable[[str], PreTrainedModel]
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_prompt_goes_on_from_pages_of_others(family):
     lm.shutdown()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_requests_end_as_they_would_alone(family):
     config = tiny_config(family)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -79,9 +80,29 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loader]:
         lm.shutdown()
 
 
-@torch.no_grad()
 def logprobs_of_one_pass(hf: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    return _logprobs_of_one_pass(hf, tuple(ids))
+
+
+@cache
+@torch.no_grad()
+def _logprobs_of_one_pass(hf: PreTrainedModel, ids: tuple[int, ...]) -> torch.Tensor:
+    """A pass changes the module's rotation: each has a copy. Texts come again, in other batches."""
     return copy.deepcopy(hf)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+
+
+@cache
+@torch.no_grad()
+def logprobs_of_a_generation(
+    hf: PreTrainedModel, prompt: tuple[int, ...], tokens: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """What transformers says before each of the tokens, with its cache."""
+    fresh, ids, kept, found = copy.deepcopy(hf), torch.tensor([prompt]), None, []
+    for token in tokens:
+        out = fresh(input_ids=ids, past_key_values=kept, use_cache=True)
+        kept, ids = out.past_key_values, torch.tensor([[token]])
+        found.append(out.logits[0, -1].log_softmax(-1))
+    return found
 
 
 def assert_each_token_is_that_of_one_pass(hf: PreTrainedModel, prompt: list[int], out: RequestOutput) -> None:
@@ -265,14 +286,10 @@ def test_dynamic_scaling_is_transformers_generation(impl, name, settings, load):
     batches = [PROMPTS, PROMPTS[:1], PROMPTS[-1:], PROMPTS[2:3], PROMPTS[1:2]]
     for batch in batches:
         for prompt, out in zip(batch, lm.generate(batch, GREEDY), strict=True):
-            fresh, ids, cache = copy.deepcopy(hf), torch.tensor([prompt]), None
-            for token, said in zip(out.token_ids, out.outputs[0].logprobs or [], strict=True):
-                with torch.no_grad():
-                    theirs = fresh(input_ids=ids, past_key_values=cache, use_cache=True)
-                cache, wanted = theirs.past_key_values, theirs.logits[0, -1].log_softmax(-1)
+            theirs = logprobs_of_a_generation(hf, tuple(prompt), tuple(out.token_ids))
+            for token, said, wanted in zip(out.token_ids, out.outputs[0].logprobs or [], theirs, strict=True):
                 assert token == int(wanted.argmax())
                 assert said[token].logprob == pytest.approx(float(wanted[token]), abs=1e-3)
-                ids = torch.tensor([[token]])
     if "kv_cache_tokens" in settings:
         assert lm.engine.stats()["preempted"] > 0
 

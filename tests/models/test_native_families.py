@@ -71,6 +71,7 @@ def modules_of(model: PreTrainedModel, layer: str) -> list[str]:
     return order
 
 
+@pytest.mark.few("family", "gpt_neox", "gpt_oss")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_read_of_any_module_in_segments_is_what_the_eager_pass_gives(

@@ -93,7 +93,7 @@ def test_the_document_has_each_name_of_the_version_that_it_names() -> None:
     assert not set(NAMES) - rows().keys()
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_the_registry_runs_as_its_row_says(name: str) -> None:
     found, written = (line.split("|") for line in (row(name), rows()[name]))

@@ -123,17 +123,17 @@ def make_layer(num_heads: int, num_kv_heads: int, head_dim: int, **options: obje
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
-    """Causal attention of one whole sequence, one head and one query at a time, in float64 on the CPU."""
+    """Causal attention of one whole sequence, one query at a time, in float64 on the CPU."""
     q, k, v = q.double().cpu(), k.double().cpu(), v.double().cpu()
-    out = torch.empty_like(q)
+    kv_head = torch.arange(layer.num_heads) // (layer.num_heads // layer.num_kv_heads)
+    k, v, rows = k[:, kv_head], v[:, kv_head], []
     for t in range(q.shape[0]):
         first = 0 if layer.sliding_window is None else max(0, t - layer.sliding_window + 1)
-        for h in range(layer.num_heads):
-            kv_head = h // (layer.num_heads // layer.num_kv_heads)
-            scores = k[first : t + 1, kv_head] @ q[t, h] * layer.scaling
-            if layer.logit_cap is not None:
-                scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-            if layer.sinks is not None:
-                scores = torch.cat((scores, layer.sinks[h : h + 1].double().cpu()))
-            out[t, h] = torch.softmax(scores, 0)[: t + 1 - first] @ v[first : t + 1, kv_head]
-    return out.flatten(1)
+        scores = torch.einsum("jhd,hd->hj", k[first : t + 1], q[t]) * layer.scaling
+        if layer.logit_cap is not None:
+            scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks[:, None].double().cpu()), 1)
+        weights = torch.softmax(scores, 1)[:, : t + 1 - first]
+        rows.append(torch.einsum("hj,jhd->hd", weights, v[first : t + 1]))
+    return torch.stack(rows).flatten(1)

@@ -56,10 +56,13 @@ def _few(items: list[pytest.Item]) -> None:
 
 
 def _thin(items: list[pytest.Item]) -> None:
-    """Mark most cases of `thin` tests slow. Of several parameters, each value keeps a case; of one, the first case stays."""
+    """Mark most cases of `thin` tests slow. Of several parameters, each value keeps a case; of one, the first case stays.
+    Cases for a CUDA device run nowhere here, and keep no value."""
     tests: dict[str, list[tuple[pytest.Item, set[tuple[int, str]]]]] = {}
     for item in items:
-        if item.get_closest_marker("thin") is not None:
+        if item.get_closest_marker("thin") is not None and item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.slow)
+        elif item.get_closest_marker("thin") is not None:
             test, _, case = item.nodeid.partition("[")
             tests.setdefault(test, []).append((item, set(enumerate(case.split("-")))))
     for cases in tests.values():
