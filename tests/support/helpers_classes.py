@@ -45,7 +45,7 @@ def random_prompt(size: int, seed: int) -> list[int]:
 
 
 def check_chunks(name: str) -> None:
-    """Prompts in chunks of 1 (the short ones), 63, 64, 65 tokens and whole, beside others: tokens and residual sites of transformers."""
+    """Prompts in chunks of 1 (short ones), 63, 64, 65 tokens and whole: tokens and residual sites of transformers."""
     prompts = [random_prompt(n, n) for n in (70, 1, 5)]
     expected: dict[int, tuple[list[int], dict[str, torch.Tensor]]] = {}  # by the prompt's length: tokens and states
     for rows in (1, 63, 64, 65, 128):
