@@ -56,7 +56,7 @@ def followed(tokenizer, prompt: list[int], ids: list[int], params: SamplingParam
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_text_for_all_cuts_and_stop_strings(kind: str) -> None:
     rng, tokenizer, cut, stopped = random.Random(1), TOKENIZERS[kind](), 0, 0
-    for case in range(400):
+    for case in range(120):
         prompt, ids = random_prompt(kind, rng, rng.choice((0, 3, 12, 90))), random_ids(kind, rng, 30)
         params = SamplingParams(max_tokens=None, skip_special_tokens=True)
         text, streamed, _ = followed(tokenizer, prompt, ids, params)
@@ -73,7 +73,7 @@ def test_one_text_for_all_cuts_and_stop_strings(kind: str) -> None:
             assert ended == streamed == text[: text.index(stop) + kept * len(stop)], (case, prompt, ids, stop)
             assert text_after(kind, tokenizer, prompt, shorter).startswith(ended)
             stopped += 1
-    assert stopped > 400 and (cut > 20 or kind in ("metaspace", "wordpiece"))
+    assert stopped > 120 and (cut > 5 or kind in ("metaspace", "wordpiece"))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def lm_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 def test_calls_and_streams_of_an_engine_have_one_text(kind: str, lm_for: Callable[[str], LM]) -> None:
     lm, rng = lm_for(kind), random.Random(2)
     prompts, params = [], []
-    for seed in range(12):
+    for seed in range(6):
         parts = lm.tokenizer(f"é{SMILE}\n and a. the", add_special_tokens=False)["input_ids"]
         bias = dict.fromkeys(parts, 40.0) if seed % 3 else None
         prompts.append(random_prompt(kind, rng, 12) or [0])
