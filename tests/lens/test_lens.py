@@ -80,6 +80,7 @@ def seeded(name: str, shape: torch.Size) -> torch.Tensor:
 
 
 @pytest.mark.local
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", ["returned", "in place"])
 def test_a_hook_edits_as_in_transformer_bridge_name_by_name(

@@ -53,7 +53,7 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_swept_call_is_transformer_lenss(
     family: str, name: str, pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
@@ -80,7 +80,9 @@ def test_all_families_without_layers_of_ours_run_as_requests(
         assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["attn_head_pattern_all_pos", "attn_head_pattern_by_pos"])
+@pytest.mark.parametrize(
+    "name", ["attn_head_pattern_all_pos", pytest.param("attn_head_pattern_by_pos", marks=pytest.mark.slow)]
+)
 def test_other_cells_run_one_by_one(name: str, pair_of: Callable[[str], Pair]) -> None:
     pair = pair_of("llama")
     found = [
@@ -90,7 +92,9 @@ def test_other_cells_run_one_by_one(name: str, pair_of: Callable[[str], Pair]) -
     assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["block_every", "attn_head_all_pos_every", "attn_head_by_pos_every"])
+@pytest.mark.parametrize(
+    "name", ["block_every", "attn_head_all_pos_every", pytest.param("attn_head_by_pos_every", marks=pytest.mark.slow)]
+)
 def test_several_kinds_in_one_call(name: str, pair_of: Callable[[str], Pair]) -> None:
     clean, corrupted = TOKENS[:1, :4], CORRUPTED[:1, :4]
     ours, theirs = (

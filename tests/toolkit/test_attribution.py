@@ -156,6 +156,7 @@ def test_more_steps_are_integrated_gradients(lm_of, oracle, family, site):
 
 
 @pytest.mark.local
+@pytest.mark.few("family", "llama", "gpt_neox")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma3_text"])
 def test_integrated_gradients_add_up(lm_of, family):
     """At every kind of site, and in passes of few rows."""

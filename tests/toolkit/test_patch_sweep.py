@@ -55,6 +55,7 @@ def one_by_one(lm: LM, base: list[int], source: list[int], kind: str, places: li
 
 
 @pytest.mark.local
+@pytest.mark.few("family", "llama", "gpt2", "gemma2", "gpt_neox", "gpt_oss", "glm4_moe")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_each_cell_equals_its_patch_as_a_request(lm_of, family):
     """Random sites, positions and page borders, in every native family."""

@@ -158,6 +158,8 @@ def test_heads_are_refused_with_features(lm_of: Any) -> None:
         lm.generate([prompt_of(4, 0)], GREEDY, capture=[Capture("z.1", heads=[1], reduce=Features(sae, top_k=3))])
 
 
+@pytest.mark.few("seed", 0, ways=["functions"])
+@pytest.mark.few("seed", 1, ways=["tables"])
 @pytest.mark.parametrize(("seed", "dtype"), [(0, "float32"), (1, "bfloat16")])
 def test_random_reductions_of_random_traffic_are_those_of_the_states(seed: int, dtype: str, lm_of: Any) -> None:
     """Prompts in chunks, beside each other, with generated tokens and a ring that is too small for all at once."""
@@ -204,6 +206,7 @@ def test_random_reductions_of_random_traffic_are_those_of_the_states(seed: int, 
 # -- outputs of norms --------------------------------------------------------------------------
 
 
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_of_norms_are_those_of_transformers(family: str, impl: str, lm_of: Any, oracle: Any) -> None:
@@ -275,6 +278,7 @@ def test_norms_without_a_site_before_them_are_refused(lm_of: Any) -> None:
 # -- lenses ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lens_at_the_last_layer_reads_the_models_own_logits(family: str, impl: str, lm_of: Any) -> None:

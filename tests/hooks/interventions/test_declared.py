@@ -48,7 +48,7 @@ def logits_of(lm: LM, prompt: list[int], specs: list[Op], new_tokens: int) -> tu
     return ids[0, len(prompt) :].tolist(), torch.cat(rows)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(24)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("site", SITES + INNER)
 def test_each_op_at_each_site_equals_a_hook_on_transformers(family: str, site: str, lm_of: Any, oracle: Any) -> None:
@@ -94,6 +94,7 @@ def test_mixed_requests_in_a_tight_pool_equal_their_solo_runs(server: dict[str, 
     assert [out.token_ids for out in one_call] == wanted
 
 
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_that_come_in_any_order_at_any_time_equal_their_solo_runs(seed: int, ahead: bool, lm_of: Any) -> None:

@@ -449,10 +449,10 @@ def test_a_row_that_is_given_to_another_request_has_that_ones_ops() -> None:
 # -- the pool of vectors ---------------------------------------------------------------------------
 
 
-def test_ten_thousand_requests_with_vectors_of_their_own_leave_the_pool_as_it_was() -> None:
+def test_thousands_of_requests_with_vectors_of_their_own_leave_the_pool_as_it_was() -> None:
     pool, rng = VectorPool(64, WIDTH), random.Random(0)
     live: list[Declared] = []
-    for _ in range(10_000):
+    for _ in range(2_000):
         rank = rng.choice([1, 1, 3])
         spec = (
             Ablate("resid_post.0", torch.randn(rank, WIDTH)) if rank > 1 else Steer("resid_post.0", torch.randn(WIDTH))

@@ -99,7 +99,7 @@ def states_under(model: Any, ids: list[int], op: Any, prompt_len: int) -> tuple[
 
 
 @pytest.mark.few("kind", "k", ways=["graphs"])
-@pytest.mark.few("kind", "k", "z", ways=["tables"])
+@pytest.mark.few("kind", "z", ways=["tables"])
 @pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
 def test_an_op_on_heads_equals_a_hook_on_transformers(kind: str, lm_of: Any, oracle: Any) -> None:
     """Beside plain requests, the prompt in chunks, at query heads and at the heads that they share."""
@@ -129,6 +129,7 @@ def test_other_heads_keep_every_bit(lm_of: Any) -> None:
         assert torch.equal(found.view(torch.int32), before.view(torch.int32)), op
 
 
+@pytest.mark.few("lm_of", "functions", "graphs")
 def test_two_heads_edited_by_two_ops_are_edited_by_one(lm_of: Any) -> None:
     lm, prompt, v = lm_of("llama", max_num_tokens=16, inner_sites=INNER_SITES), prompt_of(9, 1), vector(2 * DIM, 3)
     one, two = lm.generate(
@@ -174,7 +175,7 @@ def test_captured_heads_are_those_of_the_whole_state_in_the_order_given(lm_of: A
         torch.testing.assert_close(dots[site], rows[:, [-1, 0]].flatten(1) @ directions.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.few("kind", "z", ways=["graphs"])
+@pytest.mark.few("kind", ways=["graphs"])
 @pytest.mark.few("kind", "k", ways=["tables"])
 @pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
 def test_captured_states_patched_where_they_were_change_no_bit(kind: str, lm_of: Any) -> None:

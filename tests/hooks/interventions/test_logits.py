@@ -55,6 +55,7 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, what: Any = None) ->
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, msg=lambda message: f"{what}: {message}")
 
 
+@pytest.mark.few("family", "llama", ways=["graphs"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_each_op_at_the_logits_equals_a_hook_on_transformers_head(family: str, lm_of: Any, oracle: Any) -> None:
     lm, model, prompt = lm_of(family), oracle(family), prompt_of(9, 3)
@@ -136,6 +137,8 @@ def check(out: Any, bound: Any, state: torch.Tensor, prompt_len: int, ids: list[
     assert found.token_ids[site].tolist() == [ids[position] for position in wanted]
 
 
+@pytest.mark.few("server", {"hook_execution": "eager"}, ways=["functions"])
+@pytest.mark.few("server", {}, {"hook_execution": "split"}, ways=["graphs"])
 @pytest.mark.parametrize("server", [{}, {"hook_execution": "eager"}, {"hook_execution": "split"}])
 def test_beside_traces_each_request_has_its_own(server: dict[str, Any], lm_of: Any, oracle: Any) -> None:
     lm, model = lm_of("llama", **server), oracle("llama")

@@ -157,6 +157,7 @@ def test_engines_equal_a_hook_on_transformers(lm: Any, oracle: Any) -> None:
     assert any(out.receipt.interventions[0].gate_fires is None for out in outs)
 
 
+@pytest.mark.few("way", "functions", "graphs")
 @pytest.mark.parametrize("way", ["functions", "tables", "graphs"])
 def test_passes_encode_the_top_k_saes_that_the_engine_was_built_with(way: str, model_folder: Any, oracle: Any) -> None:
     """Two at one site, and one at each kind of place: a delta, a sum, the final norm, inside of a layer."""
@@ -230,6 +231,7 @@ def test_as_many_features_are_active_in_bfloat16_as_in_float32() -> None:
     assert ((dots > sae.top_k_threshold(states)[:, None]).sum(-1) == 64).all()
 
 
+@pytest.mark.few("way", "tables")
 @pytest.mark.parametrize("way", ["tables", "graphs"])
 def test_a_top_k_sae_in_half_precision_is_its_maths_on_the_state_that_came(way: str, model_folder: Any) -> None:
     sae = sae_of("topk").to(dtype=torch.bfloat16)

@@ -83,7 +83,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("what", LOOPS)
 def test_engines_that_chunk_preempt_and_reuse(what, engine, lm_of):

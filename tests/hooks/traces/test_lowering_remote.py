@@ -52,6 +52,7 @@ def posts(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return sent
 
 
+@pytest.mark.few("seed", 0, 1, 2)
 @pytest.mark.parametrize("seed", range(6))
 def test_blocks_give_what_they_give_in_the_pass_without_the_right_to_run_code(local, declared, posts, seed):
     rng, compared = random.Random(seed), 0

@@ -190,13 +190,14 @@ SCRIPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_a_scan_has_what_nnsights_scan_has(family, script, lm_of):
     assert described(script(lm_of(family))) == described(script(nnsights(family)))
 
 
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2"])
 def test_every_module_has_what_nnsights_scan_has(family, impl, lm_of):
@@ -215,6 +216,7 @@ def test_the_source_of_a_module_has_transformers_operations(lm):
     assert described(operations(lm)) == described(operations(reference))
 
 
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe"])
 def test_mixtures_of_experts_are_scanned(family, dtype):

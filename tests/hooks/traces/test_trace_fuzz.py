@@ -142,6 +142,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("generates", [False, True])
 def test_random_traces_equal_solo_traces(lm_of: Callable[..., LM], engine: str, generates: bool) -> None:
