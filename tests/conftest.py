@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from transformers import (
     Qwen3Config,
 )
 
+import pymllm_interp
 from pymllm_interp import LM
 from pymllm_interp.client import local_backend
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -294,6 +295,27 @@ def demo_tokenizer() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_backend, "load_tokenizer", load_once)
         yield
+
+
+@pytest.fixture(scope="module")
+def demo(demo_tokenizer: None) -> Iterator[LM]:
+    """The demo model."""
+    with LM("demo") as found:
+        yield found
+
+
+@pytest.fixture
+def one_demo(demo: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LM("demo")` without settings is one engine for all tests of a file, which their `shutdown` leaves as it is."""
+
+    @wraps(LM)
+    def load(model: str, **settings: Any) -> LM:
+        return demo if model == "demo" and not settings else LM(model, **settings)
+
+    demo.reset_prefix_cache()
+    demo.vectors.clear()
+    monkeypatch.setattr(pymllm_interp, "LM", load)
+    monkeypatch.setattr(demo, "shutdown", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -114,9 +114,9 @@ def test_four_fifths_of_the_tokens_of_chats_were_sent_before() -> None:
     sent: set[tuple[int, ...]] = set()
     again = 0
     for prompt in workload.prompts:
-        known = [n for n in range(0, len(prompt) + 1, 4) if tuple(prompt[:n]) in sent]
+        known = [n for n in range(0, len(prompt) + 1, 16) if tuple(prompt[:n]) in sent]
         again += max(known, default=0)
-        sent |= {tuple(prompt[:n]) for n in range(0, len(prompt) + 1, 4)}
+        sent |= {tuple(prompt[:n]) for n in range(0, len(prompt) + 1, 16)}
     # A reply of 64 tokens within a prompt is not sent before: it was generated.
     replies = 64 * 7 * 64
     assert (again + replies) / sum(map(len, workload.prompts)) == pytest.approx(0.88, abs=0.04)
@@ -344,19 +344,28 @@ def test_no_run_sends_the_prompts_of_another(name: str) -> None:
 # -- the suite -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("policies", "workloads"),
+    [(("mixed",), DEFAULT), (("mixed", "prefill_first"), ("poisson-25", "poisson-25-steered"))],
+)
 def test_one_command_measures_every_workload_on_each_policy(
-    model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    policies: Sequence[str],
+    workloads: Sequence[str],
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "x.json"
     command = ["serving", "--config", str(model_folder("llama")), "--device", "cpu", "--quick"]
     options = ["--options", "max_num_tokens=48", "--options", "hook_execution=eager", "--dtype", "float32"]
-    assert main([*command, *options, "--policies", "mixed", "prefill_first", "--out", str(out)]) == 0
+    chosen = [] if workloads is DEFAULT else ["--workloads", *workloads]
+    assert main([*command, *options, "--policies", *policies, *chosen, "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["settings"]["options"] == {"max_num_tokens": 48, "hook_execution": "eager"}
     assert record["limits"]["max_num_tokens"] == 48
     assert record["machine"]["versions"]["torch"] and record["dtype"] == "float32"
     keys = [(row["policy"], "-".join(filter(None, (row["workload"], row["variant"])))) for row in record["rows"]]
-    assert keys == [(policy, name) for policy in ("mixed", "prefill_first") for name in DEFAULT]
+    assert keys == [(policy, name) for policy in policies for name in workloads]
     for row in record["rows"]:
         assert row["requests"] >= 2 and row["tokens_per_s"] > 0 and row["engine"] == "pymllm-interp"
         assert sum(row["execution"].values()) >= row["new_tokens"] / row["requests"]
@@ -373,7 +382,7 @@ def test_one_command_measures_every_workload_on_each_policy(
     printed = capsys.readouterr().out
     assert all(
         f"| {name.replace('-steered', ', steered').replace('-traced', ', traced')}, mixed |" in printed
-        for name in DEFAULT
+        for name in workloads
     )
 
 

@@ -8,6 +8,7 @@ import runpy
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import report
@@ -35,12 +36,19 @@ def name_of(page: Path) -> str:
 
 SERVED = "serve"
 """The page whose Python needs a server (test_serving_page.py)."""
+OF_NIGHTS = {"libraries"}
+"""Pages of libraries that have tests of their own (tests/lens, tests/evals), and whose imports take most of ten seconds."""
 NEEDS = {"libraries": ("transformer_lens", "nnterp", "lm_eval", "inspect_ai", "plotly"), "vllm": ("vllm",)}
 """Page -> packages of extras that its Python imports."""
 
 
+def marked(page: Path) -> Any:
+    return pytest.param(page, marks=pytest.mark.slow) if page.stem in OF_NIGHTS else page
+
+
+@pytest.mark.usefixtures("one_demo")
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if script_of(page).strip() and page.stem != SERVED], ids=name_of
+    "page", [marked(page) for page in PAGES if script_of(page).strip() and page.stem != SERVED], ids=name_of
 )
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     missing = [package for package in NEEDS.get(page.stem, ()) if find_spec(package) is None]

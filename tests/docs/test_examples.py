@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import pymllm_interp
 from pymllm_interp import LM
 
-pytestmark = pytest.mark.usefixtures("demo_tokenizer")
+pytestmark = pytest.mark.usefixtures("one_demo")
 
 
 def texts_of(svg: Path) -> list[str | None]:

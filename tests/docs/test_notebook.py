@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from helpers_paths import ROOT
 
-pytestmark = pytest.mark.usefixtures("demo_tokenizer")
 NOTEBOOK = ROOT / "examples" / "first_day.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 
@@ -20,6 +19,7 @@ def run_cell(source: str, name: str, namespace: dict[str, Any]) -> None:
     exec(compile(source, name, "exec"), namespace)
 
 
+@pytest.mark.usefixtures("one_demo")
 def test_every_cell_runs_twice(capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed: list[list[str]] = []

@@ -55,9 +55,8 @@ IN_A_KERNEL = ("ipywidgets",)
 
 
 @pytest.mark.local
-@pytest.mark.parametrize(
-    "name", [name if name == min(NEEDS) else pytest.param(name, marks=pytest.mark.slow) for name in sorted(NEEDS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(NEEDS))
 def test_every_cell_runs_twice(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     missing = [package for package in NEEDS[name] if find_spec(package) is None and package not in IN_A_KERNEL]
     if missing:
