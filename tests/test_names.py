@@ -16,6 +16,7 @@ import torch
 import pymllm_interp
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.cli import make_parser
+from pymllm_interp.config import ServerConfig
 from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.client.calls.model import RENAMED
 from pymllm_interp.server.command import settings_of
@@ -52,6 +53,9 @@ def test_a_wrong_name_is_told_the_closest_one(home: str) -> None:
     module = import_module(home)
     with pytest.raises(AttributeError, match=f"no attribute '{module.__all__[0]}e'; did you mean {module.__all__[0]}?"):
         getattr(module, module.__all__[0] + "e")
+    assert not hasattr(module, module.__all__[0] + "e")
+    with pytest.raises(ImportError, match=f"cannot import name .* from '{home}'; did you mean {module.__all__[0]}?"):
+        exec(f"from {home} import {module.__all__[0]}e")
     with pytest.raises(AttributeError, match=f"no attribute 'zzzz'; it has .*{module.__all__[-1]}"):
         module.zzzz  # noqa: B018
 
@@ -145,6 +149,7 @@ def test_an_old_option_of_a_server_names_the_new_one() -> None:
         ({"max_segmnts": 9}, r"did you mean max_segments\? here it is tuning=EngineTuning\(max_segments="),
         ({"enforce_eagr": True}, r"did you mean enforce_eager\? here it is disable_cuda_graph=True"),
         ({"tuning": {"max_segments": 9}}, r"tuning is a dict: pymllm_interp\.config\.EngineTuning"),
+        ({"tuning": ServerConfig(max_num_tokens=9)}, r"tuning is a ServerConfig: pymllm_interp\.config\.EngineTuning"),
     ],
 )
 def test_a_wrong_setting_is_told_the_closest_one(given: dict[str, Any], told: str) -> None:

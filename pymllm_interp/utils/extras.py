@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from opcode import opmap
 from typing import Any
 
 from .busy_cores import share_cores
@@ -42,18 +44,29 @@ def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Raises:
         AttributeError: another name. The message has the closest one, or all.
+        ImportError: the same, in ``from package import name``: Python drops the message of an AttributeError there.
     """
 
     def find(name: str) -> Any:
         if name not in homes:
             near = get_close_matches(name, homes, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(homes))}"
+            if _is_from_import():
+                raise ImportError(f"cannot import name {name!r} from {module!r}; {hint}", name=module)
             raise AttributeError(f"module {module!r} has no attribute {name!r}; {hint}")
         share_cores()  # most names import torch
         found = import_module(f".{homes[name]}", module)
         return found if name == homes[name] else getattr(found, name)
 
     return find
+
+
+def _is_from_import() -> bool:
+    """Whether the name is the one of a ``from package import name``, and not of `getattr`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name in ("find", "find_with_library", "__getattr__"):
+        frame = frame.f_back
+    return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
 def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:

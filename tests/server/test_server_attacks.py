@@ -15,7 +15,7 @@ from pymllm_interp.server.process.engine_server import _vectors_of
 from pymllm_interp.utils.arguments import PromptError
 
 ENTRY = '"%d":{"dtype":"F32","shape":[0],"%s":[0,0]}'
-MANY = 20_000
+MANY = 8_000
 
 
 def safetensors(*entries: str) -> bytes:
@@ -24,12 +24,31 @@ def safetensors(*entries: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["data_offsets", "data_offset\\u0073", "\\u0064ata_offsets"])
-@pytest.mark.parametrize("before", [(), ('"__metadata__":{"x":"%s"}' % ("x" * (1 << 20)),)])
+@pytest.mark.parametrize("before", [(), ('"__metadata__":{"x":"%s"}' % ("x" * (1 << 18)),)])
 def test_a_vector_file_of_many_tensors_is_refused_before_they_are_made(name, before):
     """However its header writes them, and wherever in it they are."""
     body = safetensors(*before, *(ENTRY % (number, name) for number in range(MANY)))
     with pytest.raises(PromptError, match=f"header has {MANY + 1 + len(before)} objects"):
         _vectors_of(body, "vector 'x'")
+
+
+def test_a_vector_file_of_many_texts_is_refused_before_they_are_made():
+    texts = '"__metadata__":{' + ",".join(f'"{i:x}":""' for i in range(150_000)) + "}"
+    body = safetensors(texts, ENTRY % (0, "data_offsets"))
+    with pytest.raises(PromptError, match="header has 1.* bytes; at most 1048576"):
+        _vectors_of(body, "vector 'x'")
+
+
+@pytest.mark.parametrize("text", ["{" * 3000, '"{' * 3000, "\\{" * 3000])
+def test_braces_in_the_metadata_of_a_vector_file_are_no_tensors(text: str):
+    assert _vectors_of(save({"v": torch.ones(4)}, {"made": text, text: "by hand"}), "x").shape == (4,)
+
+
+def test_a_vector_file_whose_text_does_not_end_is_refused_at_once():
+    began = time.monotonic()
+    with pytest.raises(PromptError, match="no safetensors file"):
+        _vectors_of(safetensors('"' + '\\"' * 400_000), "x")
+    assert time.monotonic() - began < 5  # quadratic it takes minutes
 
 
 def test_a_vector_file_of_many_layers_is_read_and_two_of_one_layer_are_refused():

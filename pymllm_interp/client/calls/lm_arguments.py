@@ -40,7 +40,8 @@ def server_fields(given: Mapping[str, Any], tuning: EngineTuning | None) -> dict
     Raises:
         TypeError: `tuning` is of another type.
     """
-    if not isinstance(tuning, EngineTuning | None):
+    # A `ServerConfig` is one, and its other fields would take the place of the keywords.
+    if not isinstance(tuning, EngineTuning | None) or isinstance(tuning, ServerConfig):
         raise TypeError(f"tuning is a {type(tuning).__name__}: pymllm_interp.config.EngineTuning(...) is expected")
     for name in given:
         if (new := RENAMED.get(name, name)) in TUNING:

@@ -27,6 +27,7 @@ from ...core.limits import MAX_CALL_TOKEN_IDS, MAX_NAMED
 from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
 from ...core.structured.structured_outputs import StructuredOutputs
 from ...utils.arguments import PromptError
+from ...utils.files.checked_files import MAX_JSON_BYTES
 from ...wire import messages as m
 from ...wire.failures import failure_of
 from ...wire.request_sizes import CallSizes
@@ -37,6 +38,8 @@ from .served_model import ServedModel
 from .trace_runs import TraceRuns
 
 logger = logging.getLogger(__name__)
+_STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"?', re.DOTALL)
+"""A JSON string, or one without an end: a search never starts again in its middle."""
 SUBMITTERS = 4
 """Threads that make and submit requests."""
 
@@ -257,8 +260,11 @@ class EngineServer:
 
 def _vectors_of(body: bytes, what: str) -> Any:
     """The one tensor of a safetensors file, or {layer: tensor}."""
-    # Counted before 64 MB become a million tensors. Each has a brace, which no escape in the header can hide.
-    if (count := body.count(b"{", 8, 8 + int.from_bytes(body[:8], "little"))) > MAX_NAMED + 2:
+    # Before 64 MB become a million tensors or texts, while the engine's other requests wait.
+    if (size := int.from_bytes(body[:8], "little")) > MAX_JSON_BYTES:
+        raise PromptError(f"{what}: the file's header has {size} bytes; at most {MAX_JSON_BYTES}")
+    # Each tensor has a brace, which no escape can hide. Braces in names and metadata are in strings.
+    if (count := _STRING.sub(b"", body[8 : 8 + size]).count(b"{")) > MAX_NAMED + 2:
         raise PromptError(f"{what}: the file's header has {count} objects, one for each tensor; at most {MAX_NAMED}")
     try:
         tensors = load(body)
