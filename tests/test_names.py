@@ -16,9 +16,9 @@ import torch
 import pymllm_interp
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.cli import make_parser
-from pymllm_interp.config import ServerConfig
 from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.client.calls.model import RENAMED
+from pymllm_interp.config import ServerConfig
 from pymllm_interp.server.command import settings_of
 
 

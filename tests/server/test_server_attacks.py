@@ -35,7 +35,7 @@ def test_a_vector_file_of_many_tensors_is_refused_before_they_are_made(name, bef
 def test_a_vector_file_of_many_texts_is_refused_before_they_are_made():
     texts = '"__metadata__":{' + ",".join(f'"{i:x}":""' for i in range(150_000)) + "}"
     body = safetensors(texts, ENTRY % (0, "data_offsets"))
-    with pytest.raises(PromptError, match="header has 1.* bytes; at most 1048576"):
+    with pytest.raises(PromptError, match=r"header has 1.* bytes; at most 1048576"):
         _vectors_of(body, "vector 'x'")
 
 

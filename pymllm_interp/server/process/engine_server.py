@@ -277,9 +277,7 @@ def _vectors_of(body: bytes, what: str) -> Any:
             raise PromptError(f"{what} holds two vectors for one layer, such as layer.1 and layer.01")
         return found
     if len(tensors) != 1:
-        raise PromptError(
-            f"{what}: one tensor is expected, or one for each layer (layer.0, ...), not {sorted(tensors)[:8]}"
-        )
+        raise PromptError(f"{what}: one tensor is expected, or one a layer (layer.0, ...), not {sorted(tensors)[:8]}")
     return next(iter(tensors.values()))
 
 
