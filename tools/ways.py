@@ -205,9 +205,8 @@ def entered_files() -> list[str]:
     found: set[str] = set()
 
     def enter(frame: object, event: str, argument: object) -> None:
-        path = Path(frame.f_code.co_filename)  # pyright: ignore[reportAttributeAccessIssue]
-        if event == "call" and path.is_relative_to(PACKAGE):
-            found.add(str(path.relative_to(PACKAGE)))
+        if event == "call":
+            found.add(frame.f_code.co_filename)  # pyright: ignore[reportAttributeAccessIssue]
 
     lm.engine.call(lambda: sys.setprofile(enter))
     sys.setprofile(enter)
@@ -217,7 +216,8 @@ def entered_files() -> list[str]:
         sys.setprofile(None)
         lm.engine.call(lambda: sys.setprofile(None))
         lm.shutdown()
-    return sorted(file for file in found if file.partition("/")[0] not in KERNEL_ROOMS)
+    own = [str(Path(file).relative_to(PACKAGE)) for file in found if Path(file).is_relative_to(PACKAGE)]
+    return sorted(file for file in own if file.partition("/")[0] not in KERNEL_ROOMS)
 
 
 def main() -> None:

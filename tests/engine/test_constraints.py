@@ -143,6 +143,7 @@ def test_each_completion_has_its_own_constraint(lm_of, ahead):
     assert len({tuple(one.token_ids) for one in found.outputs}) == 4
 
 
+@pytest.mark.thin(9)
 @AHEAD
 def test_preempted_requests_accept_each_token_once(lm_of, ahead):
     arguments = {"async_scheduling": ahead, "enable_prefix_caching": False, "max_model_len": 120}
@@ -391,6 +392,7 @@ def test_mixed_traffic_in_a_small_pool_is_as_alone(lm_of, ahead, seed):
     assert lm.engine.scheduler.num_preempted > before
 
 
+@pytest.mark.thin(9)
 @AHEAD
 def test_slow_masks_take_turns_and_others_do_not_wait_for_all_of_them(ahead, lm_of, monkeypatch):
     """Six requests with masks of 4 ms: a step has time for two or three, and each has its turn."""

@@ -100,6 +100,7 @@ def recorded_steps(lm: LM) -> Iterator[list[SchedulerOutput]]:
 # -- greedy ------------------------------------------------------------------------
 
 
+@pytest.mark.few("family", "llama-rope", "mistral", "gpt2", "gemma3_text", "gpt_oss", "gpt_neox")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers_generate(
     family: str, lm_of: LmOf, oracle: Oracle
@@ -696,8 +697,11 @@ def test_a_request_that_cannot_be_attached_ends_and_the_commands_behind_it_are_r
     assert_idle(lm)
 
 
-def test_a_callback_that_blocks_holds_up_nobody(model_folder: Callable[[str], Path], caplog: Any) -> None:
+def test_a_callback_that_blocks_holds_up_nobody(
+    model_folder: Callable[[str], Path], caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the engine, not the callbacks of a trace, and its own engine's end for a bounded time only."""
+    monkeypatch.setattr("pymllm_interp.engine.engine.CLOSING_SECONDS", 0.1)
     goes_on, begun, seen = threading.Event(), threading.Event(), []
     with LM(model_folder("llama"), dtype="float32", device="cpu") as lm:
         handle = lm.submit([1, 2], GREEDY)

@@ -175,7 +175,7 @@ EDITS = {
 }
 
 
-@pytest.mark.thin(2)
+@pytest.mark.few("name", min(EDITS), "other rows", "one head", "Knockout", "V")
 @pytest.mark.parametrize("name", EDITS)
 def test_equal_edits_share_with_each_other_and_with_no_other_edit(pair: Pair, name: str) -> None:
     for make in EDITS.values() if name == min(EDITS) else ():  # once: all edits are known to the engine before a reset

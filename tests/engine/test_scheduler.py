@@ -103,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(request.finish_reason in ("stop", "length", "abort") for request in self.sim.requests)
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [30, pytest.param(120, marks=pytest.mark.slow)])
 def test_random_traffic_keeps_every_page_row_and_promise(examples: int) -> None:
     seen = SchedulerMachine.seen
     seen.clear()

@@ -180,7 +180,7 @@ def test_a_grammar_that_takes_too_long_is_refused(lm_with, monkeypatch):
 
 def test_a_strangers_pattern_that_never_compiles_is_stopped(folder, monkeypatch):
     """Its process ends, and the next one compiles what comes after it."""
-    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 3.0)
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 1.0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = grammars.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     found.guarded = True

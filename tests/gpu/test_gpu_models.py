@@ -153,6 +153,7 @@ def test_float32_equals_transformers_on_the_cpu_at_every_module_of_prefill_and_d
             )
 
 
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", HALF_CONFIGS)
@@ -242,6 +243,7 @@ def test_plain_requests_keep_their_tokens_beside_hooked_ones(family, dtype, devi
     assert_near(outs, expected, 1e-4 if dtype == "float32" else 0.05)
 
 
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["split", "segments", "eager"])
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def random_prompt(size: int, seed: int) -> list[int]:
     return torch.randint(3, 97, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.few("graphs", True)  # a CPU has none
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("device", DEVICES)

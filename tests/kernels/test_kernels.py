@@ -697,7 +697,7 @@ PASSES = [
 ]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.few("family", "llama", "gpt_neox", "gemma3_text")
 @pytest.mark.parametrize(("family", "dtype"), PASSES)
 def test_both_passes_over_the_kernels_are_bit_equal_however_their_layers_are_mixed(family, dtype, runner_of, launches):
     runner = runner_of(family, dtype)

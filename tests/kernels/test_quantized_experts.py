@@ -42,7 +42,7 @@ def product_of(x, weight: QuantizedWeight, experts: int, ids, gate: str, scores=
     return fp4_experts.expert_product(x, *stored, by_expert, ids.numel(), *shared)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(

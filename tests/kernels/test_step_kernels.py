@@ -87,7 +87,7 @@ DECODES = [
 ]
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(("window", "cap", "num_sms", "heads", "kv_heads", "dim"), DECODES)
 def test_decode_attention_is_that_of_plain_torch(
     heads: int, kv_heads: int, dim: int, window: int, cap: float, num_sms: int

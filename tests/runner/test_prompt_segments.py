@@ -102,7 +102,7 @@ def together(lm: LM, seed: int, **declared: Any) -> tuple[list[torch.Tensor], li
     return [value for seen in found for value in seen] + states, [out.token_ids for out in outs], outs
 
 
-@pytest.mark.thin(2)
+@pytest.mark.few("family", "llama", "gpt2", "gemma3_text")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)

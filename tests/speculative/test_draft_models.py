@@ -64,12 +64,13 @@ def test_all_drafts_of_the_model_itself_are_accepted(graphs, options, plain, mod
                 assert options is SMALL or lm.engine.stats()["steps"] - before <= 2 + -(-NEW // 4)
 
 
+@pytest.mark.few("family", "gemma3_text")
 @pytest.mark.parametrize("family", ["llama-rope", "gpt2", "gemma3_text"])
 def test_a_draft_proposes_what_it_says_itself(family, plain, model_folder, oracle):
     """Behind rejected drafts, evicted KV, chunks and preemptions, too: the KV of the draft is that of the request's tokens."""
     options = {**SMALL, "speculative": drafted_by(model_folder(family), 4)}
     with LM(model_folder("llama"), dtype="float32", device="cpu", **options) as lm:
-        params = greedy(40)
+        params = greedy(24)
         wanted = plain.generate(PROMPTS * 2, params)
         with checked_steps(lm), proposals(lm) as found:
             outs = lm.generate(PROMPTS * 2, params)

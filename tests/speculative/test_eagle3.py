@@ -188,7 +188,9 @@ def test_drafts_of_a_head_that_knows_the_text_are_accepted(plain, model_folder, 
         assert lm.engine.stats()["steps"] - before < 10
 
 
-@pytest.mark.parametrize("server", [{}, {"async_scheduling": True}], ids=["in turn", "ahead"])
+@pytest.mark.parametrize(
+    "server", [pytest.param({}, marks=pytest.mark.slow), {"async_scheduling": True}], ids=["in turn", "ahead"]
+)
 def test_random_traffic_with_a_head_gives_what_it_gives_without(server, head, model_folder):
     with lms("functions", model_folder) as load:
         small = {"page_size": 4, "kv_cache_tokens": 72, "max_num_tokens": 32, "max_running_requests": 6}

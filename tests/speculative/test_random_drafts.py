@@ -227,14 +227,17 @@ def speculating(load: Callable[..., LM], seed: int, **options: Any) -> tuple[LM,
 
 @pytest.mark.parametrize(
     ("seed", "server"),
-    [*((0, server) for server in SERVERS), (1, "ahead")],  # more seeds: the next test
+    [
+        *((0, server) for server in SERVERS),
+        pytest.param(1, "ahead", marks=pytest.mark.slow),
+    ],  # more seeds: the next test
 )
 def test_random_traffic_with_random_drafts_gives_what_it_gives_without(
     seed: int, server: str, model_folder: Callable[[str], Path]
 ) -> None:
     with lms("functions", model_folder) as load:
         lm, drafter = speculating(load, seed, **SERVERS[server])
-        traffic(lm, load("llama", enable_prefix_caching=False), drafter, seed, 60)
+        traffic(lm, load("llama", enable_prefix_caching=False), drafter, seed, 40)
         stats = lm.engine.stats()
         assert stats["preempted"] and stats["prefix_cache"]["cached_tokens"]["plain"]
         assert set(stats["speculation"]["undrafted"]) == {"speculate=False", "a trace", "attention patterns"}

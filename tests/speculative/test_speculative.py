@@ -211,6 +211,7 @@ def test_drafts_are_accepted_up_to_the_first_other_token():
 # -- tokens ----------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("kind", [*KINDS, "all of them"])
 def test_tokens_are_those_without_drafts(kind, ahead, plain, with_drafter):
@@ -270,7 +271,7 @@ def test_steps_without_drafts_are_those_of_an_engine_without(way, model_folder):
     with lms(way, model_folder) as load:
         found = []
         for options in ({}, {"speculative": Told("empty")}):
-            lm = load("llama", **options)
+            lm = load("llama", max_running_requests=4, **options)
             lm.generate(PROMPTS, greedy())
             stats = lm.engine.stats()
             found.append((stats["steps"], stats["execution"]))
@@ -399,9 +400,9 @@ def test_hooks_that_cannot_take_drafts_back_have_none(model_folder):
     with lms("tables", model_folder) as load:
         reference, lm = load("llama"), load("llama", speculative=drafter)
         for why, given in options.items():
-            wanted = reference.generate(PROMPTS, greedy(10), **given)
+            wanted = reference.generate(PROMPTS, greedy(5), **given)
             drafter.tell(wanted)
-            found = lm.generate(PROMPTS, greedy(10), **given)
+            found = lm.generate(PROMPTS, greedy(5), **given)
             assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
             assert (counts_of(found)[1] > 0) is (not why)
             for mine, other in zip(found, wanted, strict=True):

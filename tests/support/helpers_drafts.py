@@ -22,11 +22,11 @@ SMALL = {"page_size": 4, "kv_cache_tokens": 96, "max_num_tokens": 16, "max_runni
 WAYS = pytest.mark.parametrize(
     ("graphs", "options"),
     [
-        (False, {}),
+        pytest.param(False, {}, marks=pytest.mark.slow),
         (False, SMALL),
         (False, {"async_scheduling": True}),
         (True, SMALL),
-        (True, {"async_scheduling": True}),
+        (True, {"async_scheduling": True, "max_running_requests": 4}),
     ],
     ids=["large", "small pools", "ahead", "graphs, small pools", "graphs, ahead"],
 )
