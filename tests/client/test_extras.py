@@ -29,6 +29,10 @@ assert not {"plotly", "transformer_lens", "nnterp", "lm_eval", "inspect_ai", "da
 from pymllm_interp.utils.light_imports import import_generation
 import_generation()
 assert "sklearn" not in sys.modules and "transformers.generation.candidate_generator" in sys.modules
+"""
+SCIKIT = """
+from pymllm_interp.utils.light_imports import import_generation
+import_generation()
 from transformers.generation import candidate_generator
 from transformers.utils import is_sklearn_available
 assert candidate_generator.is_sklearn_available is is_sklearn_available
@@ -41,9 +45,14 @@ if is_sklearn_available():
 
 def test_an_import_brings_what_is_needed_and_the_rest_when_it_is_used() -> None:
     """transformers' models and what they import take longer than all else: a native model without a tokenizer needs none.
-    An engine starts without scikit-learn; transformers' assisted generation still finds it.
+    An engine starts without scikit-learn.
     """
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+
+
+@pytest.mark.slow
+def test_transformers_assisted_generation_still_finds_scikit_learn() -> None:
+    subprocess.run([sys.executable, "-c", SCIKIT], check=True)
 
 
 def test_a_method_of_a_cache_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def interrupt_when_it_runs(lm: Any) -> None:
     def send() -> None:
         while not engine.stats()["running"]:
             time.sleep(0.01)
-        time.sleep(0.3)  # the caller waits by now
+        time.sleep(0.1)  # the caller waits by now
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=send, daemon=True).start()

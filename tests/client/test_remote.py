@@ -334,10 +334,10 @@ def test_asynchronous_traces_and_their_cancelling(lm, server):
             async for _ in steps:
                 first.set()
 
-        async def long() -> None:  # 100 s of it, were it not cancelled
+        async def long() -> None:  # 20 s of it, were it not cancelled
             async with lm.generate(PROMPT, max_new_tokens=100, ignore_eos=True, on_step=steps) as tracer:
                 for _ in tracer.iter[:]:
-                    __import__("time").sleep(1)
+                    __import__("time").sleep(0.2)
                     total = lm.model.layers[0].output.sum().save()  # noqa: F841
 
         looking, task = asyncio.create_task(look()), asyncio.create_task(long())

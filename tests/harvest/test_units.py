@@ -163,7 +163,7 @@ def test_each_document_is_there_once_whenever_workers_are_killed(examples: int):
 
 def test_of_two_attempts_at_one_unit_behind_a_barrier_one_counts(tmp_path: Path):
     documents = [[1, 2], [3]]
-    for repeat in range(5):
+    for repeat in range(3):
         folder = tmp_path / f"{repeat}"
         make_plan(folder, IDENTITY, DESCRIPTION, documents, None, 2)
         run_workers(folder, [([0], 0, False)] * 2)

@@ -98,7 +98,7 @@ def test_lost_states_arrive_as_an_error() -> None:
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankStage, ResultsLink]]:
     """A rank with tables on a CPU, and a client of it."""
     monkeypatch.setenv(WITH_TABLES, "1")
-    config = ServerConfig(capture_ring_bytes=1 << 25, max_capture_bytes=1 << 26, capture_kept_bytes=1 << 28)
+    config = ServerConfig(capture_ring_bytes=1 << 22, max_capture_bytes=1 << 26, capture_kept_bytes=1 << 28)
     stage = RankStage(config, SPEC, torch.device("cpu"), 256, 8, 0, 0, None)  # pyright: ignore
     egress = Egress(b"key", stage.finish, stage.arena)
     link = ResultsLink(egress.address, b"key", lambda function, *given: function(*given))
