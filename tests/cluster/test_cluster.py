@@ -50,9 +50,14 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extr
 
 
 @pytest.fixture(scope="module")
-def nodes(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The Ray cluster, and this process as a driver of it. The second node beside the head is for slow tests."""
-    slow = any(item.get_closest_marker("slow") for item in request.session.items)
+def count(request: pytest.FixtureRequest) -> int:
+    """How many replicas there are. Two, and two nodes beside the head, are for slow tests."""
+    return 2 if any(item.get_closest_marker("slow") for item in request.session.items) else 1
+
+
+@pytest.fixture(scope="module")
+def nodes(count: int) -> Iterator[Any]:
+    """The Ray cluster, and this process as a driver of it."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -63,7 +68,7 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Any]:
             initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": QUICK}
         )
         try:
-            for _ in range(1 + slow):
+            for _ in range(count if count > 1 else 0):
                 found.add_node(**NODE)
             patch.setenv("RAY_ADDRESS", found.address)
             ray.init(address=found.address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
@@ -211,13 +216,13 @@ def test_a_dataset_is_written_as_files_and_harvested(nodes, served_folder, tmp_p
 
 
 @pytest.fixture(scope="module")
-def cluster(nodes: Any, served_folder: Path) -> Iterator[Any]:
-    """Two replicas and two fronts; the director's actor."""
+def cluster(nodes: Any, count: int, served_folder: Path) -> Iterator[Any]:
+    """Replicas and two fronts; the director's actor."""
     import ray
 
     options = ("--dtype", "float32", "--device", "cpu", "--port", "0", "--allow-code-from", "anybody")
     limits = ("--replica-silence-seconds", "5", "--engine-message-seconds", "12", "--inline-bytes", "4000")
-    done = command(str(served_folder), "--replicas", "2", "--fronts", "2", *options, *limits)
+    done = command(str(served_folder), "--replicas", f"{count}", "--fronts", "2", *options, *limits)
     assert done.returncode == 0, done.stderr
     assert "is served at http://127.0.0.1:" in done.stdout
     found = ray.get_actor(f"{NAME}/director", namespace=NAMESPACE)
@@ -229,8 +234,8 @@ def cluster(nodes: Any, served_folder: Path) -> Iterator[Any]:
     assert NAMESPACE not in {actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)}
 
 
-def test_a_cluster_by_its_name_is_an_lm(cluster, served_folder):
-    serving(cluster)
+def test_a_cluster_by_its_name_is_an_lm(cluster, count, served_folder):
+    serving(cluster, count)
     with (
         LM.connect(f"ray:{NAME}", lower_traces="off") as lm,
         LM(str(served_folder), dtype="float32", device="cpu") as solo,
@@ -249,18 +254,18 @@ def test_a_cluster_by_its_name_is_an_lm(cluster, served_folder):
         LM.connect("ray:other")
 
 
-def test_status_names_fronts_and_replicas(nodes, cluster):
-    serving(cluster)
+def test_status_names_fronts_and_replicas(nodes, cluster, count):
+    serving(cluster, count)
     lines = command("status").stdout.splitlines()
-    assert [line.split()[:2] for line in lines[2:]] == [["r0", "serves"], ["r1", "serves"]]
+    assert [line.split()[:2] for line in lines[2:]] == [["r0", "serves"], ["r1", "serves"]][:count]
     assert lines[0].startswith("front0   http://127.0.0.1:") and lines[1].startswith("front1   http://127.0.0.1:")
     fronts = ask(cluster, "status")["fronts"].values()
     assert {one["node"] for one in fronts} == {nodes.head_node.node_id}, "where the command was run"
 
 
-def test_what_one_front_has_taken_or_kept_is_at_the_other(cluster, served_folder):
+def test_what_one_front_has_taken_or_kept_is_at_the_other(cluster, count, served_folder):
     """Vectors, stored activations, and responses that are continued; each is deleted by the other front."""
-    serving(cluster)
+    serving(cluster, count)
     wait_for(lambda: len(ask(cluster, "urls")) == 2)
     one, other = (Server(url, None, None).client(None) for url in ask(cluster, "urls"))  # pyright: ignore[reportArgumentType]
     with one, other:
@@ -297,8 +302,8 @@ def test_what_one_front_has_taken_or_kept_is_at_the_other(cluster, served_folder
         assert other.get(f"/v1/responses/{first['id']}").status_code == 404
 
 
-def test_engines_have_no_environment_of_ray(cluster):
-    state = serving(cluster)["r0"]
+def test_engines_have_no_environment_of_ray(cluster, count):
+    state = serving(cluster, count)["r0"]
     variables = Path(f"/proc/{engine_of(state['pid'])}/environ").read_bytes().split(b"\0")
     assert not [one for one in variables if one.startswith(b"RAY_")]
 
