@@ -297,7 +297,7 @@ def test_a_full_table_of_files_is_reported_once(caplog):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     handler = OutOfFiles()
     with listening(handler, idle_seconds=0.5) as address, contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(socket.socket()) for _ in range(30)]
+        clients = [stack.enter_context(socket.socket()) for _ in range(12)]
         most = len(os.listdir("/proc/self/fd")) + 5
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
         try:

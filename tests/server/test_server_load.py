@@ -10,7 +10,7 @@ PROMPTS = ["w1 w2 w3", "w5", "w8 w9 w10 w11 w12", "w30 w31 " * 8, "w60 w3 w60"]
 
 
 def test_a_mix_of_clients_gets_what_each_gets_alone(server: Server):
-    report = load(server, PROMPTS, clients=12, seconds=4, jobs=20, max_tokens=12)
+    report = load(server, PROMPTS, clients=12, seconds=2, jobs=20, max_tokens=12)
     assert not report.problems, report.problems[:5]
     assert set(report.answers) == set(KINDS)
     server.wait_until_idle()
