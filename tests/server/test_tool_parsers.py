@@ -125,7 +125,7 @@ def pieces_of(text: str, seed: int) -> list[str]:
     ("make", "text", "expected"), CASES, ids=lambda value: value[:40] if isinstance(value, str) else ""
 )
 def test_parts_do_not_depend_on_how_a_text_is_cut(make, text, expected):
-    for seed in range(60):
+    for seed in range(30):
         parser, found = make(), list[Part]()
         for piece in pieces_of(text, seed) if seed else [text]:
             found += parser.push(piece)
@@ -174,6 +174,8 @@ def test_what_a_grammar_of_calls_gives_its_parser_reads(lm, tool_format, reasoni
     bias = ending_bias(lm.tokenizer) | ({lm.tokenizer.get_vocab()["<"]: 12.0} if plan.inside else {})
     ended, most = 0, 60 if plan.inside else 300
     for seed in range(4):
+        if ended == 2:
+            break
         params = SamplingParams(
             max_tokens=most,
             seed=seed,
