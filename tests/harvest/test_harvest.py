@@ -645,7 +645,7 @@ def test_the_size_of_a_harvest_is_known_to_the_byte(captures: Any, lm_of: Any, t
 def test_a_list_that_cannot_fit_is_refused_before_anything_is_computed(
     lm_of: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    lm, documents = lm_of("llama"), corpus(100, 60)
+    lm, documents = lm_of("llama"), corpus(50, 60)
     texts = [" ".join(f"w{token}" for token in ids) for ids in documents]
     capture = [Capture("resid_post.{0,1}", dtype="bfloat16"), Capture("embed", positions=[0])]
     real, steps = shutil.disk_usage(tmp_path), lm.engine.num_steps
