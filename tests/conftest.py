@@ -56,6 +56,7 @@ from transformers import (
 import pymllm_interp
 from pymllm_interp import LM
 from pymllm_interp.client import local_backend
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.models.weights.source import ModelSource
 
@@ -310,7 +311,7 @@ def one_demo(demo: LM, monkeypatch: pytest.MonkeyPatch) -> None:
 
     @wraps(LM)
     def load(model: str, **settings: Any) -> LM:
-        return demo if model == "demo" and not settings else LM(model, **settings)
+        return demo if model == "demo" and not settings else LM(model, **with_tuning(**settings))
 
     demo.reset_prefix_cache()
     demo.vectors.clear()
@@ -356,7 +357,7 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
                 if str(kwargs.get("device")).startswith("cuda")
                 else {}
             )
-            made[key] = LM(model_folder(family), **{**defaults, **pool, **kwargs})
+            made[key] = LM(model_folder(family), **with_tuning(**{**defaults, **pool, **kwargs}))
         return made[key]
 
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -17,6 +17,8 @@ from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams, Scale, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
+from pymllm_interp.config import EngineTuning
 from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.harvest.reader import open_harvest
@@ -60,7 +62,7 @@ def load(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) ->
         own |= {"inner_sites": INNER_SITES, "capture_ring_bytes": 128 << 20}
 
     def lm_of(family: str, **options: Any) -> LM:
-        made.append(LM(model_folder(family), dtype="float32", **(own | options)))
+        made.append(LM(model_folder(family), **with_tuning(dtype="float32", **(own | options))))
         return made[-1]
 
     yield lm_of
@@ -343,7 +345,7 @@ def test_captured_passes(model_folder: Callable[[str], Path], adapter: Adapted, 
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_eager_graphs(monkeypatch)
         with LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=2048, max_running_requests=8,
-                lower_traces="off", hook_execution="segments") as lm:  # fmt: skip
+                lower_traces="off", tuning=EngineTuning(hook_execution="segments")) as lm:  # fmt: skip
             assert ADAPTED not in lm.runner.graphs.decoders and lm.runner.input_buffers.adapter_tiles is None
             lm.adapters.load("a", folders["a"])
             assert lm.runner.graphs.decoders[ADAPTED].graphs.keys() == lm.runner.graph_runner.graphs.keys()

@@ -27,6 +27,7 @@ from helpers_runner import random_ids
 from pymllm_interp import LM, SamplingParams, Scale, Steer
 from pymllm_interp import lm as lm_module
 from pymllm_interp.client import local_backend, open_engines
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.client.handle import EngineClosedError, RequestHandle
 from pymllm_interp.client.local_backend import LocalBackend
 from pymllm_interp.client.request_factory import RequestFactory
@@ -309,7 +310,9 @@ def without_gc() -> Iterator[None]:
 
 
 def dummy(**options: Any) -> LM:
-    return LM("dummy", **{"load_format": "dummy", "hf_config": CONFIGS["llama"](), "device": "cpu"} | options)
+    return LM(
+        "dummy", **with_tuning(**{"load_format": "dummy", "hf_config": CONFIGS["llama"](), "device": "cpu"} | options)
+    )
 
 
 def parts_of(lm: LM) -> list[weakref.ref[Any]]:

@@ -28,7 +28,7 @@ from conftest import CONFIGS, VOCAB, held
 from helpers_waits import WAIT, assert_idle, until
 
 from pymllm_interp import LM, RequestOutput, SamplingParams
-from pymllm_interp.client.calls.lm_arguments import ELSEWHERE
+from pymllm_interp.client.calls.lm_arguments import ELSEWHERE, with_tuning
 from pymllm_interp.client.detokenizer import StopStrings
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -1163,7 +1163,7 @@ def test_as_many_params_as_prompts_are_expected(lm_of: LmOf) -> None:
 )  # fmt: skip
 def test_what_a_model_is_not_made_of_is_refused_with_what_it_is(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        LM(**{"model": "tiny", "load_format": "dummy", "hf_config": CONFIGS["llama"](), **keywords})
+        LM(**with_tuning(**{"model": "tiny", "load_format": "dummy", "hf_config": CONFIGS["llama"](), **keywords}))
 
 
 def test_what_the_hints_name_is_there() -> None:

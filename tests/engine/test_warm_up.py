@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.engine.warm_up import warm_up
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -21,7 +22,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     [{}, {"kv_cache_tokens": 32}, {"max_num_tokens": 9}, {"max_running_requests": 1}, {"prefill_graph_tokens": 0}],
 )
 def test_a_warm_engine_is_as_it_was_before(model_folder: Callable[[str], Path], sizes: dict[str, Any]) -> None:
-    with LM(model_folder("llama"), device="cpu", dtype="float32", **{"kv_cache_tokens": 256, **sizes}) as lm:
+    with LM(
+        model_folder("llama"), **with_tuning(device="cpu", dtype="float32", **{"kv_cache_tokens": 256, **sizes})
+    ) as lm:
         before, seen = lm.engine.stats(), []
         execute = lm.runner.execute_model
         lm.runner.execute_model = lambda step: seen.append(step) or execute(step)

@@ -17,6 +17,7 @@ from registry_configs import registry_config
 from transformers import PretrainedConfig
 
 from pymllm_interp import LM
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 RECURRENT = ("qwen3_next", "jamba", "lfm2")
@@ -82,7 +83,7 @@ def engines(folder: Path, way: Way) -> Iterator[tuple[LM, LM]]:
             use_eager_graphs(patch)
         with pytest.MonkeyPatch.context() as built:
             built.setattr(DeclaredStage, "has_tables", way.tables)
-            pressed = LM(folder, **given, **PRESSURE, **way.options)
+            pressed = LM(folder, **with_tuning(**given, **PRESSURE, **way.options))
         with pressed:
             yield pressed, solo
 

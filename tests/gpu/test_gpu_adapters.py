@@ -14,6 +14,7 @@ from helpers_runner import random_ids
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 
 pytestmark = pytest.mark.gpu
 CONFIG: dict[str, Any] = {
@@ -41,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 @pytest.fixture(scope="module")
 def lm(model: tuple[Any, Path]) -> Iterator[LM]:
     options: dict[str, Any] = {"kv_cache_tokens": 16384, "max_running_requests": 40, "capture_ring_bytes": 64 << 20}
-    with LM(model[1] / "base", dtype="bfloat16", device="cuda", lower_traces="off", **options) as lm:
+    with LM(model[1] / "base", **with_tuning(dtype="bfloat16", device="cuda", lower_traces="off", **options)) as lm:
         yield lm
 
 

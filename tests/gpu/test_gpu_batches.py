@@ -14,6 +14,7 @@ from helpers_gpu import CONFIGS
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams, Scale
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("gpu-batches")
     random_model(CONFIGS[request.param]()).save_pretrained(folder)
     options: dict[str, Any] = {"kv_cache_tokens": 2048, "max_running_requests": 8}
-    with LM(Path(folder), dtype="bfloat16", device="cuda", capture_ring_bytes=64 << 20, **options) as lm:
+    with LM(Path(folder), **with_tuning(dtype="bfloat16", device="cuda", capture_ring_bytes=64 << 20, **options)) as lm:
         with LM(Path(folder), dtype="float32", device="cpu", **options) as oracle:
             yield lm, oracle
 

@@ -15,6 +15,7 @@ from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.runner import ModelRunner
 from pymllm_interp.runner.async_output import AsyncOutput, output_copy_stream
 
@@ -46,7 +47,7 @@ def gpu_lm(folders: dict[str, Path]) -> Iterator[Callable[..., LM]]:
                 "lower_traces": "off",
                 **options,
             }
-            made[key] = LM(folders[family], dtype=dtype, device=device, **size)
+            made[key] = LM(folders[family], **with_tuning(dtype=dtype, device=device, **size))
         return made[key]
 
     yield load

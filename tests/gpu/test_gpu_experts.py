@@ -17,6 +17,7 @@ from helpers_runner import random_ids
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, GptOssConfig
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.layers.quantization.expert_tiles import ExpertTiles
 
@@ -52,8 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def trio(folders: tuple[Path, Path]) -> Iterator[tuple[LM, LM, LM]]:
     """In MXFP4, dequantised, and dequantised in float32."""
     stored, plain = folders
-    made = [LM(path, dtype="bfloat16", **OPTIONS) for path in (stored, plain)]
-    made.append(LM(plain, dtype="float32", **OPTIONS))
+    made = [LM(path, **with_tuning(dtype="bfloat16", **OPTIONS)) for path in (stored, plain)]
+    made.append(LM(plain, **with_tuning(dtype="float32", **OPTIONS)))
     yield made[0], made[1], made[2]
     for lm in made:
         lm.shutdown()
@@ -111,7 +112,9 @@ def test_every_site_is_transformers(trio: tuple[LM, LM, LM], folders: tuple[Path
 def test_decode_steps_are_replayed_and_equal_eager_ones(folders: tuple[Path, Path], stored: bool) -> None:
     found = []
     for disabled in (False, True):
-        with LM(folders[0 if stored else 1], dtype="bfloat16", disable_cuda_graph=disabled, **OPTIONS) as lm:
+        with LM(
+            folders[0 if stored else 1], **with_tuning(dtype="bfloat16", disable_cuda_graph=disabled, **OPTIONS)
+        ) as lm:
             before = ways(lm)
             outs = lm.generate(PROMPTS[:8], PARAMS)
             ran = ways(lm) - before
@@ -142,7 +145,7 @@ def test_the_checkpoint_of_the_bench_is_read(tmp_path: Path) -> None:
     }
     config |= {"bos_token_id": None, "pad_token_id": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with LM(tmp_path, load_format="dummy", dtype="bfloat16", **OPTIONS) as lm:
+    with LM(tmp_path, **with_tuning(load_format="dummy", dtype="bfloat16", **OPTIONS)) as lm:
         assert lm.runner.get_model().get_submodule("model.layers.0.mlp.experts").quantized
         (out,) = lm.generate(PROMPTS[:1], PARAMS, capture=["resid_post.1"])
         assert out.activations["resid_post.1"].isfinite().all()
@@ -165,8 +168,8 @@ def in_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_experts_in_fp8_are_as_dequantised_ones(in_fp8: Path) -> None:
-    made = [LM(path, dtype="bfloat16", **OPTIONS) for path in (in_fp8, in_fp8 / "plain")]
-    made.append(LM(in_fp8 / "plain", dtype="float32", **OPTIONS))
+    made = [LM(path, **with_tuning(dtype="bfloat16", **OPTIONS)) for path in (in_fp8, in_fp8 / "plain")]
+    made.append(LM(in_fp8 / "plain", **with_tuning(dtype="float32", **OPTIONS)))
     assert made[0].runner.get_model().get_submodule("model.layers.1.mlp.experts").quantized
     for prompts in (PROMPTS[:1], PROMPTS, LONG):
         points = list(points_of(made[0].model_spec))
@@ -177,5 +180,5 @@ def test_experts_in_fp8_are_as_dequantised_ones(in_fp8: Path) -> None:
     tokens = [out.token_ids for out in made[0].generate(PROMPTS[:8], PARAMS)]
     for lm in made:
         lm.shutdown()
-    with LM(in_fp8, dtype="bfloat16", disable_cuda_graph=True, **OPTIONS) as lm:
+    with LM(in_fp8, **with_tuning(dtype="bfloat16", disable_cuda_graph=True, **OPTIONS)) as lm:
         assert [out.token_ids for out in lm.generate(PROMPTS[:8], PARAMS)] == tokens

@@ -32,6 +32,7 @@ from transformers import (
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 
 PROMPT = random_ids(33, seed=3)
 HALF: dict[str, Any] = {
@@ -73,7 +74,7 @@ def half_lm(half_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
         key = (family, dtype, device, *options.items())
         if key not in made:
             size = {"kv_cache_tokens": 4096, "max_running_requests": 8, "capture_ring_bytes": 64 << 20, **options}
-            made[key] = LM(half_folder(family), dtype=dtype, device=device, **size)
+            made[key] = LM(half_folder(family), **with_tuning(dtype=dtype, device=device, **size))
         return made[key]
 
     yield load

@@ -16,6 +16,7 @@ from helpers_runner import random_ids
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.model_spec import INNER_SITES
 
 pytestmark = pytest.mark.gpu
@@ -41,8 +42,8 @@ def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     settings = {"weight_block_size": [24, 32]} if request.param == "fp8-blocks" else {}
     folder = write_quantized(root / "base", root / "m", request.param, group=32, **settings)
     adapter = write_adapter(root / "a", model, rank=8, scale=0.1)
-    made = [LM(path, dtype="bfloat16", device="cuda", **OPTIONS) for path in (folder, folder / "plain")]
-    made.append(LM(folder / "plain", dtype="float32", device="cuda", **OPTIONS))
+    made = [LM(path, **with_tuning(dtype="bfloat16", device="cuda", **OPTIONS)) for path in (folder, folder / "plain")]
+    made.append(LM(folder / "plain", **with_tuning(dtype="float32", device="cuda", **OPTIONS)))
     yield made[0], made[1], made[2], adapter
     for lm in made:
         lm.shutdown()
@@ -113,7 +114,7 @@ def test_memory_holds_the_codes_only(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG | {"hidden_size": 512})).save_pretrained(tmp_path)
     sizes = []
     for quantize in (None, "fp8"):
-        with LM(tmp_path, dtype="bfloat16", device="cuda", quantize=quantize, **OPTIONS) as lm:
+        with LM(tmp_path, **with_tuning(dtype="bfloat16", device="cuda", quantize=quantize, **OPTIONS)) as lm:
             tensors = lm.runner.get_model().state_dict().values()
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
             head = sum(

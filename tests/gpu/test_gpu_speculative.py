@@ -16,6 +16,7 @@ from helpers_runner import random_ids
 from transformers import LlamaConfig
 
 from pymllm_interp import LM, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [random_ids(3 + 7 * i, seed=i) for i in range(6)]
@@ -38,14 +39,14 @@ def test_texts_are_those_without_drafts(
     steer = [Steer("resid_post.1", vector(CONFIGS["llama"]().hidden_size, 1), scale=3.0)]
     options = {**OPTIONS, "disable_cuda_graph": not graphs}
     told = Told("partly", "right")
-    with LM(folder, **options) as lm:
+    with LM(folder, **with_tuning(**options)) as lm:
         wanted, steered = texts(lm), texts(lm, interventions=steer)
         told.tell(out for params in (greedy(), drawn()) for out in lm.generate(PROMPTS, params))
     checkpoint(tmp_path)
     speculative = {"told": told, "draft_model": drafted_by(folder), "eagle3": drafted_by(tmp_path, method="eagle3")}[
         method
     ]
-    with LM(folder, speculative=speculative, **options) as lm:
+    with LM(folder, **with_tuning(speculative=speculative, **options)) as lm:
         replays = replayed(lm, monkeypatch) if graphs and method != "told" else [1]
         with checked_steps(lm):
             assert texts(lm) == wanted
@@ -75,7 +76,7 @@ def test_graphs_of_drafts_in_half_precision(count: int, tmp_path: Path, monkeypa
         "max_running_requests": 32,
         "kv_cache_tokens": 16384,
     }
-    with LM(tmp_path, speculative=drafted_by(tmp_path), **options) as lm:
+    with LM(tmp_path, **with_tuning(speculative=drafted_by(tmp_path), **options)) as lm:
         replays = replayed(lm, monkeypatch)
         for params in (greedy(), drawn()):
             lm.generate(prompts, params)

@@ -26,6 +26,7 @@ from helpers_harvest import ALONE, corpus
 from safetensors.torch import load_file
 
 from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.harvest.reader import Harvest, open_harvest
 from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.harvest.size import expected_bytes
@@ -117,7 +118,7 @@ def test_states_that_come_through_the_ring_are_the_same(
     monkeypatch.setattr(DeclaredStage, "has_tables", True)
     options = {"max_num_tokens": 16, "max_running_requests": 3, "capture_ring_bytes": 60_000}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with LM(model_folder("llama"), dtype="float32", device=device, **options) as lm:
+    with LM(model_folder("llama"), **with_tuning(dtype="float32", device=device, **options)) as lm:
         assert lm.runner.capture_ring is not None
         lm.harvest(iter(documents), capture=captures, out=tmp_path / "ring", shard_bytes=20_000)
     monkeypatch.undo()

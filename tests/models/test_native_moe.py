@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, Capture, Gate, SamplingParams, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.models.weights.loading import WeightsError
 
@@ -216,7 +217,7 @@ def test_a_request_alone_in_a_padded_pass_sees_its_own_rows_inside_experts(
     sizes = SIZES | {"device": device, "prefill_graph_tokens": 64, "max_num_tokens": 128}
     seen = []
     for options in ({"disable_cuda_graph": True}, {}):
-        with LM(folder, impl=impl, **sizes | options) as lm:
+        with LM(folder, **with_tuning(impl=impl, **sizes | options)) as lm:
             with lm.trace(PROMPTS[2]):
                 seen.append(lm.get(path).output.save())
             with lm.generate(PROMPTS[2], max_new_tokens=3, ignore_eos=True) as tracer:
@@ -271,7 +272,7 @@ def test_logits_of_routers_are_captured_and_experts_banned(saved: tuple[Any, Pat
     ban[1], force[2] = -1e4, 1e4
     sizes = SIZES | {"device": device, "inner_sites": ("router",)}
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    with LM(folder, impl="native", **sizes) as lm, torch.no_grad():
+    with LM(folder, **with_tuning(impl="native", **sizes)) as lm, torch.no_grad():
         assert "router.*" in lm.sites
         shifts = [None, ban, force]
         handles = [
@@ -366,7 +367,7 @@ def test_the_chosen_experts_are_captured(family: str, execution: str) -> None:
     """Beside other requests, in prompts and generated tokens; what a block writes to a router's output is among them."""
     options: dict[str, Any] = {"load_format": "dummy", "hook_execution": execution, **SIZES}
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    with LM(hf_config=tiny_config(family), **options) as lm:
+    with LM(**with_tuning(hf_config=tiny_config(family), **options)) as lm:
         name = lm.model_spec.family.router
         router = lm.runner.get_model().get_submodule(f"model.layers.1.mlp.{name}")
         for out in lm.generate(PROMPTS, greedy, capture=["router.1", "experts.*"]):

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.runner.partition import Execution
 
@@ -52,12 +53,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LM, Any]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_eager_graphs(monkeypatch)
         lm = LM(
-            hf_config=registry_config(request.param),
-            load_format="dummy",
-            impl="native",
-            hook_execution="segments",
-            lower_traces="off",
-            **SIZES,
+            **with_tuning(
+                hf_config=registry_config(request.param),
+                load_format="dummy",
+                impl="native",
+                hook_execution="segments",
+                lower_traces="off",
+                **SIZES,
+            ),
         )
         yield lm, model_of(request.param, lm.runner.get_model().state_dict())
         lm.shutdown()

@@ -9,6 +9,7 @@ import torch
 from registry_configs import registry_config
 
 from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.mem_cache.state_pool import StateLayout, StatePool
 
 FAMILIES = "qwen3_5_text", "nemotron_h"
@@ -20,7 +21,7 @@ SITES = ["resid_post.0", "resid_post.2"]
 
 def load(name: str, **options: Any) -> LM:
     given = {"load_format": "dummy", "device": "cpu", "dtype": "float32", **SIZES, **options}
-    return LM(hf_config=registry_config(name), **given)
+    return LM(**with_tuning(hf_config=registry_config(name), **given))
 
 
 def ids_of(size: int, seed: int) -> list[int]:

@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import AttentionBackend
+from pymllm_interp.config import EngineTuning
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.step import LogitsProcessorOutput, SchedulerOutput
 from pymllm_interp.layers.edits.host import HostOps
@@ -170,7 +171,12 @@ def test_g02_during_a_capture_traces_wait_and_traced_passes_are_refused_on_that_
 
     thread = threading.Thread(target=trace_of_another_thread)
     with LM(
-        folder, dtype="float32", device="cpu", max_running_requests=4, hook_execution="segments", lower_traces="off"
+        folder,
+        dtype="float32",
+        device="cpu",
+        max_running_requests=4,
+        tuning=EngineTuning(hook_execution="segments"),
+        lower_traces="off",
     ) as lm:
         monkeypatch.setattr(graph_capture, "capture", capture)
         with lm.generate(prompt, max_new_tokens=5) as tracer:

@@ -17,6 +17,7 @@ from helpers_graphs import captured_lms, use_eager_graphs
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.runner.graphs import graph_capture, prefill_graphs
 from pymllm_interp.runner.graphs.graph_capture import capture_token_counts
 
@@ -173,8 +174,10 @@ def test_a_capture_that_fails_is_an_error_that_says_what_helps(
         with pytest.raises(
             RuntimeError, match=r"(?s)prefill of 64 rows failed: no memory.*prefill_graph_tokens \(now 64"
         ):
-            LM(model_folder("llama"), device=device, dtype="float32", **SIZES)
-        with LM(model_folder("llama"), device=device, dtype="float32", **{**SIZES, "prefill_graph_tokens": 0}) as lm:
+            LM(model_folder("llama"), **with_tuning(device=device, dtype="float32", **SIZES))
+        with LM(
+            model_folder("llama"), **with_tuning(device=device, dtype="float32", **{**SIZES, "prefill_graph_tokens": 0})
+        ) as lm:
             assert lm.runner.graphs.prefill is None
             assert len(lm.generate([[1, 2, 3]], greedy(2))[0].token_ids) == 2
 
@@ -206,7 +209,10 @@ def test_engines_of_one_process_prefill_at_once(model_folder: Callable[[str], Pa
     """Graphs of one engine are replayed between those of another's pass: no memory that lives so long may be shared."""
     prompts = [random_ids(60, seed=i) for i in range(40)]
     sizes = {**SIZES, "dtype": "float32", "device": "cuda", "max_running_requests": 2}
-    with LM(model_folder("llama"), **sizes) as first, LM(model_folder("llama"), **sizes) as second:
+    with (
+        LM(model_folder("llama"), **with_tuning(**sizes)) as first,
+        LM(model_folder("llama"), **with_tuning(**sizes)) as second,
+    ):
         expected = [lm.generate(prompts, greedy(3), capture=["resid_post.*"]) for lm in (first, second)]
         for _ in range(3):
             handles = [[lm.submit(p, greedy(3), capture=["resid_post.*"]) for p in prompts] for lm in (first, second)]
@@ -222,7 +228,7 @@ def test_engines_of_one_process_prefill_at_once(model_folder: Callable[[str], Pa
 @pytest.mark.gpu
 def test_prefill_graphs_are_released(model_folder: Callable[[str], Path]) -> None:
     torch.cuda.synchronize()
-    lm = LM(model_folder("llama"), device="cuda", **SIZES)
+    lm = LM(model_folder("llama"), **with_tuning(device="cuda", **SIZES))
     graphs = lm.runner.graphs.prefill
     assert graphs is not None
     lm.generate([random_ids(9, seed=1)], greedy(2))

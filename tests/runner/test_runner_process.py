@@ -17,7 +17,9 @@ from runner_process import WorkerProcess
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Steer
 from pymllm_interp.captures import Lens
 from pymllm_interp.client import local_backend
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.client.completion import RequestOutput
+from pymllm_interp.config import EngineTuning
 from pymllm_interp.core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.interventions import Knockout
@@ -198,7 +200,7 @@ def far(request: Any, model_folder: Callable[[str], Path]) -> Iterator[Callable[
         if key not in made:
             with pytest.MonkeyPatch.context() as monkeypatch:
                 monkeypatch.setattr(local_backend, "InterpModelRunner", request.param)
-                made[key] = LM(model_folder(FAMILY), dtype="float32", device="cpu", **kwargs)
+                made[key] = LM(model_folder(FAMILY), **with_tuning(dtype="float32", device="cpu", **kwargs))
             assert type(made[key].runner) is request.param
         return made[key]
 
@@ -246,7 +248,9 @@ def test_vectors_and_records_of_tables_go_by_bytes(model_folder: Callable[[str],
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(DeclaredStage, "has_tables", True)
             monkeypatch.setattr(local_backend, "InterpModelRunner", runner)
-            with LM(model_folder(FAMILY), dtype="float32", device="cpu", capture_ring_bytes=1 << 16) as lm:
+            with LM(
+                model_folder(FAMILY), dtype="float32", device="cpu", tuning=EngineTuning(capture_ring_bytes=1 << 16)
+            ) as lm:
                 found.append(served(lm, [dict(asked, params=sampling(3)) for asked in load]))
                 assert lm.runner.declarations is not None and (pool := lm.runner.declarations.pool) is not None
                 assert pool.used == 0

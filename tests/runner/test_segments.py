@@ -26,6 +26,8 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.attention import FlashInferAttnBackend, flashinfer_backend
+from pymllm_interp.client.calls.lm_arguments import with_tuning
+from pymllm_interp.config import EngineTuning
 from pymllm_interp.models.native.llama import LlamaAttention
 from pymllm_interp.runner import model_runner
 from pymllm_interp.runner.graphs import graph_capture
@@ -221,7 +223,9 @@ def test_flashinfers_plans_serve_hooked_requests_beside_replayed_ones(
     params, found = SamplingParams(temperature=0, max_tokens=24, logprobs=3), {}
     size = {"kv_cache_tokens": 512, "max_running_requests": 6, "page_size": page_size}
     for way in ("eager", how):
-        with LM(tmp_path, dtype="bfloat16", device="cpu", hook_execution=way, lower_traces="off", **size) as lm:
+        with LM(
+            tmp_path, **with_tuning(dtype="bfloat16", device="cpu", hook_execution=way, lower_traces="off", **size)
+        ) as lm:
             with held(lm) as arrived:
                 handles = [lm.submit(prompt, params) for prompt in [PROMPT, *OTHERS]]
                 arrived(3)
@@ -489,7 +493,9 @@ def tables(model_folder: Callable[[str], Path], load: Load) -> Iterator[Load]:
                 monkeypatch.setattr(DeclaredStage, "has_tables", True)
                 device = "cuda" if torch.cuda.is_available() else "cpu"
                 size = {"kv_cache_tokens": 512, "max_running_requests": 4, "capture_ring_bytes": 1 << 16}
-                made[how] = LM(model_folder("llama"), dtype="float32", device=device, hook_execution=how, **size)
+                made[how] = LM(
+                    model_folder("llama"), **with_tuning(dtype="float32", device=device, hook_execution=how, **size)
+                )
         return made[how]
 
     yield lm_of
@@ -565,7 +571,7 @@ def test_blocks_and_plain_requests_beside_them_run_as_alone(family: str, how: st
     config = tiny_config(family)
     config.initializer_range = 0.2
     lm = LM(
-        "dummy", load_format="dummy", hf_config=config, dtype="float32", device="cpu", hook_execution=how,
+        "dummy", load_format="dummy", hf_config=config, dtype="float32", device="cpu", tuning=EngineTuning(hook_execution=how),
         kv_cache_tokens=2048, lower_traces="off",
     )  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

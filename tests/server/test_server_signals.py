@@ -115,6 +115,19 @@ def test_a_step_is_not_given_up_because_this_process_did_not_run():
     asyncio.run(run())
 
 
+def test_a_sigterm_while_an_engine_is_started_again_leaves_nothing_behind(served_folder, tmp_path):
+    with starting(served_folder, tmp_path) as process:
+        first = engine_of(process, "ready")
+        os.kill(first, signal.SIGKILL)
+        (second,) = wait_for(lambda: [pid for pid in children_of(process.pid) if pid != first])
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+        assert "Traceback" not in process.stderr.read()
+        wait_for(lambda: is_gone(second))
+        assert not list(tmp_path.glob("pymllm-interp-*"))
+
+
 # -- while requests end -------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from helpers_drafts import KINDS, Faulty, Told, checked_steps
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, Capture, Gate, SamplingParams, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ServerConfig
@@ -65,7 +66,9 @@ def with_drafter(model_folder: Callable[[str], Path]) -> Any:
     made: list[LM] = []
 
     def load(speculative: Any, **kwargs: Any) -> LM:
-        made.append(LM(model_folder("llama"), dtype="float32", device="cpu", speculative=speculative, **kwargs))
+        made.append(
+            LM(model_folder("llama"), **with_tuning(dtype="float32", device="cpu", speculative=speculative, **kwargs))
+        )
         return made[-1]
 
     yield load
@@ -128,7 +131,7 @@ def test_settings_have_the_defaults_of_vllm():
 @pytest.mark.parametrize("name", ["speculative_config", "num_speculative_tokens", "prompt_lookup_max"])
 def test_the_keywords_of_vllm_say_what_they_are_here(name):
     with pytest.raises(TypeError, match=rf"LM\(\) has no argument '{name}': here it is speculative="):
-        LM("demo", **{name: 3})
+        LM("demo", **with_tuning(**{name: 3}))
     assert name not in OPTIONS
     assert hint_of(["--speculative-config", "{}"]) == "--speculative-config: here it is --option speculative={}"
 

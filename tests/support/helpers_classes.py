@@ -11,6 +11,7 @@ from registry_configs import registry_config
 from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 SIZES: dict[str, Any] = {"kv_cache_tokens": 512, "page_size": 4, "max_num_tokens": 16, "max_running_requests": 4}
@@ -19,7 +20,7 @@ TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-4}
 
 def load(name: str, **options: Any) -> LM:
     given = {"load_format": "dummy", "device": "cpu", "dtype": "float32", **SIZES, **options}
-    return LM(hf_config=registry_config(name), **given)
+    return LM(**with_tuning(hf_config=registry_config(name), **given))
 
 
 def oracle_of(lm: LM, name: str) -> Any:

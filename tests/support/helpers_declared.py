@@ -17,6 +17,7 @@ from helpers_graphs import use_eager_graphs
 from helpers_runner import part_of
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, Scale, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.model_spec import Family, ModelSpec
 from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.egress.copier import BlockCopies
@@ -63,7 +64,7 @@ def lms(way: str, model_folder: Callable[[str], Path]) -> Iterator[Callable[...,
         if key not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(DeclaredStage, "has_tables", way != "functions")
-                made[key] = LM(model_folder(family), **{**defaults, **kwargs})
+                made[key] = LM(model_folder(family), **with_tuning(**{**defaults, **kwargs}))
         return made[key]
 
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -16,6 +16,7 @@ import torch
 
 from pymllm_interp import LM
 from pymllm_interp.attention.torch_backend import TorchAttnBackend
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.graphs.captured_passes import CapturedPasses
 from pymllm_interp.runner.stages.declared_stage import DeclaredStage
@@ -101,7 +102,9 @@ def captured_lms(model_folder: Callable[[str], Path], **defaults: Any) -> Iterat
             with pytest.MonkeyPatch.context() as patch:
                 if tables:
                     patch.setattr(DeclaredStage, "has_tables", True)
-                made[key] = LM(model_folder(family), device=device, **{"dtype": "float32", **defaults, **options})
+                made[key] = LM(
+                    model_folder(family), **with_tuning(device=device, **{"dtype": "float32", **defaults, **options})
+                )
         return made[key]
 
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -39,6 +39,7 @@ from helpers_runner import random_ids
 from helpers_simulation import POLICIES, Simulation
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec, site_index
 from pymllm_interp.core.request import Request
 from pymllm_interp.harvest import open_harvest
@@ -82,7 +83,7 @@ def ring_lm(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DeclaredStage, "has_tables", True)
             options = {"dtype": "float32", "device": DEVICE, "disable_cuda_graph": not CUDA, "kv_cache_tokens": 4096}
-            made.append(LM(model_folder("llama"), **{**options, **kwargs}))
+            made.append(LM(model_folder("llama"), **with_tuning(**{**options, **kwargs})))
         return made[-1]
 
     yield load
