@@ -86,7 +86,7 @@ def read_portion(source: SourceFile, portion: Portion, column: str | None) -> li
     """The documents of a portion: texts, or lists of token ids.
 
     Raises:
-        ValueError: the file has no such column, or fewer documents.
+        ValueError: the file has no such column, fewer documents, or a line that is not JSON.
     """
     read = _read_parquet if source.kind == "parquet" else _read_jsonl
     found = list(read(source.path, portion, column))
@@ -100,11 +100,16 @@ def read_portion(source: SourceFile, portion: Portion, column: str | None) -> li
 def _read_jsonl(path: str, portion: Portion, column: str | None) -> Iterator[Any]:
     with open(path, "rb") as file:
         file.seek(portion.start)
-        left = portion.documents
+        start, left = portion.start, portion.documents
         while left and (line := file.readline()):
             if line.strip():
                 left -= 1
-                yield _document(json.loads(line), path, column)
+                try:
+                    found = json.loads(line)
+                except (ValueError, RecursionError) as error:  # other bytes than text, and deep nesting, too
+                    raise ValueError(f"{path}: the line at byte {start} is not JSON ({error})") from error
+                yield _document(found, path, column)
+            start += len(line)
 
 
 def _document(found: Any, path: str, column: str | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,7 @@ def test_all_other_fields_of_peft_are_known(lm: LM, folder: Path) -> None:
     lm.adapters.unload("a")
 
 
+PEFT = "adapter_config.json"
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (lambda f: [path.unlink() for path in f.iterdir()], "has no adapter_config.json"),
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
@@ -81,6 +83,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"), "is a pickle: save it with safe_serialization",
     ),
     "cut off": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"12345"), "cannot be read"),
+    "a pipe": (lambda f: ((f / PEFT).unlink(), os.mkfifo(f / PEFT)), "has no adapter_config.json"),
     "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "cannot be read"),
     "a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "expected an object"),
     "no tensors": (lambda f: change_tensors(f, lambda t: {}), "has no tensors"),

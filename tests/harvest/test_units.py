@@ -31,7 +31,7 @@ from pymllm_interp.harvest.plan import HarvestPlan, Unit, make_plan, read_plan
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.harvest.run import AskedHarvest, asked_of
-from pymllm_interp.harvest.sources import read_portion
+from pymllm_interp.harvest.sources import portions_of, read_portion, source_of
 from pymllm_interp.harvest.units import UnitFolder, done_units, run_unit, settle
 
 IDENTITY = Identity("model", "", "spec", 1 << 20, 64, "truncate", False)
@@ -301,6 +301,15 @@ def test_files_are_read_where_their_units_are_computed(tmp_path: Path, kind: str
     ]
     with pytest.raises(ValueError, match="no column text"):
         read_portion(plan.sources[0], plan.units[0].portion, "text")
+
+
+@pytest.mark.parametrize("line", ["[" * 200_000 + "]" * 200_000, "\udc80", '{"text": "a', "[" + "1" * 5000 + "]"])
+def test_a_line_that_is_not_json_is_named(tmp_path: Path, line: str):
+    path = tmp_path / "part.jsonl"
+    path.write_text(f'"a text"\n\n{line}\n', errors="surrogateescape")
+    source = source_of(path)
+    with pytest.raises(ValueError, match=r"part\.jsonl: the line at byte 10 is not JSON"):
+        read_portion(source, next(portions_of(0, source, 9)), None)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

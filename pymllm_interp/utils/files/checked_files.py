@@ -20,8 +20,8 @@ MAX_VALUES = 1 << 16
 """Most fields, array items and tensors of a file with vectors."""
 MAX_HEADER_BYTES = 16 << 20
 """Most bytes of the header of a safetensors file."""
-MAX_INFLATION = 200
-"""Largest ratio of the bytes that a zip archive announces to its own size."""
+MAX_INFLATION, MAX_ENTRIES = 200, 8192
+"""Largest ratio of the bytes that a zip archive announces to its own size, and most entries of one."""
 MAX_DIMS, MAX_DEPTH = 8, 4
 """Most dimensions of a GGUF tensor, and most arrays inside of each other."""
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -37,6 +37,8 @@ def read_json(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such file.
         ValueError: not JSON, no object, nested too deeply, a whole number beyond float64, or more than `MAX_JSON_BYTES`.
     """
+    if not path.is_file():  # a named pipe is opened for ever
+        raise FileNotFoundError(f"{path}: no such file")
     with path.open("rb") as file:
         text = file.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
@@ -72,7 +74,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def check_zip(path: Path, inflation: float = MAX_INFLATION) -> None:
-    """Refuse a zip archive (.npz, .pt) that would grow beyond its size. Other files pass.
+    """Refuse a zip archive (.npz, .pt) of too many entries, or that would grow beyond its size. Other files pass.
 
     Args:
         inflation: largest ratio of unpacked to packed bytes.
@@ -84,10 +86,12 @@ def check_zip(path: Path, inflation: float = MAX_INFLATION) -> None:
         if not zipfile.is_zipfile(path):
             return
         with zipfile.ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
+            entries = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise ValueError(f"{path} is a damaged archive ({error})") from error
-    if unpacked > inflation * path.stat().st_size:
+    if len(entries) > MAX_ENTRIES:  # numpy looks each one up in a list of all
+        raise ValueError(f"{path} has {len(entries)} entries; at most {MAX_ENTRIES}")
+    if (unpacked := sum(entry.file_size for entry in entries)) > inflation * path.stat().st_size:
         raise ValueError(f"{path} announces {unpacked} bytes, more than {inflation:g} times its own size")
 
 
