@@ -135,7 +135,6 @@ def _constant(value: Any, dtype: str) -> np.ndarray | None:
 
 def _operator(core: Any, handle_of: Any, name: str, ordinary: Any, function: Any) -> Any:
     plans: dict[Any, Any] = {}
-    overflows = function in (np.add, np.multiply, np.subtract)
 
     def plan(left: Any, right: Any, result: Any) -> Any:
         """(the result's type, its handle's, numpy's, the right operand's number, bytes of what a pointer points to), or ()."""
@@ -170,9 +169,8 @@ def _operator(core: Any, handle_of: Any, name: str, ordinary: Any, function: Any
         if width:
             right = right.astype(np.uint64) * width
         data = function(left, right)
-        whole = not overflows or dtype != np.int32 or (function(left, right, dtype=np.int64) == data).all()
-        if data.dtype is not dtype or not whole:
-            return ordinary(self, other)  # it says what overflows
+        if data.dtype is not dtype:
+            return ordinary(self, other)
         return core.tensor(handle_of(data, kind or self.handle.dtype), made)
 
     return operator
