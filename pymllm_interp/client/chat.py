@@ -22,6 +22,8 @@ class RenderedPrompt(NamedTuple):
 
     text: str | None
     token_ids: list[int]
+    embeds: Any = None
+    """Vectors in place of token embeddings (`core.pass_parts.PromptEmbeds`), or None."""
 
 
 def is_conversation(prompt: Any) -> bool:

@@ -16,6 +16,8 @@ ENCODED = ("input_ids", "attention_mask", "position_ids")
 """Keys of an encoding that are read."""
 UNUSED = ("token_type_ids", "special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping")
 """Keys of an encoding that say nothing to a causal model."""
+EMBEDS = ("prompt_embeds", "embeds")
+"""Keys of a prompt dict with vectors in place of token embeddings."""
 
 
 class PromptBatch(NamedTuple):
@@ -58,6 +60,8 @@ def split(prompt: Any, what: str) -> PromptBatch:
     if type(prompt) is str or (
         type(prompt) is list and prompt and type(prompt[0]) is int
     ):  # most are, so they are asked first
+        return PromptBatch([prompt])
+    if has_embeds(prompt):
         return PromptBatch([prompt])
     if isinstance(prompt, Mapping):
         inner = vllm_prompt(prompt, what)
@@ -116,6 +120,15 @@ def vllm_prompt(prompt: Any, what: str) -> Any:
     if unknown:
         raise PromptError(f"{what} has {', '.join(map(repr, unknown))}, which is not supported: leave it out")
     return prompt.get("prompt_token_ids", prompt.get("prompt"))
+
+
+def has_embeds(prompt: Any) -> bool:
+    """Whether a prompt has vectors in place of token embeddings: a dict, or an array [tokens, width] of real numbers."""
+    if isinstance(prompt, Mapping):
+        return any(prompt.get(key) is not None for key in EMBEDS)
+    if isinstance(prompt, torch.Tensor):
+        return prompt.is_floating_point()
+    return isinstance(prompt, np.ndarray) and prompt.dtype.kind == "f"
 
 
 def rows_of(ids: Any, what: str) -> list[list[int]]:

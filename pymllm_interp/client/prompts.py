@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..core.limits import MAX_SPECS
+from ..core.pass_parts import PromptEmbeds
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
@@ -16,16 +17,19 @@ from ..hooks.site import Site
 from ..utils.arguments import PromptError, shown
 from ..utils.caller_frames import warn_at_caller
 from .chat import RenderedPrompt, is_conversation, render, tokenized
-from .prompt_batch import rows_of, split, vllm_prompt
+from .facts import ModelFacts
+from .prompt_batch import EMBEDS, has_embeds, rows_of, split, vllm_prompt
 
 BYTES = bytes | bytearray | memoryview
+PLACEHOLDER = 0
+"""Token id at the positions of a prompt that has embeddings only, as in vLLM. Penalties do not count it."""
 
 
 def as_prompts(prompts: Any) -> list[Any]:
     """One prompt or a list of them, as a list. A list of whole numbers, or of messages, is one prompt."""
     if isinstance(prompts, str | RenderedPrompt | BYTES) or is_conversation(prompts):
         return [prompts]
-    if isinstance(prompts, (Mapping, torch.Tensor)):
+    if isinstance(prompts, (Mapping, torch.Tensor)) or has_embeds(prompts):
         return split(prompts, "the prompt").prompts
     if not isinstance(prompts, Sequence):
         raise PromptError(f"prompts is a {type(prompts).__name__}: expected text, token ids, or a list of them")
@@ -54,20 +58,75 @@ def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
     return tokenized(tokenizer, prompt, what)
 
 
-def checked(tokenizer: Any, prompt: Any, vocab_size: int, what: str) -> RenderedPrompt:
-    """Text and token ids of a prompt: text, token ids (list or tensor), a tokenizer's dict, or messages.
+def checked(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> RenderedPrompt:
+    """Text and token ids of a prompt: text, token ids (list or tensor), a tokenizer's dict, messages, or embeddings.
 
     Raises:
-        PromptError: empty, of another type, or with ids outside the vocabulary.
+        PromptError: empty, of another type, with ids outside the vocabulary, or with embeddings that the model cannot take.
     """
-    found = rendered(tokenizer, prompt, what)
-    ids = found.token_ids
+    found = _embedded(tokenizer, prompt, facts, what) if has_embeds(prompt) else rendered(tokenizer, prompt, what)
+    ids, vocab_size = found.token_ids, facts.limits.vocab_size
     if not ids:
         raise PromptError(f"{what} is empty: a prompt needs at least one token")
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             raise PromptError(f"{what} holds token id {token}, but the vocabulary goes from 0 to {vocab_size - 1}")
     return found
+
+
+def _embedded(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> RenderedPrompt:
+    """The prompt of embeddings [tokens, width], or of token ids with vectors [width] at some positions.
+
+    Raises:
+        PromptError: another form, shape or dtype, a position outside the prompt, or numbers that are not finite.
+    """
+    given = prompt if isinstance(prompt, Mapping) else {"prompt_embeds": prompt}
+    rest = {key: value for key, value in given.items() if key not in EMBEDS and value is not None}
+    whole, placed = (given.get(key) for key in EMBEDS)
+    if (whole is None) == (placed is None) or (whole is not None and rest):
+        raise PromptError(
+            f"{what} has {', '.join(map(repr, given))}: expected prompt_embeds [tokens, {facts.spec.embedding_size}] and "
+            "nothing else, or prompt_token_ids with embeds, a dict of position and vector"
+        )
+    if whole is not None:
+        vectors = _vectors(whole, facts, what)
+        found, places = RenderedPrompt(None, [PLACEHOLDER] * len(vectors)), range(len(vectors))
+    else:
+        found = rendered(tokenizer, rest, what)
+        if not isinstance(placed, Mapping) or not placed:
+            raise PromptError(f"{what}: embeds is {shown(placed)}: expected a dict of position and vector")
+        for place in placed:
+            if type(place) is not int or not 0 <= place < len(found.token_ids):
+                raise PromptError(
+                    f"{what}: embeds has position {shown(place)}, but the prompt has positions 0 to {len(found.token_ids) - 1}"
+                )
+        places = sorted(placed)
+        rows = [torch.as_tensor(placed[place]) for place in places]
+        if any(row.shape != rows[0].shape or row.dtype != rows[0].dtype for row in rows):
+            raise PromptError(f"{what}: the vectors of embeds differ in shape or dtype")
+        vectors = _vectors(torch.stack(rows), facts, what)
+    return found._replace(embeds=PromptEmbeds(places, vectors))
+
+
+def _vectors(given: Any, facts: ModelFacts, what: str) -> torch.Tensor:
+    """Embeddings [positions, width] on the CPU."""
+    vectors, width = torch.as_tensor(given), facts.spec.embedding_size
+    if vectors.dim() != 2 or vectors.shape[1] != width:
+        raise PromptError(f"{what} has embeddings {list(vectors.shape)}: expected [positions, {width}]")
+    if vectors.dtype != facts.dtype:
+        raise PromptError(
+            f"{what} has embeddings of {vectors.dtype}, and the model computes in {facts.dtype}: pass embeds.to({facts.dtype})"
+        )
+    if not bool(vectors.isfinite().all()):
+        raise PromptError(f"{what} has embeddings with NaN or infinity")
+    return vectors.detach().cpu()
+
+
+def only_tokens(prompt: RenderedPrompt, what: str) -> list[int]:
+    """Token ids of a prompt, for calls that take no embeddings. Raises PromptError for a prompt with them."""
+    if prompt.embeds is not None:
+        raise PromptError(f"{what} has embeddings, which this call does not take: lm.generate and lm.forward do")
+    return prompt.token_ids
 
 
 def names_of(prompts: Sequence[Any]) -> list[str]:

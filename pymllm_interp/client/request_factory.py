@@ -12,6 +12,7 @@ from typing import Any
 
 from ..core.events import EngineClosedError
 from ..core.model_spec import LOGITS
+from ..core.pass_parts import PromptEmbeds
 from ..core.receipt import Receipt
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ from .detokenizer import StopStrings
 from .facts import ModelFacts
 from .prompt_batch import pad_together, prompts_of, repeated
 from .prompts import captures_for_each_prompt, for_each_prompt
-from .request_limits import check_boundary, max_tokens_of, num_objects, truncated
+from .request_limits import check_boundary, check_embedded, max_tokens_of, num_objects, truncated
 from .request_options import adapters_of
 
 RELEASED = "the engine was shut down, and its model released"
@@ -128,14 +129,14 @@ class RequestFactory:
             self._known_adapter(name, what)
         fingerprints = self._fingerprints(adapters) if any(declared) or any(captures) else {}
         found: list[list[Request]] = []
-        for i, ((_, ids), param, what) in enumerate(zip(submission.prompts, submission.params, names, strict=True)):
-            param = param or self.facts.defaults.fitting(self.facts.limits.max_model_len - len(ids))
-            ids = truncated(ids, param, self.facts.limits.max_model_len)
+        for i, (prompt, param, what) in enumerate(zip(submission.prompts, submission.params, names, strict=True)):
+            param = param or self.facts.defaults.fitting(self.facts.limits.max_model_len - len(prompt.token_ids))
+            ids = truncated(prompt.token_ids, param, self.facts.limits.max_model_len)
             if edits and param.n > 1:
                 raise PromptError(
                     f"{what} asks for n={param.n}, but edits of a model follow one generation: give the prompt n times"
                 )
-            requests = self.requests(ids, param, what=what, timeout=submission.timeout)
+            requests = self.requests(ids, param, what=what, timeout=submission.timeout, embeds=prompt.embeds)
             for request in requests:
                 request.stream, request.prompt_logits = submission.stream, submission.prompt_logits
                 request.live_objects = live
@@ -164,8 +165,12 @@ class RequestFactory:
         what: str = "prompt",
         timeout: float | None = None,
         forward_only: bool = False,
+        embeds: PromptEmbeds | None = None,
     ) -> list[Request]:
         """The `params.n` requests of a prompt. Without new tokens, it may fill the context.
+
+        Args:
+            embeds: vectors in place of token embeddings.
 
         Raises:
             PromptError: the request can never be served; the message names the limit and its setting.
@@ -173,6 +178,9 @@ class RequestFactory:
         words, size = params.bad_words, self.facts.limits.vocab_size
         bad_words = bad_word_ids(self.tokenizer, words, size, what) if words else ()
         max_tokens = max_tokens_of(self.facts.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
+        if embeds is not None:
+            check_embedded(params, what)
+            embeds.namespaces(self.facts.page_size)  # hashes them, here and not on the engine's thread
         if timeout is not None and not timeout > 0:
             raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")
         number, ordinal = next(_ids), next(self._ordinals)
@@ -199,6 +207,7 @@ class RequestFactory:
                     eos_token_ids=stops,
                     ignored_eos_ids=ignored,
                     cache_owner=self.cache_owner,
+                    embeds=embeds,
                     bad_words=bad_words,
                     constraint=constraint_of(params, self.grammars, size, what)
                     if masked and params.max_tokens != 0
@@ -453,7 +462,8 @@ class RequestFactory:
         """
         found = traced_prompt(self, mode, prompt, kwargs, what, sampling, lowered=False)
         (request,) = self.requests(
-            found.token_ids, found.params, what=what, timeout=found.timeout, forward_only=mode == "trace"
+            found.token_ids, found.params, what=what, timeout=found.timeout, forward_only=mode == "trace",
+            embeds=found.embeds,
         )
         request.priority, request.cache_salt = found.priority, found.cache_salt
         request.adapter = self._known_adapter(found.adapter, what)

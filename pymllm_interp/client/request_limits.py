@@ -80,6 +80,13 @@ def check_boundary(requests: Sequence[Request], boundary: int | None, what: str)
             )
 
 
+def check_embedded(params: SamplingParams, what: str) -> None:
+    """Refuse parameters that read the prompt's token ids, for a prompt with embeddings."""
+    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+        if getattr(params, name) is not None:
+            raise PromptError(f"{what} has embeddings, and {name} is of a prompt's tokens: leave it out")
+
+
 def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
     """A prompt's token ids after `truncate_prompt_tokens`: its last ones."""
     kept = params.truncate_prompt_tokens

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from .norm_kind import Norm
-from .pass_parts import AdapterRows, AttentionCuts, TransformersOutputs
+from .pass_parts import AdapterRows, AttentionCuts, EmbeddedRows, TransformersOutputs
 
 
 class ForwardMode(IntEnum):
@@ -281,6 +281,7 @@ class ForwardBatch:
 
     # Fields beyond pymllm's.
     state_pool:      LayerStatePool | None = None  # set by the runner; slots are `req_pool_indices`; None: no layer has states
+    input_embeds:    EmbeddedRows | None = None  # rows with a vector in place of their token's embedding; not in decode passes
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
     rope_lens:       torch.Tensor | None = None  # [tokens] int64, the lengths that length-dependent RoPE scalings see
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)

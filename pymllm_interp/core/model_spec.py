@@ -213,6 +213,8 @@ class ModelSpec:
     """Experts that it chooses for a token."""
     num_projected_kv_heads: int | None = None
     """Heads of the sites `k` and `v`, where attention repeats them for its queries; None: `num_key_value_heads`."""
+    embedding_dim: int | None = None
+    """Width of the embedding's rows; None: `hidden_size`."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:
@@ -253,6 +255,11 @@ class ModelSpec:
             has_states=bool(family.mixers),
             num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
         )
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of the token embeddings."""
+        return self.embedding_dim or self.hidden_size
 
     def kv_layer(self, layer: int) -> int:
         """The layer of the KV pool that an attention layer of a native family has."""

@@ -1,8 +1,9 @@
-"""Parts of a `ForwardBatch` for passes that do more: LoRA adapters, cut edges of attention, transformers' outputs."""
+"""Parts of a `ForwardBatch` for passes that do more: embedded rows, LoRA adapters, cut edges of attention, transformers' outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -70,6 +71,57 @@ class TransformersOutputs(Protocol):
     def collected(self) -> dict[str, tuple[torch.Tensor, ...]]:
         """`attentions` and `hidden_states` of the model's output, if requested."""
         ...
+
+
+# -- embeddings in place of tokens ------------------------------------------------------------
+
+
+class EmbeddedRows(NamedTuple):
+    """The token rows of a pass that have a vector in place of their token's embedding."""
+
+    # fmt: off
+    rows:    torch.Tensor  # [n] int64
+    vectors: torch.Tensor  # [n, width], dtype of the embeddings
+    # fmt: on
+
+    def placed(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """The embeddings [1, tokens, width] with the vectors in their rows, in fresh memory."""
+        return embeddings.index_copy(1, self.rows, self.vectors.unsqueeze(0))
+
+
+class PromptEmbeds:
+    """Vectors in place of token embeddings at positions of a prompt. The requests of a prompt share one object.
+
+    Args:
+        positions: positions in ascending order.
+        vectors: [positions, width] on the CPU, of the model's dtype.
+    """
+
+    def __init__(self, positions: Sequence[int] | np.ndarray, vectors: torch.Tensor) -> None:
+        self.positions, self.vectors = np.asarray(positions, dtype=np.int64), vectors.detach().contiguous()
+        self._namespaces: dict[int, list[tuple[int, Hashable]]] = {}
+
+    def within(self, start: int, stop: int) -> tuple[np.ndarray, torch.Tensor]:
+        """(positions counted from `start`, their vectors) of the positions from `start` to `stop`."""
+        first, end = np.searchsorted(self.positions, (start, stop))
+        return self.positions[first:end] - start, self.vectors[first:end]
+
+    def without(self, token_ids: np.ndarray) -> np.ndarray:
+        """The prompt's token ids at the other positions."""
+        return np.delete(token_ids, self.positions)
+
+    def namespaces(self, page_size: int) -> list[tuple[int, Hashable]]:
+        """(page, namespace from that page on), ascending (`RadixKey`): a hash of each page's vectors. Made once."""
+        if page_size not in self._namespaces:
+            found = self._namespaces[page_size] = list[tuple[int, Hashable]]()
+            for page in np.unique(self.positions // page_size).tolist():
+                offsets, vectors = self.within(page * page_size, (page + 1) * page_size)
+                digest = hashlib.sha256(offsets.tobytes())
+                digest.update(vectors.reshape(-1).view(torch.uint8).numpy().data)
+                if found and found[-1][0] == page:
+                    found.pop()
+                found += [(page, digest.digest()), (page + 1, None)]
+        return self._namespaces[page_size]
 
 
 # -- LoRA adapters ------------------------------------------------------------------------

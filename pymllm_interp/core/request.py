@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from .output import Logprob
+from .pass_parts import PromptEmbeds
 from .request_drafts import RequestDrafts
 from .sampling_params import SamplingParams
 from .step import NewRequest, RequestEnd, RequestHooks, ScheduledRequest
@@ -60,6 +61,8 @@ class Request:
     """The model's end-of-sequence ids under `ignore_eos`. They end nothing, and are masked before `min_tokens`, as in vLLM."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of `params.bad_words`."""
+    embeds: PromptEmbeds | None = None
+    """Vectors in place of some of the prompt's token embeddings; None without any. Their token ids are placeholders."""
     adapter: str | None = None
     """LoRA adapter of the weights that it runs with, as part of the model's state; None: the model itself."""
     adapter_hold: Any = None
@@ -290,6 +293,7 @@ class Request:
             hooks=self.hooks,
             adapter=self.adapter,
             drafted=self.drafts is not None,
+            embeds=self.embeds,
         )
 
     def ending(self) -> RequestEnd:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from .pass_parts import PromptEmbeds
 from .sampling_params import SamplingParams
 
 VectorRow = tuple[int, tuple[bytes, int]]
@@ -84,6 +85,8 @@ class NewRequest:
     """LoRA adapter of the weights that it runs with; None: the model itself."""
     drafted: bool = False
     """Whether drafts may be proposed for it."""
+    embeds: PromptEmbeds | None = None
+    """Vectors in place of some of the prompt's token embeddings; None without any."""
 
 
 @dataclass(frozen=True, slots=True)

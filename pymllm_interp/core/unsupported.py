@@ -89,7 +89,8 @@ OPTIONS: dict[str, str] = {
     **dict.fromkeys(("guided_decoding_backend", "structured_outputs_config"), STRUCTURED),
     "logits_processors": PROCESSORS,
     "reasoning_parser": "an LM returns the text as it is: pymllm-interp serve --reasoning-parser splits reasoning off",
-    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "mm_encoder_tp_mode", "enable_prompt_embeds"), MULTIMODAL),
+    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "mm_encoder_tp_mode"), MULTIMODAL),
+    "enable_prompt_embeds": "an LM takes them in any case, in a prompt",
     "calculate_kv_scales": KV_QUANTISATION,
     **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), QUANTISATION),
 }  # fmt: skip
@@ -106,10 +107,10 @@ OF_REQUESTS: dict[str, str] = {
     **dict.fromkeys(
         (
             "pixel_values", "image_grid_thw", "images", "videos", "audios", "multi_modal_data", "mm_processor_kwargs",
-            "inputs_embeds", "prompt_embeds",
         ),
         MULTIMODAL,
     ),
+    **dict.fromkeys(("inputs_embeds", "prompt_embeds"), 'they are a prompt: {"prompt_embeds": embeds}, or a tensor [tokens, hidden]'),
 }  # fmt: skip
 """Keywords of a request or of its sampling parameters -> reason and alternative."""
 

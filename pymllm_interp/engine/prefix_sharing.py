@@ -4,6 +4,7 @@
 |---|---|
 | plain | everything, with all |
 | with interventions | pages before its first edit with all; later ones with requests that make the same edits there |
+| with embeddings in its prompt | pages before the first one with all; later ones with requests of the same vectors |
 | with an adapter | as above, with requests of the same adapter |
 | with a `cache_salt` | everything, with requests of the same salt |
 | of a server's client | as above, with requests of the same client |
@@ -22,7 +23,7 @@ from ..core.request import Request
 from ..mem_cache.radix_cache import Match, Node, RadixCache, RadixKey
 from ..models.weights.model_state import ModelState
 
-PLAIN, EDITED, SALTED, PRIVATE = "plain", "edited", "salted", "private"
+PLAIN, EDITED, EMBEDDED, SALTED, PRIVATE = "plain", "edited", "embedded", "salted", "private"
 """Kinds of namespaces, in `Engine.stats`."""
 
 
@@ -80,6 +81,8 @@ class PrefixSharing:
             namespaces = request.declared.kv_edits.namespaces(size, request.max_total_tokens)
             if namespaces and namespaces[0][0] * size < request.prompt_len:
                 kind = EDITED
+        if request.embeds is not None:
+            kind, namespaces = EMBEDDED, _joined(namespaces, request.embeds.namespaces(size))
         if (adapted := self._model.namespace(request.adapter)) is not None:
             namespaces = _salted(namespaces, "adapter", adapted)
         if request.cache_salt is not None:
@@ -174,6 +177,19 @@ class PrefixSharing:
             "kept_tokens": self.tree.num_pages * size,
             "not_reused": dict(self._reasons),
         }
+
+
+def _joined(ones: list[tuple[int, Any]], others: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """The namespaces of pages with a namespace in each of two lists."""
+    found: list[tuple[int, Any]] = []
+    changes = sorted([(page, 0, own) for page, own in ones] + [(page, 1, own) for page, own in others])
+    now: list[Any] = [None, None]
+    for page, which, own in changes:
+        now[which] = own
+        if found and found[-1][0] == page:
+            found.pop()
+        found.append((page, None if now == [None, None] else tuple(now)))
+    return found
 
 
 def _salted(namespaces: list[tuple[int, Any]], kind: str, salt: Hashable) -> list[tuple[int, Any]]:

@@ -318,12 +318,17 @@ class Embedding(nn.Embedding):
         self.num_embeddings, self.embedding_dim, self.has_site = num_embeddings, embedding_dim, has_site
         self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, dtype=dtype, device=device), False)
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [..., hidden] without ops."""
+    def embed(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        """Embeddings [..., hidden] without ops, with the vectors that requests of the pass give in their place."""
+        out = self.of_tokens(ids)
+        return out if batch is None or batch.input_embeds is None else batch.input_embeds.placed(out)
+
+    def of_tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., hidden] of token ids."""
         return F.embedding(ids, self.weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = self.embed(input)
+        out = self.embed(input, current_batch())
         # Weights require no gradients, so the autograd graph begins here.
         out = out.requires_grad_() if torch.is_grad_enabled() else out
         return apply_at(out, current_site_ops(), EMBED_SITE) if self.has_site else out

@@ -21,24 +21,25 @@ class RunningRequest:
     """A request in the table, as sampling reads it (`sampling.SamplingBatch`).
 
     Attributes:
-        request_id, row, prompt_len, params, seed, sample_index, eos_token_ids, bad_words: see `NewRequest`.
+        request_id, row, prompt_len, params, seed, sample_index, eos_token_ids, bad_words, embeds: see `NewRequest`.
     """
 
     __slots__ = (
-        "_table", "bad_words", "eos_token_ids", "params", "prompt_len", "request_id", "row", "sample_index", "seed",
+        "_table", "bad_words", "embeds", "eos_token_ids", "params", "prompt_len", "request_id", "row", "sample_index", "seed",
     )  # fmt: skip
 
     def __init__(self, new: NewRequest, table: RequestState) -> None:
         self.request_id, self.row, self.prompt_len = new.request_id, new.row, new.prompt_len
         self.params: SamplingParams = new.params
         self.seed, self.sample_index, self.eos_token_ids = new.seed, new.sample_index, new.eos_token_ids
-        self.bad_words = new.bad_words
+        self.bad_words, self.embeds = new.bad_words, new.embeds
         self._table = table
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Tokens before the generation."""
-        return self._table.all_token_ids[self.row, : self.prompt_len].tolist()
+        """Tokens before the generation, as penalties count them: placeholders of embeddings are none."""
+        ids = self._table.all_token_ids[self.row, : self.prompt_len]
+        return (ids if self.embeds is None else self.embeds.without(ids)).tolist()
 
     @property
     def num_generated(self) -> int:

@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 
 import numpy as np
 import torch
 
 from ..core.forward_batch import ForwardBatch, ForwardMode
-from ..core.pass_parts import AdapterRows
-from ..core.step import SchedulerOutput
+from ..core.pass_parts import AdapterRows, EmbeddedRows
+from ..core.step import ScheduledRequest, SchedulerOutput
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.adapters.slots import AdapterSlots
 from ..sampling import LogprobTensors, RejectionSampler, prompt_logprobs
@@ -142,7 +143,21 @@ class StepInputs:
             decodes=layout.decodes,
             padded_size=padded,
             verifier=verifier,
+            embeds=self._embedded_rows(entries, loc),
         )
+
+    def _embedded_rows(self, entries: Sequence[ScheduledRequest], first_rows: np.ndarray) -> EmbeddedRows | None:
+        """The step's rows with vectors in place of embeddings, on the host; None: no row has one."""
+        rows, vectors = list[np.ndarray](), list[torch.Tensor]()
+        for entry, first in zip(entries, first_rows, strict=False):
+            request = self.states.requests[entry.row]
+            if request is not None and request.embeds is not None and entry.start < request.prompt_len:
+                offsets, own = request.embeds.within(entry.start, entry.start + entry.num_tokens)
+                rows.append(first + offsets)
+                vectors.append(own)
+        if not sum(map(len, rows)):
+            return None
+        return EmbeddedRows(torch.from_numpy(np.concatenate(rows)), torch.cat(vectors))
 
     def prepare_attn(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
@@ -172,6 +187,8 @@ class StepInputs:
                 found.forward_mode = ForwardMode.MIXED
             found.input_ids = self.buffers.input_ids[: batch.padded_size]
             found.out_cache_loc = self.buffers.out_cache_loc[: batch.padded_size]
+        if batch.embeds is not None:
+            found.input_embeds = EmbeddedRows(*upload(self.device, *batch.embeds))
         found.padded_size = batch.padded_size
         found.positions = self.buffers.positions[: found.num_tokens]
         found.logits_indices = None

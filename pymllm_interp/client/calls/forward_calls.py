@@ -15,7 +15,7 @@ from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...utils.arguments import PromptError, shown
 from ...utils.tables import Shown, Table
-from ..prompts import as_prompts, captures_for_each_prompt
+from ..prompts import as_prompts, captures_for_each_prompt, only_tokens
 from ..request_options import RequestOptions, check_options
 from .activation_cache import NamesFilter, select_sites
 from .requests import Requests, wait_for
@@ -125,7 +125,7 @@ def tokens_of_equal_length(requests: Requests, prompts: Any) -> list[list[int]]:
     several = as_prompts(prompts)
     if isinstance(prompts, torch.Tensor) and prompts.dim() == 2:
         several = list(prompts)
-    tokens = [requests.read(prompt, f"prompt {i}").token_ids for i, prompt in enumerate(several)]
+    tokens = [only_tokens(requests.read(prompt, f"prompt {i}"), f"prompt {i}") for i, prompt in enumerate(several)]
     lengths = [len(ids) for ids in tokens]
     if not lengths:
         raise PromptError("an empty list of prompts: expected at least one")

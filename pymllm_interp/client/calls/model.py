@@ -30,7 +30,7 @@ from ..handle import RequestHandle
 from ..notebook.explained import explain
 from ..notebook.signatures import OF_TRACES, names_options, signature_of
 from ..prompt_batch import prompts_of
-from ..prompts import as_prompts
+from ..prompts import as_prompts, only_tokens
 from ..request_options import RequestOptions, check_options
 from . import token_calls
 from .activation_cache import ActivationCache, NamesFilter, select_sites
@@ -466,7 +466,7 @@ class ClientModel(TracedModel):
         Raises:
             PromptError: it is empty, of another type, or has ids outside the vocabulary.
         """
-        return self._requests.read(prompt, what).token_ids
+        return only_tokens(self._requests.read(prompt, what), what)
 
     def to_tokens(self, text: str | Sequence[str], prepend_bos: bool | None = None) -> torch.Tensor:
         """Token ids of a text, or of several that have equally many tokens.

@@ -52,7 +52,7 @@ class Requests:
         Raises:
             PromptError: it is empty, of another type, or has ids outside the vocabulary.
         """
-        return checked(self.tokenizer, prompt, self.backend.facts.limits.vocab_size, what)
+        return checked(self.tokenizer, prompt, self.backend.facts, what)
 
     def submission(
         self,

@@ -149,7 +149,7 @@ def _submit(
             own = list(places)
             prompts, cut = [read[i] for i in own], [plans[first + i] for i in own]
             submission = Submission(
-                prompts=[RenderedPrompt(None, prompt.token_ids) for prompt in prompts],
+                prompts=[RenderedPrompt(None, prompt.token_ids, prompt.embeds) for prompt in prompts],
                 params=[prompt.params for prompt in prompts],
                 interventions=[list(plan.interventions) for plan in cut],
                 captures=[list(plan.captures) for plan in cut],

@@ -91,7 +91,7 @@ class Decoder(nn.Module):
     aux: AuxStates | None = None
 
     @abstractmethod
-    def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The stream [1, tokens, hidden] before the first layer, without ops and without a call to a module."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """The hidden states of `forward`, without a call to a module."""
         site_ops, delta = forward_batch.site_ops, None
-        h = apply_and_capture(self.embed_fused(input_ids, position_ids), site_ops, EMBED_SITE)
+        h = apply_and_capture(self.embed_fused(input_ids, position_ids, forward_batch), site_ops, EMBED_SITE)
         rotations = self.rotations(position_ids, forward_batch)
         layers: Any = getattr(self, self.layers_name)
         norm: NormModule = getattr(self, self.norm_name)

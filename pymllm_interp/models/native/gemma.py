@@ -31,8 +31,8 @@ class ScaledEmbedding(Embedding):
         super().__init__(num_embeddings, embedding_dim, dtype, device)
         self.scalar_embed_scale = torch.tensor(embedding_dim**0.5).to(dtype).item()
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(ids) * self.scalar_embed_scale
+    def of_tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().of_tokens(ids) * self.scalar_embed_scale
 
 
 # -- Gemma ---------------------------------------------------------------------------

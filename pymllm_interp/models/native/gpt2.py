@@ -141,8 +141,8 @@ class GPT2Model(Decoder):
         hidden_states = self.ln_f(hidden_states)
         return self.output_of(hidden_states, forward_batch)
 
-    def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.wte.embed(input_ids) + self.wpe.embed(position_ids)
+    def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return self.wte.embed(input_ids, batch) + self.wpe.embed(position_ids)
 
     def rotations(self, position_ids: torch.Tensor, batch: ForwardBatch) -> Mapping[str, tuple[torch.Tensor, ...]]:
         return {"": ()}

@@ -148,8 +148,8 @@ class GPTNeoXModel(Decoder):
         hidden_states = self.final_layer_norm(hidden_states)
         return self.output_of(hidden_states, forward_batch)
 
-    def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.embed_in.embed(input_ids)
+    def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return self.embed_in.embed(input_ids, batch)
 
     def rotations(self, position_ids: torch.Tensor, batch: ForwardBatch) -> Mapping[str, tuple[torch.Tensor, ...]]:
         return {"": self.rotary_emb.rotation(position_ids, batch.rope_lens)}

@@ -211,8 +211,8 @@ class LlamaModel(Decoder):
         lens = {"rope_lens": batch.rope_lens} if self.rotary_emb.length_dependent else {}
         return {"": self.rotary_emb(h, position_ids=position_ids, **lens)}
 
-    def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.embed_tokens.embed(input_ids)
+    def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return self.embed_tokens.embed(input_ids, batch)
 
     def rotations(self, position_ids: torch.Tensor, batch: ForwardBatch) -> Mapping[str, tuple[torch.Tensor, ...]]:
         return {"": self.rotary_emb.rotation(position_ids, batch.rope_lens)}

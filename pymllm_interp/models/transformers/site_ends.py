@@ -94,6 +94,8 @@ class SiteEnds:
 
     def after_forward(self, output: Any) -> Any:
         """The module's output after the ops, without attention weights of a whole batch."""
+        if self.begins_graph and (batch := current_batch()) is not None and batch.input_embeds is not None:
+            output = batch.input_embeds.placed(output)
         if self.begins_graph and torch.is_grad_enabled():
             output = output.requires_grad_().clone()  # no leaf: the model and blocks may edit it in place
         if self.has_weights and isinstance(output, tuple) and not _is_eager(current_batch()):

@@ -73,7 +73,9 @@ class TransformersModel(CausalLM):
         found = probe(served, family, declared, bool(recurrent))
         self.state_layouts = check_states(type(served).__name__, recurrent)
         spec = model_spec(served, family, declared, found, bool(recurrent))
-        self.spec = replace(spec, states=recurrent_places(self.state_layouts, spec.num_hidden_layers))
+        embedding: Any = served.get_input_embeddings()
+        places = recurrent_places(self.state_layouts, spec.num_hidden_layers)
+        self.spec = replace(spec, states=places, embedding_dim=embedding.weight.shape[-1])
         self.why_no_graphs = found.why_no_graphs
         fuse_parts(served)
         self._layers = set_paged_calls(found, self.spec)

@@ -92,7 +92,8 @@ class PrefillGraphs:
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether `replay` serves the batch.
 
-        It has to be laid out with its padding, without gradients (`fresh_kv_only`), cut edges of attention and adapters.
+        It has to be laid out with its padding, without gradients (`fresh_kv_only`), cut edges of attention, adapters and
+        embedded rows.
         Declared ops, if any, have to be in the tables that graphs read.
         """
         return (
@@ -102,6 +103,7 @@ class PrefillGraphs:
             and not batch.fresh_kv_only
             and batch.attention_cuts is None
             and batch.adapters is None
+            and batch.input_embeds is None
             and isinstance(batch.site_ops, TableOps | None)
         )
 

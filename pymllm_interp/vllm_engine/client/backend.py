@@ -117,7 +117,9 @@ class VllmBackend(FactoryBackend):
     def prepare(self, submission: Submission) -> list[list[Request]]:
         if submission.edits:
             raise PromptError(f"persistent edits are blocks that run in the passes; {TRACES}: {INSTEAD}")
-        for params, what in zip(submission.params, submission.names, strict=True):
+        for prompt, params, what in zip(submission.prompts, submission.params, submission.names, strict=True):
+            if prompt.embeds is not None:
+                raise PromptError(f"{what} has embeddings, which are not served with vLLM as the engine: use LM(model)")
             if params is not None:
                 check_params(params, what)
         return super().prepare(submission)
