@@ -83,7 +83,7 @@ def _embedded(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Rend
     given = prompt if isinstance(prompt, Mapping) else {"prompt_embeds": prompt}
     rest = {key: value for key, value in given.items() if key not in EMBEDS and value is not None}
     whole, placed = (given.get(key) for key in EMBEDS)
-    if (whole is None) == (placed is None) or (whole is not None and rest):
+    if (whole is None) == (placed is None) or (whole is None) != bool(rest):
         raise PromptError(
             f"{what} has {', '.join(map(repr, given))}: expected prompt_embeds [tokens, {facts.spec.embedding_size}] and "
             "nothing else, or prompt_token_ids with embeds, a dict of position and vector"

@@ -1,4 +1,4 @@
-"""Parts of a `ForwardBatch` for passes that do more: embedded rows, LoRA adapters, cut edges of attention, transformers' outputs."""
+"""Parts of a `ForwardBatch` for passes that do more: embeddings, LoRA adapters, cut edges of attention, transformers' outputs."""
 
 from __future__ import annotations
 

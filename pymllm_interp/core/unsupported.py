@@ -110,7 +110,7 @@ OF_REQUESTS: dict[str, str] = {
         ),
         MULTIMODAL,
     ),
-    **dict.fromkeys(("inputs_embeds", "prompt_embeds"), 'they are a prompt: {"prompt_embeds": embeds}, or a tensor [tokens, hidden]'),
+    **dict.fromkeys(("inputs_embeds", "prompt_embeds"), 'they are a prompt: {"prompt_embeds": embeds}'),
 }  # fmt: skip
 """Keywords of a request or of its sampling parameters -> reason and alternative."""
 
