@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .runner.interp_model_runner import InterpModelRunner
     from .toolkit.attribution_result import Attribution
     from .toolkit.sweep_result import PatchSweep
+    from .toolkit.verbalize import Readings
 
 
 class LM(ClientModel):
@@ -305,6 +306,36 @@ class LM(ClientModel):
         return generate_outputs(self, corpus, sampling_params, interventions)
 
     # -- experiments -------------------------------------------------------------------------
+
+    def verbalize(
+        self, states: Any, *, template: Any, reader: Any = None, placeholder: str | int = " ?", site: str = "embed",
+        norm: Any = None, replace: bool | None = None, max_tokens: int = 64, samples: int = 1, progress: bool | None = None,
+        **sampling: Any,
+    ) -> Readings:  # fmt: skip
+        """Readings of states in words: a template with each state in place of its placeholders, continued by a reader.
+
+        Args:
+            states: [n, width], or [n, placeholders, width] for a template with several.
+            template: a prompt, or a list of messages.
+            reader: a LoRA adapter of this model by name, another `LM`, or None: this model itself.
+            placeholder: text of one token, or its id. Its occurrences in the template are the positions.
+            site: "embed": states replace embeddings (natural-language autoencoders). A later site, such as "resid_post.1":
+                they are added to the stream (activation oracles).
+            norm: None: states as they are. A number: rescaled to this length. "match": to the length of what they meet.
+            replace: whether a later site's state is replaced; None: it is added to.
+            max_tokens, samples: new tokens, and readings of each state. Several are sampled at temperature 1, one is greedy.
+            progress: see `generate`.
+            sampling: further fields of `SamplingParams`.
+
+        Raises:
+            PromptError, ValueError: a template without placeholder, or states that the reader cannot take; nothing ran.
+        """
+        from .toolkit.verbalize import verbalize
+
+        return verbalize(
+            self, states, template=template, reader=reader, placeholder=placeholder, site=site, norm=norm, replace=replace,
+            max_tokens=max_tokens, samples=samples, progress=progress, sampling=sampling,
+        )  # fmt: skip
 
     def patch_sweep(
         self,

@@ -462,7 +462,11 @@ class RequestFactory:
         """
         found = traced_prompt(self, mode, prompt, kwargs, what, sampling, lowered=False)
         (request,) = self.requests(
-            found.token_ids, found.params, what=what, timeout=found.timeout, forward_only=mode == "trace",
+            found.token_ids,
+            found.params,
+            what=what,
+            timeout=found.timeout,
+            forward_only=mode == "trace",
             embeds=found.embeds,
         )
         request.priority, request.cache_salt = found.priority, found.cache_salt

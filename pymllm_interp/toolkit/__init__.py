@@ -1,5 +1,6 @@
-"""Experiments over an `LM`. Their calls are `LM.patch_sweep` and `LM.attribute`; `contrast` makes control vectors."""
+"""Experiments over an `LM`: `LM.patch_sweep`, `LM.attribute` and `LM.verbalize`; `contrast` makes control vectors."""
 
 from .contrasts import ControlVectors, contrast
+from .verbalize import Readings, fve
 
-__all__ = ["ControlVectors", "contrast"]
+__all__ = ["ControlVectors", "Readings", "contrast", "fve"]

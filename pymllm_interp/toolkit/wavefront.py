@@ -267,7 +267,9 @@ class SweepRun:
         self.kv = LayerKV(runner, self.num_tokens + max_rows)
         self.base, self.base_rotations = self.planned([(0, self.num_tokens)], first_slot=1)
         positions: Any = self.base.positions
-        self.streams = [self.decoder.embed_fused(self.base.input_ids.unsqueeze(0), positions.unsqueeze(0), self.base)[0]]
+        self.streams = [
+            self.decoder.embed_fused(self.base.input_ids.unsqueeze(0), positions.unsqueeze(0), self.base)[0]
+        ]
 
     def base_layer(self, index: int) -> None:
         """Run a layer of the base run."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import CONFIGS, VOCAB
 from helpers_declared import lms
+from helpers_embeds import generated, mixed, vectors_of
 from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from pymllm_interp import LM, Capture, Patch, SamplingParams, Steer
@@ -20,33 +21,6 @@ from pymllm_interp.utils.arguments import PromptError
 PAGE = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 FAMILIES = ["llama", "gemma2", "gpt2", "gpt_neox", "glm4_moe"]
-
-
-def vectors_of(model: PreTrainedModel, count: int, seed: int) -> torch.Tensor:
-    """Random embeddings of about the size of the model's."""
-    table = model.get_input_embeddings().weight.detach()
-    return torch.randn(count, table.shape[1], generator=torch.Generator().manual_seed(seed)) * table.std()
-
-
-def mixed(model: PreTrainedModel, length: int, seed: int, share: float = 0.4) -> tuple[dict[str, Any], torch.Tensor]:
-    """A prompt with vectors at some positions, and transformers' `inputs_embeds` [1, tokens, width] of it."""
-    chance = random.Random(seed)
-    ids = [chance.randrange(VOCAB - 2) for _ in range(length)]
-    places = sorted(chance.sample(range(length), max(1, int(share * length))))
-    vectors = vectors_of(model, len(places), seed)
-    whole = model.get_input_embeddings()(torch.tensor(ids)).detach().clone()
-    whole[places] = vectors
-    return {"prompt_token_ids": ids, "embeds": dict(zip(places, vectors, strict=True))}, whole[None]
-
-
-@torch.no_grad()
-def generated(model: PreTrainedModel, embeds: torch.Tensor, count: int) -> list[int]:
-    """transformers' greedy tokens behind `inputs_embeds`, each by a pass over everything before it."""
-    found = list[int]()
-    for _ in range(count):
-        found.append(int(model(inputs_embeds=embeds, use_cache=False).logits[0, -1].argmax()))
-        embeds = torch.cat((embeds, model.get_input_embeddings()(torch.tensor([[found[-1]]]))), 1)
-    return found
 
 
 @pytest.mark.parametrize("impl", ["native", "transformers"])
