@@ -15,6 +15,8 @@ MAX_CALLS = 128
 """Most tool calls of one message."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a part of a message's content -> the field with its text."""
+PLACEHOLDER = 0
+"""Token id at the positions of a prompt that has embeddings only, as in vLLM. Penalties do not count it."""
 
 
 class RenderedPrompt(NamedTuple):

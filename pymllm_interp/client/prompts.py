@@ -16,13 +16,11 @@ from ..hooks.interventions.knockout import Intervention
 from ..hooks.site import Site
 from ..utils.arguments import PromptError, shown
 from ..utils.caller_frames import warn_at_caller
-from .chat import RenderedPrompt, is_conversation, render, tokenized
+from .chat import PLACEHOLDER, RenderedPrompt, is_conversation, render, tokenized
 from .facts import ModelFacts
 from .prompt_batch import EMBEDS, has_embeds, rows_of, split, vllm_prompt
 
 BYTES = bytes | bytearray | memoryview
-PLACEHOLDER = 0
-"""Token id at the positions of a prompt that has embeddings only, as in vLLM. Penalties do not count it."""
 
 
 def as_prompts(prompts: Any) -> list[Any]:

@@ -96,6 +96,9 @@ OPTIONS: dict[str, str] = {
 }  # fmt: skip
 """Keywords of an engine -> reason and alternative."""
 
+EMBEDS = (
+    'embeddings are a prompt, lm.generate({"prompt_embeds": embeds}); over HTTP they are a field of /v1/completions'
+)
 OF_REQUESTS: dict[str, str] = {
     **{name: f"it is not supported: use structured_outputs, with {field}" for name, field in _FORMS.items()},
     **dict.fromkeys(("guided_decoding", "response_format"), STRUCTURED),
@@ -110,7 +113,7 @@ OF_REQUESTS: dict[str, str] = {
         ),
         MULTIMODAL,
     ),
-    **dict.fromkeys(("inputs_embeds", "prompt_embeds"), 'they are a prompt: {"prompt_embeds": embeds}'),
+    **dict.fromkeys(("inputs_embeds", "prompt_embeds"), EMBEDS),
 }  # fmt: skip
 """Keywords of a request or of its sampling parameters -> reason and alternative."""
 

@@ -184,7 +184,11 @@ class CompletionRequest(GenerationRequest):
             }
         }
     )  # fmt: skip
-    prompt: checked(str, list[str], list[int], list[list[int]])  # pyright: ignore[reportInvalidTypeForm]
+    prompt: checked(str, list[str], list[int], list[list[int]], None) = None  # pyright: ignore[reportInvalidTypeForm]
+    prompt_embeds: str | Annotated[list[str], at_most(MAX_LISTED)] | None = Field(
+        None,
+        description="vLLM's: base64 of safetensors, or of torch.save, with [tokens, hidden]; prompts before those of `prompt`",
+    )
     logprobs: StrictInt | None = Field(None, description="log probabilities of this many tokens at each position")
     echo: bool | None = Field(
         None, description="the prompt before the completion, with its log probabilities if asked for"
@@ -195,9 +199,28 @@ class CompletionRequest(GenerationRequest):
         """The request's `logprobs`."""
         return self.logprobs
 
+    @model_validator(mode="after")
+    def _check_prompts(self) -> CompletionRequest:
+        if self.prompt is None and self.prompt_embeds is None:
+            raise ValueError("prompt: a text, token ids, or a list of them is expected, or prompt_embeds")
+        if self.echo and self.prompt_embeds is not None:
+            raise ValueError("echo: embeddings have no text")
+        return self
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the request has embeddings, interventions or captures."""
+        return self.prompt_embeds is not None or super().hooked
+
+    def embeds(self) -> list[str]:
+        """Embeddings of prompts, as base64."""
+        return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else list(self.prompt_embeds or ())
+
     def prompts(self) -> list[Any]:
-        """Texts or token ids, one for each prompt."""
+        """Texts or token ids, one for each prompt without embeddings."""
         given = self.prompt
+        if given is None or (given == "" and self.prompt_embeds is not None):  # OpenAI's client always sends a prompt
+            return []
         several = isinstance(given, list) and given and not isinstance(given[0], int)
         return list(given) if several else [given]  # pyright: ignore[reportArgumentType]
 
@@ -288,13 +311,16 @@ class TokenRequest(Strict):
     stream: bool = False
     prompt_logits: bool = False
     receipts: bool = Field(False, description="receipts of requests that declare nothing, too")
+    embeds: checked(
+        list[str | None], None, description="base64 of embeddings in safetensors, or null, one for each prompt"
+    ) = None  # pyright: ignore[reportInvalidTypeForm]
     edits: str = Field("", description="base64 of persistent edits, which are code")
 
     @model_validator(mode="after")
     def _check(self) -> TokenRequest:
         if not self.prompts:
             raise ValueError("prompts: one at least is expected")
-        for name in ("params", "interventions", "captures", "priority", "names", "lora"):
+        for name in ("params", "interventions", "captures", "priority", "names", "lora", "embeds"):
             value, shared = getattr(self, name), name in ("params", "interventions", "captures")
             if (value or name == "params") and len(value) != len(self.prompts) and not (shared and len(value) == 1):
                 raise ValueError(

@@ -46,6 +46,8 @@ class Submit(EngineMessage):
     prompt_logits: bool = False
     receipts: bool = False
     """Whether requests without interventions and captures have receipts, too."""
+    embeds: list[bytes | None] = []
+    """Embeddings of each prompt as safetensors (wire/embeds.py), or None; empty: none."""
     edits: bytes = b""
     """Persistent edits: arbitrary code, as `RunTrace.payload`; empty: none."""
 

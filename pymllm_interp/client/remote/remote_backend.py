@@ -11,11 +11,13 @@ from dataclasses import asdict, fields
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import save
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from ... import __version__
 from ...config import LOWER_TRACES
+from ...core.pass_parts import PromptEmbeds
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from ...core.structured.structured_outputs import StructuredOutputs
@@ -26,13 +28,14 @@ from ...layers.seal import seal
 from ...models.registry import NATIVE, architecture_of, spec_of
 from ...utils.arguments import PromptError
 from ...utils.device import DTYPES
+from ...wire.embeds import NAME, POSITIONS
 from ...wire.specs import to_json
 from ..backend import Backend, Submission
 from ..calls.lowered import Lowered
 from ..chat import RenderedPrompt
 from ..facts import ModelFacts
 from ..handle import RequestHandle
-from ..request_limits import max_tokens_of, truncated
+from ..request_limits import check_embedded, max_tokens_of, truncated
 from .remote_engine import RemoteEngine
 from .remote_tracer import NotDeclaredError, RemoteSession, RemoteTracer, edits_payload, run_remotely
 from .remote_vectors import RemoteVectors
@@ -112,6 +115,8 @@ class RemoteBackend(Backend):
         """The token ids for the server. Ids beyond the context are refused before they are sent."""
         limits = self.limits
         params = params or self.defaults.fitting(limits.max_model_len - len(prompt.token_ids))
+        if prompt.embeds is not None:
+            check_embedded(params, name)
         ids = truncated(prompt.token_ids, params, limits.max_model_len)
         max_tokens_of(limits, self.tokenizer, ids, params, name, forward_only=False)
         return ids
@@ -196,6 +201,7 @@ def _tokenizer(engine: RemoteEngine) -> Any:
 def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]:
     """The JSON of a submission of these token ids."""
     ops, captures = submission.interventions, submission.captures
+    any_embeds = any(prompt.embeds is not None for prompt in submission.prompts)
     return {
         "prompts": prompts,
         "params": [None if params is None else _params_to_json(params) for params in submission.params],
@@ -209,8 +215,17 @@ def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]
         "stream": submission.stream,
         "prompt_logits": submission.prompt_logits,
         "receipts": submission.receipts,
+        "embeds": [_embeds_to_text(prompt.embeds) for prompt in submission.prompts] if any_embeds else None,
         "edits": base64.b64encode(edits_payload(submission.edits)).decode() if submission.edits else "",
     }
+
+
+def _embeds_to_text(embeds: PromptEmbeds | None) -> str | None:
+    """Base64 of a prompt's embeddings in safetensors; None without any."""
+    if embeds is None:
+        return None
+    tensors = {NAME: embeds.vectors, POSITIONS: torch.from_numpy(embeds.positions)}
+    return base64.b64encode(save(tensors)).decode()
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:

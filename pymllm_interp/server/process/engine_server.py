@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
@@ -29,6 +30,7 @@ from ...core.structured.structured_outputs import StructuredOutputs
 from ...utils.arguments import PromptError
 from ...utils.files.checked_files import MAX_JSON_BYTES
 from ...wire import messages as m
+from ...wire.embeds import NAME, POSITIONS
 from ...wire.failures import failure_of
 from ...wire.request_sizes import CallSizes
 from ...wire.specs import capture_of, intervention_of
@@ -258,8 +260,7 @@ class EngineServer:
         return m.Answer(message.call)
 
 
-def _vectors_of(body: bytes, what: str) -> Any:
-    """The one tensor of a safetensors file, or {layer: tensor}."""
+def _tensors_of(body: bytes, what: str) -> dict[str, torch.Tensor]:
     # Before 64 MB become a million tensors or texts, while the engine's other requests wait.
     if (size := int.from_bytes(body[:8], "little")) > MAX_JSON_BYTES:
         raise PromptError(f"{what}: the file's header has {size} bytes; at most {MAX_JSON_BYTES}")
@@ -267,9 +268,14 @@ def _vectors_of(body: bytes, what: str) -> Any:
     if (count := _STRING.sub(b"", body[8 : 8 + size]).count(b"{")) > MAX_NAMED + 2:
         raise PromptError(f"{what}: the file's header has {count} objects, one for each tensor; at most {MAX_NAMED}")
     try:
-        tensors = load(body)
+        return load(body)
     except SafetensorError as error:
         raise PromptError(f"{what}: the body is no safetensors file and no GGUF file ({error})") from error
+
+
+def _vectors_of(body: bytes, what: str) -> Any:
+    """The one tensor of a safetensors file, or {layer: tensor}."""
+    tensors = _tensors_of(body, what)
     layers = [re.fullmatch(r"(?:layer|direction)\.(\d+)", name) for name in tensors]
     if tensors and all(layers):
         found = {int(match[1]): tensor for match, tensor in zip(layers, tensors.values(), strict=True) if match}
@@ -281,9 +287,33 @@ def _vectors_of(body: bytes, what: str) -> Any:
     return next(iter(tensors.values()))
 
 
+def _prompt_of(token_ids: list[int], embeds: bytes | None, what: str) -> Any:
+    """A client's prompt: token ids, or with its embeddings in their place."""
+    if embeds is None:
+        return token_ids
+    tensors = _tensors_of(embeds, f"embeddings of {what}")
+    vectors, positions = tensors.pop(NAME, None), tensors.pop(POSITIONS, None)
+    if vectors is None and positions is None and len(tensors) == 1:
+        (vectors,) = tensors.values()
+    if vectors is None or vectors.dim() != 2 or len(vectors) > len(token_ids):
+        raise PromptError(
+            f"embeddings of {what}: one tensor [positions, width] is expected, of at most {len(token_ids)}"
+        )
+    if positions is None:
+        return {"prompt_embeds": vectors}
+    if (
+        positions.shape != (len(vectors),)
+        or positions.dtype is not torch.int64
+        or len(positions.unique()) < len(vectors)
+    ):
+        raise PromptError(f"embeddings of {what}: different positions [{len(vectors)}] int64 are expected")
+    return {"prompt_token_ids": token_ids, "embeds": dict(zip(positions.tolist(), vectors, strict=True))}
+
+
 def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
     """A client's call as a `Submission`."""
     room, prompts = model.limits.max_model_len, message.prompts
+    names = message.names or names_of(prompts)
     params = _for_each([None if given is None else _params(given) for given in message.params], prompts)
     params = [one or model.backend.defaults.fitting(room - len(ids)) for one, ids in zip(params, prompts, strict=True)]
     options: Any = dict(message.options)
@@ -293,8 +323,9 @@ def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
         if given:
             lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
             options[key] = _for_each(lists, prompts)
+    given = [_prompt_of(*each) for each in zip(prompts, message.embeds or [None] * len(prompts), names, strict=True)]
     return Requests(model, model.backend, model.tokenizer).submission(
-        prompts, params, options, message.stream, message.names, message.prompt_logits, message.receipts
+        given, params, options, message.stream, names, message.prompt_logits, message.receipts
     )
 
 

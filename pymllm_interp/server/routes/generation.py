@@ -24,6 +24,8 @@ class Prompt:
     text: str | None
     token_ids: list[int]
     params: SamplingParams
+    embeds: bytes | None = None
+    """Embeddings as safetensors, in place of token embeddings; None without any."""
 
 
 @dataclass
@@ -82,6 +84,8 @@ class Generation:
             given = given[:1]  # once for all
         params: list[dict[str, Any] | None] = [{name: getattr(one, name) for name in _FIELDS} for one in given]
         ids = [prompt.token_ids for prompt in prompts]
+        if any(prompt.embeds for prompt in prompts):
+            more["embeds"] = [prompt.embeds for prompt in prompts]
         call = engine.open(lambda number: m.Submit(number, owner, ids, params, stream=stream, **more))
         try:
             accepted = await call.next()

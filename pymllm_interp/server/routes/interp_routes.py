@@ -195,8 +195,9 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
             raise ApiError(400, f"{count} completions were asked for; at most {state.limits.max_prompts} (max_prompts)")
         try:
             edits = await asyncio.to_thread(base64.b64decode, body.edits, validate=True) if body.edits else b""
+            embeds = await asyncio.to_thread(_decoded, body.embeds) if body.embeds else []
         except binascii.Error as error:
-            raise ApiError(400, f"edits: not base64 ({error})", "edits") from None
+            raise ApiError(400, f"edits or embeds: not base64 ({error})", "edits") from None
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
         if body.priority is not None:
             options["priority"] = body.priority
@@ -207,7 +208,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
             return m.Submit(
                 number, client.name, body.prompts, body.params, interventions=body.interventions,
                 captures=body.captures, options=options, names=body.names, stream=body.stream,
-                prompt_logits=body.prompt_logits, receipts=body.receipts, edits=edits,
+                prompt_logits=body.prompt_logits, receipts=body.receipts, embeds=embeds, edits=edits,
             )  # fmt: skip
 
         state.metrics.totals["hooked_requests"] += _trust_of(body) > Trust.PLAIN
@@ -238,8 +239,13 @@ def _completions(params: dict[str, Any] | None) -> int:
     return n
 
 
+def _decoded(given: list[str | None]) -> list[bytes | None]:
+    return [None if text is None else base64.b64decode(text, validate=True) for text in given]
+
+
 def _trust_of(body: TokenRequest) -> Trust:
-    return Trust.DECLARED if any(body.interventions) or any(body.captures) or body.prompt_logits else Trust.PLAIN
+    declares = any(body.interventions) or any(body.captures) or body.prompt_logits or any(body.embeds or ())
+    return Trust.DECLARED if declares else Trust.PLAIN
 
 
 def _streamed(parts: AsyncIterator[bytes]) -> Response:

@@ -14,10 +14,11 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from ...client.chat import RenderedPrompt, tokenized
+from ...client.chat import PLACEHOLDER, RenderedPrompt, tokenized
 from ...client.request_limits import truncated
 from ...core.sampling_params import SamplingParams
 from ...wire import messages as m
+from ...wire.embeds import embeds_of
 from ...wire.failures import EngineError
 from ..http.body import JsonRoute
 from ..http.errors import ApiError, api_error
@@ -90,8 +91,14 @@ def openai_routes(state: ServerState) -> APIRouter:
             body.prompt_logprobs = body.logprobs
         if body.echo and body.stream and logprobs:
             raise ApiError(400, "echo with logprobs is not streamed: leave out stream, or one of them", param="echo")
-        given = body.prompts()
-        asked = asked_of(state, body, len(given), COMPLETION_TOKENS, lambda: texts(state, body, given))
+        given, embeds = body.prompts(), body.embeds()
+        asked = asked_of(
+            state,
+            body,
+            len(embeds) + len(given),
+            COMPLETION_TOKENS,
+            lambda: embedded(state, embeds) + texts(state, body, given),
+        )
         return await _serve(state, body, request, asked, "cmpl", logprobs, body.logprobs or 0, bool(body.echo))
 
     @router.post("/v1/chat/completions")
@@ -165,8 +172,21 @@ def asked_of(
 
 
 def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) -> Prompt:
-    ids = truncated(read.token_ids, params, state.info["limits"]["max_model_len"])
-    return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params)
+    ids = read.token_ids  # the engine refuses to truncate embeddings
+    if read.embeds is None:
+        ids = truncated(ids, params, state.info["limits"]["max_model_len"])
+    return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params, read.embeds)
+
+
+def embedded(state: ServerState, given: list[str]) -> list[RenderedPrompt]:
+    """The prompts of embeddings, which have a placeholder for each token."""
+    found, room = list[RenderedPrompt](), state.info["limits"]["max_model_len"]
+    for i, text in enumerate(given):
+        name = f"prompt_embeds {i}" if len(given) > 1 else "prompt_embeds"
+        tokens, body = embeds_of(text, name)
+        check_tokens(tokens, room, name)
+        found.append(RenderedPrompt(None, [PLACEHOLDER] * tokens, body))
+    return found
 
 
 def texts(
