@@ -61,7 +61,7 @@ def test_a_wrong_name_is_told_the_closest_one(home: str) -> None:
 
 
 LM_NAMES = """
-generate agenerate chat stream astream submit imap sweep forward run_with_cache run_with_hooks
+generate generate_with_lens agenerate chat stream astream submit imap sweep forward run_with_cache run_with_hooks
 trace scan pipe session explain edit clear_edits logits samples input inputs output
 token_ids to_tokens to_string to_str_tokens to_single_token
 harvest generate_corpus patch_sweep attribute verbalize

@@ -16,6 +16,8 @@ from ..utils.tables import Shown, Table
 from .detokenizer import Detokenizer, token_text
 
 if TYPE_CHECKING:  # torch, which servers' HTTP processes do without
+    import torch
+
     from ..hooks.captures.activations import Activations
 
 
@@ -114,6 +116,39 @@ class RequestOutput(Shown):
     def activations(self) -> Activations:
         """Captured states of the first completion."""
         return self.outputs[0].activations
+
+    @property
+    def hidden_states(self) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        """transformers' hidden states of ``generate(output_hidden_states=True)``: by step, then by layer [1, tokens, hidden].
+
+        The first step has the prompt's tokens, each later one a token. The first completion's; None unless requested.
+        """
+        found = self.activations.hidden_states
+        return (
+            None
+            if found is None
+            else tuple(tuple(h[:, start:stop] for h in found) for start, stop in self._steps(found[0]))
+        )
+
+    @property
+    def attentions(self) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        """transformers' attention weights of ``generate(output_attentions=True)``: by step, then by layer
+        [1, heads, tokens, keys]. The first completion's; None unless requested."""
+        found = self.activations.attentions
+        if found is None:
+            return None
+        steps = self._steps(found[0].transpose(1, 2))
+        return tuple(tuple(weights[:, :, start:stop, :stop] for weights in found) for start, stop in steps)
+
+    @property
+    def routed_experts(self) -> torch.Tensor | None:
+        """The first completion's `Activations.routed_experts`."""
+        return self.activations.routed_experts
+
+    def _steps(self, rows: torch.Tensor) -> list[tuple[int, int]]:
+        """(first position, end) of each step, for rows [1, positions, ...]."""
+        ends = range(len(self.prompt_token_ids), rows.shape[1] + 1)
+        return list(zip((0, *ends), ends, strict=False))
 
     @property
     def receipt(self) -> Receipt | None:

@@ -21,6 +21,12 @@ from .facts import ModelFacts
 from .prompt_batch import EMBEDS, has_embeds, rows_of, split, vllm_prompt
 
 BYTES = bytes | bytearray | memoryview
+OUTPUTS = {
+    "output_hidden_states": ("resid_pre.*", "final_norm"),
+    "output_attentions": ("pattern.*",),
+    "return_routed_experts": ("experts.*",),
+}
+"""Options of calls -> sites that they capture."""
 
 
 def as_prompts(prompts: Any) -> list[Any]:
@@ -207,6 +213,11 @@ def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
 def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
     """`for_each_prompt` of captures; a site or its name becomes a `Capture`."""
     return _checked(given, prompts, "capture", Capture, "expected a site, or Capture(site, ...)")
+
+
+def captures_of_outputs(options: Mapping[str, Any]) -> list[Capture]:
+    """Captures of `output_hidden_states`, `output_attentions` and `return_routed_experts`, where they are true."""
+    return [_capture_of(site) for name, sites in OUTPUTS.items() if options.get(name) for site in sites]
 
 
 def _checked(given: Any, prompts: int, what: str, kind: Any, expected: str) -> list[list[Any]]:

@@ -31,6 +31,12 @@ class RequestOptions(TypedDict, total=False):
     """Name of a LoRA adapter (`lm.adapters.load`), or None. A list has a name or None for each prompt."""
     edits: list[str] | None
     """Names of the persistent edits that apply; None: all."""
+    output_hidden_states: bool
+    """Capture what `output.hidden_states` needs, transformers' tuples of the hidden states of all layers."""
+    output_attentions: bool
+    """Capture what `output.attentions` needs, transformers' tuples of the attention weights of all layers."""
+    return_routed_experts: bool
+    """Capture what `output.routed_experts` needs, vLLM's ids of the experts that each token was sent to."""
 
 
 OPTIONS = tuple(RequestOptions.__annotations__)

@@ -130,7 +130,7 @@ def test_bad_embeddings_are_400s_and_no_pickle_runs(server: Server, tmp_path: Pa
         ({"prompt_embeds": good, "positions": torch.tensor([0, 9])}, "position 9"),
         ({"prompt_embeds": good, "positions": torch.tensor([0])}, "different positions"),
         ({"prompt_embeds": torch.zeros(3, 72)}, "at most 2"),
-        ({"a": good, "b": good}, "one tensor"),
+        ({"a": good, "b": good.clone()}, "one tensor"),
     ):
         with server.client("declared") as client:
             found = client.post("/v1/interp/generate", json=sent | {"embeds": [base64_of(save(tensors))]})

@@ -50,6 +50,21 @@ class ForwardOutput(Shown):
     receipt: Any
     """Applied interventions and execution of its steps (`core.receipt.Receipt`)."""
 
+    @property
+    def hidden_states(self) -> tuple[torch.Tensor, ...] | None:
+        """transformers' hidden states, by layer [1, tokens, hidden]; None without ``output_hidden_states=True``."""
+        return self.activations.hidden_states
+
+    @property
+    def attentions(self) -> tuple[torch.Tensor, ...] | None:
+        """transformers' attention weights, by layer [1, heads, tokens, tokens]; None without ``output_attentions=True``."""
+        return self.activations.attentions
+
+    @property
+    def routed_experts(self) -> torch.Tensor | None:
+        """`Activations.routed_experts`."""
+        return self.activations.routed_experts
+
     def __repr__(self) -> str:
         prompt = "" if self.prompt is None else f"prompt={shown(self.prompt)}, "
         return f"ForwardOutput({prompt}prompt_tokens={len(self.prompt_token_ids)}, activations={self.activations!r})"

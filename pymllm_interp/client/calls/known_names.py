@@ -20,6 +20,20 @@ from ...utils.arguments import SHOWN, PromptError
 from ...utils.caller_frames import warn_at_caller
 from ..facts import ModelFacts
 
+RENAMED = {
+    "engine_name": ("backend.facts.engine_name", "lm.backend.facts.engine_name"),
+    "fingerprint_with": ("weights.fingerprint_with", "lm.weights.fingerprint_with(lora)"),
+    "head_dim": ("model_spec.head_dim", "lm.cfg.d_head"),
+    "load_adapter": ("adapters.load", "lm.adapters.load(name, folder)"),
+    "max_model_len": ("limits.max_model_len", "lm.limits.max_model_len"),
+    "model_fingerprint": ("weights.fingerprint", "lm.weights.fingerprint"),
+    "resolve_specs": ("_resolve_specs", "the names in the call itself"),
+    "submit_prefill": ("_submit_prefill", "lm.submit(prompt, SamplingParams(max_tokens=0), capture=...)"),
+    "unload_adapter": ("adapters.unload", "lm.adapters.unload(name)"),
+    "weights_version": ("weights.version", "lm.weights.version"),
+}
+"""Old name of an `LM` -> its present place, and the replacement in the warning. Old names work until 0.2."""
+
 
 class KnownNames(NamedTuple):
     """Names of vectors and SAEs, and tokens as text.

@@ -15,6 +15,8 @@ from transformers import PretrainedConfig
 from ...core.limits import EngineLimits
 from ...core.model_spec import ModelSpec
 from ...core.sampling_params import SamplingParams
+from ...hooks.captures.reductions.lens import Lens
+from ...hooks.captures.spec import Capture
 from ...hooks.interventions.knockout import Intervention
 from ...hooks.site import Site
 from ...hooks.traces.blocks.trace import RequestTrace
@@ -36,26 +38,12 @@ from . import token_calls
 from .activation_cache import ActivationCache, NamesFilter, select_sites
 from .config_view import ConfigView
 from .forward_calls import ForwardOutput, forward, logits_with_hooks, states_of
-from .known_names import unknown_attribute
+from .known_names import RENAMED, unknown_attribute
 from .pipe import PIPELINE
 from .requests import Requests, wait_for, wait_for_async
 from .scan import FakeModel, ScanTracer
 from .site_hooks import HookFunction
 from .traces import run
-
-RENAMED = {
-    "engine_name": ("backend.facts.engine_name", "lm.backend.facts.engine_name"),
-    "fingerprint_with": ("weights.fingerprint_with", "lm.weights.fingerprint_with(lora)"),
-    "head_dim": ("model_spec.head_dim", "lm.cfg.d_head"),
-    "load_adapter": ("adapters.load", "lm.adapters.load(name, folder)"),
-    "max_model_len": ("limits.max_model_len", "lm.limits.max_model_len"),
-    "model_fingerprint": ("weights.fingerprint", "lm.weights.fingerprint"),
-    "resolve_specs": ("_resolve_specs", "the names in the call itself"),
-    "submit_prefill": ("_submit_prefill", "lm.submit(prompt, SamplingParams(max_tokens=0), capture=...)"),
-    "unload_adapter": ("adapters.unload", "lm.adapters.unload(name)"),
-    "weights_version": ("weights.version", "lm.weights.version"),
-}
-"""Old name of an `LM` -> its present place, and the replacement in the warning. Old names work until 0.2."""
 
 
 class ClientModel(TracedModel):
@@ -202,6 +190,18 @@ class ClientModel(TracedModel):
         if opens_with(sys._getframe(1)):
             return self.backend.tracer(self, "generate", *args, **kwargs)
         return self._generate(*args, **kwargs)
+
+    @names_options("capture")
+    def generate_with_lens(
+        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        lens: Lens | None = None, **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]:  # fmt: skip
+        """`generate` with ``capture=[Capture("resid_post.*", reduce=lens or Lens())]``: the tokens that each layer predicts."""
+        if "capture" in options:
+            raise TypeError("lm.generate_with_lens() got capture: lens= says what it reads")
+        return self._generate(
+            prompts, sampling_params, capture=[Capture("resid_post.*", reduce=lens or Lens())], **options
+        )
 
     @names_options()
     async def agenerate(

@@ -22,6 +22,7 @@ from ..notebook.progress import CallProgress
 from ..prompts import (
     as_prompts,
     captures_for_each_prompt,
+    captures_of_outputs,
     checked,
     for_each_prompt,
     names_of,
@@ -70,6 +71,8 @@ class Requests:
         warn_of_flat_list(options.get("interventions"), count)
         declared = for_each_prompt(options.get("interventions"), count)
         captures = captures_for_each_prompt(options.get("capture"), count)
+        if outputs := captures_of_outputs(options):
+            captures = [[*own, *outputs] for own in captures]
         edits = self.tree._edits_of(options.get("edits"))
         return Submission(
             prompts=[self.read(prompt, name) for prompt, name in zip(prompts, names, strict=True)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,37 @@ class Activations(BySite):
     def as_arrived(self, site: str | Site) -> torch.Tensor:
         """The rows of a site without a copy: they may share memory with other sites, and need not be contiguous."""
         return super().__getitem__(site)
+
+    @property
+    def hidden_states(self) -> tuple[torch.Tensor, ...] | None:
+        """transformers' tuple of the layers' inputs, and the final norm's output: [1, positions, hidden] each.
+
+        None unless all of them were captured (``output_hidden_states=True``).
+        """
+        sites = [f"resid_pre.{layer}" for layer in range(self._num_layers)]
+        return None if "final_norm" not in self else self._all([*sites, "final_norm"], lambda rows: rows[None])
+
+    @property
+    def attentions(self) -> tuple[torch.Tensor, ...] | None:
+        """transformers' tuple of each layer's attention weights: [1, heads, positions, keys] each.
+
+        None unless all of them were captured (``output_attentions=True``).
+        """
+        sites = [f"pattern.{layer}" for layer in range(self._num_layers)]
+        return self._all(sites, lambda rows: rows.transpose(0, 1)[None])
+
+    @property
+    def routed_experts(self) -> torch.Tensor | None:
+        """vLLM's ids of the experts of each position, [positions, layers with experts, chosen] int32.
+
+        None unless they were captured (``return_routed_experts=True``).
+        """
+        sites = [site for layer in range(self._num_layers) if (site := f"experts.{layer}") in self]
+        return torch.stack([self[site][:, 0].to(torch.int32) for site in sites], 1) if sites else None
+
+    def _all(self, sites: list[str], shaped: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """The rows of all sites, or None."""
+        return tuple(shaped(self[site]) for site in sites) if sites and all(site in self for site in sites) else None
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file: a tensor for each site, and its `positions`, `token_ids` and so on."""
