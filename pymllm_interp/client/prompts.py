@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.limits import MAX_SPECS
@@ -33,7 +34,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     """One prompt or a list of them, as a list. A list of whole numbers, or of messages, is one prompt."""
     if isinstance(prompts, str | RenderedPrompt | BYTES) or is_conversation(prompts):
         return [prompts]
-    if isinstance(prompts, (Mapping, torch.Tensor)) or has_embeds(prompts):
+    if isinstance(prompts, (Mapping, torch.Tensor)) or (isinstance(prompts, np.ndarray) and has_embeds(prompts)):
         return split(prompts, "the prompt").prompts
     if not isinstance(prompts, Sequence):
         raise PromptError(f"prompts is a {type(prompts).__name__}: expected text, token ids, or a list of them")
@@ -68,7 +69,8 @@ def checked(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Render
     Raises:
         PromptError: empty, of another type, with ids outside the vocabulary, or with embeddings that the model cannot take.
     """
-    found = _embedded(tokenizer, prompt, facts, what) if has_embeds(prompt) else rendered(tokenizer, prompt, what)
+    plain = isinstance(prompt, str | list) or not has_embeds(prompt)
+    found = rendered(tokenizer, prompt, what) if plain else _embedded(tokenizer, prompt, facts, what)
     ids, vocab_size = found.token_ids, facts.limits.vocab_size
     if not ids:
         raise PromptError(f"{what} is empty: a prompt needs at least one token")

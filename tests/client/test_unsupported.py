@@ -27,7 +27,6 @@ OPTIONS = [
     ("V8", "decode_context_parallel_size", 2, "context parallelism.*max_model_len"),
     ("V8", "cp_kv_cache_interleave_size", 2, "context parallelism"),
     ("V9", "limit_mm_per_prompt", {"image": 1}, "multimodal inputs.*take text"),
-    ("V9", "enable_prompt_embeds", True, "multimodal inputs.*token ids"),
     ("V12", "draft_model", "tiny", "speculative decoding"),
     ("V14", "task", "embed", r"pooling and embedding.*capture=\['final_norm'\]"),
     ("V14", "runner", "pooling", "pooling and embedding"),
@@ -41,7 +40,6 @@ OPTIONS = [
 OF_REQUESTS = [
     ("V9", "pixel_values", torch.zeros(1), "multimodal inputs"),
     ("F8", "image_grid_thw", torch.zeros(1), "multimodal inputs"),
-    ("V9", "inputs_embeds", torch.zeros(1), "multimodal inputs"),
     ("V10", "assistant_model", "tiny", "speculative decoding"),
     ("V14", "pooling_params", {}, "pooling and embedding"),
     ("V21", "guided_decoding", {"json": {}}, "structured outputs, and xgrammar.*StructuredOutputs"),

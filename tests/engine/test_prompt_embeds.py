@@ -283,3 +283,12 @@ def test_bad_embeddings_are_refused_before_anything_runs(lm_of: Callable[..., LM
     with pytest.raises(PromptError, match="has embeddings, which this call does not take"):
         lm.token_ids({"prompt_embeds": good})
     assert lm.engine.stats()["steps"] == before
+
+
+def test_names_of_other_projects_lead_to_the_prompt(lm_of: Callable[..., LM]) -> None:
+    lm = lm_of("llama")
+    for name in ("inputs_embeds", "prompt_embeds"):
+        with pytest.raises(TypeError, match=r'embeddings are a prompt, lm\.generate\(\{"prompt_embeds": embeds\}\)'):
+            lm.generate([1], GREEDY, **{name: torch.zeros(1, 72)})
+    with pytest.raises(TypeError, match="an LM takes them in any case"):
+        LM("demo", enable_prompt_embeds=True)
