@@ -112,8 +112,8 @@ def verbalize(
     Raises:
         PromptError, ValueError: a template without the placeholder, or states, a site or a norm that the reader cannot take.
     """
-    temperature = {"temperature": 0.0 if samples == 1 else 1.0}
-    params = SamplingParams(max_tokens=max_tokens, n=samples, **(temperature | dict(sampling)))
+    further: dict[str, Any] = {"temperature": 0.0 if samples == 1 else 1.0, **sampling}
+    params = SamplingParams(max_tokens=max_tokens, n=samples, **further)
     found, replace = _reader(lm, reader, template, placeholder), site == EMBED if replace is None else replace
     vectors = _checked(states, found, site)
     if norm is not None and norm != "match" and not (isinstance(norm, int | float) and 0 < norm < float("inf")):

@@ -97,7 +97,8 @@ def _tensor_of(pickled: bytes) -> tuple[tuple, int, tuple, tuple]:
     """(storage, offset, shape, stride) of the tensor that a pickle would rebuild: the arguments of its one call."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-    for opcode, argument, _ in pickletools.genops(pickled):
+    for opcode, given, _ in pickletools.genops(pickled):
+        argument: Any = given
         match opcode.name:
             case "PROTO" | "STOP":
                 pass

@@ -199,9 +199,8 @@ class ClientModel(TracedModel):
         """`generate` with ``capture=[Capture("resid_post.*", reduce=lens or Lens())]``: the tokens that each layer predicts."""
         if "capture" in options:
             raise TypeError("lm.generate_with_lens() got capture: lens= says what it reads")
-        return self._generate(
-            prompts, sampling_params, capture=[Capture("resid_post.*", reduce=lens or Lens())], **options
-        )
+        options["capture"] = [Capture("resid_post.*", reduce=lens or Lens())]
+        return self._generate(prompts, sampling_params, **options)
 
     @names_options()
     async def agenerate(
