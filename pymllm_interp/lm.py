@@ -321,7 +321,7 @@ class LM(ClientModel):
             placeholder: text of one token, or its id. Its occurrences in the template are the positions.
             site: "embed": states replace embeddings (natural-language autoencoders). A later site, such as "resid_post.1":
                 they are added to the stream (activation oracles).
-            norm: None: states as they are. A number: rescaled to this length. "match": to the length of what they meet.
+            norm: None: states as they are. A number: rescaled to this length. "match": to that of the embedding or state there.
             replace: whether a later site's state is replaced; None: it is added to.
             max_tokens, samples: new tokens, and readings of each state. Several are sampled at temperature 1, one is greedy.
             progress: see `generate`.

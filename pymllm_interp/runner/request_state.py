@@ -37,7 +37,7 @@ class RunningRequest:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Tokens before the generation, as penalties count them: placeholders of embeddings are none."""
+        """Tokens before the generation, without placeholders of embeddings. Penalties count them."""
         ids = self._table.all_token_ids[self.row, : self.prompt_len]
         return (ids if self.embeds is None else self.embeds.without(ids)).tolist()
 

@@ -87,7 +87,7 @@ class _Reader:
         return spec.embedding_size if site == EMBED else spec.hidden_size
 
     def prefill(self, token_ids: list[int], capture: Sequence[Capture] = ()) -> Any:
-        """The output of a pass over tokens, whose KV then is in the prefix cache."""
+        """The output of a pass over tokens. The prefix cache then has their KV."""
         params = SamplingParams(temperature=0.0, max_tokens=0)
         return self.lm.generate([token_ids], params, capture=list(capture), lora=self.lora, progress=False)[0]
 

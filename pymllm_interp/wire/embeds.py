@@ -1,7 +1,8 @@
 """Embeddings of prompts as safetensors, read without torch and without pickle.
 
-A prompt's are one file: `prompt_embeds` [n, width], and `positions` [n] int64 where they stand for some of its tokens only.
-vLLM's clients send `torch.save` of a tensor, a zip with a pickle. Its opcodes are read here, and nothing of it is executed.
+A prompt has one file, with `prompt_embeds` [n, width]. With `positions` [n] int64, its other positions have token ids.
+
+vLLM's clients send `torch.save` of a tensor: a zip with a pickle. The opcodes of the pickle are read here. None is executed.
 """
 
 from __future__ import annotations
