@@ -5,6 +5,10 @@ from .hooks.interventions.op import Gate
 from .hooks.interventions.projections import Ablate, Clamp
 from .hooks.interventions.set_feature import SetFeature
 from .hooks.interventions.specs import Patch, Scale, Steer
+from .hooks.monitors.monitor import Monitor
+from .hooks.monitors.probe import FeatureProbe, Probe
 from .hooks.positions import Generated
 
-__all__ = ["Ablate", "Clamp", "Gate", "Generated", "Knockout", "Patch", "Scale", "SetFeature", "Steer"]
+__all__ = [
+    "Ablate", "Clamp", "FeatureProbe", "Gate", "Generated", "Knockout", "Monitor", "Patch", "Probe", "Scale", "SetFeature", "Steer",
+]  # fmt: skip

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..core.events import FinishedEvent
@@ -19,6 +20,11 @@ if TYPE_CHECKING:  # torch, which servers' HTTP processes do without
     import torch
 
     from ..hooks.captures.activations import Activations
+    from ..hooks.monitors.scores import MonitorScores
+
+
+Scored = list[tuple[int, float]]
+"""(position, score) of some positions."""
 
 
 @dataclass(repr=False)
@@ -31,9 +37,9 @@ class CompletionOutput(Shown):
     token_ids: list[int]
     """Generated tokens, including the stop token."""
     finish_reason: str | None = None
-    """stop, length, abort, timeout or error; None while it runs."""
+    """stop, length, monitor, abort, timeout or error; None while it runs."""
     stop_reason: int | str | None = None
-    """The stop string or token id, where that was the reason; None for the model's main end-of-sequence token."""
+    """The stop string, token id or monitor's name, where that was the reason; None for the model's main end-of-sequence token."""
     logprobs: list[dict[int, Logprob]] | None = None
     error: BaseException | None = None
     activations: Any = None
@@ -44,6 +50,8 @@ class CompletionOutput(Shown):
     """Kind of values in `logprobs` (`ServerConfig.logprobs_mode`)."""
     drafts: DraftCounts | None = None
     """Passes with drafts, their drafts, and the accepted ones; None without drafts (docs/engine/speculative.md)."""
+    monitors: Mapping[str, MonitorScores] = field(default_factory=dict)
+    """Name of a monitor -> its scores."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -72,6 +80,7 @@ class CompletionOutput(Shown):
             rows.append(("stop_reason", repr(self.stop_reason)))
         if self.cumulative_logprob is not None:
             rows.append(("cumulative_logprob", f"{self.cumulative_logprob:.4f}"))
+        rows += [(f"monitor {name}", repr(scores)) for name, scores in self.monitors.items()]
         if self.activations:
             rows.append(("activations", ", ".join(self.activations)))
         if self.receipt is not None and self.receipt.interventions:
@@ -151,6 +160,11 @@ class RequestOutput(Shown):
         return list(zip((0, *ends), ends, strict=False))
 
     @property
+    def monitors(self) -> Mapping[str, MonitorScores]:
+        """Name of a monitor -> its scores in the first completion."""
+        return self.outputs[0].monitors
+
+    @property
     def receipt(self) -> Receipt | None:
         """Applied interventions and execution of the first completion's steps."""
         return self.outputs[0].receipt
@@ -204,7 +218,9 @@ class StreamPiece(str):
         token_ids: tokens that the piece was decoded from; several for one character in several tokens.
         output_index: index of the completion among the prompt's `n`.
         finish_reason: set on the last piece of a completion. Its text may be empty.
-        activations, receipt: set on the last piece, where something was captured or declared; else None.
+        scores: name of a monitor -> (position, score) of the positions that were scored since the piece before. The score of a
+            token is known one step after the token.
+        activations, receipt, monitors: set on the last piece, where something was captured, declared or scored; else None.
     """
 
     token_ids: list[int]
@@ -212,6 +228,8 @@ class StreamPiece(str):
     finish_reason: str | None
     activations: Any = None
     receipt: Any = None
+    scores: Mapping[str, Scored] = MappingProxyType({})
+    monitors: Any = None
 
     @classmethod
     def of(cls, text: str, token_ids: list[int], index: int, finish_reason: str | None) -> StreamPiece:
@@ -247,14 +265,21 @@ class Completion:
         self._token_ids: list[int] = []
         self._streamed: Detokenizer | None = None
         self._emitted = self._emitted_chars = 0
+        self._scores: dict[str, Scored] = {}
+        self._num_scores: dict[str, int] = {}
 
-    def token_piece(self, token_id: int, hold: bool = True) -> StreamPiece | None:
+    def token_piece(
+        self, token_id: int, hold: bool = True, scores: Mapping[str, Scored] | None = None
+    ) -> StreamPiece | None:
         """The text that a new token adds. Incomplete characters and possible stop strings are held back.
 
         Args:
+            scores: new scores of monitors.
             hold: None if all text is held back, so the next piece has this token too; else an empty piece.
         """
         self._token_ids.append(token_id)
+        for name, found in (scores or {}).items():
+            self._scores.setdefault(name, []).extend(found)
         if self._tokenizer is None:
             return self._piece("", 0, None)
         self._streamed = self._streamed or self._detokenizer()
@@ -266,9 +291,15 @@ class Completion:
     def last_piece(self, finished: FinishedEvent) -> StreamPiece:
         """The rest of the text, with the results of the whole completion."""
         self._token_ids = finished.token_ids
+        for name, found in (finished.monitors or {}).items():
+            known = self._num_scores.get(name, 0)
+            self._scores[name] = list(
+                zip(*(_listed(part[known:]) for part in (found.positions, found.scores)), strict=True)
+            )
         text = self.text(finished)
         piece = self._piece(text, len(text), finished.finish_reason)
         piece.activations, piece.receipt = self._activations(finished), finished.receipt
+        piece.monitors = finished.monitors
         return piece
 
     def _piece(self, text: str, end: int, finish_reason: str | None) -> StreamPiece:
@@ -276,6 +307,10 @@ class Completion:
         ids = self._token_ids[self._emitted :]
         piece = StreamPiece.of(text[self._emitted_chars : end], ids, self.index, finish_reason)
         self._emitted, self._emitted_chars = len(self._token_ids), end
+        if self._scores:
+            piece.scores, self._scores = {name: found for name, found in self._scores.items() if found}, {}
+            for name, found in piece.scores.items():
+                self._num_scores[name] = self._num_scores.get(name, 0) + len(found)
         return piece
 
     def _held_back(self, text: str) -> int:
@@ -312,10 +347,16 @@ class Completion:
             activations=self._activations(end),
             receipt=end.receipt,
             drafts=end.drafts,
+            monitors=end.monitors or {},
         )
 
     def _activations(self, end: FinishedEvent) -> Any:
         return self._nothing if end.activations is None else end.activations
+
+
+def _listed(values: Any) -> list[Any]:
+    """Values of a tensor, or of a list from a server."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def decoded(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:

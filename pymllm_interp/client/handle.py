@@ -289,7 +289,7 @@ class RequestHandle:
     def _piece(self, event: Event) -> StreamPiece | None:
         completion = self._completions[event.request_id]
         if isinstance(event, TokenEvent):
-            return completion.token_piece(event.token_id)
+            return completion.token_piece(event.token_id, scores=event.scores)
         return completion.last_piece(event)
 
     def _check_streaming(self, call: str) -> None:

@@ -14,6 +14,7 @@ from ..core.pass_parts import PromptEmbeds
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
+from ..hooks.monitors.monitor import Monitor
 from ..hooks.site import Site
 from ..utils.arguments import PromptError, shown
 from ..utils.caller_frames import warn_at_caller
@@ -210,6 +211,19 @@ def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
         ValueError: anything else.
     """
     return _checked(given, prompts, "interventions", Intervention, "expected one such as Steer or Ablate")
+
+
+def declared_for_each_prompt(options: Mapping[str, Any], prompts: int) -> list[list[Intervention]]:
+    """The `interventions` of a call's options and its `monitors`, one list per prompt. Raises ValueError, as they do."""
+    found = for_each_prompt(options.get("interventions"), prompts)
+    watching = _checked(
+        options.get("monitors"),
+        prompts,
+        "monitors",
+        Monitor,
+        "expected Monitor(site, probe, ...), or a name in lm.monitors",
+    )
+    return [[*own, *others] for own, others in zip(found, watching, strict=True)] if any(watching) else found
 
 
 def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:

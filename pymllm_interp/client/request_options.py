@@ -19,6 +19,8 @@ class RequestOptions(TypedDict, total=False):
 
     interventions: Any
     """`Steer`, `Ablate`, `Clamp`, `Scale`, `Patch`, `Knockout`: one list for all prompts, or a list (or None) for each."""
+    monitors: Any
+    """`Monitor`s: one list for all prompts, or a list (or None) for each."""
     capture: Any
     """Sites and `Capture`s: one list for all prompts, or a list (or None) for each."""
     timeout: float | None

@@ -20,6 +20,8 @@ class TokenEvent:
     token_id: int
     logprobs: dict[int, Logprob] | None = None
     """Log probabilities of this token, if requested."""
+    scores: dict[str, list[tuple[int, float]]] | None = None
+    """Monitor -> (position, score) of the positions that were scored since the last event; None without monitors."""
 
 
 class RequestTimes(NamedTuple):
@@ -41,7 +43,7 @@ class FinishedEvent:
     token_ids: list[int]
     """All generated tokens, with the token that stopped the generation."""
     finish_reason: str
-    """stop, length, abort, timeout or error."""
+    """stop, length, monitor, abort, timeout or error."""
     stop_reason: int | str | None = None
     """The stop string or token id, where that was the reason; None for the model's main end-of-sequence token."""
     text_length: int | None = None
@@ -58,6 +60,8 @@ class FinishedEvent:
     """Prompt tokens with KV in the prefix cache."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
+    monitors: Any = None
+    """Monitor -> its `hooks.monitors.scores.MonitorScores`; None without monitors."""
     drafts: DraftCounts | None = None
     """Counts of drafted and accepted tokens, or None."""
     times: RequestTimes | None = None

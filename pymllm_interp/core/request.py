@@ -77,6 +77,8 @@ class Request:
     """Hooks that the worker receives; None for a request without hooks."""
     declared: Any = None
     """Scheduling needs of its interventions and captures (`hooks.declared.Demands`); None if it has none."""
+    monitors: Any = None
+    """Scores of its monitors, and their decisions (`hooks.monitors.scores.RequestMonitors`); None without."""
     forward_only: bool = False
     """One forward pass that computes the logits of all positions, and no generation."""
     prompt_logits: bool = False
@@ -179,13 +181,17 @@ class Request:
         them.
         """
         accepted = len(self.output_token_ids)
-        return self.prompt_len + accepted - 1 if accepted else self.prompt_computed
+        if not accepted:
+            return self.prompt_computed
+        return self.prompt_len + accepted - (self.finish_reason != "monitor")
 
     @property
     def expected_len(self) -> int | None:
         """Positions that results must report; None if the request ended before its prompt was complete, or by an error."""
         if self.finish_reason == "error":
             return None
+        if self.finish_reason == "monitor":
+            return self.computed_once
         if self.output_token_ids or self.finish_reason in ("stop", "length"):
             return self.prompt_len + max(len(self.output_token_ids) - 1, 0)
         return None
@@ -261,9 +267,12 @@ class Request:
     def needs_tokens(self) -> bool:
         """Whether the next step cannot be prepared before the host has read this step's token.
 
-        Penalties count the token, and bad words of several tokens are compared with it. The requests of a gang are scheduled
+        Penalties count the token, and bad words of several tokens are compared with it. A monitor that acts decides on the
+        step's scores. The requests of a gang are scheduled
         together while they have not finished.
         """
+        if self.monitors is not None and self.monitors.may_act:
+            return True
         return self.params.penalised or bool(self.gang) or any(len(word) > 1 for word in self.bad_words)
 
     def scheduled(self, num_tokens: int) -> ScheduledRequest:

@@ -170,6 +170,15 @@ class StepRows(Protocol):
         ...
 
 
+class StepScores(NamedTuple):
+    """Dot products of the monitors in a step."""
+
+    values: torch.Tensor
+    """[slots, tokens] float32, on the device."""
+    parts: list[tuple[str, int, int]]
+    """(request id, first column, stop) of each request with monitors."""
+
+
 class PageWrite(NamedTuple):
     """KV pages that a request was given since the runner's last step."""
 
@@ -198,6 +207,8 @@ class SchedulerOutput:
     """Whether a step with short parts may run as a decode pass with a row for each token. All rows have logits."""
     settled: dict[str, int] = field(default_factory=dict)
     """Request id -> positions that stay of those that it computed with drafts, since the last step."""
+    fired: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Request id -> slot of a monitor's flag -> first position at which its ops act, since the last step."""
     finished_req_ids: set[str] = field(default_factory=set)
     """Finished since the last step."""
     preempted_req_ids: set[str] = field(default_factory=set)
@@ -244,6 +255,8 @@ class ModelRunnerOutput:
     """Constrained request -> of each of these tokens, whether its mask forbade the likeliest one."""
     flat: dict[str, list[bool]] = field(default_factory=dict)
     """Request with edits -> of each of these tokens, whether its logits had no distribution (`SamplerOutput.flat`)."""
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
+    """Request with monitors -> dot products [slots, tokens] float32 of its part."""
     execution: str = ""
     """Value of the step's `runner.partition.Execution`."""
     errors: dict[str, BaseException] = field(default_factory=dict)

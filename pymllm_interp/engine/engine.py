@@ -431,6 +431,7 @@ class Engine:
         ended = self.scheduler.update(step, output)
         if self.ends.streaming:
             self.ends.emit_tokens(step, output)
+        self.ends.call_monitors([*self.ends.known(output.scores), *ended])
         for request in ended:
             self.ends.finished(request)
 

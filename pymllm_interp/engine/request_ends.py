@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STEPS_BEHIND = 256
 """Calls of an `on_step` that may wait: their values are held until then."""
+MAX_CALLS_BEHIND = 1 << 16
+"""Calls of monitors' functions of a request that may wait."""
 OVERDUE_SECONDS = 0.5
 """Longest delay of a request's time limit while a trace block holds up the thread."""
 
@@ -40,7 +42,8 @@ class RequestEnds:
     Attributes:
         scheduler: set when the engine has made it; all but `subscribers` needs it.
         subscribers: request id -> the request and its subscriber, from submission to the last event.
-        declared, streaming, constrained: ids of the live requests with declared hooks, with token events, with a constraint.
+        declared, streaming, constrained, monitored: ids of the live requests with declared hooks, with token events, with a
+            constraint, with monitors.
         num_flat_logits: sum of the receipts' `flat_logits`.
     """
 
@@ -51,7 +54,7 @@ class RequestEnds:
     ) -> None:
         self.runner, self._callbacks, self._call_soon = runner, callbacks, call_soon
         self.subscribers: dict[str, tuple[Request, Subscriber]] = {}
-        self.counted, self.streaming, self.constrained = set[str](), set[str](), set[str]()
+        self.counted, self.streaming, self.constrained, self.monitored = set[str](), set[str](), set[str](), set[str]()
         self.num_flat_logits = 0
         self._events: list[tuple[Subscriber, Event]] = []
         self._answers: list[tuple[Request, Future[DeclaredResult]]] = []
@@ -64,6 +67,7 @@ class RequestEnds:
                 (self.counted, request.receipt is not None and request.trace is None),
                 (self.streaming, request.stream),
                 (self.constrained, request.constraint is not None),
+                (self.monitored, request.monitors is not None),
             ):
                 if concerned:
                     ids.add(request.request_id)
@@ -176,7 +180,7 @@ class RequestEnds:
             request.error = request.error or error
             if error is None:
                 _take_result(request, arrived.result())
-        for ids in (self.counted, self.streaming, self.constrained):
+        for ids in (self.counted, self.streaming, self.constrained, self.monitored):
             ids.discard(request.request_id)
         if request.adapter_hold is not None:
             request.adapter_hold.release()
@@ -194,7 +198,8 @@ class RequestEnds:
                 continue
             for i, token in enumerate(tokens, -len(tokens)):
                 logprobs = request.logprobs[i] if request.logprobs else None
-                self._emit(request.request_id, TokenEvent(request.request_id, token, logprobs))
+                scores = None if request.monitors is None else request.monitors.unsent()
+                self._emit(request.request_id, TokenEvent(request.request_id, token, logprobs, scores))
 
     def _emit(self, request_id: str, event: Event) -> None:
         """Queue an event; `send_events` sends it."""
@@ -209,6 +214,23 @@ class RequestEnds:
                 subscriber.put(event)
             except BaseException:  # SystemExit of a subscriber, too: the events behind it are others'
                 logger.exception("an event of request %s could not be delivered", event.request_id)
+
+    def call_monitors(self, requests: Iterable[Request]) -> None:
+        """Call the functions of monitors that fired beside the engine's thread. Their errors are logged."""
+        for request in requests if self.monitored else ():
+            monitors = request.monitors
+            if monitors is None or not monitors.calls:
+                continue
+            calls, monitors.calls = monitors.calls, []
+            if self._callbacks.num_waiting(monitors.request_id) + len(calls) > MAX_CALLS_BEHIND:
+                error = RuntimeError(
+                    f"request {request.request_id}: the function of a monitor is {MAX_CALLS_BEHIND} calls behind; let it hand "
+                    "them to another thread, or raise the threshold"
+                )
+                self.fail([request], error)
+                continue
+            for function, fire in calls:
+                self._callbacks.put(monitors.request_id, partial(function, fire))
 
     def call_on_step(self, trace: RequestTrace, call: Callable[[], None]) -> None:
         """Call a trace's `on_step` beside the engine's thread. Its error ends the trace's requests."""

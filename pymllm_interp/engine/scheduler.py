@@ -20,7 +20,7 @@ from ..utils.out_of_memory import is_out_of_memory
 from .constraints import in_mask_budget
 from .drafts import Drafts
 from .kv_manager import KVManager
-from .step_results import swap_error, take
+from .step_results import swap_error, take, take_scores
 from .step_times import StepTimes
 from .waiting_queue import ExclusiveTurns, WaitingQueue
 
@@ -67,8 +67,8 @@ class Scheduler:
         self._entering: dict[str, Request] = {}
         self._accepted: list[AcceptedToken] = []
         self._settled: dict[str, int] = {}
-        self._finished_ids: set[str] = set()
-        self._preempted_ids: set[str] = set()
+        self._fired: dict[str, dict[int, int]] = {}
+        self._finished_ids, self._preempted_ids = set[str](), set[str]()
         self._decodes_wait, self._beyond_target = False, 0
 
     # -- requests in and out -------------------------------------------------------
@@ -145,7 +145,7 @@ class Scheduler:
             step = self._pick()
         step.scheduled_new_reqs = [request.entering() for request in self._entering.values()]
         step.page_writes = self.kv.page_writes()
-        step.accepted, step.settled = list(self._accepted), dict(self._settled)
+        step.accepted, step.settled, step.fired = list(self._accepted), dict(self._settled), dict(self._fired)
         step.finished_req_ids, self._finished_ids = self._finished_ids, set()
         step.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
         if self.ring_admission is not None:
@@ -372,7 +372,7 @@ class Scheduler:
         self._entering.clear()
         self.kv.sent()
         del self._accepted[: len(step.accepted)]
-        self._settled.clear()
+        self._settled, self._fired = {}, {}  # a request with ops that wait has no other step on its way
 
     def failed(self, step: SchedulerOutput) -> None:
         """A step's pass failed: requests of it that still run enter the runner's table anew, and prompts wait again."""
@@ -406,11 +406,12 @@ class Scheduler:
             request = self.requests.get(entry.request_id)
             if request is None:
                 continue
-            request.num_pending -= entry.samples
-            drafts = step.drafts.get(entry.request_id)
+            request.num_pending, drafts = request.num_pending - entry.samples, step.drafts.get(entry.request_id)
             if not entry.decodes and drafts is None:
                 request.prompt_computed = max(request.prompt_computed, entry.start + entry.num_tokens)
             try:
+                if request.monitors is not None and (fired := take_scores(request, entry, output, drafts is not None)):
+                    self._fired[request.request_id] = fired
                 reason = take(request, token_ids, output, self._accepted)
             except BaseException as error:  # a tokenizer's, while stop strings are looked for
                 request.error, reason = error, "error"

@@ -12,7 +12,7 @@ import torch
 from ..core.events import FinishedEvent, RequestTimes
 from ..core.output import Logprob
 from ..core.request import Request
-from ..core.step import AcceptedToken, ModelRunnerOutput, SampledLogprobs, SchedulerOutput
+from ..core.step import AcceptedToken, ModelRunnerOutput, SampledLogprobs, ScheduledRequest, SchedulerOutput
 from ..runner.interp_model_runner import InterpModelRunner
 from .drafts import Drafts
 
@@ -38,12 +38,14 @@ def take(
         return "error"
     if not request.generates:
         return "length" if token_ids else None
+    if not token_ids and _stops_at(request):
+        return "monitor"
     before = len(request.output_token_ids)
     if not before and token_ids:
         request.first_token_at = time.monotonic()
     try:
         for token in token_ids:
-            reason = _append(request, token, output, accepted)
+            reason = "monitor" if _stops_at(request) else _append(request, token, output, accepted)
             if reason is not None:
                 return reason
         return None
@@ -56,6 +58,34 @@ def take(
             request.num_flat += sum(found[:kept])
         if request.logprobs:
             del request.logprobs[len(request.output_token_ids) :]
+
+
+def _stops_at(request: Request) -> bool:
+    """Whether a monitor ended the request at a position before its next token."""
+    monitors = request.monitors
+    if monitors is None or monitors.stop_at is None or monitors.stop_at >= request.prompt_len + request.accepted_len:
+        return False
+    request.stop_reason = monitors.stopped_by
+    return True
+
+
+def take_scores(request: Request, entry: ScheduledRequest, output: ModelRunnerOutput, drafted: bool) -> dict[int, int]:
+    """Let a request's monitors take a step's scores.
+
+    Args:
+        drafted: the part has drafts: its accepted positions count.
+
+    Returns:
+        slot of a flag -> first position at which its ops act, of monitors that fired for the first time.
+    """
+    scores = output.scores.get(request.request_id)
+    if scores is None:
+        return {}
+    accepted = (
+        len(output.sampled_token_ids[output.req_id_to_index[request.request_id]]) if drafted else entry.num_tokens
+    )
+    request.monitors.take(entry.start, scores[:, :accepted])
+    return request.monitors.take_acted()
 
 
 def _append(request: Request, token: int, output: ModelRunnerOutput, accepted: list[AcceptedToken]) -> str | None:
@@ -154,6 +184,7 @@ def finished_event(request: Request) -> FinishedEvent:
         error=request.error,
         warnings=request.warnings,
         drafts=None if request.drafts is None else request.drafts.counts,
+        monitors=None if request.monitors is None else request.monitors.results(),
         times=_times_of(request),
     )
 

@@ -10,11 +10,12 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec
+from ..core.model_spec import INNER_SITES, LOGITS, STATE, ModelSpec
 from ..kernels.edit_codes import MAX_HEADS
 from .interventions.op import Op
 from .kv_edits import ActingOp
-from .positions import Window, missing_of, windows_of
+from .monitors.monitor import Monitor
+from .positions import MAX_POSITION, Window, missing_of, windows_of
 from .saes.sae import SAE
 from .site import Site, expand
 from .spec import PlacedSpec
@@ -39,6 +40,8 @@ def resolved(lists: Sequence[Sequence[SpecT]], vectors: Mapping[str, Named], mod
 
 def _resolved(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> list[SpecT]:
     spec = _with_gate(spec, vectors, model)
+    if isinstance(spec, Monitor):
+        spec = spec.with_ops(lambda op: _resolved(op, vectors, model))
     if not any(spec.names()):
         return [spec]
     try:
@@ -117,6 +120,29 @@ def bind(spec: SpecT, model: ModelSpec, prompt_len: int) -> list[Bound[SpecT]]:
     fitted = spec.fit(windows, prompt_len).whole(model)
     missing = missing_of(spec.positions, prompt_len)
     return [Bound(fitted, site, windows, missing) for site in sites]
+
+
+def after_prompt(bound: Bound[Op], prompt_len: int) -> Bound[Op]:
+    """An op of a monitor, at the generated positions among its own.
+
+    Raises:
+        ValueError: it has none, a vector for each position, or replaces recurrent states.
+    """
+    spec, windows = bound.spec, []
+    words = spec.words()
+    if words is not None and words.row_per_position:
+        raise ValueError(f"{spec.name}: an op of a monitor has one vector, not one for each position")
+    if bound.site.kind == STATE:
+        raise ValueError(f"{spec.name}: an op of a monitor cannot replace a recurrent state")
+    for window in bound.windows:
+        skipped = window.among(0, prompt_len)
+        if window.among(prompt_len, MAX_POSITION):
+            windows.append(replace(window, start=window.start + skipped * window.step))
+    if not windows:
+        raise ValueError(
+            f"{spec.name}: an op of a monitor acts at generated positions, and positions={spec.positions!r} has none"
+        )
+    return replace(bound, windows=tuple(windows))
 
 
 def at_logits(bound: Bound[SpecT], first: int) -> Bound[SpecT]:

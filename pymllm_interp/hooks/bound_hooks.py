@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..core.model_spec import LOGITS, STATE, ModelSpec, site_index
 from ..core.receipt import Applied
 from ..core.step import RequestHooks
-from .bind import DeclaredLimits, bind
+from .bind import DeclaredLimits, after_prompt, bind
 from .captures.layer_rows import LayerCaptures
 from .captures.layout import CaptureLayout, layout_of
 from .captures.reductions.patterns import PatternCaptures, is_pattern
@@ -27,6 +28,7 @@ from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_
 from .interventions.op import Op
 from .interventions.state_patch import StatePatch, bind_state_patches, is_state_patch
 from .kv_edits import KVEdits
+from .monitors.monitor import BoundMonitor, Monitor, ScoreRead, bind_monitors
 from .positions import Window
 from .site import Site
 from .spec import Spec
@@ -63,6 +65,7 @@ class BoundHooks:
         knockouts: edges of attention that are cut.
         kv_edits: edits of the KV among them.
         state_patches: recurrent states that are replaced behind the prompt.
+        monitors: the monitors, in the order given.
         new_patterns, new_states: make the captures of attention patterns and recurrent states of a request; None without.
         specs: interventions and captures, as they were given.
         shared: results that depend on nothing else, by name.
@@ -75,6 +78,7 @@ class BoundHooks:
     knockouts: Sequence[BoundKnockout] = ()
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
     state_patches: Sequence[StatePatch] = ()
+    monitors: tuple[BoundMonitor, ...] = ()
     new_patterns: Callable[[], PatternCaptures] | None = None
     new_states: Callable[[], StateCaptures] | None = None
     specs: tuple[Intervention | Capture, ...] = ()
@@ -130,7 +134,12 @@ class BoundHooks:
         gates = RequestGates(model, prompt_len, limits.device_tables)
         knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
         patches = bind_state_patches(filter(is_state_patch, specs), model, prompt_len)  # pyright: ignore[reportArgumentType]
-        ops = _placed_ops(specs, model, prompt_len, limits, gates)
+        watching = [bound for spec in specs if isinstance(spec, Monitor) for bound in bind(spec, model, prompt_len)]
+        flags = [gates.of_monitor(str(m.spec.name), m.spec.fingerprint) if m.spec.ops else None for m in watching]
+        acting = [
+            (acting, flag) for m, flag in zip(watching, flags, strict=True) for acting in m.spec.ops if flag is not None
+        ]
+        ops = _placed_ops(specs, acting, model, prompt_len, limits, gates)
         replaced = [(patch.layer, patch.spec) for patch in patches]
         edits = KVEdits(ops, knockouts, model.num_hidden_layers, replaced, prompt_len)
         for read, flag in gates.reads():  # after the ops that change the state
@@ -138,6 +147,13 @@ class BoundHooks:
             limits.check_op(read, bound.site)
             site = site_index(bound.site, model.num_hidden_layers)
             ops.setdefault(site, []).append(PlacedOp(read, bound.site, bound.windows, flag=flag))
+        places = [(bound.site, bound.windows) for bound in watching]
+        slots = [None if flag is None else flag.slot for flag in flags]
+        monitors, scored = bind_monitors([bound.spec for bound in watching], places, slots, model)
+        for place in scored:
+            limits.check_op(place.read, place.site)
+            site = site_index(place.site, model.num_hidden_layers)
+            ops.setdefault(site, []).append(PlacedOp(place.read, place.site, place.windows))
         for found in ops.values():
             limits.check_count(found[0].site, sum(len(op.windows) for op in found))
         of_patterns = [spec for spec in captures if is_pattern(spec)]
@@ -159,6 +175,7 @@ class BoundHooks:
             knockouts,
             edits,
             patches,
+            monitors,
             new_patterns,
             new_states,
             (*specs, *captures),
@@ -166,6 +183,11 @@ class BoundHooks:
 
     def __iter__(self) -> Iterator[PlacedOp]:
         return (op for found in self.ops.values() for op in found)
+
+    @cached_property
+    def num_scores(self) -> int:
+        """Dot products of the monitors at a position."""
+        return sum(monitor.num_dots for monitor in self.monitors)
 
     @property
     def acts_on_states(self) -> bool:
@@ -190,7 +212,9 @@ class BoundHooks:
         return [
             window
             for op in self
-            if op.spec.when is not None or (isinstance(op.spec, GateRead) and op.flag and op.flag.prompt_len)
+            if op.spec.when is not None
+            or isinstance(op.spec, ScoreRead)
+            or (isinstance(op.spec, GateRead) and op.flag and op.flag.prompt_len)
             for window in op.windows
         ]
 
@@ -222,26 +246,33 @@ class BoundHooks:
             return "attention patterns"
         if in_tables and self.layout is not None and self.layout.in_order:
             return "pooled captures on CUDA"
+        if any(monitor.flag is not None for monitor in self.monitors):
+            return "a monitor that acts"
         return "gates on CUDA" if in_tables and any(op.spec.when is not None for op in self) else ""
 
-    def applied(self, num_positions: int, fires: Fires) -> list[Applied]:
+    def applied(
+        self, num_positions: int, fires: Fires, first_fired: Mapping[int, torch.Tensor] = MappingProxyType({})
+    ) -> list[Applied]:
         """Number of rows that each op acted on, among the first `num_positions` positions.
 
         Args:
             fires: fires of the request's gates.
+            first_fired: slot of a flag -> first position at which the ops behind it act.
         """
         if not (self.ops or self.knockouts or self.state_patches):
             return []
-        if any(op.spec.when is not None for op in self):
-            return self._applied(num_positions, fires)
+        if any(op.spec.when is not None or (op.flag is not None and op.flag.monitor) for op in self):
+            return self._applied(num_positions, fires, first_fired)
         known, found = self.shared.get("applied", (None, []))
         if known != num_positions:
-            found = self._applied(num_positions, fires)
+            found = self._applied(num_positions, fires, {})
             self.shared["applied"] = num_positions, found
         return list(found)
 
-    def _applied(self, num_positions: int, fires: Fires) -> list[Applied]:
+    def _applied(self, num_positions: int, fires: Fires, first_fired: Mapping[int, torch.Tensor]) -> list[Applied]:
         def rows(op: PlacedOp, first: int, stop: int) -> int:
+            if op.flag is not None and op.flag.monitor:
+                first = max(first, int(first_fired.get(op.flag.slot, num_positions)))
             return sum([window.among(first, min(stop, num_positions)) for window in op.windows])
 
         return (
@@ -256,7 +287,7 @@ class BoundHooks:
                 )
                 for site, found in sorted(self.ops.items())
                 for i, op in enumerate(found)
-                if not isinstance(op.spec, GateRead)
+                if not isinstance(op.spec, GateRead | ScoreRead)
             ]
             + [
                 Applied(
@@ -324,17 +355,26 @@ class Bindings:
 
 
 def _placed_ops(
-    specs: Sequence[Intervention], model: ModelSpec, prompt_len: int, limits: DeclaredLimits, gates: RequestGates
+    specs: Sequence[Intervention],
+    acting: Sequence[tuple[Op, Flag]],
+    model: ModelSpec,
+    prompt_len: int,
+    limits: DeclaredLimits,
+    gates: RequestGates,
 ) -> dict[int, list[PlacedOp]]:
     """Site -> ops in the order in which they act, without those that change nothing.
 
     Args:
+        acting: ops of monitors, and the flag that each waits for.
         gates: notes the gates of all ops.
     """
     placed: list[tuple[int, bool, PlacedOp]] = []
     counts: Counter[int] = Counter()
-    for spec in (spec for spec in specs if isinstance(spec, Op) and not is_state_patch(spec)):
+    plain = [(spec, None) for spec in specs if isinstance(spec, Op) and not is_state_patch(spec)]
+    for spec, waits in [*plain, *acting]:
         for bound in bind(spec, model, prompt_len):
+            if waits is not None:
+                bound = after_prompt(bound, prompt_len)
             # resid_pre.i is the state that resid_post.i-1 left, so its ops follow; likewise resid_pre.0 after embed.
             later = bound.site.kind == "resid_pre"
             limits.check_op(bound.spec, bound.site)
@@ -342,7 +382,7 @@ def _placed_ops(
             if not bound.spec.identity:
                 counts[site] += len(bound.windows)
                 limits.check_count(bound.site, counts[site])
-            flag = gates.flag_of(bound.spec, bound.site)
+            flag = waits or gates.flag_of(bound.spec, bound.site)
             placed.append((site, later, PlacedOp(bound.spec, bound.site, bound.windows, bound.missing, flag)))
     ops: dict[int, list[PlacedOp]] = {}
     for site, _, op in sorted(placed, key=lambda entry: entry[:2]):  # a stable sort keeps the order given

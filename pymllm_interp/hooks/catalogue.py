@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 
-from . import captures, interventions
+from . import captures, interventions, monitors
 from .captures import reductions as reductions_folder
 from .registry import OPS, REDUCTIONS
 from .spec import Spec
@@ -27,6 +27,6 @@ def reductions() -> Mapping[str, type[Spec]]:
 
 @cache
 def _import_files() -> None:
-    for folder in (interventions, captures, reductions_folder):
+    for folder in (interventions, captures, monitors, reductions_folder):
         for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
             import_module(module.name)

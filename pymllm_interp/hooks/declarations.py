@@ -16,6 +16,7 @@ from .captures.spec import Capture
 from .declared import Declared
 from .interventions.knockout import Intervention
 from .interventions.vector_pool import VectorPool
+from .monitors.scores import RequestMonitors
 
 
 class Declarations:
@@ -62,6 +63,8 @@ class Declarations:
         bound.hash_large()
         declared = hooks.bound = Declared(bound)
         request.declared = declared.demands(self._limits.device_tables)
+        if bound.monitors:
+            request.monitors = RequestMonitors(bound.monitors, request.request_id, request.prompt_len)
         if trace is None:
             if "fits" not in bound.shared:
                 self.check_room([request], "this request")

@@ -43,6 +43,8 @@ class _Edit(NamedTuple):
     """Rank of the window's first position among the op's; None if the op does not depend on it."""
     decided: int | None = None
     """Position up to which the outcome of a gate is decided; None: tokens and edits up to a position decide."""
+    monitor: str = ""
+    """Fingerprint of the monitor that the op waits for; "" for none."""
 
     def within(self, start: int, stop: int) -> Hashable:
         """Hashable effect at the positions from `start` to `stop`, or None."""
@@ -52,7 +54,7 @@ class _Edit(NamedTuple):
         ordinal = None if self.ordinal is None else self.ordinal + self.window.among(0, start)
         # Prompts of other lengths decide otherwise for the positions after them.
         decided = None if self.decided is None or self.decided >= stop else self.decided
-        return self.site, self.op.effect, where, ordinal, decided
+        return self.site, self.op.effect, where, ordinal, decided, self.monitor
 
     def same_until(self, start: int, stop: int) -> int | None:
         """The end of the positions that it treats like `start` to `stop`, all or none. None: to the end of the sequence."""
@@ -158,8 +160,8 @@ def _edits_of(site: int, op: ActingOp) -> Iterator[_Edit]:
     words, ordinal = op.spec.words(), 0
     ordered = words is None or words.row_per_position
     for window in op.windows:
-        decided = None if op.flag is None else op.flag.prompt_len
-        yield _Edit(site, op.spec, window, ordinal if ordered else None, decided)
+        decided, monitor = (None, "") if op.flag is None else (op.flag.prompt_len, op.flag.monitor)
+        yield _Edit(site, op.spec, window, ordinal if ordered else None, decided, monitor)
         ordinal += window.size or 0
 
 

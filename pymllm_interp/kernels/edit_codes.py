@@ -10,8 +10,9 @@ import torch
 
 from ..core.model_spec import HEAD_SITES, INNER_SITES, final_norm_site, num_sites
 
-ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE, SET_FEATURE = range(1, 8)
-"""Codes of ops; 0 stands for none. GATE changes no state: it sets a flag for ops at later sites."""
+ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE, SET_FEATURE, SCORE = range(1, 9)
+"""Codes of ops; 0 stands for none. GATE and SCORE change no state: GATE sets a flag for ops at later sites, and SCORE stores dot
+products."""
 NO_NORM, PRESERVE, MATCH = range(3)
 """Normalization of an ADD: no rescaling; the sum gets the state's norm; the vector gets the state's norm."""
 MORE = 1 << 24
@@ -28,6 +29,8 @@ MAX_HEADS = 32 * (WORDS - HEADS_WORD)
 """Heads that these words can hold."""
 MAX_GATES = 16
 """Gates at earlier sites that a request can have; each has a bit of `TokenRows.flags`."""
+MAX_SCORES = 64
+"""Dot products that the SCOREs of a request can have; rows of `TokenRows.scores`."""
 CAPTURE_WORDS = 4
 """int32 words of a capture at one site.
 
@@ -53,7 +56,7 @@ class OpWords(NamedTuple):
     a: float = 0.0
     """Scale, factor, or lower bound. For SET_FEATURE, 1 plus the encoder's number at the site, or 0 for none."""
     b: float = 0.0
-    """Upper bound."""
+    """Upper bound. For SCORE, the first row of `TokenRows.scores` that it writes."""
     row_per_position: bool = False
     """Whether there is one vector per position, so that each window has its own first vector."""
 
@@ -107,6 +110,8 @@ class TokenRows(NamedTuple):
     """[2, tokens] int64: start and stop in the ring."""
     flags: torch.Tensor
     """[tokens] int64, a bit for each of the request's gates; written and read within a pass."""
+    scores: torch.Tensor
+    """[MAX_SCORES, tokens] float32: dot products that SCOREs store, in consecutive rows for each."""
 
 
 @dataclass(frozen=True)

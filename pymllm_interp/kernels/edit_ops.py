@@ -24,11 +24,10 @@ from .triton_norm import load_shift, norm_launch, normalize
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
 SCALE, PATCH, GATE = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH), tl.constexpr(codes.GATE)
-SET_FEATURE = tl.constexpr(codes.SET_FEATURE)
+SET_FEATURE, SCORE = tl.constexpr(codes.SET_FEATURE), tl.constexpr(codes.SCORE)
 MAX_GATES, NO_END = tl.constexpr(codes.MAX_GATES), tl.constexpr(codes.NO_END)
 PRESERVE, MATCH = tl.constexpr(codes.PRESERVE), tl.constexpr(codes.MATCH)
-MORE, WORDS = tl.constexpr(codes.MORE), tl.constexpr(codes.WORDS)
-HEADS_WORD = tl.constexpr(codes.HEADS_WORD)
+MORE, WORDS, HEADS_WORD = tl.constexpr(codes.MORE), tl.constexpr(codes.WORDS), tl.constexpr(codes.HEADS_WORD)
 FLOAT16, CAPTURE_WORDS = tl.constexpr(codes.FLOAT16), tl.constexpr(codes.CAPTURE_WORDS)
 
 
@@ -113,12 +112,12 @@ def _apply_ops(
     Args:
         rows: (owner, position, row, column, mask, inside).
         kind: [rows, 1], the first word of each row's first op.
-        tables: (ops, fires, vectors, flags, first_fired, thresholds).
+        tables: (ops, fires, vectors, flags, first_fired, thresholds, scores, score_stride).
         vector: [rows, block], the first vector of that op.
         HEAD_DIM: channels of a head, or 0 for a state without heads. An op sees zeros at heads that are not its own.
     """
     owner, position, row, column, mask, inside = rows
-    ops, fires, vectors, flags, first_fired, thresholds = tables
+    ops, fires, vectors, flags, first_fired, thresholds, scores, score_stride = tables
     fresh = 1  # whether `vector` is the current op's first vector
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     op = (owner * SITES + site) * DEPTH
@@ -158,7 +157,8 @@ def _apply_ops(
         norm = tl.zeros_like(a)
         if tl.max(tl.where(live, norms, 0)) > 0:
             norm = tl.sqrt(tl.sum(state * state, axis=1, keep_dims=True))
-        along = live & ((code == PROJECT_OUT) | (code == CLAMP))
+        stores = live & (code == SCORE)
+        along = stores | (live & ((code == PROJECT_OUT) | (code == CLAMP)))
         patches = code == PATCH
         # An addition or a patch of rank 2 has one vector per position, in the order of the window.
         single = patches | (code == ADD)
@@ -180,8 +180,9 @@ def _apply_ops(
             gain = tl.where(patches, 1.0, tl.where(norms == MATCH, a * norm, a))
             if tl.max(along.to(tl.int32)) > 0:
                 dot = tl.sum(state * vector, axis=1, keep_dims=True)
+                tl.store(scores + (b.to(tl.int32) + j) * score_stride + row, dot, mask=now & stores)
                 wanted = tl.where(code == CLAMP, tl.minimum(tl.maximum(dot, a), b), 0.0)
-                gain = tl.where(along, wanted - dot, gain)
+                gain = tl.where(along, tl.where(stores, 0.0, wanted - dot), gain)
             # A gain of 0 must keep all bits: adding +0.0 would change the sign of -0.0.
             edited = tl.where(now & (gain != 0.0), edited + gain * vector, edited)
         if tl.max((live & (norms == PRESERVE)).to(tl.int32)) > 0:
@@ -290,7 +291,7 @@ def _apply_site(
         captured: (captures, records, record_stride, ring).
     """
     owner, _, row, column, mask, inside = rows
-    ops, _, vectors, _, _, _ = tables
+    ops, _, vectors, _, _, _, _, _ = tables
     captures, records, record_stride, ring = captured
     owned = inside & (owner >= 0)
     place = owner * SITES + site + AFTER
@@ -309,10 +310,10 @@ def _apply_site(
     return value
 
 
-@triton.jit(do_not_specialize=["count", "record_stride", "site"])
+@triton.jit(do_not_specialize=["count", "record_stride", "score_stride", "site"])
 def _edit_kernel(
     h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired,
-    thresholds, seen, record_stride, count, eps, site,
+    thresholds, seen, scores, record_stride, score_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
     PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr,
     COUNTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -335,7 +336,7 @@ def _edit_kernel(
     owner = tl.load(owners + row, mask=inside, other=-1, eviction_policy="evict_last")
     position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
     rows = owner, position, row, column, mask, inside
-    tables = ops, fires, vectors, flags, first_fired, thresholds
+    tables = ops, fires, vectors, flags, first_fired, thresholds, scores, score_stride
     captured = captures, records, record_stride, ring
     if not PDL:
         state = tl.load(h + source, mask=mask, other=0.0)
@@ -422,14 +423,15 @@ def _launch(
     tensors = (
         h, delta, weight, total, out, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
         rows.records, tables.ring, rows.flags, tables.first_fired, tables.vectors if thresholds is None else thresholds,
-        tables.fires if seen is None else seen,
+        tables.fires if seen is None else seen, rows.scores,
     )  # fmt: skip
     last = norm and site + 2 == final_norm_site(tables.num_layers)
     constants = (
         size, sites, depth, tables.vectors.shape[1], norm, last, parallel, kind, tables.aligned, tables.head_dim_at(site),
         0 if thresholds is None else thresholds.shape[1], seen is not None, group, block,
     )  # fmt: skip
-    _edit_launch((-(-count // group), 1, 1), tensors, (rows.records.stride(0), count, eps, site), constants, warps)
+    strides = rows.records.stride(0), rows.scores.stride(0)
+    _edit_launch((-(-count // group), 1, 1), tensors, (*strides, count, eps, site), constants, warps)
 
 
 def capture(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -> None:

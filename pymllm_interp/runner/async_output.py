@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from ..core.step import ModelRunnerOutput, SampledLogprobs
+from ..core.step import ModelRunnerOutput, SampledLogprobs, StepScores
 from ..sampling import LogprobTensors, SamplerOutput, VerifiedTokens
 from .input_batch import InputBatch
 
@@ -30,6 +30,7 @@ class AsyncOutput:
         sampled: sampled tokens of the sampled rows, on the device.
         prompt_logprobs: request -> log probabilities of its prompt positions in this step, on the device.
         verified: the tokens of a step with drafts; None without.
+        scores: dot products of monitors; None without.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class AsyncOutput:
         sampled: SamplerOutput,
         prompt_logprobs: Mapping[str, LogprobTensors],
         verified: VerifiedTokens | None = None,
+        scores: StepScores | None = None,
     ) -> None:
         self.output = output
         self._batch: InputBatch | None = batch
@@ -49,6 +51,8 @@ class AsyncOutput:
         tensors += (found for found in flags.values() if found is not None)
         for logprobs in (sampled.logprobs, *prompt_logprobs.values()):
             tensors += () if logprobs is None else logprobs.tensors
+        self._scored = () if scores is None else scores.parts
+        tensors += () if scores is None else [scores.values]
         self._host, self._copied = _copy_to_host(tensors)
 
     @property
@@ -96,6 +100,9 @@ class AsyncOutput:
                 output.logprobs = [list(chain.from_iterable(found[start : start + n])) for start, n in rows]
         for request_id, logprobs in self._prompt_logprobs.items():
             output.prompt_logprobs[request_id] = [entry for entry in lists(logprobs) if entry is not None]
+        if self._scored:
+            scores = next(tensors).numpy()
+            output.scores = {request_id: scores[:, start:stop] for request_id, start, stop in self._scored}
         self._host = []
 
 

@@ -12,6 +12,7 @@ import torch
 from ..core.forward_batch import ForwardBatch
 from ..core.pass_parts import AdapterRows, EmbeddedRows, RowTiles, max_tiles, tiles_of
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
+from ..kernels.edit_codes import MAX_SCORES
 from ..layers.edits.table import TableOps
 from ..sampling import RejectionSampler, SamplingBatch, TokenMasks
 from ..utils.upload import upload
@@ -97,6 +98,7 @@ class InputBuffers:
         op_rows: the same, -1 for requests without interventions and captures.
         blocks: [2, max_num_tokens] int64, where each token row's captured states go (`TableOps`); written in steps with captures.
         flags: [max_num_tokens] int64, memory for the flags of gates, which passes write.
+        scores: [MAX_SCORES, max_num_tokens] float32, dot products of monitors, which passes write.
         seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
         seq_lens_cpu: the same on the host; written for replayed passes.
         adapter_tiles: rows of requests with adapters, on CUDA, and where passes are captured, from the first adapter on.
@@ -113,6 +115,7 @@ class InputBuffers:
         self.op_rows = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
         self.flags = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(MAX_SCORES, max_num_tokens, device=device)
         self.seq_lens = torch.full((max_num_tokens,), PAD_SEQ_LEN, dtype=torch.int32, device=device)
         self.seq_lens_cpu = torch.full((max_num_tokens,), PAD_SEQ_LEN, dtype=torch.int32)
         self._lay_out = _lay_out

@@ -330,7 +330,8 @@ class ModelRunner(RunnerParts):
             if not all(samples):
                 fed = fed[upload(self.device, np.flatnonzero(samples))[0]]
         # The copy to the host is queued first: it waits for nothing that follows.
-        on_the_way = AsyncOutput(output, batch, sampled, of_prompts, verified)
+        scores = [found for stage in self.stages if stage.monitored and (found := stage.scores(batch)) is not None]
+        on_the_way = AsyncOutput(output, batch, sampled, of_prompts, verified, *scores)
         self.req_states.feed(rows, fed)
         for stage in self.stages:
             stage.end(output)

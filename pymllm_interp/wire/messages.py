@@ -162,6 +162,19 @@ class Token(EngineMessage):
     request: int
     token_id: int
     logprobs: Logprobs | None = None
+    scores: dict[str, list[tuple[int, float]]] | None = None
+    """Monitor -> (position, score)."""
+
+
+class MonitorResult(msgspec.Struct, omit_defaults=True):
+    """`hooks.monitors.scores.MonitorScores`, as lists."""
+
+    positions: list[int]
+    scores: list[float]
+    values: list[float]
+    fired: list[int]
+    threshold: float
+    stopped: bool = False
 
 
 class CapturedStates(msgspec.Struct, omit_defaults=True):
@@ -194,6 +207,7 @@ class Finished(EngineMessage):
     warnings: list[str] = []
     drafts: tuple[int, int, int] | None = None
     """Steps with drafts, draft tokens, and accepted ones."""
+    monitors: dict[str, MonitorResult] | None = None
     times: RequestTimes | None = None
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from ..core.limits import MAX_CALL_SPECS, MAX_LISTED, MAX_NAMED, MAX_SPECS
 from ..hooks.captures.spec import Capture
+from ..hooks.monitors.monitor import Monitor, Then
+from ..hooks.monitors.probe import ProbeSource
 from ..hooks.positions import Positions
 from ..hooks.spec import Spec, arguments_of
 from ..hooks.vectors.files import Source
 from ..utils.arguments import PromptError
-from .specs import INTERVENTIONS, part_class
+from .specs import INTERVENTIONS, MAX_THEN, part_class, probe_class
 
 MAX_NUMBERS = 1 << 20
 """Most numbers of a vector that is written as lists. Base64 has no such limit."""
@@ -63,6 +65,15 @@ class CallSizes:
                 continue
             if argument.hint == Source:
                 self._check_vector(value, name)
+            elif argument.hint == ProbeSource:
+                cls = probe_class(value)
+                self._check_vector(value, name) if cls is None else self._check_spec(cls, value, name)
+            elif argument.hint == Then:
+                acting = value if isinstance(value, list) else [value]
+                _check_count(len(acting), MAX_THEN, name)
+                for i, one in enumerate(acting):
+                    cls = INTERVENTIONS.class_of(one)
+                    self._check_spec(None if cls is Monitor else cls, one, f"{name}[{i}]")
             elif argument.hint == Positions and isinstance(value, list):
                 self._check_positions(len(value), name)
             elif isinstance(value, list):

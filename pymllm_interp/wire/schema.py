@@ -24,6 +24,8 @@ from ..hooks.captures.reductions.reduction import Reduction
 from ..hooks.captures.spec import Capture
 from ..hooks.catalogue import ops, reductions
 from ..hooks.interventions.set_feature import MAX_FEATURES, FeatureTargets
+from ..hooks.monitors.monitor import Then
+from ..hooks.monitors.probe import FeatureProbe, Probe, ProbeSource
 from ..hooks.positions import Positions
 from ..hooks.registry import is_spelled
 from ..hooks.saes.sae import SAE
@@ -108,6 +110,12 @@ FORMS: dict[Any, Any] = {
         dict[str, float | list[float | None]],
         Field(min_length=1, max_length=MAX_FEATURES, description="feature -> value, or [low, high] with clamp"),
     ],
+    Then: Annotated[
+        Literal["record", "stop"] | dict[str, Any] | list[dict[str, Any]],
+        Field(
+            description="record, stop, or interventions that act at the generated positions after the one that fired"
+        ),
+    ],
     torch.dtype | str | None: Literal[tuple(DTYPES)] | None,  # pyright: ignore
     int: StrictInt,
     Sequence[int]: Annotated[list[StrictInt], Field(max_length=MAX_NAMED)],
@@ -117,6 +125,8 @@ FORMS: dict[Any, Any] = {
 
 def _type_of(hint: Any) -> Any:
     """The type in JSON of a field with this annotation."""
+    if hint == ProbeSource:
+        return Vector | _model(Probe) | _model(FeatureProbe)
     if hint in FORMS:
         return FORMS[hint]
     if get_origin(hint) not in (Union, UnionType):

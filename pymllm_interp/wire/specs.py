@@ -24,6 +24,8 @@ from ..hooks.catalogue import ops, reductions
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.interventions.op import Gate
 from ..hooks.interventions.set_feature import MAX_FEATURES, FeatureTargets
+from ..hooks.monitors.monitor import Monitor, Then
+from ..hooks.monitors.probe import FeatureProbe, Probe, ProbeSource
 from ..hooks.positions import Generated, Masked, Positions
 from ..hooks.registry import json_name
 from ..hooks.saes.sae import SAE
@@ -170,13 +172,15 @@ def to_json(spec: Spec) -> dict[str, Any]:
         PromptError: it holds an SAE or a lens, or its class is not registered.
     """
     cls = type(spec)
-    found: dict[str, Any] | None = {} if cls in (Capture, Gate) else tag_of(cls)
+    found: dict[str, Any] | None = {} if cls in (Capture, Gate, Probe, FeatureProbe) else tag_of(cls)
     if found is None:
         raise PromptError(f"{cls.__name__} is not registered (hooks/registry.py), so a server does not know it")
     for argument in arguments_of(cls):
         value = getattr(spec, argument.name)
         if argument.default is not MISSING and value is argument.default:
             continue
+        if argument.hint == Then and callable(value):
+            raise PromptError(f"{spec.name}: then: a function is not sent to a server; read the scores of a stream")
         if (local := next((text for kind, text in LOCAL.items() if isinstance(value, kind)), None)) is not None:
             raise PromptError(f"{argument.name}: a {type(value).__name__} is not sent to a server; {local}")
         if argument.metadata.get("by_position"):
@@ -300,9 +304,44 @@ def _targets_of(value: Any, what: str) -> Any:
     return {int(feature): target for feature, target in value.items()}
 
 
+def probe_from_json(value: Any, what: str) -> Any:
+    """A probe of JSON: a vector, or an object with the fields of `Probe` or of `FeatureProbe`.
+
+    Raises:
+        PromptError: it has no known form.
+    """
+    cls = probe_class(value)
+    return vector_of(value, what) if cls is None else _made(cls, value, what)
+
+
+def probe_class(value: Any) -> type[Spec] | None:
+    """The class of a probe of JSON; None for a vector."""
+    if not isinstance(value, Mapping):
+        return None
+    return FeatureProbe if "sae" in value else Probe if "weight" in value else None
+
+
+def _then_of(value: Any, what: str) -> Any:
+    if isinstance(value, Mapping):
+        if INTERVENTIONS.class_of(value) is Monitor:
+            raise PromptError(f"{what}: a monitor cannot be behind a monitor")
+        return intervention_of(value, what)
+    if isinstance(value, list):
+        if any(isinstance(one, list) for one in value):
+            raise PromptError(f"{what}: expected interventions, not lists of them")
+        if len(value) > MAX_THEN:
+            raise PromptError(f"{what} has {len(value)} interventions; at most {MAX_THEN}")
+        return [_then_of(one, f"{what}[{i}]") for i, one in enumerate(value)]
+    return value
+
+
+MAX_THEN = 16
+"""Most interventions behind a monitor, in JSON."""
 READERS: dict[Any, Callable[[Any, str], Any]] = {
     Source: vector_of,
     Positions: positions_of,
     FeatureTargets: _targets_of,
+    ProbeSource: probe_from_json,
+    Then: _then_of,
 }
 """Annotation -> reader of such a field."""

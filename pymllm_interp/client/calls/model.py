@@ -18,6 +18,7 @@ from ...core.sampling_params import SamplingParams
 from ...hooks.captures.reductions.lens import Lens
 from ...hooks.captures.spec import Capture
 from ...hooks.interventions.knockout import Intervention
+from ...hooks.monitors.registry import MonitorRegistry
 from ...hooks.site import Site
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.envoy import TracedModel
@@ -47,9 +48,7 @@ from .traces import run
 
 
 class ClientModel(TracedModel):
-    """A model's module tree, the backend that runs it, and the calls for outputs, forward passes and traces.
-
-    `LM` is a subclass, and so is a server's model.
+    """A model's module tree, the backend that runs it, and the calls. `LM` is a subclass, and so is a server's model.
 
     Args:
         backend: has the model, and runs requests.
@@ -60,6 +59,7 @@ class ClientModel(TracedModel):
         backend: likewise.
         tokenizer: a transformers tokenizer, or None.
         hf_config: the model's transformers config.
+        monitors: monitors by name, for calls that give a name in place of one.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class ClientModel(TracedModel):
         backend.attach(self)
         self.tokenizer: Any = backend.tokenizer
         self.hf_config: PretrainedConfig = backend.facts.hf_config
+        self.monitors = MonitorRegistry()
 
     @property
     def engine(self) -> Any:
@@ -175,9 +176,8 @@ class ClientModel(TracedModel):
         """Generate: as a call for outputs, as a ``with`` block to trace the generation.
 
         ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt
-        is text, token ids, or a list of messages. Parameters, `interventions` (a list of ops) and `capture` (a list of sites and
-        `Capture`s) are shared by all prompts. Lists of them give each its own. Captured states are in `output.activations`.
-        `timeout` is in seconds. `progress` (vLLM's `use_tqdm`) shows a bar; by default for calls of above two seconds.
+        is text, token ids, or a list of messages. `RequestOptions` are shared by all prompts; lists of them give each its own.
+        `progress` (vLLM's `use_tqdm`) shows a bar; by default for calls of above two seconds.
 
         ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy by default, takes transformers' and vLLM's names for
         its parameters, and serves every step to the block. Its saves are on the CPU afterwards, or on `device`.

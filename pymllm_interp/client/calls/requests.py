@@ -24,7 +24,7 @@ from ..prompts import (
     captures_for_each_prompt,
     captures_of_outputs,
     checked,
-    for_each_prompt,
+    declared_for_each_prompt,
     names_of,
     params_for,
     warn_of_flat_list,
@@ -69,7 +69,9 @@ class Requests:
         count, names = len(prompts), list(names or names_of(prompts))
         own = params_for(prompts, params)
         warn_of_flat_list(options.get("interventions"), count)
-        declared = for_each_prompt(options.get("interventions"), count)
+        if monitors := options.get("monitors"):
+            options = {**options, "monitors": self.tree.monitors.resolved(monitors)}
+        declared = declared_for_each_prompt(options, count)
         captures = captures_for_each_prompt(options.get("capture"), count)
         if outputs := captures_of_outputs(options):
             captures = [[*own, *outputs] for own in captures]

@@ -13,6 +13,7 @@ from ...core.events import EngineClosedError, Event, FinishedEvent, TokenEvent
 from ...core.output import DraftCounts, Logprob
 from ...engine.callbacks import Callbacks
 from ...hooks.captures.activations import Activations
+from ...hooks.monitors.scores import MonitorScores
 from ...utils.arguments import PromptError
 from ...wire.failures import Failure
 from ...wire.frames import FRAME_PREFIX, frame_sizes
@@ -262,7 +263,8 @@ class RemoteEngine:
 def event_of(header: dict[str, Any], body: bytes, request_id: str) -> Event:
     """The event of a frame."""
     if header["type"] == "token":
-        return TokenEvent(request_id, header["token_id"], _logprobs(header.get("logprobs")))
+        return TokenEvent(request_id, header["token_id"], _logprobs(header.get("logprobs")), header.get("scores"))
+    monitors = header.get("monitors")
     failure, receipt = header.get("failure"), header.get("receipt")
     logprobs, prompt = header.get("logprobs"), header.get("prompt_logprobs")
     return FinishedEvent(
@@ -280,6 +282,7 @@ def event_of(header: dict[str, Any], body: bytes, request_id: str) -> Event:
         error=None if failure is None else exception_of(Failure(**failure)),
         warnings=header.get("warnings", []),
         drafts=None if header.get("drafts") is None else DraftCounts(*header["drafts"]),
+        monitors=monitors and {name: MonitorScores.from_json(found) for name, found in monitors.items()},
     )
 
 

@@ -70,6 +70,7 @@ class DeviceTables:
         self._width = model.hidden_size
         self._in_use: set[int] = set()
         self._staged: dict[int, Declared | None] = {}
+        self._staged_fires: list[tuple[int, int]] = []  # index in `first_fired`, position
         self._vectors: dict[int, tuple[Any, int]] = {}  # first row -> key of the vector there, and its rows
         self._first_row: dict[int, int] = {}  # row -> first row of the vector that was last written there
         self._staged_vectors: dict[int, torch.Tensor] = {}
@@ -115,6 +116,11 @@ class DeviceTables:
         rows = self.tables.vectors[first : first + num_rows(tensor, self._width)].view(count, -1)[:, :width]
         return rows if tensor.ndim == 2 else rows[0]
 
+    def set_fired(self, row: int, slot: int, position: int) -> None:
+        """Stage the first position at which ops behind a monitor's flag act. A row that is staged reads it from its request."""
+        if row not in self._staged:
+            self._staged_fires.append((row * codes.MAX_GATES + slot, position))
+
     def read_gates(self, row: int, declared: Declared) -> None:
         """Add the fires that kernels counted in `row` to ``declared.fires``, and keep the decisions of the request's prompt.
 
@@ -138,6 +144,11 @@ class DeviceTables:
     def apply_staged_writes(self) -> None:
         """Upload staged vectors and rows, without waiting for the device."""
         self._write_vectors()
+        if self._staged_fires:
+            places, positions = np.array(self._staged_fires, dtype=np.int64).T
+            self._staged_fires.clear()
+            index, first = upload(self.device, np.ascontiguousarray(places), positions.astype(np.int32))
+            self.tables.first_fired.view(-1).index_copy_(0, index, first)
         if not self._staged:
             return
         rows = np.array(list(self._staged), dtype=np.int64)

@@ -39,6 +39,8 @@ class Flag(NamedTuple):
     """Index among the request's gates."""
     prompt_len: int | None
     """Number of deciding positions with scope="prompt"; None: each position decides for itself."""
+    monitor: str = ""
+    """Fingerprint of the monitor that sets it, from the host; "" for a gate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +89,23 @@ class RequestGates:
     def __init__(self, model: ModelSpec, prompt_len: int, in_kernels: bool = False) -> None:
         self._model, self._prompt_len, self._in_kernels = model, prompt_len, in_kernels
         self._flags: dict[Gate, Flag] = {}
+        self._of_monitors: list[Flag] = []
+
+    def _next(self, who: str) -> int:
+        """A free slot. Raises ValueError without one."""
+        slot = len(self._flags) + len(self._of_monitors)
+        if slot >= codes.MAX_GATES:
+            raise ValueError(
+                f"{who}: a request has up to {codes.MAX_GATES} different gates at earlier sites and monitors that act; use the "
+                "same one for several interventions"
+            )
+        return slot
+
+    def of_monitor(self, who: str, fingerprint: str) -> Flag:
+        """A flag that the host sets when a monitor has fired. Raises ValueError for too many."""
+        flag = Flag(self._next(who), self._prompt_len, fingerprint)
+        self._of_monitors.append(flag)
+        return flag
 
     def flag_of(self, op: Op, site: Site) -> Flag | None:
         """The flag that an op at a site looks at; None without a gate at an earlier site.
@@ -114,13 +133,8 @@ class RequestGates:
             )
         flag = self._flags.get(gate)
         if flag is None:
-            flag = Flag(len(self._flags), self._prompt_len if gate.scope == "prompt" else None)
+            flag = Flag(self._next(op.name), self._prompt_len if gate.scope == "prompt" else None)
             self._flags[gate] = flag
-        if flag.slot >= codes.MAX_GATES:
-            raise ValueError(
-                f"{op.name}: a request has up to {codes.MAX_GATES} different gates at earlier sites; use the same one for several "
-                "interventions"
-            )
         return flag
 
     def reads(self) -> Iterator[tuple[GateRead, Flag]]:

@@ -14,6 +14,7 @@ from ...layers.edits.host import Added, HostOps, RowCapture, RowFunction, RowRan
 from ...utils.upload import upload
 from ..bound_hooks import PlacedOp
 from ..declared import Declared
+from ..monitors.monitor import ScoreRead
 from ..positions import Window, ordinal_of, ordinals_of
 from .device_tables import DeviceTables
 from .fires import Fires
@@ -40,10 +41,13 @@ class RequestRows(NamedTuple):
         return ordinals_of(windows, torch.arange(rows.start, rows.stop))
 
 
-def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None:
+def host_ops(requests: Iterable[RequestRows], num_layers: int, scores: torch.Tensor | None = None) -> HostOps | None:
     """The ops and captures of a step as functions; None if the step has no ops and captures.
 
     Captures of the logits are left out: a trace may change the logits after the pass.
+
+    Args:
+        scores: [slots, rows] float32, which reads of monitors write; needed where a request has monitors.
     """
     logits = inner_site(num_layers, 0, LOGITS)
     acting: dict[int, list[tuple[int, RowRange, RowFunction]]] = {}  # site -> (rank among its request's ops, rows, op)
@@ -68,6 +72,9 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None
                         positions = torch.arange(request.positions.start, request.positions.stop)
                         flags = PassFlags(positions, declared.first_fired)
                     function = _row_function(op, selected, flags, declared.fires, (site, i))
+                    if isinstance(op.spec, ScoreRead):
+                        assert scores is not None
+                        function = _scorer(op.spec, scores[:, rows[0] : sum(rows)])
                     at = (request.logit_start, request.logit_rows) if site == logits else rows
                     acting.setdefault(site, []).append((i, at, function))
     if not acting and not captures:
@@ -108,7 +115,7 @@ def _row_function(
     if isinstance(spec, GateRead):
         assert flag is not None and flags is not None
         return flags.reader(spec, flag)
-    if spec.when is None and spec.addend is not None:
+    if spec.when is None and flag is None and spec.addend is not None:
         return Added(spec.addend, selected.rows, selected.all)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
@@ -116,6 +123,17 @@ def _row_function(
         if flag is not None and flags is not None:
             ordinals = torch.where(flags.on(flag, len(rows), rows.device), ordinals, -1)
         return counted(spec, rows, ordinals, vectors, fires, key)
+
+    return run
+
+
+def _scorer(read: ScoreRead, scores: torch.Tensor) -> RowFunction:
+    """The function that writes dot products of rows to their columns `scores` [slots, rows], and returns the rows."""
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        dots = read.dots(rows)
+        scores[read.slot : read.slot + len(dots)] = dots
+        return rows
 
     return run
 

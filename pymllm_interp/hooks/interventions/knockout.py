@@ -21,6 +21,7 @@ from ...core.limits import MAX_KNOCKOUT_RUNS, MAX_KNOCKOUTS, MAX_NAMED
 from ...core.model_spec import ModelSpec
 from ...core.unsupported import UnsupportedModelError
 from ...utils.arguments import is_whole
+from ..monitors.monitor import Monitor
 from ..positions import Positions, Window, checked_positions, selected, windows_of
 from ..registry import op
 from ..spec import PlacedSpec
@@ -84,7 +85,7 @@ class Knockout(PlacedSpec):
         return self.from_
 
 
-Intervention = Op | Knockout
+Intervention = Op | Knockout | Monitor
 """Entry of `interventions`."""
 
 

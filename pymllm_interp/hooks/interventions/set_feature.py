@@ -148,23 +148,8 @@ class SetFeature(Op):
         """
         assert isinstance(self.sae, SAE)
         self._content()  # which notes the SAE's version
-        sae, ids = self.sae, torch.tensor([feature for feature, _ in self.features])
-
-        def of(tensor: Tensor) -> Tensor:
-            return tensor[ids.to(tensor.device)].double().cpu()
-
-        encoder = sae.W_enc[:, ids.to(sae.device)].T.double().cpu()
-        shift = encoder @ sae.b_dec.double().cpu() if sae.subtract_b_dec else torch.zeros(len(ids)).double()
-        numbers = torch.zeros(len(ids), SCALARS).double()
-        numbers[:, 0], numbers[:, 1], numbers[:, 2] = 1, of(sae.b_enc) - shift, of(sae.b_enc) - shift
-        numbers[:, 3] = -inf if sae.architecture == "standard" else 0
-        if sae.architecture == "jumprelu":
-            assert sae.threshold is not None
-            numbers[:, 3] = of(sae.threshold)
-        if sae.architecture == "gated":
-            assert sae.r_mag is not None and sae.b_mag is not None
-            numbers[:, 0] = of(sae.r_mag).exp()
-            numbers[:, 1] = of(sae.b_mag) - shift * numbers[:, 0]
+        sae, ids = self.sae, [feature for feature, _ in self.features]
+        encoder, numbers = encoder_rows(sae, ids)
         for row, (_, value) in zip(numbers, self.features, strict=True):
             low, high = value if isinstance(value, tuple) else (None, None)
             row[6], row[7] = -inf if low is None else low, inf if high is None else high
@@ -173,7 +158,7 @@ class SetFeature(Op):
             else:
                 row[4] = 1.0
         padded = torch.nn.functional.pad(numbers, (0, sae.width - SCALARS))
-        rows = [encoder, of(sae.W_dec), padded]
+        rows = [encoder, sae.W_dec[ids].double().cpu(), padded]
         return rearrange(rows, "three features width -> (features three) width").float()
 
     @property
@@ -223,3 +208,28 @@ class SetFeature(Op):
         if isinstance(self.sae, str):
             raise ValueError(f"{self.name}: {self.sae!r} is a name, and only an LM's `saes` know whose")
         return super()._checked_sites(model)
+
+
+def encoder_rows(sae: SAE, features: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The encoder of some features: columns [features, width], and numbers n0 to n3 of `SetFeature.table` [features, `SCALARS`].
+
+    Both are float64 on the CPU.
+    """
+    ids = torch.tensor(features)
+
+    def of(tensor: Tensor) -> Tensor:
+        return tensor[ids.to(tensor.device)].double().cpu()
+
+    encoder = sae.W_enc[:, ids.to(sae.device)].T.double().cpu()
+    shift = encoder @ sae.b_dec.double().cpu() if sae.subtract_b_dec else torch.zeros(len(ids)).double()
+    numbers = torch.zeros(len(ids), SCALARS).double()
+    numbers[:, 0], numbers[:, 1], numbers[:, 2] = 1, of(sae.b_enc) - shift, of(sae.b_enc) - shift
+    numbers[:, 3] = -inf if sae.architecture == "standard" else 0
+    if sae.architecture == "jumprelu":
+        assert sae.threshold is not None
+        numbers[:, 3] = of(sae.threshold)
+    if sae.architecture == "gated":
+        assert sae.r_mag is not None and sae.b_mag is not None
+        numbers[:, 0] = of(sae.r_mag).exp()
+        numbers[:, 1] = of(sae.b_mag) - shift * numbers[:, 0]
+    return encoder, numbers

@@ -7,7 +7,7 @@ import torch
 from ...core.forward_batch import Delta
 from ...core.model_spec import LOGITS, final_norm_site
 from ...core.norm_kind import Norm
-from ...kernels.edit_codes import OpTables, TokenRows
+from ...kernels.edit_codes import MAX_SCORES, OpTables, TokenRows
 from .base import add_norm_apart, sites_of
 from .host import HostOps
 
@@ -22,6 +22,7 @@ class TableOps:
         blocks: [2, tokens] int64, start and stop of each token row's record in the ring, in elements. Captures beyond the stop
             are skipped; start and stop are equal for rows without captures.
         flags: [tokens] int64, memory for the flags of gates. None: memory of the pass's own.
+        scores: [MAX_SCORES, tokens] float32, memory for dot products. None: memory of the pass's own.
         logits: the ops at the logits, which captured passes leave out; None without.
     """
 
@@ -32,11 +33,12 @@ class TableOps:
         positions: torch.Tensor,
         blocks: torch.Tensor,
         flags: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
         logits: HostOps | None = None,
     ) -> None:
-        if flags is None:
-            flags = torch.zeros_like(rows)
-        self.tables, self.token_rows, self.logits = tables, TokenRows(rows, positions, blocks, flags), logits
+        flags = torch.zeros_like(rows) if flags is None else flags
+        scores = rows.new_zeros(MAX_SCORES, len(rows), dtype=torch.float32) if scores is None else scores
+        self.tables, self.token_rows, self.logits = tables, TokenRows(rows, positions, blocks, flags, scores), logits
         self.num_layers = tables.num_layers
         self.final_site = final_norm_site(self.num_layers)
         self.inner = tables.inner if logits is None else tables.inner | {LOGITS}
@@ -46,10 +48,11 @@ class TableOps:
         return TableOps(self.tables, *(tensor[..., :count] for tensor in self.token_rows), logits=logits)
 
     def rows_from(self, start: int, stop: int) -> TableOps:
-        """The ops and captures of token rows `start` to `stop` of a decode pass, in separate memory."""
-        copies = (tensor[..., start:stop].clone() for tensor in self.token_rows)
+        """The ops and captures of token rows `start` to `stop` of a decode pass, in separate memory. Scores are not copied."""
+        *inputs, scores = self.token_rows
+        copies = (tensor[..., start:stop].clone() for tensor in inputs)
         logits = None if self.logits is None else self.logits.rows_from(start, stop)
-        return TableOps(self.tables, *copies, logits=logits)
+        return TableOps(self.tables, *copies, scores=scores[:, start:stop], logits=logits)
 
     def with_logits(self, logits: HostOps | None) -> TableOps:
         """A copy with these ops at the logits."""

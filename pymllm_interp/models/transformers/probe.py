@@ -24,7 +24,7 @@ from .attention_interface import PagedCall, PagedCalls
 from .cache_probe import FAILURES, ProbeCache, differ, mixed_requests_differ, recording_modules, run_flat
 from .cache_route import CACHED
 from .graph_check import WaitsForDevice
-from .probed import AttentionCall, Probe
+from .probed import AttentionCall, ProbedModel
 from .recurrent import as_decoding
 
 PROBE, PROBE_DECODE = "pymllm_interp_probe", "pymllm_interp_probe_decode"
@@ -35,13 +35,13 @@ TAKEN = ("indices", "position_bias")
 
 
 class _ProbeOfThread(local):
-    probe: Probe | None = None
+    probe: ProbedModel | None = None
 
 
 _recording = _ProbeOfThread()
 
 
-def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: bool = False) -> Probe:
+def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: bool = False) -> ProbedModel:
     """Run `model` over a few tokens, on its own device: with an attention function, or else with a cache.
 
     Args:
@@ -53,7 +53,7 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: b
     """
     problem = "its attention goes neither through transformers' attention interface nor through its cache"
     for cached in (False, True):
-        found = Probe(spec.context_len, cached)
+        found = ProbedModel(spec.context_len, cached)
         use_attention(model, CACHED if cached else PROBE)
         try:
             with torch.no_grad():
@@ -80,12 +80,14 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: b
     raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {problem}")
 
 
-def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: int, has_states: bool) -> torch.Tensor:
+def _both_ways(
+    model: PreTrainedModel, family: Family, found: ProbedModel, num_heads: int, has_states: bool
+) -> torch.Tensor:
     """Fill `found` by a pass over a few tokens. Returns the logits of the same tokens in the opposite order."""
     positions = list(range(PROBE_TOKENS))
     with _recorded(model, family, found.states):
         found.logits = _run(model, found, positions, num_heads)
-    again = Probe(found.context_len, found.cached, reads_rules=False)
+    again = ProbedModel(found.context_len, found.cached, reads_rules=False)
     with WaitsForDevice() as waits:
         logits = _run(model, again, positions[::-1], num_heads)
     if (
@@ -99,7 +101,7 @@ def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: 
 
 
 def _run(
-    model: PreTrainedModel, found: Probe, positions: list[int], num_heads: int, with_mask: bool = True
+    model: PreTrainedModel, found: ProbedModel, positions: list[int], num_heads: int, with_mask: bool = True
 ) -> torch.Tensor:
     """The logits [1, tokens, vocab] of tokens at these positions, each a function of its own token and position.
 
@@ -120,7 +122,13 @@ def _run(
 
 
 def _record_update(
-    found: Probe, module: nn.Module, num_heads: int, key: torch.Tensor, value: torch.Tensor, layer_idx: int, rule: Any
+    found: ProbedModel,
+    module: nn.Module,
+    num_heads: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer_idx: int,
+    rule: Any,
 ) -> None:
     """Record a module's update of the cache. `rule` is that of the last mask; None if the model asked for none."""
     if rule is None:
@@ -149,7 +157,7 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
         config._attn_implementation_internal = name
 
 
-def set_paged_calls(found: Probe, spec: ModelSpec) -> list[RadixAttention]:
+def set_paged_calls(found: ProbedModel, spec: ModelSpec) -> list[RadixAttention]:
     """Give each attention module its `paged_calls`, and return the attention layers of a pass, in order."""
     by_module: dict[nn.Module, list[PagedCall]] = {}
     layers = []

@@ -36,7 +36,7 @@ class AttentionCall:
 
 
 @dataclass
-class Probe:
+class ProbedModel:
     """A model's first pass.
 
     Attributes:

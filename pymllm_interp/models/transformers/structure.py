@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from ...core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family
 from ...core.model_spec import LENGTH_DEPENDENT_ROPE, ModelSpec, rope_boundary, rope_growth, rope_scalings
 from ...core.unsupported import UnsupportedModelError
-from .probed import Probe
+from .probed import ProbedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,7 +110,7 @@ def _mixers_of(model: PreTrainedModel, row: Family) -> tuple[str, ...]:
 
 
 def model_spec(
-    model: PreTrainedModel, family: Family, declared: ModelSpec, found: Probe, has_states: bool = False
+    model: PreTrainedModel, family: Family, declared: ModelSpec, found: ProbedModel, has_states: bool = False
 ) -> ModelSpec:
     """Spec of a model, from its first pass. Kinds of sites are omitted if their values are not where the family has them.
 

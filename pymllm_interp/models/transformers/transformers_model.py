@@ -41,7 +41,7 @@ from .indexers import place_keys, serve_indexers
 from .parts.cache_names import cache_parameter
 from .position_rules import serve_lengths, serve_positions
 from .probe import attention_configs, probe, set_paged_calls, use_attention
-from .probed import Probe
+from .probed import ProbedModel
 from .recurrent import check_states, serve_states
 from .structure import family_of, model_spec
 
@@ -183,7 +183,9 @@ class TransformersModel(CausalLM):
             calls.index = 0  # a pass that failed may have stopped between two calls
 
 
-def _layers_by_index(served: PreTrainedModel, found: Probe, layers: list[RadixAttention]) -> dict[int, RadixAttention]:
+def _layers_by_index(
+    served: PreTrainedModel, found: ProbedModel, layers: list[RadixAttention]
+) -> dict[int, RadixAttention]:
     """The pool's layers by the index that modules update a cache with. Empty: they do not update it once a call."""
     if found.cached:
         return {call.layer_idx: layer for call, layer in zip(found.calls, layers, strict=True)}

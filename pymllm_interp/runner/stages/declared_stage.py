@@ -6,7 +6,7 @@ in passes with gradients, ops are functions on their requests' rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from ...core.step import (
     ScheduledRequest,
     SchedulerOutput,
     StepRows,
+    StepScores,
 )
 from ...hooks.bind import DeclaredLimits
 from ...hooks.bound_hooks import BoundHooks
@@ -43,7 +44,7 @@ from ...kernels.edit_codes import TokenRows
 from ...layers.edits.table import TableOps
 from ...utils.out_of_memory import within_memory
 from ...utils.upload import upload
-from ..input_batch import InputBuffers
+from ..input_batch import InputBatch, InputBuffers
 from ..request_state import RequestState
 from .stage import PassDemands, Stage
 
@@ -87,6 +88,9 @@ class DeclaredStage(Stage):
         self._with_gradients: set[str] = set()
         self._in_tables: dict[str, tuple[int, Declared]] = {}
         self._cutting: dict[str, Declared] = {}  # live requests with knockouts, or captures of patterns
+        self._monitored = set[str]()
+        self.monitored: Collection[str] = self._monitored
+        self._host_scores: torch.Tensor | None = None  # of the pass, where ops are functions
         self._ends: list[tuple[Declared, int, int]] = []  # of the pass, with recurrent states: last position, and slot
 
     @property
@@ -105,7 +109,7 @@ class DeclaredStage(Stage):
         Raises:
             torch.OutOfMemoryError: the ring does not fit.
         """
-        rows = TokenRows(buffers.op_rows, buffers.positions, buffers.blocks, buffers.flags)
+        rows = TokenRows(buffers.op_rows, buffers.positions, buffers.blocks, buffers.flags, buffers.scores)
         self.make_tables(states.edited, rows)
 
     def make_tables(self, edited: torch.Tensor, token_rows: TokenRows) -> None:
@@ -137,6 +141,7 @@ class DeclaredStage(Stage):
         self.device_tables = self.capture_ring = self.readout = self.table_ops = None
         self.limits = replace(self.limits, encoders={})
         self._live.clear()
+        self._monitored.clear()
         self._cutting.clear()
         self._in_tables.clear()
 
@@ -148,12 +153,26 @@ class DeclaredStage(Stage):
             self.leave_tables(request_id)
         self.enter(step.scheduled_new_reqs)
         self.lose(step.lost_captures)
+        for request_id, fired in step.fired.items():
+            self._note_fired(request_id, fired)
         for request_id, num_positions in step.settled.items():
             if (declared := self._live.get(request_id)) is not None:
                 declared.settle(num_positions)
         if step.drafts and self._live:
             self._begin_drafts(step)
             demands.grouped |= any(entry.request_id in self._cutting for entry in step.scheduled)
+
+    def _note_fired(self, request_id: str, fired: Mapping[int, int]) -> None:
+        """Let the ops behind a request's monitors act from these positions on."""
+        declared = self._live.get(request_id)
+        if declared is None:
+            return
+        for slot, position in fired.items():
+            declared.first_fired[slot] = torch.tensor(position, dtype=torch.int32)
+            if self.device_tables is not None and request_id in self._in_tables:
+                self.device_tables.set_fired(self._in_tables[request_id][0], slot, position)
+        if self.device_tables is not None:
+            self.device_tables.apply_staged_writes()
 
     def _begin_drafts(self, step: SchedulerOutput) -> None:
         for entry in step.scheduled:
@@ -184,6 +203,8 @@ class DeclaredStage(Stage):
         declared = self._live[request.request_id] = self.bind(hooks, request.prompt_len)
         if declared.hooks.knockouts or declared.patterns is not None:
             self._cutting[request.request_id] = declared
+        if declared.hooks.monitors:
+            self._monitored.add(request.request_id)
         if hooks.differentiable:
             self._with_gradients.add(request.request_id)
         if self.capture_ring is not None and declared.captures is not None:
@@ -219,6 +240,7 @@ class DeclaredStage(Stage):
             its results, when all captured states have arrived on the host: at once, or on the ring's thread.
         """
         declared = self._live.pop(end.request_id, None) or self.bind(end.hooks, end.prompt_len)
+        self._monitored.discard(end.request_id)
         self._with_gradients.discard(end.request_id)
         self._cutting.pop(end.request_id, None)
         self.leave_tables(end.request_id)
@@ -235,6 +257,7 @@ class DeclaredStage(Stage):
     def forget(self, request_id: str) -> None:
         """Let go of a request without its results."""
         self._live.pop(request_id, None)
+        self._monitored.discard(request_id)
         self._with_gradients.discard(request_id)
         self._cutting.pop(request_id, None)
 
@@ -305,7 +328,9 @@ class DeclaredStage(Stage):
             differentiable: the pass is one with gradients.
         """
         if self.device_tables is None or differentiable:
-            return host_ops(self._request_rows(rows), self.model.num_hidden_layers)
+            requests, slots = self._request_rows(rows), self._num_slots(rows)
+            self._host_scores = torch.zeros(slots, num_rows, device=self.device) if slots else None
+            return host_ops(requests, self.model.num_hidden_layers, self._host_scores)
         declared = [self._live.get(entry.request_id) for entry in rows.entries]
         if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
             (records,) = upload(self.device, self.capture_ring.lay_out(self._captured_parts(rows)))
@@ -314,6 +339,25 @@ class DeclaredStage(Stage):
         if any(d is not None and d.hooks.edits_logits for d in declared):
             logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
         return self._tables.first_rows(num_rows, logits)
+
+    def _num_slots(self, rows: StepRows) -> int:
+        """Dot products of the monitors of a step's requests; 0 without monitors."""
+        declared = [self._live[entry.request_id] for entry in rows.entries if entry.request_id in self._monitored]
+        return max([own.hooks.num_scores for own in declared], default=0)
+
+    def scores(self, rows: InputBatch) -> StepScores | None:
+        """The dot products of the step's monitors, in memory that later steps do not write to."""
+        if not (slots := self._num_slots(rows)):
+            return None
+        parts = [
+            (entry.request_id, start, start + entry.num_tokens)
+            for entry, start in zip(rows.entries, rows.query_start_loc.tolist(), strict=False)
+            if entry.request_id in self._monitored
+        ]
+        values, self._host_scores = self._host_scores, None
+        if values is None:
+            values = self._tables.token_rows.scores[:slots, : parts[-1][2]].clone()
+        return StepScores(values, parts)
 
     @property
     def _tables(self) -> TableOps:

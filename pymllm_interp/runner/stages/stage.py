@@ -8,19 +8,21 @@ The runner calls its stages in their order, at fixed points of a step::
                      ran           the pass has its logits
     sample_tokens    sample_from   the logits that tokens are sampled from
                      sampled       the tokens
+                     scores        what monitors read
                      end           the step was launched
     a failed step    abandon       in place of all that would follow
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ...core.forward_batch import ForwardBatch
-from ...core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ...core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput, StepScores
 from ..input_batch import InputBatch, InputBuffers
 from ..request_state import RequestState
 
@@ -43,6 +45,9 @@ class PassDemands:
 
 class Stage(Protocol):
     """One kind of hooks of a runner's requests. Each method may do nothing; `TracedStage` and `DeclaredStage` are the two."""
+
+    monitored: Collection[str] = ()
+    """Ids of the live requests with monitors."""
 
     @property
     def wants_plain_graphs(self) -> bool:
@@ -90,6 +95,10 @@ class Stage(Protocol):
     def sampled(self, rows: InputBatch, token_ids: torch.Tensor) -> torch.Tensor:
         """The tokens [sampling requests] int32 with which generation continues."""
         return token_ids
+
+    def scores(self, rows: InputBatch) -> StepScores | None:
+        """The dot products of monitors in the step, to be copied to the host with its tokens; None without monitors."""
+        return None
 
     def end(self, output: ModelRunnerOutput) -> None:
         """The step was launched. `output` lacks tokens and log probabilities, which may still be on their way."""

@@ -7,7 +7,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from ...core.events import Event, FinishedEvent
 from ...core.output import Logprob
 from ...core.receipt import Receipt
 from ...hooks.captures.activations import Activations
+from ...hooks.monitors.scores import MonitorScores
 from ...wire.failures import failure_of
-from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, Token
+from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, MonitorResult, Token
 from ...wire.receipts import receipt_to_json
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class CallEvents:
     def _message(self, event: Event) -> FromEngine | None:
         number = self._numbers[event.request_id]
         if not isinstance(event, FinishedEvent):
-            return Token(self._call, number, event.token_id, _logprobs(event.logprobs))
+            return Token(self._call, number, event.token_id, _logprobs(event.logprobs), event.scores)
         self._left -= 1
         if not self._left:
             self._ended()
@@ -148,12 +149,17 @@ class CallEvents:
             warnings=event.warnings,
             drafts=event.drafts,
             times=event.times,
+            monitors=_monitors(event.monitors),
         )
         return self._outbox.finish(message, event.activations)
 
 
 def _logprobs(found: dict[int, Logprob] | None) -> Logprobs | None:
     return None if found is None else {token: (value.logprob, value.rank) for token, value in found.items()}
+
+
+def _monitors(found: Mapping[str, MonitorScores] | None) -> dict[str, MonitorResult] | None:
+    return None if found is None else {name: MonitorResult(**scores.to_json()) for name, scores in found.items()}
 
 
 def _shapes(found: Activations) -> dict[str, list[int]]:

@@ -104,7 +104,9 @@ class Generation:
         while self._left:
             message = await self._call.next()
             if isinstance(message, m.Token):
-                piece = self._completions[message.request].token_piece(message.token_id, hold=False)
+                piece = self._completions[message.request].token_piece(
+                    message.token_id, hold=False, scores=message.scores
+                )
                 assert piece is not None
                 logprobs = [] if message.logprobs is None else [message.logprobs]
                 yield self._piece(message.request, piece, logprobs)

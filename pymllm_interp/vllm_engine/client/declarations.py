@@ -12,6 +12,7 @@ from ...hooks.captures.reductions.lens import Lens
 from ...hooks.captures.spec import Capture
 from ...hooks.declarations import Declarations
 from ...hooks.interventions.knockout import Intervention, Knockout
+from ...hooks.monitors.monitor import Monitor
 from ...hooks.site import Site
 from ..settings import OURS, VllmLimits
 
@@ -53,6 +54,11 @@ class VllmDeclarations(Declarations):
             ValueError: likewise. Also specs that need attention's kernels, a head that is split over ranks, or a larger ring.
         """
         for spec in specs:
+            if isinstance(spec, Monitor):
+                raise ValueError(
+                    f"Monitor({str(spec.site)!r}): with engine='vllm' scores do not leave the ranks while a request runs: capture "
+                    f"Capture({str(spec.site)!r}, reduce=Project(directions)), and score its rows. {OURS}"
+                )
             if isinstance(spec, Knockout):
                 raise ValueError(f"{spec.name}: with engine='vllm' no edge of attention can be cut. {OURS}")
             if request.params.prompt_logprobs is not None and str(getattr(spec, "site", "")) == LOGITS:

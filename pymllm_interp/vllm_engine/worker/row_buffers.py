@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ...kernels.edit_codes import MAX_SCORES
 from ...utils.upload import upload
 
 
@@ -24,6 +25,7 @@ class VllmRowBuffers:
         self._all = torch.zeros(4, tokens, dtype=torch.int64, device=device)
         self.op_rows, self.positions, self.blocks = self._all[0].fill_(-1), self._all[1], self._all[2:]
         self.flags = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(MAX_SCORES, tokens, device=device)
         self.edited = torch.zeros(rows, dtype=torch.int32, device=device)
         self.seen = torch.zeros(rows, dtype=torch.int32, device=device)
         self.used = 0

@@ -99,7 +99,7 @@ class RankStage:
         self.stage.limits = limits_of(config, device.type)
         self.buffers = VllmRowBuffers(tokens, rows + 1, device)
         own = self.buffers
-        self.stage.make_tables(own.edited, TokenRows(own.op_rows, own.positions, own.blocks, own.flags))
+        self.stage.make_tables(own.edited, TokenRows(own.op_rows, own.positions, own.blocks, own.flags, own.scores))
         self.bindings = Bindings(model, self.stage.limits, readout)
         self.lock = threading.RLock()
         self.calls = 0
