@@ -207,13 +207,13 @@ def test_an_edit_of_all_positions_is_shared_by_prompts_of_other_lengths(pair: Pa
 
 
 def test_edits_of_generated_positions_share_the_whole_prompt_and_nothing_after_it(pair: Pair) -> None:
-    for scale in (0.5, 1.0):
-        steer = [Steer("resid_post.0", STRONG, scale=scale, positions="generated")]
+    for scale, length in ((0.5, LENGTH), (1.0, FULL)):  # of a prompt of whole pages, no page is in a namespace of the edit
+        prompt, steer = PROMPT[:length], [Steer("resid_post.0", STRONG, scale=scale, positions="generated")]
         pair.lm.reset_prefix_cache()
-        pair.cached(PROMPT, SamplingParams(max_tokens=0))
-        out = pair.run(PROMPT, interventions=steer)
-        assert out.num_cached_tokens == FULL
-        assert pair.cached([*PROMPT, *out.token_ids, 5, 6, 7]) == FULL, "the answer's KV was steered"
+        pair.cached(prompt, SamplingParams(max_tokens=0))
+        out = pair.run(prompt, interventions=steer)
+        assert out.num_cached_tokens == (length - 1) // PAGE * PAGE
+        assert pair.cached([*prompt, *out.token_ids, 5, 6, 7]) == FULL, "the answer's KV was steered"
 
 
 @pytest.mark.parametrize("site", ["resid_post.-1", "mlp_out.-1", "attn_out.-1", "q.-1", "final_norm", "logits"])

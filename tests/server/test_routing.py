@@ -1,7 +1,8 @@
-"""Which replica serves a call, and which order of a vector holds: functions of their arguments only."""
+"""Which replica serves a call, whether it runs again, and which order of a vector holds: without processes."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from collections import Counter
@@ -12,11 +13,22 @@ from hypothesis import strategies as st
 
 from pymllm_interp import __version__
 from pymllm_interp.server.engines import vector_orders
-from pymllm_interp.server.engines.roster import Replica
+from pymllm_interp.server.engines.replicas_door import ReplicasDoor, ReplicatedCall
+from pymllm_interp.server.engines.roster import LinkKeys, Replica
 from pymllm_interp.server.engines.routing import BLOCK, LOAD_FACTOR, LOAD_MARGIN, choose, key_of, least_loaded, ranked
 from pymllm_interp.server.engines.stats import merged_stats
 from pymllm_interp.server.engines.vector_orders import VectorOrders
-from pymllm_interp.wire.messages import DropVector, PutVector, Submit
+from pymllm_interp.server.settings import ServeSettings
+from pymllm_interp.wire.messages import (
+    Accepted,
+    CapturedStates,
+    DropVector,
+    Finished,
+    FromEngine,
+    PutVector,
+    Submit,
+    Token,
+)
 
 NAMES = [f"r{i}" for i in range(5)]
 STEER = {"op": "steer", "site": "resid_post.1", "vector": "v"}
@@ -149,3 +161,33 @@ def test_counters_are_added():
     assert merged_stats([one]) == one
     added = {"steps": 5, "execution": {"plain": 3, "modules": 4}, "prefix_cache": {"a": 1}, "name": "x", "on": True}
     assert merged_stats([one, other]) == added
+
+
+ACCEPTED = Accepted(1, [], [])
+STATES = CapturedStates(1 << 40, {}, data=b"")
+
+
+@pytest.mark.parametrize(
+    ("again", "edits", "messages"),
+    [
+        (True, b"", [ACCEPTED]), (False, b"code", [ACCEPTED]), (False, b"", [ACCEPTED, Token(1, 0, 5)]),
+        (False, b"", [ACCEPTED, Finished(1, 0, [5], "length", captured=STATES)]),
+    ],
+)  # fmt: skip
+def test_a_call_runs_again_unless_its_client_would_see_it_twice(again: bool, edits: bytes, messages: list[FromEngine]):
+    """Large states are on their way to the client while they are written to the front's store."""
+
+    async def found() -> tuple[bool, list[FromEngine]]:
+        door = ReplicasDoor(ServeSettings(model={}, server={}, name="m"), LinkKeys.new(), follow=None)  # pyright: ignore
+        call = ReplicatedCall(1, 1 << 20, submit([1], edits=edits))
+        for message in messages:
+            door.deliver(call, message)
+        runs = call.may_run_again
+        door.deliver(call, ACCEPTED)  # of its second run
+        call.put(Token(1, 0, 6))
+        shown = [await call.next() for _ in range(2)]
+        await door.shutdown()
+        return runs, shown
+
+    runs, shown = asyncio.run(found())
+    assert runs == again and [type(message) for message in shown] == [Accepted, Token]

@@ -282,6 +282,9 @@ class Simulation:
             "a preemption lost positions that results report, as of an abort while it waits"
         )
         self.computed_once[request.request_id] = request.computed_once
+        captures = None if request.declared is None else request.declared.captures
+        if now < before and captures is not None:
+            assert captures.next_position >= before, "states that left before a preemption get room in the ring again"
         if request.trace is not None:
             assert now >= before, f"traced {request.request_id} went back from {before} to {now}"
             assert request.num_preemptions == 0 or now, "a traced prompt was given up"
