@@ -207,7 +207,8 @@ def test_an_edit_of_all_positions_is_shared_by_prompts_of_other_lengths(pair: Pa
 
 
 def test_edits_of_generated_positions_share_the_whole_prompt_and_nothing_after_it(pair: Pair) -> None:
-    for scale, length in ((0.5, LENGTH), (1.0, FULL)):  # of a prompt of whole pages, no page is in a namespace of the edit
+    """A prompt of whole pages has no page in a namespace of the edit."""
+    for scale, length in ((0.5, LENGTH), (1.0, FULL)):
         prompt, steer = PROMPT[:length], [Steer("resid_post.0", STRONG, scale=scale, positions="generated")]
         pair.lm.reset_prefix_cache()
         pair.cached(prompt, SamplingParams(max_tokens=0))

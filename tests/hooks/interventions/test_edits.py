@@ -167,6 +167,7 @@ def test_rows_without_ops_and_ops_that_change_nothing_keep_their_bits() -> None:
     h[..., ::5] = delta[..., ::5] = -0.0
     never = Steer("resid_post.0", vector(rng), when=Gate(vector(rng), 1e30))
     nothing = [Steer("resid_mid.0", vector(rng), scale=0), Scale("mlp_out.1", 1)]
+    nothing += [Clamp("resid_post.1", vector(rng), low=-1e30, high=1e30)]
     elsewhere = Steer("resid_post.1", vector(rng), positions=[3])
     requests = [declared_of([never, *nothing]), declared_of([elsewhere]), None]
     _, edits = tables_of(requests, [0, 1, 2], [4, 4, 4])
