@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from ..positions import Window, selected
 from .monitor import BoundMonitor, Monitor
+from .probe import Probe
 
 
 class MonitorFire(NamedTuple):
@@ -88,66 +89,107 @@ class ReducedScores:
         return values.astype(np.float32)
 
 
-class _Progress:
-    """One monitor of a request."""
+class _Group:
+    """Monitors of a request that are taken together: a single one, or several with equal positions and plain dot products.
 
-    def __init__(self, bound: BoundMonitor) -> None:
-        self.bound, self.monitor = bound, bound.spec
-        self.probe: Any = bound.spec.probe
-        self.reduced = ReducedScores(bound.spec)
-        self.positions: list[np.ndarray] = []
+    Attributes:
+        scores, values: [positions, monitors] of each step.
+        positions: [n] int64 or one number for each step.
+        fired: positions at which each monitor fired.
+        sent: number of steps with scores in the stream.
+    """
+
+    def __init__(self, bounds: Sequence[BoundMonitor]) -> None:
+        self.bounds, first = bounds, bounds[0]
+        self._windows, self._monitor = first.windows, first.spec
+        self._probe: Any = first.spec.probe
+        self._reduced = None if is_plain(first.spec) else ReducedScores(first.spec)
+        self._slots = np.array([bound.slot for bound in bounds])
+        self._bias = np.array([bound.spec.probe.bias[0] for bound in bounds], np.float32) if is_plain(first.spec) else 0
+        self._thresholds = np.array([bound.spec.threshold for bound in bounds], np.float32)
+        self._streak = 0
+        self.positions: list[int | np.ndarray] = []
         self.scores: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
-        self.fired: list[int] = []
-        self.streak = 0
+        self.fired: list[list[int]] = [[] for _ in bounds]
         self.sent = 0
-        """Number of steps with scores in the stream."""
 
-    def take(self, first: int, dots: np.ndarray) -> list[tuple[int, float]]:
-        """(position, score) of each fire among the positions from `first` on, with dot products [slots, positions]."""
-        bound, end = self.bound, first + dots.shape[1]
-        if dots.shape[1] == 1:
-            if not any(inside(window, first) for window in bound.windows):
+    def take(self, first: int, dots: np.ndarray) -> list[tuple[int, int, float]]:
+        """(index among the monitors, position, score) of each fire among the positions from `first` on.
+
+        Args:
+            dots: [slots, positions] of the request.
+        """
+        if dots.shape[1] == 1:  # most steps have hundreds of these
+            if not any(inside(window, first) for window in self._windows):
                 return []
-            positions = np.array([first])
+            positions, columns = first, slice(0, 1)
         else:
-            positions = np.flatnonzero(selected(bound.windows, end)[first:]) + first
+            positions = np.flatnonzero(selected(self._windows, first + dots.shape[1])[first:]) + first
             if not len(positions):
                 return []
-        scores = self.probe.scores(dots[bound.slot : bound.slot + bound.num_dots, positions - first].T)
-        values = self.reduced.take(scores)
+            columns = positions - first
+        if self._reduced is None:
+            scores = values = dots[self._slots][:, columns].T + self._bias
+        else:
+            own = slice(self.bounds[0].slot, self.bounds[0].slot + self.bounds[0].num_dots)
+            scores = self._probe.scores(dots[own, columns].T)[:, None]
+            values = self._reduced.take(scores[:, 0])[:, None]
         self.positions.append(positions)
         self.scores.append(scores)
         self.values.append(values)
-        above, patience = values > self.monitor.threshold, self.monitor.patience
+        above = values > self._thresholds
         if not above.any():
-            self.streak = 0
+            self._streak = 0
             return []
-        fires = []
-        for position, score, is_above in zip(positions.tolist(), scores.tolist(), above.tolist(), strict=True):
-            self.streak = self.streak + 1 if is_above else 0
-            if self.streak >= patience:
-                fires.append((position, score))
-        self.fired += [position for position, _ in fires]
-        return fires
+        return self._fires(np.atleast_1d(positions), scores, above)
 
-    def unsent(self) -> list[tuple[int, float]]:
-        """(position, score) of scores that no event had."""
+    def _fires(self, positions: np.ndarray, scores: np.ndarray, above: np.ndarray) -> list[tuple[int, int, float]]:
+        if self._reduced is not None:  # a single monitor, which may have patience
+            for i, is_above in enumerate(above[:, 0].tolist()):
+                self._streak = self._streak + 1 if is_above else 0
+                above[i] = self._streak >= self._monitor.patience
         found = [
-            (position, score)
-            for positions, scores in zip(self.positions[self.sent :], self.scores[self.sent :], strict=True)
-            for position, score in zip(positions.tolist(), scores.tolist(), strict=True)
+            (column, positions.item(row), scores[row, column].item()) for row, column in np.argwhere(above).tolist()
         ]
-        self.sent = len(self.positions)
+        for column, position, _ in found:
+            self.fired[column].append(position)
         return found
 
-    def result(self, stopped: bool) -> MonitorScores:
-        parts = self.positions or [np.zeros(0, np.int64)], self.scores or [_NONE], self.values or [_NONE]
-        positions, scores, values = (torch.from_numpy(np.concatenate(part)) for part in parts)
-        return MonitorScores(positions, scores, values, self.fired, self.monitor.threshold, stopped)
+    def unsent(self) -> Iterator[tuple[str, list[tuple[int, float]]]]:
+        """(monitor, (position, score) of each score that no event had)."""
+        positions = np.concatenate([np.atleast_1d(own) for own in self.positions[self.sent :]] or [_NO_POSITIONS])
+        if len(positions):
+            scores = np.concatenate(self.scores[self.sent :])
+            for column, bound in enumerate(self.bounds):
+                yield bound.name, list(zip(positions.tolist(), scores[:, column].tolist(), strict=True))
+        self.sent = len(self.positions)
+
+    def results(self, stopped_by: str | None) -> Iterator[tuple[str, MonitorScores]]:
+        """(monitor, scores of all positions)."""
+        positions = torch.from_numpy(np.concatenate([np.atleast_1d(own) for own in self.positions] or [_NO_POSITIONS]))
+        nothing = [np.zeros((0, len(self.bounds)), np.float32)]
+        scores, values = (torch.from_numpy(np.concatenate(part or nothing)) for part in (self.scores, self.values))
+        for column, bound in enumerate(self.bounds):
+            yield bound.name, MonitorScores(
+                positions, scores[:, column].clone(), values[:, column].clone(), self.fired[column], bound.spec.threshold,
+                bound.name == stopped_by,
+            )  # fmt: skip
 
 
-_NONE = np.zeros(0, np.float32)
+_NO_POSITIONS = np.zeros(0, np.int64)
+
+
+def is_plain(monitor: Monitor) -> bool:
+    """Whether the score is a dot product and a bias, and compared as it is."""
+    probe = monitor.probe
+    linear = isinstance(probe, Probe) and len(probe.weight) == 1 and probe.activation == "identity"
+    return linear and probe.out_weight is None and probe.output == "linear" and is_direct(monitor)
+
+
+def is_direct(monitor: Monitor) -> bool:
+    """Whether each score is compared by itself."""
+    return monitor.reduce == "token" and monitor.patience == 1
 
 
 def inside(window: Window, position: int) -> bool:
@@ -176,7 +218,12 @@ class RequestMonitors:
     stop_at: int | None = None
 
     def __post_init__(self) -> None:
-        self._all = [_Progress(bound) for bound in self.bound]
+        plain: dict[tuple[Window, ...], list[BoundMonitor]] = {}
+        for bound in self.bound:
+            if is_plain(bound.spec):
+                plain.setdefault(bound.windows, []).append(bound)
+        self._groups = [_Group(bounds) for bounds in plain.values()]
+        self._groups += [_Group([bound]) for bound in self.bound if not is_plain(bound.spec)]
         self._next, self._pending = 0, {bound.flag for bound in self.bound if bound.flag is not None}
 
     @property
@@ -191,20 +238,20 @@ class RequestMonitors:
             return
         first, dots = first + skipped, dots[:, skipped:]
         self._next = first + dots.shape[1]
-        for own in self._all:
-            if fires := own.take(first, dots):
-                self._act(own, fires)
+        for group in self._groups:
+            for index, position, score in group.take(first, dots):
+                self._act(group.bounds[index], position, score)
 
-    def _act(self, own: _Progress, fires: list[tuple[int, float]]) -> None:
-        monitor, (position, _) = own.monitor, fires[0]
-        if monitor.then == "stop" and (self.stop_at is None or position < self.stop_at):
-            self.stop_at, self.stopped_by = position, own.bound.name
-        if own.bound.flag in self._pending:
-            self._pending.discard(own.bound.flag)
-            assert own.bound.flag is not None
-            self.acted[own.bound.flag] = max(position + 1, self.prompt_len)
-        if callable(monitor.then):
-            self.calls += [(monitor.then, MonitorFire(self.request_id, own.bound.name, *fire)) for fire in fires]
+    def _act(self, bound: BoundMonitor, position: int, score: float) -> None:
+        then = bound.spec.then
+        if then == "stop" and (self.stop_at is None or position < self.stop_at):
+            self.stop_at, self.stopped_by = position, bound.name
+        if bound.flag in self._pending:
+            self._pending.discard(bound.flag)
+            assert bound.flag is not None
+            self.acted[bound.flag] = max(position + 1, self.prompt_len)
+        if callable(then):
+            self.calls.append((then, MonitorFire(self.request_id, bound.name, position, score)))
 
     def take_acted(self) -> dict[int, int]:
         """`acted`, once."""
@@ -213,8 +260,9 @@ class RequestMonitors:
 
     def unsent(self) -> dict[str, list[tuple[int, float]]]:
         """Name -> (position, score) of the scores since the last call."""
-        return {own.bound.name: found for own in self._all if (found := own.unsent())}
+        return {name: found for group in self._groups for name, found in group.unsent()}
 
     def results(self) -> Mapping[str, MonitorScores]:
         """Name -> scores of all positions."""
-        return {own.bound.name: own.result(own.bound.name == self.stopped_by) for own in self._all}
+        found = {name: scores for group in self._groups for name, scores in group.results(self.stopped_by)}
+        return {bound.name: found[bound.name] for bound in self.bound}
