@@ -76,6 +76,14 @@ def test_one_text_for_all_cuts_and_stop_strings(kind: str) -> None:
     assert stopped > 120 and (cut > 5 or kind in ("metaspace", "wordpiece"))
 
 
+@pytest.mark.parametrize("stop", [["d", "n"], ["n", "d"], ["and", "n", " a"], [" a", "and"]])
+def test_of_stop_strings_that_one_token_completes_the_first_in_the_text_ends_it(stop: list[str]) -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]()
+    stops = StopStrings(tokenizer, SamplingParams(stop=stop), tokenizer(FRANCE)["input_ids"])
+    found = stops.push([tokenizer.convert_tokens_to_ids("▁and")], may_stop=True)
+    assert (found, stops.text_length) == ((" a", 0) if " a" in stop else ("n", 2))
+
+
 @pytest.mark.parametrize(
     ("prompt", "own", "text"),
     [
