@@ -43,6 +43,8 @@ def prompts_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Promp
     encoded = {name: rest.pop(name) for name in ENCODED if name in rest} if rest else {}
     if "labels" in rest:
         raise PromptError(f"{what} has labels: compute the loss in the block, from lm.lm_head.output")
+    if (embeds := rest.pop("inputs_embeds", None)) is not None:  # transformers' name, [prompts, tokens, width]
+        args = (*args, list(embeds) if isinstance(embeds, torch.Tensor) and embeds.dim() == 3 else embeds)
     if not args and "input_ids" not in encoded:
         if encoded:
             raise PromptError(f"{what} has {', '.join(encoded)} and no input_ids")
@@ -71,7 +73,7 @@ def split(prompt: Any, what: str) -> PromptBatch:
     if (
         isinstance(prompt, list | tuple)
         and prompt
-        and isinstance(prompt[0], str | list | tuple | torch.Tensor | np.ndarray)
+        and (isinstance(prompt[0], str | list | tuple | torch.Tensor | np.ndarray) or has_embeds(prompt[0]))
     ):
         if isinstance(prompt[0], torch.Tensor) and prompt[0].dim() == 0:
             return PromptBatch([[int(token) for token in prompt]])

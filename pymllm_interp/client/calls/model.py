@@ -176,7 +176,7 @@ class ClientModel(TracedModel):
         """Generate: as a call for outputs, as a ``with`` block to trace the generation.
 
         ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt
-        is text, token ids, or a list of messages. `RequestOptions` are shared by all prompts; lists of them give each its own.
+        is text, token ids, messages or embeddings. `RequestOptions` are shared by all prompts; lists of them give each its own.
         `progress` (vLLM's `use_tqdm`) shows a bar; by default for calls of above two seconds.
 
         ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy by default, takes transformers' and vLLM's names for
