@@ -283,6 +283,7 @@ class ForwardBatch:
     state_pool:      LayerStatePool | None = None  # set by the runner; slots are `req_pool_indices`; None: no layer has states
     input_embeds:    EmbeddedRows | None = None  # rows with a vector in place of their token's embedding; not in decode passes
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
+    depth:           int | None = None           # layers that the pass runs; None: all, and the head
     rope_lens:       torch.Tensor | None = None  # [tokens] int64, the lengths that length-dependent RoPE scalings see
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)
     return_hidden_states: bool = False

@@ -121,6 +121,12 @@ def inner_site(num_layers: int, layer: int, kind: str) -> int:
     return first + len(INNER_SITES) * layer + INNER_SITES.index(kind)
 
 
+def layers_to(site: int, num_layers: int) -> int:
+    """Number of layers that a pass runs to reach a site. It is above `num_layers` for the logits."""
+    inner = site - final_norm_site(num_layers) - 1
+    return (site // 2 + 1) // 2 if inner < 0 else inner // len(INNER_SITES) + 1
+
+
 def num_sites(num_layers: int) -> int:
     """Number of sites in a model, without the logits, which are not part of a captured pass."""
     return inner_site(num_layers, 0, LOGITS)
@@ -267,10 +273,7 @@ class ModelSpec:
         return mixers[:layer].count(self.family.attention) if mixers else layer
 
     def shape(self, kind: str) -> tuple[int, ...]:
-        """Shape of one position's state: (heads, head_dim) for `q`, `k`, `v` and `z`, (width,) for other kinds.
-
-        For `experts` it is (2, chosen): ids, and scores.
-        """
+        """Shape of one state: (heads, head_dim) at `q`, `k`, `v` and `z`. At `experts`: (2, chosen), ids, scores. Else (width,)."""
         if kind == EXPERTS:
             return 2, self.num_experts_per_tok
         if kind in ("k", "v") and self.num_projected_kv_heads is not None:

@@ -197,9 +197,18 @@ class Request:
         return None
 
     @property
+    def depth(self) -> int | None:
+        """Number of layers in its passes: up to the last capture or intervention. None: all layers, and the head."""
+        if self.generates or self.all_logits or self.trace is not None or self.declared is None:
+            return None
+        return self.declared.depth
+
+    @property
     def awaits_last_token(self) -> bool:
-        """Whether a launched step computes all that is left of it: it ends when that step's token is read."""
-        return self.num_generated >= self.max_tokens
+        """Whether a launched step computes all that is left of it: it ends when that step's results are read."""
+        if self.generates:
+            return self.num_generated >= self.max_tokens
+        return self.kv_len >= self.prompt_len
 
     @property
     def num_generated(self) -> int:
@@ -278,11 +287,11 @@ class Request:
     def scheduled(self, num_tokens: int) -> ScheduledRequest:
         """The request's part of a step that computes its next `num_tokens` tokens."""
         assert self.req_pool_idx is not None, "a scheduled request has a row"
-        start = self.kv_len
-        samples = start + num_tokens == self.num_tokens
+        start, depth = self.kv_len, self.depth
+        samples = depth is None and start + num_tokens == self.num_tokens
         logit_rows = num_tokens if self.all_logits else int(samples)
         return ScheduledRequest(
-            self.request_id, self.req_pool_idx, num_tokens, start, samples, self.is_decoding, logit_rows
+            self.request_id, self.req_pool_idx, num_tokens, start, samples, self.is_decoding, logit_rows, depth
         )
 
     def entering(self) -> NewRequest:

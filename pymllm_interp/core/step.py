@@ -144,6 +144,8 @@ class ScheduledRequest(NamedTuple):
     """Whether that token is the last one sampled. It is fed on the device; the host may not know it yet. False with drafts."""
     logit_rows: int
     """Positions that the head runs on, counted from the part's end."""
+    depth: int | None = None
+    """`Request.depth`."""
 
 
 class StepRows(Protocol):
@@ -223,6 +225,16 @@ class SchedulerOutput:
     def total_num_scheduled_tokens(self) -> int:
         """Token rows of the step."""
         return sum([entry.num_tokens for entry in self.scheduled])
+
+    @property
+    def depth(self) -> int | None:
+        """Number of layers in the pass: the largest `Request.depth`. None: all layers, and the head."""
+        deepest = 0
+        for entry in self.scheduled:  # decode rows, which need all, come first
+            if entry.depth is None:
+                return None
+            deepest = max(deepest, entry.depth)
+        return deepest or None
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:

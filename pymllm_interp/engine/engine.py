@@ -179,8 +179,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters of steps, by execution and reason; requests in each state; free KV slots; preemptions; graph segments.
 
-        `overlapped_steps` were followed by the next launch before their tokens were read. `eager_parts` counts the modules inside
-        a layer that sent part of a step off its graph. `block_seconds` is the time for which steps waited for blocks of traces.
+        `overlapped_steps` were followed by the next launch before their tokens were read. `depths`: passes that ended early, by
+        layers. `eager_parts`: modules inside a layer that sent part of a step off its graph. `block_seconds`: waits for blocks.
         """
         steps = {"steps": self.num_steps, "overlapped_steps": self.num_overlapped_steps}
         return (

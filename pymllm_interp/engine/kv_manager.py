@@ -141,8 +141,9 @@ class KVManager:
         prefix.num_known = len(match.pages)
         if known == prefix.num_known:
             return match
-        prefix.reason = prefix.reason or "no states were kept there"
-        return self._tree.match(prefix.key, known)
+        reason = prefix.reason or "no states were kept there"
+        match, prefix.reason = self.sharing.match(request, known), reason
+        return match
 
     def outgrown(self, requests: Iterable[Request]) -> list[Request]:
         """Requests with a next position behind `rope_boundary`, and keys that were rotated for a length within it."""

@@ -9,13 +9,14 @@
 | with a `cache_salt` | everything, with requests of the same salt |
 | of a server's client | as above, with requests of the same client |
 | with captures, gates or `prompt_logprobs` | as above; computes from the first position that is asked for |
+| with a `depth`: its passes end early | starts from pages as above; its own pages, with requests of equal depth |
 | traced, with a step of its own, with gradients | nothing: what a block does to its KV is not known |
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ class Prefix:
     Attributes:
         key: its tokens and namespaces; None if it shares nothing.
         kind: kind of its namespaces.
+        namespaces: namespaces of the key, without that of a depth.
         node: node of the tree that it holds, while it has pages.
         reason: reason that the last `match` stopped; "" at the end of the tree.
         num_known: pages that the tree had then, in models with recurrent states.
@@ -41,6 +43,7 @@ class Prefix:
 
     key: RadixKey | None
     kind: str
+    namespaces: Sequence[tuple[int, Any]] = ()
     node: Node | None = None
     reason: str = ""
     num_known: int = 0
@@ -89,7 +92,7 @@ class PrefixSharing:
             kind, namespaces = SALTED, _salted(namespaces, "salt", request.cache_salt)
         if request.cache_owner is not None:
             namespaces = _salted(namespaces, "owner", request.cache_owner)
-        return Prefix(RadixKey(request.prompt_token_ids, size, namespaces), kind)
+        return Prefix(RadixKey(request.prompt_token_ids, size, namespaces), kind, namespaces)
 
     def model_changed(self) -> bool:
         """Whether the model was edited since the last call. Then the tree's KV is stale."""
@@ -98,15 +101,24 @@ class PrefixSharing:
         version, self._version = self._version, self._model.version
         return version != self._version
 
-    def match(self, request: Request) -> Match | None:
-        """The pages that the request can start with; None if it shares nothing."""
-        prefix = self.prefix_of(request)
+    def match(self, request: Request, most: int | None = None) -> Match | None:
+        """The pages that the request can start with; None if it shares nothing.
+
+        Args:
+            most: upper bound of their number.
+        """
+        prefix, size = self.prefix_of(request), self.tree.page_size
         if prefix.key is None:
             return None
         self.complete(request, prefix.key)
         limit, reason = self._reusable(request)
-        match = self.tree.match(prefix.key, limit // self.tree.page_size)
-        prefix.reason = reason if len(match.pages) == limit // self.tree.page_size else ""
+        num_pages = limit // size if most is None else min(most, limit // size)
+        if request.depth is not None:
+            # Kept pages come first, with the KV of all layers. Computed ones lack some, so they get another namespace.
+            whole = self.tree.match(prefix.key.renamed(prefix.namespaces), num_pages)
+            prefix.key = prefix.key.renamed(_of_depth(prefix.namespaces, request.depth, len(whole.pages)))
+        match = self.tree.match(prefix.key, num_pages)
+        prefix.reason = reason if len(match.pages) == limit // size else ""
         return match
 
     @staticmethod
@@ -203,3 +215,10 @@ def _salted(namespaces: list[tuple[int, Any]], kind: str, salt: Hashable) -> lis
     if not rest or rest[0][0] > 1:
         rest.insert(0, (1, first))
     return [(0, (kind, salt, first)), *rest]
+
+
+def _of_depth(namespaces: Sequence[tuple[int, Any]], depth: int, first: int) -> list[tuple[int, Any]]:
+    """The namespaces of a request with a depth. Pages from `first` on are for requests of equal depth."""
+    before = [entry for entry in namespaces if entry[0] <= first]
+    own = [(first, before[-1][1] if before else None), *(entry for entry in namespaces if entry[0] > first)]
+    return [*(entry for entry in before if entry[0] < first), *((page, ("depth", depth, name)) for page, name in own)]

@@ -362,7 +362,7 @@ class Scheduler:
 
     def launched(self, step: SchedulerOutput) -> None:
         """A step was launched: the next one may be scheduled, whether or not its tokens have been read."""
-        for request_id, _, num_tokens, _, samples, _, _ in step.scheduled:
+        for request_id, _, num_tokens, _, samples, *_ in step.scheduled:
             request = self.requests.get(request_id)
             if request is not None:
                 request.kv_len += num_tokens

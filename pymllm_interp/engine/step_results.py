@@ -37,7 +37,7 @@ def take(
         request.error = error
         return "error"
     if not request.generates:
-        return "length" if token_ids else None
+        return "length" if token_ids or request.prompt_computed == request.prompt_len else None
     if not token_ids and _stops_at(request):
         return "monitor"
     before = len(request.output_token_ids)
@@ -199,6 +199,7 @@ def runner_counters(runner: InterpModelRunner) -> dict[str, Any]:
     """The runner's part of `Engine.stats`."""
     return {
         "execution": {f"{how}: {why}": n for (how, why), n in Counter(runner.partition.counts).items()},
+        "depths": dict(runner.executions.depths),
         "segments": None if runner.segments is None else runner.segments.stats(),
         "prompt_segments": None if runner.prompt_segments is None else runner.prompt_segments.stats(),
         "states": None if runner.gdn_pool is None else runner.gdn_pool.stats(),

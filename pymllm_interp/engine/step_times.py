@@ -75,6 +75,7 @@ class _Launched:
     prompt_tokens: int
     begun:         float | None  # time at which the device began; None: at the end of the step before it
     counts:        bool = True   # whether the averages include it
+    ends_early:    bool = False  # not all layers run, so that the averages tell nothing of it
     # fmt: on
 
 
@@ -108,7 +109,9 @@ class StepPacing:
             self.times.shorten(self._waited_for.rows, self._waited_for.prompt_tokens)
             self._waited_for.counts = False
         self._waited_for = None
-        self._launched.append(_Launched(rows, prompt_tokens, started if idle else None, counts=not step.drafts))
+        early = step.depth is not None
+        begun = started if idle else None
+        self._launched.append(_Launched(rows, prompt_tokens, begun, not (step.drafts or early), early))
 
     def ended(self) -> None:
         """The tokens of the earliest launched step were read."""
@@ -128,7 +131,7 @@ class StepPacing:
 
     def seconds_left(self) -> float:
         """Seconds to wait before the next step, 0 for none. Then the device is to be asked again: it may be faster than thought."""
-        if len(self._launched) != 1:
+        if len(self._launched) != 1 or self._launched[0].ends_early:
             return 0.0
         step = self._launched[0]
         begun, seconds = (

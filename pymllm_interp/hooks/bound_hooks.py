@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.model_spec import LOGITS, STATE, ModelSpec, site_index
+from ..core.model_spec import LOGITS, STATE, ModelSpec, layers_to, site_index
 from ..core.receipt import Applied
 from ..core.step import RequestHooks
 from .bind import DeclaredLimits, after_prompt, bind
@@ -67,6 +67,7 @@ class BoundHooks:
         state_patches: recurrent states that are replaced behind the prompt.
         monitors: the monitors, in the order given.
         new_patterns, new_states: make the captures of attention patterns and recurrent states of a request; None without.
+        depth: number of layers up to the last site, at least 1; None: all layers.
         specs: interventions and captures, as they were given.
         shared: results that depend on nothing else, by name.
     """
@@ -81,6 +82,7 @@ class BoundHooks:
     monitors: tuple[BoundMonitor, ...] = ()
     new_patterns: Callable[[], PatternCaptures] | None = None
     new_states: Callable[[], StateCaptures] | None = None
+    depth: int | None = None
     specs: tuple[Intervention | Capture, ...] = ()
     shared: dict[Any, Any] = field(default_factory=dict)
 
@@ -178,6 +180,7 @@ class BoundHooks:
             monitors,
             new_patterns,
             new_states,
+            _depth(ops, layout, knockouts, patches, (patterns, states), model.num_hidden_layers),
             (*specs, *captures),
         )
 
@@ -391,6 +394,27 @@ def _placed_ops(
     for site, found in ops.items():
         limits.check_encoders(found, site)
     return ops
+
+
+def _depth(
+    ops: Iterable[int],
+    layout: CaptureLayout | None,
+    knockouts: Sequence[BoundKnockout],
+    patches: Sequence[StatePatch],
+    by_layer: Sequence[LayerCaptures[Any] | None],
+    num_layers: int,
+) -> int | None:
+    """`BoundHooks.depth` of bound specs.
+
+    Args:
+        ops: sites with ops.
+    """
+    found = [layers_to(site, num_layers) for site in (*ops, *(() if layout is None else layout.by_site))]
+    found += [layer + 1 for knockout in knockouts for layer in knockout.layers]
+    found += [patch.layer + 1 for patch in patches]
+    found += [layer + 1 for own in by_layer if own is not None for layer in own.layers]
+    depth = max(1, *found, 0)
+    return depth if depth < num_layers else None
 
 
 def _check_size(

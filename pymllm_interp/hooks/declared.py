@@ -36,6 +36,7 @@ class Demands:
         held: keys of these rows.
         why_undrafted: see `BoundHooks.why_undrafted`.
         states: [longest] bool, positions behind which a recurrent state is read or written; None: no position.
+        depth: see `BoundHooks`.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Demands:
         held: list[tuple[bytes, int]],
         why_undrafted: str = "",
         states: np.ndarray | None = None,
+        depth: int | None = None,
     ) -> None:
-        self.kv_edits, self.captures = kv_edits, captures
+        self.kv_edits, self.captures, self.depth = kv_edits, captures, depth
         self.vectors, self.held, self.why_undrafted = vectors, held, why_undrafted
         self._patterns, self._states, self._gated = patterns, states, gated
 
@@ -134,8 +136,9 @@ class Declared:
             states[self.hooks.prompt_len - 1] = True
         why_undrafted = self.hooks.why_undrafted(in_tables)
         return Demands(
-            self.hooks.kv_edits, sizes, patterns, self.hooks.gated, self.vectors, self.held, why_undrafted, states
-        )
+            self.hooks.kv_edits, sizes, patterns, self.hooks.gated, self.vectors, self.held, why_undrafted, states,
+            self.hooks.depth,
+        )  # fmt: skip
 
     def activations(self, token_ids: list[int], expected: int | None = None) -> Activations | None:
         """The captured states and patterns of the positions of `token_ids`; None without captures.

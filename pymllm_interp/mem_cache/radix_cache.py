@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from heapq import heapify, heappop, heappush
 from struct import calcsize, pack
 from typing import NamedTuple
@@ -43,8 +44,17 @@ class RadixKey:
     ) -> None:
         self.data, self.num_tokens = _packed(token_ids), len(token_ids)
         self.page_bytes = page_size * TOKEN
+        self._name(namespaces)
+
+    def _name(self, namespaces: Sequence[tuple[int, Hashable]]) -> None:
         self._starts = [start for start, _ in namespaces]
         self._namespaces = [namespace for _, namespace in namespaces]
+
+    def renamed(self, namespaces: Sequence[tuple[int, Hashable]]) -> RadixKey:
+        """The same tokens in other namespaces."""
+        found = copy(self)
+        found._name(namespaces)
+        return found
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add tokens to the sequence."""

@@ -85,14 +85,22 @@ class CausalLM(nn.Module, ABC):
     def forward_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """The logits of `forward`, bit for bit, without a call to a module."""
-        return self.head_fused(self.decoder_fused(input_ids, position_ids, forward_batch), forward_batch)
+        """The logits of `forward`, bit for bit, without a call to a module. A pass that ends early has none."""
+        h = self.decoder_fused(input_ids, position_ids, forward_batch)
+        return self.head_fused(h, forward_batch) if forward_batch.depth is None else self.no_logits(h)
+
+    def no_logits(self, like: torch.Tensor) -> torch.Tensor:
+        """The logits [1, 0, vocab] of a pass that ends before the head, on the device of `like`."""
+        return torch.empty(1, 0, self.spec.vocab_size, dtype=self.spec.dtype, device=like.device)
 
     @abstractmethod
     def decoder_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """The part of `forward_fused` before the head: hidden states [1, tokens, hidden] after the final norm."""
+        """The part of `forward_fused` before the head: hidden states [1, tokens, hidden] after the final norm.
+
+        With `ForwardBatch.depth` it ends after that layer, and returns its output.
+        """
 
     @abstractmethod
     def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:

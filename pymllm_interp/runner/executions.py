@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -62,11 +63,15 @@ class Executions:
     Args:
         runner: runs the parts of a pass.
         graphs: captured passes.
+
+    Attributes:
+        depths: number of layers -> passes that ended after them.
     """
 
     def __init__(self, runner: RunnerParts, graphs: CapturedPasses) -> None:
         self.runner: RunnerParts = weakref.proxy(runner)  # which holds this object
         self.graphs = graphs
+        self.depths: Counter[int] = Counter()
 
     def can(self, execution: Execution, batch: ForwardBatch) -> bool:
         """Whether the pass can run so."""
@@ -74,6 +79,8 @@ class Executions:
 
     def run(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         """Run the pass as the descriptor says."""
+        if batch.depth is not None:
+            self.depths[batch.depth] += 1
         return WAYS[descriptor.execution].run(self, batch, descriptor)
 
     def layout(self, step: SchedulerOutput) -> PassLayout:

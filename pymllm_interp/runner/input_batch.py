@@ -57,6 +57,7 @@ class InputBatch:
     padded_size:          int = 0       # rows of the input buffers that are laid out, padding included
     verifier:             RejectionSampler | None = None
     embeds:               EmbeddedRows | None = None
+    depth:                int | None = None  # `SchedulerOutput.depth`
     # fmt: on
 
     @property

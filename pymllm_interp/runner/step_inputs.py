@@ -93,7 +93,7 @@ class StepInputs:
     def prepare(self, step: SchedulerOutput, layout: PassLayout) -> InputBatch:
         """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and rows of the head."""
         entries, states = step.scheduled, self.states
-        req_ids, table_rows, num_tokens, first, samples, decoding, logit_rows = zip(*entries, strict=True)
+        req_ids, table_rows, num_tokens, first, samples, decoding, logit_rows, _ = zip(*entries, strict=True)
         index, starts = np.array(table_rows, dtype=np.int64), np.array(first, dtype=np.int32)
         sizes = np.array(num_tokens, dtype=np.int32)
         lens = starts + sizes
@@ -144,6 +144,7 @@ class StepInputs:
             padded_size=padded,
             verifier=verifier,
             embeds=self._embedded_rows(entries, loc),
+            depth=step.depth,
         )
 
     def _embedded_rows(self, entries: Sequence[ScheduledRequest], first_rows: np.ndarray) -> EmbeddedRows | None:
@@ -189,7 +190,7 @@ class StepInputs:
             found.out_cache_loc = self.buffers.out_cache_loc[: batch.padded_size]
         if batch.embeds is not None:
             found.input_embeds = EmbeddedRows(*upload(self.device, *batch.embeds))
-        found.padded_size = batch.padded_size
+        found.padded_size, found.depth = batch.padded_size, batch.depth
         found.positions = self.buffers.positions[: found.num_tokens]
         found.logits_indices = None
         if len(batch.logits_indices) != found.num_tokens:

@@ -7,7 +7,7 @@ A function that would not do as a graph, because it reads what changed since, is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,21 @@ class EagerPieces:
     """Stands for `graph_capture.Pieces`: a replay calls the function that would have been captured."""
 
     def __init__(self, run: Callable[[Callable[[Any], None]], torch.Tensor]) -> None:
-        self.replay = run
+        self._run = run
+
+    def replay(self, between: Callable[[Any], None], num_calls: int | None = None) -> torch.Tensor:
+        calls = 0
+
+        def counted(argument: Any) -> None:
+            nonlocal calls
+            if calls == num_calls:
+                raise StopAsyncIteration
+            calls += 1
+            between(argument)
+
+        with suppress(StopAsyncIteration):
+            return self._run(counted)
+        return torch.empty(0)
 
 
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

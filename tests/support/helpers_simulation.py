@@ -39,6 +39,9 @@ POLICIES = ("mixed", "prefill_first")
 MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 
 
+LAYERS = MODEL.num_hidden_layers
+
+
 LIMITS = DeclaredLimits(8, 64, 1 << 24)
 
 
@@ -71,7 +74,7 @@ class Simulation:
         self.num_pages, self.page_size, self.max_num_tokens = num_pages, page_size, max_num_tokens
         self.rows = ReqToTokenPool(max_running, CONTEXT, "cpu")
         self.allocator = TokenToKVPoolAllocator(num_pages * page_size, page_size)
-        self.kv_pool = KVPool(2, num_pages * page_size, 1, 3, torch.float32, "cpu", page_size)
+        self.kv_pool = KVPool(LAYERS, num_pages * page_size, 1, 3, torch.float32, "cpu", page_size)
         config = ServerConfig(
             max_running_requests=max_running, page_size=page_size, prefill_policy=policy, queue_order=order
         )
@@ -107,10 +110,11 @@ class Simulation:
 
     def make(
         self, prompt_len: int, max_tokens: int, *, n: int = 1, traced: bool = False, base: int = 0, shared: int = 0,
-        edits: list[Edit] | None = None, captured: list[int] | None = None, **kwargs,
+        edits: list[Edit] | None = None, captured: list[int] | None = None, depth: int | None = None, **kwargs,
     ) -> list[Request]:  # fmt: skip
         """Args:
         shared: tokens at the prompt's beginning that are those of `BASES[base]`.
+        depth: layers that the requests need; they only read, and capture positions at the last of these. None: they generate.
         """
         number = next(self.ids)
         prompt = BASES[base][: min(shared, prompt_len)]
@@ -124,15 +128,17 @@ class Simulation:
         requests: list[Request] = []
         for index in range(n):
             request = Request(
-                f"{number}-{index}", prompt, SamplingParams(max_tokens=max_tokens, n=n), max_tokens, seed=number,
-                sample_index=index, eos_token_ids=frozenset([EOS]), trace=object() if traced else None, **kwargs,
+                f"{number}-{index}", prompt, SamplingParams(max_tokens=max_tokens if depth is None else 0, n=n), max_tokens,
+                seed=number, sample_index=index, eos_token_ids=frozenset([EOS]), trace=object() if traced else None, **kwargs,
             )  # fmt: skip
             if edits or captured:
                 specs = [Steer("resid_post.0", VECTORS[vector], positions=positions) for vector, positions in edits]
-                asked = [Capture("resid_post.1", positions=captured)] if captured else []
+                site = f"resid_post.{1 if depth is None else depth - 1}"
+                asked = [Capture(site, positions=captured)] if captured else []
                 longest = prompt_len + max_tokens - 1
                 declared = Declared(BoundHooks.of(specs, MODEL, prompt_len, LIMITS, asked, longest, prompt_len - 1))
                 request.declared = declared.demands()
+                assert request.depth == depth
             self.edits[request.request_id] = edits
             self.captured[request.request_id] = set(captured)
             requests.append(request)
@@ -170,6 +176,7 @@ class Simulation:
         scheduler = self.scheduler
         decoding = [r for r in scheduler.running if r.is_decoding]
         awaiting = [r for r in scheduler.running if r.num_pending and r.num_generated >= r.max_tokens]
+        awaiting += [r for r in scheduler.running if not r.generates and r.kv_len == r.prompt_len]
         step = scheduler.schedule()
         assert all(r.status is RequestStatus.RUNNING for r in awaiting), "preempted, and all of it is computed"
         scheduler.check_integrity()
@@ -177,7 +184,7 @@ class Simulation:
         self.check_sat_out(decoding, step)
         parts = [(self.by_id[e.request_id], e.start, e.start + e.num_tokens) for e in step.scheduled]
         for part in parts:  # as in a layer: the KV of all rows is written before the attention of any row reads it
-            self.write_kv(*part)
+            self.write_kv(*part, step.depth)
         for request, start, stop in parts:
             self.check_kv(request, stop)
             self.captured[request.request_id] -= set(range(start, stop))
@@ -242,7 +249,7 @@ class Simulation:
             assert (new.row, new.token_ids) == (request.req_pool_idx, request.all_token_ids)
         phases = [request.is_decoding for request in requests]
         assert phases == sorted(phases, reverse=True), f"decode rows come first: {phases}"
-        for rid, row, num_tokens, start, _, decodes, _ in step.scheduled:
+        for rid, row, num_tokens, start, _, decodes, *_ in step.scheduled:
             request = self.by_id[rid]
             assert row == request.req_pool_idx
             assert request.status is RequestStatus.RUNNING and request.req_pool_idx
@@ -290,26 +297,30 @@ class Simulation:
             assert request.num_preemptions == 0 or now, "a traced prompt was given up"
 
     def kv_of(self, request: Request, start: int, stop: int) -> torch.Tensor:
-        """[layers, 2, tokens, 1, 3]: KV that names its layer, its position, and the tokens and edits up to it."""
+        """[LAYERS, 2, tokens, 1, 3]: KV that names its layer, its position, and the tokens and edits up to it."""
         tokens = (request.prompt_token_ids + self.drawn[request.request_id])[:stop]
         known, rows = hash((request.cache_salt, request.adapter, self.model.version)), []
         for position, token in enumerate(tokens):
             acting = [e[0] for e in self.edits[request.request_id] if touches(e, position, request.prompt_len)]
             known = hash((known, token, tuple(acting)))
             rows.append([float(known % 10_007), float(known // 10_007 % 10_009), float(position)])
-        return torch.tensor(rows[start:]).view(1, 1, -1, 1, 3) + torch.arange(4).view(2, 2, 1, 1, 1) * 20_000.0
+        return (
+            torch.tensor(rows[start:]).view(1, 1, -1, 1, 3) + torch.arange(2 * LAYERS).view(-1, 2, 1, 1, 1) * 20_000.0
+        )
 
-    def write_kv(self, request: Request, start: int, stop: int) -> None:
+    def write_kv(self, request: Request, start: int, stop: int, depth: int | None) -> None:
+        """Write the KV of the layers that the pass runs. What the slots had before stays in the others."""
         slots = torch.tensor(self.allocator.slots_of(request.pages, start, stop))
         values = self.kv_of(request, start, stop)
-        for layer in range(2):
+        for layer in range(LAYERS)[:depth]:
             self.kv_pool.set_kv(layer, slots, values[layer, 0], values[layer, 1])
 
     def check_kv(self, request: Request, stop: int) -> None:
-        """The pool holds the request's own KV at its first `stop` positions, bit for bit."""
+        """The pool holds the request's own KV at its first `stop` positions, bit for bit, of the layers that it needs."""
         if stop:
             found = self.kv_pool.swap_out(self.allocator.slots_of(request.pages, 0, stop)).kv
-            assert torch.equal(found, self.kv_of(request, 0, stop)), f"KV of {request.request_id} changed"
+            wanted = self.kv_of(request, 0, stop)
+            assert torch.equal(found[: request.depth], wanted[: request.depth]), f"KV of {request.request_id} changed"
 
     def limit(self) -> int:
         """Steps that all live requests need at most, with each computed again a few times."""

@@ -140,17 +140,19 @@ class Decoder(nn.Module):
     def forward_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """The hidden states of `forward`, without a call to a module."""
-        site_ops, delta = forward_batch.site_ops, None
+        """The hidden states of `forward`, without a call to a module; the last layer's, if the pass ends early."""
+        site_ops, depth, delta = forward_batch.site_ops, forward_batch.depth, None
         h = apply_and_capture(self.embed_fused(input_ids, position_ids, forward_batch), site_ops, EMBED_SITE)
         rotations = self.rotations(position_ids, forward_batch)
         layers: Any = getattr(self, self.layers_name)
         norm: NormModule = getattr(self, self.norm_name)
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(islice(layers, depth)):
             if self.aux is not None and i in self.aux.layers:
                 h, delta = residual_sum(h, delta, site_ops, input_add(i)), None
                 self.aux.keep(i, h)
             h, delta = layer.forward_fused(h, delta, rotations[layer.rotary], forward_batch)
+        if depth is not None:
+            return residual_sum(h, delta, site_ops, input_add(depth))
         return norm.after_add(h, delta, site_ops, input_add(len(layers)))[1]
 
 

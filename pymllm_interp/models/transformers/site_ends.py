@@ -224,15 +224,23 @@ def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
         module.register_forward_hook(_attention_hook)
 
 
+class PassEnd(Exception):
+    """Ends a pass before the next layer (`ForwardBatch.depth`). The loop over the layers is the family's own code."""
+
+
 class _LayerInput:
-    """The input of a decoder layer, if a pass collects hidden states."""
+    """The input of a decoder layer, if a pass collects hidden states, or ends there."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
 
     def pre_hook(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         batch = current_batch()
-        if batch is not None and batch.transformers_pass is not None:
+        if batch is None:
+            return
+        if batch.depth == self.layer:
+            raise PassEnd
+        if batch.transformers_pass is not None:
             batch.transformers_pass.collect_input(_first(args, kwargs))
 
 

@@ -116,7 +116,10 @@ class TransformersModel(CausalLM):
     ) -> torch.Tensor:
         """The logits of `forward`: the same modules."""
         with current_pass(forward_batch):
-            return self._run(self._served[0], input_ids, position_ids, forward_batch)
+            try:
+                return self._run(self._served[0], input_ids, position_ids, forward_batch)
+            except site_ends.PassEnd:
+                return self.no_logits(input_ids)
 
     def decoder_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch

@@ -129,12 +129,17 @@ class Pieces(Generic[T]):
     def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: list[Any], output: T) -> None:
         self.graphs, self.calls, self.output = graphs, calls, output
 
-    def replay(self, between: Callable[[Any], None]) -> T:
-        """Replay the graphs, with `between` called on each of the calls' arguments in its place."""
-        for graph, argument in zip(self.graphs, self.calls, strict=False):
+    def replay(self, between: Callable[[Any], None], num_calls: int | None = None) -> T:
+        """Replay the graphs, with `between` called on each of the calls' arguments in its place.
+
+        Args:
+            num_calls: number of calls before the end; the output then belongs to an earlier replay. None: all.
+        """
+        calls = self.calls[:num_calls]
+        for graph, argument in zip(self.graphs, calls, strict=False):
             graph.replay()
             between(argument)
-        self.graphs[-1].replay()
+        self.graphs[len(calls)].replay()
         return self.output
 
 

@@ -109,12 +109,17 @@ class PrefillGraphs:
 
     @torch.no_grad()
     def replay(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Run the pass. `can_run` must hold for the batch. The logits [logit rows, vocab] are in fresh memory."""
-        backend = self.model_runner.attn_backend
+        """Run the pass. `can_run` must hold for the batch. The logits [logit rows, vocab] are in fresh memory.
+
+        A pass of some layers ends with the graph in which the next one begins. That one's q, k and v are computed too.
+        """
+        backend, model = self.model_runner.attn_backend, self.model_runner.get_model()
         assert backend is not None
         backend.init_forward_metadata(batch)
-        h = self._pieces[batch.padded_size].replay(self.attend(batch))
-        logits = self.model_runner.get_model().head_fused(h, batch)[0]
+        h = self._pieces[batch.padded_size].replay(self.attend(batch), batch.depth)
+        if batch.depth is not None:
+            return LogitsProcessorOutput(model.no_logits(h)[0])
+        logits = model.head_fused(h, batch)[0]
         hidden_states = None
         if batch.return_hidden_states:
             assert batch.hidden_states is not None, "the model sets it"
