@@ -292,6 +292,11 @@ def test_what_vllm_cannot_do_is_refused_by_name(name: str, lm: LM) -> None:
         lm.generate([PROMPTS[0]], GREEDY, **options)
 
 
+def test_embeddings_are_refused_by_name(lm: LM) -> None:
+    with pytest.raises(PromptError, match="embeddings, which are not served with vLLM"):
+        lm.generate({"prompt_embeds": torch.zeros(2, lm.hidden_size, dtype=lm.dtype)}, GREEDY)
+
+
 def test_a_harvest_over_vllm_has_our_engines_states(lm: LM, oracle: LM, tmp_path: Path) -> None:
     from pymllm_interp.harvest.reader import open_harvest
 
