@@ -237,6 +237,7 @@ def lm(lm_of: LmOf) -> LM:
         ({"capture": ["logits"]}, None),
         ({"capture": ["final_norm"]}, None),
         ({}, None),
+        ({"interventions": [Steer("resid_post.0", vector(WIDTH, 1))]}, None),
     ],
 )
 def test_the_depth_of_a_request(options: dict[str, Any], depth: int | None, lm: LM) -> None:
@@ -309,6 +310,25 @@ def test_a_request_goes_on_from_whole_pages_with_pages_of_its_depth(lm: LM) -> N
     found = [lm.generate([tail], READ, capture=last(0))[0].num_cached_tokens for tail in tails]
     assert found == [8, 20, 8]
     assert lm.generate([tails[0]], GREEDY)[0].num_cached_tokens == 8
+
+
+def test_a_prompt_that_nobody_reads_is_kept_whole(lm: LM) -> None:
+    """As by callers who want the next request to find its KV."""
+    lm.reset_prefix_cache()
+    for options in ({}, {"interventions": [Steer("resid_post.0", vector(WIDTH, 1))]}):
+        found = [lm.generate([LONG], params, **options)[0].num_cached_tokens for params in (READ, GREEDY)]
+        assert found == [0, FULL]
+
+
+def test_vectors_in_a_prompt_are_part_of_the_key(lm: LM) -> None:
+    lm.reset_prefix_cache()
+    one, two = ({"prompt_token_ids": LONG, "embeds": {9: vector(WIDTH, seed)}} for seed in (1, 2))
+    before, outs = depths(lm), [lm.generate([prompt], READ, capture=last(0))[0] for prompt in (one, one, two, LONG)]
+    assert [out.num_cached_tokens for out in outs] == [0, FULL, 8, 8] and (depths(lm) - before).keys() == {1}
+    assert lm.generate([one], GREEDY)[0].num_cached_tokens == 0
+    wholes = [lm.generate([prompt], READ, capture=[*last(0), "final_norm"])[0] for prompt in (one, one, two, LONG)]
+    for out, whole in zip(outs, wholes, strict=True):
+        torch.testing.assert_close(out.activations["resid_post.0"], whole.activations["resid_post.0"])
 
 
 @pytest.mark.parametrize("kv_tokens", [1024, 96])
