@@ -88,7 +88,8 @@ SECTIONS = [
     Section(
         "Interventions", "Declared edits ([interventions](../use/intervene.md)).",
         ("hooks.interventions.op:Op", "Steer", "Ablate", "Clamp",
-        "Scale", "Patch", "interventions:Knockout", "Gate", "interventions:SetFeature"),
+        "Scale", "Patch", "interventions:Knockout", "Gate", "interventions:SetFeature",
+        "interventions:Reconstruct"),
         PLUMBING,
     ),
     Section(
@@ -100,7 +101,7 @@ SECTIONS = [
         "Toolkit", "What the experiments of an `LM` return, and `contrast` ([toolkit](../guides/toolkit.md)).",
         ("toolkit.sweep_result:PatchSweep", "toolkit.sweep_result:SweepCell", "toolkit.attribution_result:Attribution",
         "toolkit.attribution_result:Completeness", "toolkit.attribution_result:Attributed", "toolkit:contrast",
-        "toolkit:ControlVectors"),
+        "toolkit:ControlVectors", "toolkit:loss_recovered", "toolkit:LossRecovered"),
     ),
     Section(
         "Plots", "`from pymllm_interp import plots` ([other libraries](../guides/libraries.md)).",

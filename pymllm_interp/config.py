@@ -58,7 +58,8 @@ class ModelConfig:
     they are stored."""
 
     saes: Mapping[str, Any] = field(default_factory=dict)
-    """SAEs by name: `SAE`s, files or folders. On CUDA, passes encode the top-k ones (docs/use/intervene.md)."""
+    """SAEs by name: `SAE`s, files or folders. On CUDA, passes encode those that cannot compute one feature
+    (docs/use/intervene.md)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.saes, Mapping):
@@ -144,6 +145,9 @@ class ServerConfig(EngineTuning):
     """Kinds of sites inside attention and MLP, for declared ops and captures on CUDA. They are "q", "k", "v", "z", "mlp_act",
     "router", "experts" and "shared_out".
     Each kind costs at least one kernel launch a layer, used or not. On a CPU all kinds can be used, at no cost."""
+    reconstruct: tuple[str, ...] = ()
+    """Names in `ModelConfig.saes` of SAEs that `Reconstruct` may take on CUDA. Each costs an encoding and a decoding in every step
+    with declared ops or captures."""
     max_capture_bytes: int = 1 << 30
     """Maximum bytes of one request's captures on the host."""
     capture_when_full: str = "block"
@@ -183,6 +187,8 @@ class ServerConfig(EngineTuning):
         for kind in self.inner_sites:
             if kind not in INNER_SITES:
                 raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")
+        if isinstance(self.reconstruct, str) or not all(isinstance(name, str) for name in self.reconstruct):
+            raise ValueError(f"reconstruct={shown(self.reconstruct)}: expected names of SAEs, as in ['name']")
         SpeculativeConfig.of(self.speculative)
         _one_of(self, "state_dtype", ("float32", "bfloat16"))
         _one_of(self, "capture_when_full", ("block", "fail"))

@@ -3,6 +3,7 @@
 from .hooks.interventions.knockout import Knockout
 from .hooks.interventions.op import Gate
 from .hooks.interventions.projections import Ablate, Clamp
+from .hooks.interventions.reconstruct import Reconstruct
 from .hooks.interventions.set_feature import SetFeature
 from .hooks.interventions.specs import Patch, Scale, Steer
 from .hooks.monitors.monitor import Monitor
@@ -10,5 +11,6 @@ from .hooks.monitors.probe import FeatureProbe, Probe
 from .hooks.positions import Generated
 
 __all__ = [
-    "Ablate", "Clamp", "FeatureProbe", "Gate", "Generated", "Knockout", "Monitor", "Patch", "Probe", "Scale", "SetFeature", "Steer",
+    "Ablate", "Clamp", "FeatureProbe", "Gate", "Generated", "Knockout", "Monitor", "Patch", "Probe", "Reconstruct", "Scale",
+    "SetFeature", "Steer",
 ]  # fmt: skip

@@ -70,7 +70,8 @@ class LM(ClientModel):
         hf_config: a transformers config in place of config.json (with load_format="dummy").
         generation_config: "auto": the model's generation_config.json sets `default_sampling_params`; "none": it does not; or a
             folder with another one.
-        saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes only these top-k SAEs.
+        saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes only these top-k SAEs,
+            transcoders, and SAEs that normalize their input.
         quantize: "fp8" rounds the weights of linear layers to FP8 at load. "fp8-w8a8" also rounds the inputs of their products
             (docs/engine/quantized.md). None: weights as they are stored.
         backend: an engine that has its model already, in place of all arguments above but `rename`, `envoys` and

@@ -106,7 +106,10 @@ class Backend(ABC):
         """`ModelFacts.to_json`, and the loaded vectors, SAEs and adapters: the answer of a server's
         ``/v1/interp/capabilities``."""
         return self.facts.to_json() | {
-            "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},
+            "saes": {
+                name: {"site": sae.site, "features": sae.d_sae} | ({"site_out": sae.site_out} if sae.transcoder else {})
+                for name, sae in self.saes.items()
+            },
             "adapters": self.adapters if self.in_process else {},
             "tokenizer": self.tokenizer is not None,
             "chat": bool(getattr(self.tokenizer, "chat_template", None)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -13,10 +13,9 @@ from torch import Tensor
 from ..core.model_spec import INNER_SITES, LOGITS, STATE, ModelSpec
 from ..kernels.edit_codes import MAX_HEADS
 from .interventions.op import Op
-from .kv_edits import ActingOp
 from .monitors.monitor import Monitor
 from .positions import MAX_POSITION, Window, missing_of, windows_of
-from .saes.sae import SAE
+from .saes.encoders import Encoders
 from .site import Site, expand
 from .spec import PlacedSpec
 from .vectors.by_layer import LayerVectors
@@ -162,22 +161,6 @@ def at_logits(bound: Bound[SpecT], first: int) -> Bound[SpecT]:
     return bound
 
 
-def stream_of(site: Site, model: ModelSpec) -> Site:
-    """The site that a norm reads; the norm's output is `attn_in` or `mlp_in`.
-
-    Raises:
-        ValueError: the input of the module has no site.
-    """
-    if site.kind == "attn_in":
-        return Site("resid_pre", site.layer)
-    if "resid_mid" not in model.family.points:
-        raise ValueError(
-            f"{site}: {model.family.name} models have no site resid_mid, which the norm before the MLP reads; a trace reads "
-            f"{model.family.points['mlp_in'].module.format(site.layer)}.output"
-        )
-    return Site("resid_mid", site.layer)
-
-
 @dataclass(frozen=True)
 class DeclaredLimits:
     """Limits of interventions and captures, named as the settings."""
@@ -189,8 +172,8 @@ class DeclaredLimits:
     """Kinds of inner sites that passes have kernels for."""
     device_tables: bool = False
     """Whether ops run as kernels, from device tables; only the ops at the logits run as functions."""
-    encoders: Mapping[int, Sequence[SAE]] = field(default_factory=dict)
-    """Site number -> top-k SAEs that each pass encodes for the device tables."""
+    encoders: Encoders | None = None
+    """The SAEs that each pass encodes for the device tables; None for none."""
 
     def check(self, site: Site) -> None:
         """Raise ValueError for a site without kernels."""
@@ -219,35 +202,3 @@ class DeclaredLimits:
             raise ValueError(f"{op.name}: there is no kernel for it; on CUDA it can act at logits only")
         if self.device_tables and max(op.heads or (0,)) >= MAX_HEADS:
             raise ValueError(f"{op.name}: heads={op.heads}; on CUDA, ops have the first {MAX_HEADS} heads")
-
-    def encoder_number(self, sae: SAE, site: int) -> int | None:
-        """The index of an SAE, or of an equal one, among the encoders of a site; None without one."""
-        for i, known in enumerate(self.encoders.get(site, ())):
-            if known is sae or known.fingerprint == sae.fingerprint:
-                known.refresh()
-                return i
-        return None
-
-    def check_encoders(self, ops: Sequence[ActingOp], site: int) -> None:
-        """Raise ValueError for features if no pass encodes their SAE at that site, or if it encodes another state.
-
-        Args:
-            ops: ops of a request at a site, in the order in which they act.
-            site: number of the site.
-        """
-        for i, op in enumerate(ops if self.device_tables else ()):
-            sae = op.spec.encodes
-            if sae is None:
-                continue
-            if self.encoder_number(sae, site) is None:
-                known = ", ".join(str(other.site) for found in self.encoders.values() for other in found)
-                raise ValueError(
-                    f"{op.spec.name}: a top-k SAE has to encode all {sae.d_sae} features to know one; on CUDA the engine must be "
-                    f"built with it: LM(..., saes={{'name': sae}}). This one has {f'others, at {known}' if known else 'none'}. An "
-                    "SAE with the threshold of its training (batch-top-k, converted to jumprelu) needs no more"
-                )
-            if i:
-                raise ValueError(
-                    f"{op.spec.name}: {ops[0].spec.name} changes the state before it, and on CUDA a top-k SAE encodes what comes "
-                    "to the site: give it first, with all features in one"
-                )

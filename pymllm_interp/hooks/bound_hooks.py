@@ -26,10 +26,12 @@ from .interventions.fires import Fires
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts
 from .interventions.op import Op
+from .interventions.sae_op import RequestReads, SAERead
 from .interventions.state_patch import StatePatch, bind_state_patches, is_state_patch
 from .kv_edits import KVEdits
 from .monitors.monitor import BoundMonitor, Monitor, ScoreRead, bind_monitors
 from .positions import Window
+from .saes.encoders import NO_ENCODERS
 from .site import Site
 from .spec import Spec
 
@@ -51,6 +53,8 @@ class PlacedOp(NamedTuple):
     """Positions that the prompt does not have."""
     flag: Flag | None = None
     """Flag of a gate at an earlier site: read by the op, or set by a `GateRead`."""
+    read: SAERead | None = None
+    """Read of another state for an op by an SAE; None for none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +73,7 @@ class BoundHooks:
         new_patterns, new_states: make the captures of attention patterns and recurrent states of a request; None without.
         depth: number of layers up to the last site, at least 1; None: all layers, or no captures and no monitors.
         specs: interventions and captures, as they were given.
+        reads: reads of states for ops by SAEs.
         shared: results that depend on nothing else, by name.
     """
 
@@ -84,6 +89,7 @@ class BoundHooks:
     new_states: Callable[[], StateCaptures] | None = None
     depth: int | None = None
     specs: tuple[Intervention | Capture, ...] = ()
+    reads: Sequence[SAERead] = ()
     shared: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
@@ -141,7 +147,8 @@ class BoundHooks:
         acting = [
             (acting, flag) for m, flag in zip(watching, flags, strict=True) for acting in m.spec.ops if flag is not None
         ]
-        ops = _placed_ops(specs, acting, model, prompt_len, limits, gates)
+        reads = RequestReads(model, readout, (limits.encoders or NO_ENCODERS) if limits.device_tables else None)
+        ops = _placed_ops(specs, acting, model, prompt_len, limits, gates, reads)
         replaced = [(patch.layer, patch.spec) for patch in patches]
         edits = KVEdits(ops, knockouts, model.num_hidden_layers, replaced, prompt_len)
         for read, flag in gates.reads():  # after the ops that change the state
@@ -184,6 +191,7 @@ class BoundHooks:
             if captures or monitors
             else None,  # edits that nobody reads: their KV may be all that is wanted
             (*specs, *captures),
+            reads.all,
         )
 
     def __iter__(self) -> Iterator[PlacedOp]:
@@ -356,7 +364,7 @@ class Bindings:
     def close(self) -> None:
         """Forget all, and let go of the model."""
         self.clear()
-        self._readout, self._limits = None, replace(self._limits, encoders={})
+        self._readout, self._limits = None, replace(self._limits, encoders=None)
 
 
 def _placed_ops(
@@ -366,18 +374,20 @@ def _placed_ops(
     prompt_len: int,
     limits: DeclaredLimits,
     gates: RequestGates,
+    reads: RequestReads,
 ) -> dict[int, list[PlacedOp]]:
     """Site -> ops in the order in which they act, without those that change nothing.
 
     Args:
         acting: ops of monitors, and the flag that each waits for.
         gates: notes the gates of all ops.
+        reads: notes the reads of all ops.
     """
     placed: list[tuple[int, bool, PlacedOp]] = []
     counts: Counter[int] = Counter()
     plain = [(spec, None) for spec in specs if isinstance(spec, Op) and not is_state_patch(spec)]
     for spec, waits in [*plain, *acting]:
-        for bound in bind(spec, model, prompt_len):
+        for index, bound in enumerate(bind(spec, model, prompt_len)):
             if waits is not None:
                 bound = after_prompt(bound, prompt_len)
             # resid_pre.i is the state that resid_post.i-1 left, so its ops follow; likewise resid_pre.0 after embed.
@@ -388,13 +398,17 @@ def _placed_ops(
                 counts[site] += len(bound.windows)
                 limits.check_count(bound.site, counts[site])
             flag = waits or gates.flag_of(bound.spec, bound.site)
-            placed.append((site, later, PlacedOp(bound.spec, bound.site, bound.windows, bound.missing, flag)))
+            placed.append(
+                (site, later, PlacedOp(bound.spec.at(index, model), bound.site, bound.windows, bound.missing, flag))
+            )
     ops: dict[int, list[PlacedOp]] = {}
     for site, _, op in sorted(placed, key=lambda entry: entry[:2]):  # a stable sort keeps the order given
         if not op.spec.identity:
             ops.setdefault(site, []).append(op)
     for site, found in ops.items():
-        limits.check_encoders(found, site)
+        own = reads.of([op.spec for op in found], site)
+        if any(own):
+            ops[site] = [op._replace(read=read) for op, read in zip(found, own, strict=True)]
     return ops
 
 

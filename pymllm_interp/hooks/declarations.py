@@ -111,4 +111,4 @@ class Declarations:
         """Let go of the ring and the model."""
         self._ring = self._readout = None
         self._bindings.close()
-        self._limits = replace(self._limits, encoders={})
+        self._limits = replace(self._limits, encoders=None)

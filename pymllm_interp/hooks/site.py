@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from ..core.families import LayerPath
 from ..core.limits import MAX_SITE_LENGTH
-from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, STATE, Family
+from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, STATE, Family, ModelSpec
 from ..utils.arguments import shown
 
 KINDS = (
@@ -37,6 +37,8 @@ the concatenated heads, the input of `o_proj`. `router`: the logits over the exp
 experts add to the chosen ones. `final_norm`: the output of the last norm. `logits`: the output of the LM head.
 """
 WITHOUT_LAYER = frozenset({"embed", "final_norm", "logits"})
+NORMED = ("attn_in", "mlp_in")
+"""Kinds of sites that no kernel stores: the norm makes their states from the stream's after the pass."""
 
 
 TRANSFORMER_LENS = {
@@ -204,6 +206,11 @@ def canonical(pattern: str | Site) -> str:
     return found
 
 
+def is_several(pattern: str) -> bool:
+    """Whether a canonical pattern may name several sites: its layers are ``*``, or in braces."""
+    return any(character in pattern for character in "*{")
+
+
 def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
     """The sites that `pattern` selects in a model, in the order of the layers.
 
@@ -314,3 +321,19 @@ def _ranges(selector: str, pattern: str) -> list[tuple[int, int]]:
             f"{pattern!r}: {wrong[0]!r} is neither a layer nor a range of them; write {{0,4,8}} or {{0..8}} (8 included)"
         )
     return [(int(match[1]), int(match[2] or match[1])) for _, match in found if match is not None]
+
+
+def stream_of(site: Site, model: ModelSpec) -> Site:
+    """The site that a norm reads; the norm's output is `attn_in` or `mlp_in`.
+
+    Raises:
+        ValueError: the input of the module has no site.
+    """
+    if site.kind == "attn_in":
+        return Site("resid_pre", site.layer)
+    if "resid_mid" not in model.family.points:
+        raise ValueError(
+            f"{site}: {model.family.name} models have no site resid_mid, which the norm before the MLP reads; a trace reads "
+            f"{model.family.points['mlp_in'].module.format(site.layer)}.output"
+        )
+    return Site("resid_mid", site.layer)

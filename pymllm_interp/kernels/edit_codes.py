@@ -10,7 +10,7 @@ import torch
 
 from ..core.model_spec import HEAD_SITES, INNER_SITES, final_norm_site, num_sites
 
-ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE, SET_FEATURE, SCORE = range(1, 9)
+ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE, SET_FEATURE, SCORE, RECONSTRUCT = range(1, 10)
 """Codes of ops; 0 stands for none. GATE and SCORE change no state: GATE sets a flag for ops at later sites, and SCORE stores dot
 products."""
 NO_NORM, PRESERVE, MATCH = range(3)
@@ -41,6 +41,9 @@ WHOLE, FLOAT16, BFLOAT16 = range(3)
 ALIGNED = 8
 """Alignment of captured states in the ring, in elements, if the widths of all sites are multiples of it. Dot products and
 converted states are aligned at the first of several only."""
+FEATURE_COLUMNS = 132
+"""Columns of a row's memory for the features that its request wants. Each op takes one for each feature, and one for the factor of
+the output. Reconstructions follow."""
 NO_END = 2**31 - 1
 """Stop of a window without end."""
 
@@ -54,7 +57,8 @@ class OpWords(NamedTuple):
     three rows each (`SetFeature.table`)."""
     norm: int = NO_NORM
     a: float = 0.0
-    """Scale, factor, or lower bound. For SET_FEATURE, 1 plus the encoder's number at the site, or 0 for none."""
+    """Scale, factor, or lower bound. For SET_FEATURE, 1 plus the column of its first feature in the row's memory; 0: kernels
+    compute them. For RECONSTRUCT, the first column of the state."""
     b: float = 0.0
     """Upper bound. For SCORE, the first row of `TokenRows.scores` that it writes."""
     row_per_position: bool = False
@@ -86,16 +90,20 @@ def capture_word(vectors: int, code: int) -> int:
     return vectors | code << 8
 
 
-class Encoder(Protocol):
-    """Encoder that needs a whole state before it can compute one feature, such as a top-k SAE."""
+class RowEncoder(Protocol):
+    """RowEncoder of all token rows at a site (`hooks.saes.encoders`)."""
 
     @property
-    def d_sae(self) -> int:
-        """Number of features."""
+    def after(self) -> bool:
+        """Whether it reads the state after the ops at the site, not before them."""
         ...
 
-    def top_k_threshold(self, x: torch.Tensor) -> torch.Tensor:
-        """Thresholds [n] float32 of states [n, width]: active features are above."""
+    def read(self, states: torch.Tensor, wanted: torch.Tensor, memory: torch.Tensor) -> None:
+        """Write the results of states [n, width] to the rows' memory [n, columns].
+
+        Args:
+            wanted: [n, FEATURE_COLUMNS], rows of `OpTables.wanted`.
+        """
         ...
 
 
@@ -112,6 +120,8 @@ class TokenRows(NamedTuple):
     """[tokens] int64, a bit for each of the request's gates; written and read within a pass."""
     scores: torch.Tensor
     """[MAX_SCORES, tokens] float32: dot products that SCOREs store, in consecutive rows for each."""
+    features: torch.Tensor | None = None
+    """[columns, tokens] float32, with a row's columns adjacent; written and read within a pass. None without encoders."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,9 @@ class OpTables:
     inner:   frozenset[str] = frozenset()  # kinds of inner sites with kernels
     aligned: bool = False  # all sites' widths are multiples of ALIGNED
     head_dim: int = 0
-    encoders: Mapping[int, Sequence[Encoder]] = field(default_factory=dict)  # by site, computed before its ops
+    encoders: Mapping[int, Sequence[RowEncoder]] = field(default_factory=dict)  # by the site that they read
+    encoded: frozenset[int] = frozenset()  # sites that encoders read or write
+    wanted:   torch.Tensor | None = None  # [rows, FEATURE_COLUMNS] int64, what rows want of encoders, or -1
     # fmt: on
 
     def head_dim_at(self, site: int) -> int:
@@ -149,7 +161,7 @@ class OpTables:
     def empty(
         cls, rows: int, num_layers: int, depth: int, capacity: int, width: int, ring: torch.Tensor,
         inner: frozenset[str] = frozenset(), aligned: bool = False, head_dim: int = 0,
-        encoders: Mapping[int, Sequence[Encoder]] | None = None,
+        encoders: Mapping[int, Sequence[RowEncoder]] | None = None, encoded: frozenset[int] = frozenset(),
     ) -> OpTables:  # fmt: skip
         places, device = (rows, num_sites(num_layers) if inner else final_norm_site(num_layers) + 1), ring.device
         return cls(
@@ -164,4 +176,6 @@ class OpTables:
             aligned=aligned,
             head_dim=head_dim,
             encoders=encoders or {},
+            encoded=encoded,
+            wanted=torch.full((rows, FEATURE_COLUMNS), -1, dtype=torch.int64, device=device) if encoders else None,
         )

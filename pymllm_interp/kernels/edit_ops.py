@@ -8,8 +8,6 @@ parameters: `Launcher` passes addresses to compiled kernels by position, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -18,21 +16,20 @@ from ..core.forward_batch import Delta, ParallelDelta
 from ..core.model_spec import delta_site, final_norm_site
 from ..core.norm_kind import RMS, Norm
 from . import edit_codes as codes
-from .edit_codes import Encoder, OpTables, TokenRows
+from .edit_codes import OpTables, TokenRows
 from .launch import Launcher, grid_wait, launch_dependents
 from .triton_norm import load_shift, norm_launch, normalize
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
 SCALE, PATCH, GATE = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH), tl.constexpr(codes.GATE)
 SET_FEATURE, SCORE = tl.constexpr(codes.SET_FEATURE), tl.constexpr(codes.SCORE)
+RECONSTRUCT = tl.constexpr(codes.RECONSTRUCT)
 MAX_GATES, NO_END = tl.constexpr(codes.MAX_GATES), tl.constexpr(codes.NO_END)
 PRESERVE, MATCH = tl.constexpr(codes.PRESERVE), tl.constexpr(codes.MATCH)
 MORE, WORDS, HEADS_WORD = tl.constexpr(codes.MORE), tl.constexpr(codes.WORDS), tl.constexpr(codes.HEADS_WORD)
 FLOAT16, CAPTURE_WORDS = tl.constexpr(codes.FLOAT16), tl.constexpr(codes.CAPTURE_WORDS)
 
 
-ENCODED = 1 << 25
-"""Features that an encoder has at once: they bound its rows."""
 MAX_REGISTERS = 128
 """Registers per thread: two programs fit a multiprocessor, so that 256 rows of 4,096 run at once."""
 
@@ -67,18 +64,19 @@ def _flag(word, looks, owner, position, row, flags, first_fired):
 
 @triton.jit
 def _set_features(
-    state, edited, sets, rank, first, encoder_word, thresholds, row, vectors, column, mask, SPAN: tl.constexpr, WIDTH: tl.constexpr,
-    ENCODERS: tl.constexpr,
+    state, edited, sets, rank, first, column_word, features, row, vectors, column, mask, SPAN: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`edited` [rows, block] with the features of SET_FEATURE at their targets, in the rows `sets`; they are read from `state`.
 
     Args:
-        encoder_word: [rows, 1] float32. 1 plus the number of the encoder with the threshold that replaces the feature's; or 0.
+        column_word: [rows, 1] float32. 1 plus the column of the first feature in the row's memory, or 0: they are computed. The
+            factor of the output is behind the last.
     """
-    encoded = sets & (encoder_word > 0.0)
-    if ENCODERS:
-        place = row * ENCODERS + tl.where(encoded, encoder_word - 1.0, 0.0).to(tl.int32)
-        of_row = tl.load(thresholds + place, mask=encoded, other=0.0)
+    if COLUMNS:
+        encoded = sets & (column_word > 0.0)
+        memory = features + row * COLUMNS + tl.where(encoded, column_word - 1.0, 0.0).to(tl.int32)
+        scale = tl.load(memory + rank, mask=encoded, other=1.0)
     for j in range(0, tl.max(tl.where(sets, rank, 0))):
         now = sets & (j < rank)
         source = vectors + (first + 3 * j * SPAN) * WIDTH
@@ -86,15 +84,16 @@ def _set_features(
         decoder = tl.load(source + SPAN * WIDTH + column, mask=now & mask, other=0.0, eviction_policy="evict_last")
         number = source + 2 * SPAN * WIDTH
         dot = tl.sum(state * encoder, axis=1, keep_dims=True)
-        threshold = tl.load(number + 3, mask=now, other=0.0)
-        if ENCODERS:
-            threshold = tl.where(encoded, of_row, threshold)
-        active = dot + tl.load(number + 2, mask=now, other=0.0) > threshold
+        active = dot + tl.load(number + 2, mask=now, other=0.0) > tl.load(number + 3, mask=now, other=0.0)
         feature = tl.load(number, mask=now, other=0.0) * dot + tl.load(number + 1, mask=now, other=0.0)
         feature = tl.where(active, tl.maximum(feature, 0.0), 0.0)
+        if COLUMNS:
+            feature = tl.where(encoded, tl.load(memory + j, mask=now & encoded, other=0.0), feature)
         target = tl.load(number + 4, mask=now, other=0.0) * feature + tl.load(number + 5, mask=now, other=0.0)
         target = tl.maximum(target, tl.load(number + 6, mask=now, other=0.0))
         change = tl.minimum(target, tl.load(number + 7, mask=now, other=0.0)) - feature
+        if COLUMNS:
+            change = change * scale
         edited = tl.where(now & (change != 0.0), edited + change * decoder, edited)
     return edited
 
@@ -102,7 +101,7 @@ def _set_features(
 @triton.jit
 def _apply_ops(
     value, rows, site, kind, vector, tables, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr, dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops of each row's owner at `site`, rounded after each op.
 
@@ -112,12 +111,13 @@ def _apply_ops(
     Args:
         rows: (owner, position, row, column, mask, inside).
         kind: [rows, 1], the first word of each row's first op.
-        tables: (ops, fires, vectors, flags, first_fired, thresholds, scores, score_stride).
+        tables: (ops, fires, vectors, flags, first_fired, features, scores, score_stride).
         vector: [rows, block], the first vector of that op.
         HEAD_DIM: channels of a head, or 0 for a state without heads. An op sees zeros at heads that are not its own.
+        COLUMNS: width of a row's memory, `features`, at sites that encoders write; else 0.
     """
     owner, position, row, column, mask, inside = rows
-    ops, fires, vectors, flags, first_fired, thresholds, scores, score_stride = tables
+    ops, fires, vectors, flags, first_fired, features, scores, score_stride = tables
     fresh = 1  # whether `vector` is the current op's first vector
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     op = (owner * SITES + site) * DEPTH
@@ -168,9 +168,13 @@ def _apply_ops(
         sets = live & (code == SET_FEATURE)
         if tl.max(sets.to(tl.int32)) > 0:
             edited = _set_features(
-                state, edited, sets, rank, first, a, thresholds, row, vectors, column, mask, span, WIDTH, ENCODERS
+                state, edited, sets, rank, first, a, features, row, vectors, column, mask, span, WIDTH, COLUMNS
             )
             rank = tl.where(sets, 0, rank)
+        if COLUMNS:
+            rebuilt = live & (code == RECONSTRUCT)
+            memory = features + row * COLUMNS + tl.where(rebuilt, a, 0.0).to(tl.int32) + column
+            edited = tl.where(rebuilt, tl.load(memory, mask=rebuilt & mask, other=0.0), edited)
         for j in range(0, tl.max(tl.where(live, rank, 0))):
             now = live & (j < rank)
             if (fresh == 0) | (tl.max(ordinal) > 0):
@@ -282,7 +286,7 @@ _capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
 def _apply_site(
     value, rows, site, tables, captured, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     dtype: tl.constexpr, AFTER: tl.constexpr, CAPTURES: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ENCODERS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops at ``site + AFTER``; with CAPTURES also captured.
 
@@ -298,7 +302,7 @@ def _apply_site(
     kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
     vector = _first_vector(ops + place * DEPTH * WORDS, kind, vectors, column, mask, WIDTH)
     value = _apply_ops(
-        value, rows, site + AFTER, kind, vector, tables, SIZE, SITES, DEPTH, WIDTH, HEAD_DIM, ENCODERS, dtype
+        value, rows, site + AFTER, kind, vector, tables, SIZE, SITES, DEPTH, WIDTH, HEAD_DIM, COLUMNS, dtype
     )
     if CAPTURES:
         words = captures + place * CAPTURE_WORDS
@@ -313,9 +317,9 @@ def _apply_site(
 @triton.jit(do_not_specialize=["count", "record_stride", "score_stride", "site"])
 def _edit_kernel(
     h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired,
-    thresholds, seen, scores, record_stride, score_stride, count, eps, site,
+    features, seen, scores, record_stride, score_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
-    PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr,
+    PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
     COUNTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Ops on `h` at `site`. With NORM: ops and captures of `delta` at `site`, then of ``h + delta`` at the next site, then the
@@ -336,7 +340,7 @@ def _edit_kernel(
     owner = tl.load(owners + row, mask=inside, other=-1, eviction_policy="evict_last")
     position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
     rows = owner, position, row, column, mask, inside
-    tables = ops, fires, vectors, flags, first_fired, thresholds, scores, score_stride
+    tables = ops, fires, vectors, flags, first_fired, features, scores, score_stride
     captured = captures, records, record_stride, ring
     if not PDL:
         state = tl.load(h + source, mask=mask, other=0.0)
@@ -401,7 +405,7 @@ def _edit_kernel(
         if tl.max(owner) >= 0:
             value = _apply_site(
                 value, rows, site, tables, captured, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM,
-                ENCODERS,
+                COLUMNS,
             )  # fmt: skip
     tl.store(out + source, value.to(dtype), mask=mask)
 
@@ -412,7 +416,7 @@ _edit_launch = Launcher(_edit_kernel, pdl=True, enable_fp_fusion=False, maxnreg=
 def _launch(
     h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, out: torch.Tensor, eps: float,
     site: int, tables: OpTables, rows: TokenRows, norm: bool, parallel: bool = False, kind: int = RMS,
-    thresholds: torch.Tensor | None = None, seen: torch.Tensor | None = None,
+    features: torch.Tensor | None = None, seen: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     size = h.shape[-1]
     count = h.numel() // size
@@ -422,13 +426,13 @@ def _launch(
     group, block, warps = norm_launch(size)
     tensors = (
         h, delta, weight, total, out, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
-        rows.records, tables.ring, rows.flags, tables.first_fired, tables.vectors if thresholds is None else thresholds,
+        rows.records, tables.ring, rows.flags, tables.first_fired, tables.vectors if features is None else features,
         tables.fires if seen is None else seen, rows.scores,
     )  # fmt: skip
     last = norm and site + 2 == final_norm_site(tables.num_layers)
     constants = (
         size, sites, depth, tables.vectors.shape[1], norm, last, parallel, kind, tables.aligned, tables.head_dim_at(site),
-        0 if thresholds is None else thresholds.shape[1], seen is not None, group, block,
+        0 if features is None else features.shape[0], seen is not None, group, block,
     )  # fmt: skip
     strides = rows.records.stride(0), rows.scores.stride(0)
     _edit_launch((-(-count // group), 1, 1), tensors, (*strides, count, eps, site), constants, warps)
@@ -449,18 +453,10 @@ def capture(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -
 def edit(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -> torch.Tensor:
     """`value` [1, tokens, width] after the ops at `site`, in new memory."""
     value = value.contiguous()
-    out, encoders = torch.empty_like(value), tables.encoders.get(site)
-    thresholds = None if encoders is None else _thresholds(encoders, value[0])
-    _launch(value, value, value, value, out, 0.0, site, tables, rows, norm=False, thresholds=thresholds)
+    out = torch.empty_like(value)
+    features = rows.features if site in tables.encoded else None
+    _launch(value, value, value, value, out, 0.0, site, tables, rows, norm=False, features=features)
     return out
-
-
-def _thresholds(encoders: Sequence[Encoder], states: torch.Tensor) -> torch.Tensor:
-    """[tokens, encoders] float32: each encoder's threshold of active features, for states [tokens, width]."""
-    rows = max(1, ENCODED // max(encoder.d_sae for encoder in encoders))
-    return torch.cat(
-        [torch.stack([encoder.top_k_threshold(part) for encoder in encoders], -1) for part in states.split(rows)]
-    )
 
 
 def edit_add_norm(

@@ -19,10 +19,10 @@ from .launch import Launcher, grid_wait, launch_dependents
 from .triton_norm import norm_launch
 
 
-@triton.jit(do_not_specialize=["count", "record_stride", "site"])
+@triton.jit(do_not_specialize=["count", "record_stride", "score_stride", "site"])
 def _pair_kernel(
-    delta, stream, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired, seen, record_stride,
-    count, site,
+    delta, stream, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired, seen, scores,
+    record_stride, score_stride, count, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, PAIR: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def _pair_kernel(
         source = row * SIZE + column
         position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
         rows = owner, position, row, column, mask, inside
-        tables = ops, fires, vectors, flags, first_fired, vectors
+        tables = ops, fires, vectors, flags, first_fired, vectors, scores, score_stride
         place = owner * SITES + site
         word = ops + place * DEPTH * WORDS
         kind = tl.load(word, mask=owned, other=0, eviction_policy="evict_last")
@@ -120,10 +120,11 @@ def _launch_pair(
     group, block, warps = norm_launch(size)
     tensors = (
         delta, stream, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures, rows.records,
-        tables.ring, rows.flags, tables.first_fired, seen,
+        tables.ring, rows.flags, tables.first_fired, seen, rows.scores,
     )  # fmt: skip
     constants = (size, sites, depth, tables.vectors.shape[1], pair, tables.aligned, group, block)
-    _pair_launch((-(-count // group), 1, 1), tensors, (rows.records.stride(0), count, site), constants, warps)
+    strides = rows.records.stride(0), rows.scores.stride(0)
+    _pair_launch((-(-count // group), 1, 1), tensors, (*strides, count, site), constants, warps)
 
 
 def edit_pair(

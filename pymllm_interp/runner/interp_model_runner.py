@@ -24,6 +24,7 @@ from ..core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, Scheduler
 from ..hooks.captures.egress.ring import CaptureRing
 from ..hooks.declarations import Declarations
 from ..hooks.interventions.device_tables import DeviceTables
+from ..hooks.saes.encoders import Encoders
 from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
@@ -115,9 +116,8 @@ class InterpModelRunner(ModelRunner):
         for name, source in self.model_config.saes.items():
             self.saes[name] = source
         readout = ModelReadout(self.get_model(), self.model_spec)
-        self.declared_stage = DeclaredStage(
-            self.server_config, self.model_spec, self.device, readout, self.saes.encoders()
-        )
+        encoders = Encoders(self.saes, self.model_spec, readout, self.server_config.reconstruct)
+        self.declared_stage = DeclaredStage(self.server_config, self.model_spec, self.device, readout, encoders)
         own = (self.drafter.stage,) if isinstance(self.drafter, EagleDrafter) else ()
         self.stages = self.traced_stage, self.declared_stage, *own
         super().init_memory_pool()

@@ -13,8 +13,7 @@ from .. import __version__
 from ..config import ServerConfig
 from ..core.model_spec import ModelSpec
 from ..hooks.bind import DeclaredLimits
-from ..hooks.captures.spec import NORMED
-from ..hooks.site import Site
+from ..hooks.site import NORMED, Site
 from ..models.registry import spec_of
 from .structures import SITES
 

@@ -96,6 +96,19 @@ def write_saelens() -> None:
     write("jumprelu_skip_transcoder", randomized(skip))
 
 
+def write_others() -> None:
+    """SAEs of SAELens whose features are not a function of pre-activations one by one."""
+    lens = sae_lens
+    write("abstopk", randomized(lens.AbsTopKSAE(lens.AbsTopKSAEConfig(**config(k=5)))))
+    for name, biased in (("matching_pursuit", True), ("matching_pursuit_unbiased", False)):
+        pursuit = lens.MatchingPursuitSAEConfig(
+            **config(apply_b_dec_to_input=biased, residual_threshold=0.5, max_iterations=8)
+        )
+        sae = randomized(lens.MatchingPursuitSAE(pursuit))
+        sae.W_dec.data /= sae.W_dec.data.norm(dim=-1, keepdim=True)
+        write(name, sae)
+
+
 def write_old() -> None:
     """Configurations of SAELens before version 6."""
     old = {
@@ -216,4 +229,5 @@ if __name__ == "__main__":
     write_saelens()
     write_old()
     write_scopes()
+    write_others()
     print(f"{len(list(OUT.rglob('expected.safetensors')))} SAEs in {OUT}")

@@ -25,12 +25,13 @@ import numpy as np
 import torch
 
 from ...core.model_spec import LOGITS, ModelSpec, site_index
-from ..bind import Bound, at_logits, bind, stream_of
+from ..bind import Bound, at_logits, bind
+from ..site import NORMED, stream_of
 from .activations import CaptureError
 from .group import Group
 from .reductions.reading import Pending, reading_of
 from .reductions.reduction import Readout
-from .spec import NORMED, Capture
+from .spec import Capture
 
 MAX_GROUPS = 256
 """Most different positions, dtypes and reductions among the captures of a request: each takes memory for every position."""

@@ -57,6 +57,7 @@ class GroupRows:
         self._filled = [0] * len(group.sites)  # by column: the ordinal after the last row that `put` has kept
         self._num_put = [0] * len(group.sites)  # by column: rows that `put` has kept
         self._drafted: list[tuple[int, np.ndarray, slice]] | None = None
+        self._beside: list[torch.Tensor] = []  # states of the sites so far in this pass, of a reading that is joined
         self._memory: Memory = FRESH
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
 
@@ -105,17 +106,30 @@ class GroupRows:
         else:
             rows = states[row : row + count]
             rows = rows if kept == count else rows[torch.from_numpy(own).to(rows.device)]
-            self._keep(ordinal, self._sent(column, rows)[:, None], slice(column, column + 1))
+            if group.reading is not None and group.reading.joined:
+                return self._put_beside(column, ordinal, rows)
+            self._keep(ordinal, self._sent(slice(column, column + 1), rows[:, None]), slice(column, column + 1))
         self._filled[column] = ordinal + int(kept)
         self._num_put[column] += int(kept)
 
-    def _sent(self, column: int, states: torch.Tensor) -> np.ndarray:
-        """[n, kept width] of integers: the values that the device would have sent for states [n, width]."""
+    def _put_beside(self, column: int, ordinal: int, rows: torch.Tensor) -> None:
+        """`put` for a reading that is joined: rows [n, width] wait for the pass's last site."""
+        self._beside = [*self._beside[:column], rows.clone()]
+        if column + 1 < len(self.group.sites):
+            return
+        self._keep(ordinal, self._sent(slice(None), torch.stack(self._beside, 1)), slice(None))
+        self._filled = [ordinal + len(rows)] * len(self._filled)
+        self._num_put = [count + len(rows) for count in self._num_put]
+
+    def _sent(self, columns: slice, states: torch.Tensor) -> np.ndarray:
+        """[n, columns, kept width] of integers: the values that the device would have sent for states [n, columns, width]."""
         group = self.group
         if group.reading is None:
-            found = group.stored(states, None if group.probes is None else group.probes.to(states.device))
+            found = group.stored(states[:, 0], None if group.probes is None else group.probes.to(states.device))[
+                :, None
+            ]
         else:
-            found = group.reading([((group.names[column],), states[:, None])])[0][:, 0]
+            found = group.reading([(tuple(group.names[columns]), states)])[0]
             found = F.pad(found, (0, group.kept_width - group.width))
         return as_integers(found.cpu())
 

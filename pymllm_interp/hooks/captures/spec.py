@@ -20,9 +20,6 @@ from ..vectors.files import Source
 from .reductions.pools import STATES
 from .reductions.reduction import Reduced, Reduction
 
-NORMED = ("attn_in", "mlp_in")
-"""Kinds of sites that no kernel stores: the norm makes their states from the stream's after the pass."""
-
 
 @reduction
 @dataclass(frozen=True, eq=False)
@@ -124,6 +121,7 @@ class Capture(PlacedSpec):
                 if reduction.on_device and site.kind == LOGITS:
                     raise ValueError("it reads states before the head; capture the logits without it")
                 reduction.check(site, model)
+            reduction.check_joined(sites, model)
         except ValueError as error:
             raise ValueError(f"{self.name}: {reduction.name}: {error}") from None
         if sites[0].kind == EXPERTS:

@@ -17,6 +17,7 @@ from ..bind import DeclaredLimits
 from ..bound_hooks import PlacedOp
 from ..declared import Declared
 from .gates import GateRead
+from .sae_op import SAEOp
 from .vector_pool import num_rows
 
 
@@ -64,7 +65,8 @@ class DeviceTables:
             rows, model.num_hidden_layers, limits.max_interventions_per_site, limits.max_intervention_vectors,
             model.hidden_size, ring, limits.inner_sites,
             all(model.width(kind) % codes.ALIGNED == 0 for kind in ("resid_post", *limits.inner_sites)), model.head_dim,
-            limits.encoders,
+            {} if limits.encoders is None else limits.encoders.by_site,
+            frozenset() if limits.encoders is None else limits.encoders.sites,
         )  # fmt: skip
         self.device, self._edited, self._limits = device, edited, limits
         self._width = model.hidden_size
@@ -154,6 +156,7 @@ class DeviceTables:
         rows = np.array(list(self._staged), dtype=np.int64)
         marks = np.zeros(len(rows), dtype=np.int32)
         first_fired = np.full((len(rows), codes.MAX_GATES), codes.NO_END, dtype=np.int32)
+        wanted = np.full((len(rows), codes.FEATURE_COLUMNS if self._limits.encoders else 0), -1, dtype=np.int64)
         written: list[_Words] = []
         for i, (row, declared) in enumerate(self._staged.items()):
             if declared is None:
@@ -162,15 +165,19 @@ class DeviceTables:
             self._in_use.add(row)
             for slot, position in declared.first_fired.items():  # decisions from before a preemption
                 first_fired[i, slot] = int(position)
+            for column, entry in (entry for read in declared.hooks.reads for entry in read.wanted()):
+                wanted[i, column] = entry
             found = self._words_of(declared)
             marks[i] = bool(len(found.op_places) or len(found.capture_places))
             written.append(found.at_row(row, self.tables))
         self._staged.clear()
         found = _Words(*map(np.concatenate, zip(*written, strict=True))) if written else _Words.none()
-        index, marks, first_fired, *words = upload(self.device, rows, marks, first_fired, *found)
+        index, marks, first_fired, wanted, *words = upload(self.device, rows, marks, first_fired, wanted, *found)
         self._edited.index_copy_(0, index, marks)
         self.tables.first_fired.index_copy_(0, index, first_fired)
         self.tables.fires.index_fill_(0, index, 0)
+        if self.tables.wanted is not None:
+            self.tables.wanted.index_copy_(0, index, wanted)
         for table, empty, places, values in zip(
             (self.tables.ops, self.tables.captures), (0, -1), words[::2], words[1::2], strict=True
         ):
@@ -225,10 +232,8 @@ class DeviceTables:
         if isinstance(spec, GateRead):
             threshold = spec.threshold
         a = words.a
-        if spec.encodes is not None:
-            number = self._limits.encoder_number(spec.encodes, site)
-            assert number is not None, f"{spec.name} has no encoder"  # `BoundHooks.of` refuses it
-            a = 1.0 + number
+        if isinstance(spec, SAEOp) and op.read is not None:
+            a = float(op.read.column + (spec.columns.start or 0 if spec.reads is None else 1))
         first = rows[0] if spec.operands else 0
         per_position = -(-spec.operands[0].shape[-1] // self._width) if words.row_per_position else 0
         kind, values = codes.kind_word(words), [a, words.b, threshold]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from .device_tables import DeviceTables
 from .fires import Fires
 from .gates import GateRead, PassFlags
 from .op import Op, act, gated
+from .sae_op import SAERead
 
 
 class RequestRows(NamedTuple):
@@ -50,7 +51,9 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int, scores: torch.Ten
         scores: [slots, rows] float32, which reads of monitors write; needed where a request has monitors.
     """
     logits = inner_site(num_layers, 0, LOGITS)
-    acting: dict[int, list[tuple[int, RowRange, RowFunction]]] = {}  # site -> (rank among its request's ops, rows, op)
+    acting: dict[
+        int, list[tuple[float, RowRange, RowFunction]]
+    ] = {}  # site -> (rank among its request's ops, rows, op)
     captures: dict[int, list[RowCapture]] = {}
     for request in requests:
         declared, rows = request.declared, (request.start, len(request.positions))
@@ -63,6 +66,8 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int, scores: torch.Ten
                         captures.setdefault(site, []).append(RowCapture(*rows, first, kept, column))
         chosen: dict[tuple[bool, tuple[Window, ...]], _Selected] = {}  # an op at many sites has the same windows
         flags = None
+        found_by: dict[SAERead, torch.Tensor] = {}
+        reads: dict[SAERead, None] = {}  # in the order of their ops
         for site, found in declared.hooks.ops.items():
             for i, op in enumerate(found):
                 key = site == logits, op.windows
@@ -71,12 +76,16 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int, scores: torch.Ten
                     if op.flag is not None and flags is None:
                         positions = torch.arange(request.positions.start, request.positions.stop)
                         flags = PassFlags(positions, declared.first_fired)
-                    function = _row_function(op, selected, flags, declared.fires, (site, i))
+                    if op.read is not None:
+                        reads[op.read] = None
+                    function = _row_function(op, selected, flags, declared.fires, (site, i), found_by)
                     if isinstance(op.spec, ScoreRead):
                         assert scores is not None
                         function = _scorer(op.spec, scores[:, rows[0] : sum(rows)])
                     at = (request.logit_start, request.logit_rows) if site == logits else rows
                     acting.setdefault(site, []).append((i, at, function))
+        for read in reads:
+            acting.setdefault(read.site, []).append((read.rank, rows, partial(_read, read, found_by)))
     if not acting and not captures:
         return None
     by_site = {site: [(at, op) for _, at, op in sorted(ops, key=itemgetter(0))] for site, ops in acting.items()}
@@ -109,8 +118,9 @@ def _of_one_row(ordinal: int) -> _Selected:
 
 
 def _row_function(
-    op: PlacedOp, selected: _Selected, flags: PassFlags | None, fires: Fires, key: tuple[int, int]
-) -> RowFunction:
+    op: PlacedOp, selected: _Selected, flags: PassFlags | None, fires: Fires, key: tuple[int, int],
+    found_by: Mapping[SAERead, torch.Tensor],
+) -> RowFunction:  # fmt: skip
     spec, flag = op.spec, op.flag
     if isinstance(spec, GateRead):
         assert flag is not None and flags is not None
@@ -120,6 +130,8 @@ def _row_function(
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         vectors, ordinals = [vector.to(rows.device) for vector in spec.vectors], selected.ordinals.to(rows.device)
+        if op.read is not None:
+            vectors.insert(len(spec.operands), found_by[op.read][-len(rows) :].to(rows.device))
         if flag is not None and flags is not None:
             ordinals = torch.where(flags.on(flag, len(rows), rows.device), ordinals, -1)
         return counted(spec, rows, ordinals, vectors, fires, key)
@@ -136,6 +148,12 @@ def _scorer(read: ScoreRead, scores: torch.Tensor) -> RowFunction:
         return rows
 
     return run
+
+
+def _read(read: SAERead, found_by: dict[SAERead, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Keep the result of a read of rows [rows, width], and return the rows."""
+    found_by[read] = read.of(rows)
+    return rows
 
 
 def counted(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...core.model_spec import EXPERTS, PATTERN, STATE
+from ...core.model_spec import EXPERTS, PATTERN, STATE, ModelSpec
 from ...kernels.edit_codes import OpWords
 from ..saes.sae import SAE
 from ..site import EDITED_PATTERNS, Site, canonical
@@ -110,6 +110,10 @@ class Op(PlacedSpec, ABC):
     def vectors(self) -> tuple[Tensor, ...]:
         """The operands, then the probe of a gate at the op's own site."""
         return (*self.operands, self.when.probe) if self.tests_rows else self.operands
+
+    def at(self, index: int, model: ModelSpec) -> Op:
+        """The op at one of its sites in a model, which are in the order of the layers."""
+        return self
 
     @property
     def tests_rows(self) -> bool:

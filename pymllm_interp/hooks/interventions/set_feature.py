@@ -1,4 +1,4 @@
-"""`SetFeature`: change features of a sparse autoencoder, and keep its reconstruction error."""
+"""`SetFeature`: change features of a sparse autoencoder or a transcoder, and keep its reconstruction error."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...core.model_spec import ModelSpec
 from ...kernels import edit_codes as codes
 from ...kernels.edit_codes import OpWords
 from ...utils.arguments import is_whole
 from ..positions import Positions
 from ..registry import op
 from ..saes.sae import SAE
-from ..site import Site
+from ..site import Site, is_several
 from ..spec import is_number
-from .op import Gate, Missing, Op, row_dots
+from .op import Gate, Missing, row_dots
+from .sae_op import SAEOp
 
 MAX_FEATURES = 32
 """Most features of one `SetFeature`."""
@@ -34,56 +34,50 @@ SCALARS = 8
 
 @op
 @dataclass(frozen=True, eq=False)
-class SetFeature(Op):
+class SetFeature(SAEOp):
     """Change features of an SAE: ``state + sum((target_i - a_i) * W_dec[i])``, where ``a_i`` is feature i of the state.
 
     The SAE's error is kept: all that it does not reconstruct stays in the state. Every feature is read from the state before the
-    op, so their order does not matter. Features that have their targets change no bit.
+    op, so their order does not matter. Features that have their targets change no bit. An SAE that normalizes its input also scales
+    the change back. The features of a transcoder are read at its `site`, after all ops there, and its `site_out` is changed. A
+    cross-layer transcoder changes each site that it writes.
 
-    A feature of a top-k SAE is active if it is among the largest, so that all must be encoded. On CUDA, passes encode the SAEs of
-    ``LM(..., saes={"name": sae})``. A `SetFeature` of such an SAE is the first op at its site.
+    A top-k SAE, an SAE that normalizes its input and a transcoder must encode all features to know one. On CUDA, passes encode the
+    SAEs of ``LM(..., saes={"name": sae})``. A `SetFeature` of such an autoencoder is the first op at its site.
 
     Args:
         sae: An `SAE`, or a name in `lm.saes`.
         features: {feature: value}; with mode="clamp" {feature: (low, high)}, either of which may be None.
         mode: Target of a feature a: "set": the value; "add": a + value; "scale": a * value; "clamp": a within the bounds.
-        site: A site's name, or None: the site that the SAE reads.
+        site: A site's name, or None: the site that the SAE reads, or that a transcoder writes.
         positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
         when: A `Gate` that decides row by row; None acts on every row.
         missing: "error" or "skip", for positions that a prompt does not have.
 
     Raises:
-        ValueError: an SAE without a site, a transcoder, or an SAE that normalizes its input. So are an unknown feature, more than
-            `MAX_FEATURES`, and values that do not suit the mode.
+        ValueError: an SAE without a site, or a crosscoder. So are an unknown feature, more than `MAX_FEATURES`, and values that do
+            not suit the mode.
     """
 
     sae: SAE | str
     features: FeatureTargets
     mode: Literal["set", "add", "scale", "clamp"] = "set"
     site: Site | str | None = field(
-        default=None, metadata={"description": "the site; null: the one that the SAE reads"}
+        default=None,
+        metadata={"description": "the site; null: the one that the SAE reads, or that a transcoder writes"},
     )
     positions: Positions = "all"
     when: Gate | None = None
     missing: Missing = "error"
 
     def __post_init__(self) -> None:
-        if isinstance(self.sae, SAE) and self.site is None:
-            self._check(
-                "sae", self.sae.site is not None, "one that names its site: SAE.load(..., site='resid_post.12')"
-            )
-            self._set("site", self.sae.site)
-        super().__post_init__()
         self._set("features", self._checked_features())
-        if isinstance(self.sae, SAE):
-            self._check_sae(self.sae)
-        else:
-            self._check("sae", isinstance(self.sae, str) and bool(self.sae), "an SAE, or a name in lm.saes")
-        self._check("site", not any(c in str(self.site) for c in "*{"), "one site, which the SAE reads")
+        super().__post_init__()
 
-    def _set_place(self) -> None:
-        if self.site is not None:  # else a name says it, which is not resolved yet
-            super()._set_place()
+    @property
+    def reads(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The features."""
+        return tuple(feature for feature, _ in self.features)
 
     def _checked_features(self) -> tuple[tuple[int, Any], ...]:
         pairs = self.features.items() if isinstance(self.features, Mapping) else self.features
@@ -114,42 +108,33 @@ class SetFeature(Op):
         return float(bounds[0])
 
     def _check_sae(self, sae: SAE) -> None:
-        if sae.transcoder:
-            raise ValueError(
-                f"{self.name}: it is a transcoder, which writes at {sae.site_out}; SetFeature takes autoencoders"
-            )
-        if sae.normalization != "none":
-            raise ValueError(
-                f"{self.name}: its input is normalized ({sae.normalization}), which SetFeature does not compute"
-            )
+        super()._check_sae(sae)
         for feature, _ in self.features:
             if feature >= sae.d_sae:
                 raise ValueError(f"{self.name}: there is no feature {feature}; the SAE has {sae.d_sae}, from 0")
-        if sae.width < SCALARS:
-            raise ValueError(f"{self.name}: it reads {sae.width} values; {SCALARS} are the fewest")
-
-    @property
-    def name(self) -> str:
-        """The spec's name in error messages."""
-        of = self.sae if isinstance(self.sae, str) else self.site and str(self.site)
-        return "SetFeature" if of is None else f"SetFeature({of!r})"
+        if sae.d_out < SCALARS:
+            raise ValueError(f"{self.name}: it writes {sae.d_out} values; {SCALARS} are the fewest")
 
     @property
     def encodes(self) -> SAE | None:
         """The SAE, if it must encode all features to know one; None if one feature can be computed separately."""
-        return self.sae if isinstance(self.sae, SAE) and self.sae.architecture == "topk" else None
+        return self.sae if isinstance(self.sae, SAE) and self.sae.encodes_whole else None
 
     @cached_property
     def table(self) -> Tensor:
         """[3 * features, width] float32 on the CPU: of each feature the encoder's column, the decoder's row, and 8 numbers.
 
         With d, the dot product of the state and the first vector, ``a = relu(n0 * d + n1)`` where ``d + n2 > n3``, else 0. The
-        target is ``n4 * a + n5``, within n6 and n7. Of a top-k SAE, `SAE.top_k_threshold` is in place of n3.
+        target is ``n4 * a + n5``, within n6 and n7. Of an SAE that `encodes`, the first vector and n0 to n3 are 0: all is read.
         """
         assert isinstance(self.sae, SAE)
         self._content()  # which notes the SAE's version
-        sae, ids = self.sae, [feature for feature, _ in self.features]
-        encoder, numbers = encoder_rows(sae, ids)
+        sae, ids = self.sae, list(self.reads)
+        decoder = sae.W_dec[ids, self.columns].double().cpu()
+        if self.encodes is None:
+            encoder, numbers = encoder_rows(sae, ids)
+        else:
+            encoder, numbers = torch.zeros_like(decoder), torch.zeros(len(ids), SCALARS).double()
         for row, (_, value) in zip(numbers, self.features, strict=True):
             low, high = value if isinstance(value, tuple) else (None, None)
             row[6], row[7] = -inf if low is None else low, inf if high is None else high
@@ -157,8 +142,7 @@ class SetFeature(Op):
                 row[4], row[5] = {"set": (0.0, value), "add": (1.0, value), "scale": (value, 0.0)}[self.mode]
             else:
                 row[4] = 1.0
-        padded = torch.nn.functional.pad(numbers, (0, sae.width - SCALARS))
-        rows = [encoder, sae.W_dec[ids].double().cpu(), padded]
+        rows = [encoder, decoder, torch.nn.functional.pad(numbers, (0, decoder.shape[1] - SCALARS))]
         return rearrange(rows, "three features width -> (features three) width").float()
 
     @property
@@ -167,8 +151,8 @@ class SetFeature(Op):
         return (self.table,)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The encoder's columns, and the gate's probe."""
-        if isinstance(self.sae, SAE):
+        """The encoder's columns and decoder's rows, where these have the site's width, and the gate's probe."""
+        if isinstance(self.sae, SAE) and not is_several(str(self.site)):
             yield "sae", self.table
         yield from super().tensors()
 
@@ -191,23 +175,27 @@ class SetFeature(Op):
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states with the features at their targets."""
+        read, rows = self.given(vectors), vectors[0].unflatten(0, (-1, 3))
+        scale: Any = 1.0
+        if read is None and (sae := self.encodes) is not None:
+            sae = sae.to(x.device)
+            read = torch.cat((sae.encode_float32(x)[:, list(self.reads)], sae.output_scale(x)), -1)
+        if read is not None:
+            scale = read[:, -1:]
         y = x
-        of_row = None if self.encodes is None else self.encodes.top_k_threshold(x)[:, None]
-        for encoder, decoder, n in vectors[0].unflatten(0, (-1, 3)):
-            dot = row_dots(x, encoder)
-            feature = torch.where(dot + n[2] > (n[3] if of_row is None else of_row), (n[0] * dot + n[1]).relu(), 0.0)
-            change = (n[4] * feature + n[5]).clamp(n[6], n[7]) - feature
+        for i, (encoder, decoder, n) in enumerate(rows):
+            if read is None:
+                dot = row_dots(x, encoder)
+                feature = torch.where(dot + n[2] > n[3], (n[0] * dot + n[1]).relu(), 0.0)
+            else:
+                feature = read[:, i : i + 1]
+            change = ((n[4] * feature + n[5]).clamp(n[6], n[7]) - feature) * scale
             y = torch.where(change != 0, y + change * decoder, y)
         return y
 
     def words(self) -> OpWords:
         """Table words of SET_FEATURE."""
         return OpWords(codes.SET_FEATURE, rank=len(self.features))
-
-    def _checked_sites(self, model: ModelSpec) -> tuple[Site, ...]:
-        if isinstance(self.sae, str):
-            raise ValueError(f"{self.name}: {self.sae!r} is a name, and only an LM's `saes` know whose")
-        return super()._checked_sites(model)
 
 
 def encoder_rows(sae: SAE, features: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -221,7 +209,11 @@ def encoder_rows(sae: SAE, features: Sequence[int]) -> tuple[Tensor, Tensor]:
         return tensor[ids.to(tensor.device)].double().cpu()
 
     encoder = sae.W_enc[:, ids.to(sae.device)].T.double().cpu()
-    shift = encoder @ sae.b_dec.double().cpu() if sae.subtract_b_dec else torch.zeros(len(ids)).double()
+    shift = (
+        encoder @ sae.b_dec.double().cpu()
+        if sae.subtract_b_dec and not sae.transcoder
+        else torch.zeros(len(ids)).double()
+    )
     numbers = torch.zeros(len(ids), SCALARS).double()
     numbers[:, 0], numbers[:, 1], numbers[:, 2] = 1, of(sae.b_enc) - shift, of(sae.b_enc) - shift
     numbers[:, 3] = -inf if sae.architecture == "standard" else 0

@@ -15,6 +15,7 @@ from ...kernels.edit_codes import MAX_SCORES
 from ...utils.arguments import is_whole, shown
 from ..interventions.set_feature import encoder_rows
 from ..saes.sae import SAE
+from ..site import is_several
 from ..spec import Spec, is_number
 from ..vectors.files import Source, content_hash
 
@@ -131,8 +132,9 @@ class FeatureProbe(Spec):
             return
         self._check("sae", isinstance(sae, SAE), "an SAE, or a name in lm.saes")
         self._check("feature", self.feature < sae.d_sae, f"from 0 to {sae.d_sae - 1}")
-        if sae.architecture == "topk" or sae.normalization != "none":
-            why = "top-k, so one feature depends on all" if sae.architecture == "topk" else "normalizing its input"
+        whole = sae.architecture in ("topk", "abstopk", "matching_pursuit")
+        if whole or sae.normalization != "none" or (sae.site is not None and is_several(sae.site)):
+            why = "top-k, so one feature depends on all" if whole else "a crosscoder, or normalizing its input"
             raise ValueError(f"FeatureProbe: the SAE is {why}: capture Features(sae), and read the scores from it")
 
     @cached_property

@@ -18,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from ...core.model_spec import PATTERN, STATE
 from ..site import Site
+from .pursuit import Pursuit
 
 NORMALIZATIONS = ("none", "layer_norm", "constant_norm_rescale")
 """Normalizations of an SAE's input."""
 _ARCHITECTURES = {
     "standard": "standard", "gated": "gated", "jumprelu": "jumprelu", "jump_relu": "jumprelu", "topk": "topk",
+    "abstopk": "abstopk", "matching_pursuit": "matching_pursuit",
     "batchtopk": "jumprelu", "matryoshka_batchtopk": "jumprelu", "transcoder": "standard", "skip_transcoder": "standard",
     "jumprelu_transcoder": "jumprelu", "jumprelu_skip_transcoder": "jumprelu",
 }  # fmt: skip
@@ -56,6 +59,10 @@ def of_config(config: Mapping[str, Any], tensors: dict[str, Any], factor: float 
             asked = "topk"
         elif activation != "relu":
             raise ValueError(f"{who}: the activation function {activation!r} is not supported; relu and topk are")
+    if asked == "temporal":
+        raise ValueError(
+            f"{who}: a temporal SAE is not supported: its features depend on the positions before, so it has no features of a state"
+        )
     if asked not in _ARCHITECTURES:
         raise ValueError(f"{who}: the architecture {asked!r} is not supported; there are {', '.join(_ARCHITECTURES)}")
     architecture, transcoder = _ARCHITECTURES[asked], "transcoder" in asked
@@ -84,18 +91,35 @@ def of_config(config: Mapping[str, Any], tensors: dict[str, Any], factor: float 
                 "SAE.load(..., norm_scaling_factor=...), or 1 where it is folded into the weights"
             )
         normalization, scale = "none", float(found)
+    elif normalization == "covariance_whitening":
+        raise ValueError(
+            f"{who}: the whitening of its inputs ('covariance_whitening') is not folded into its weights, and the file does not "
+            "hold it: save the SAE for inference (save_inference_model), which folds it"
+        )
     elif normalization not in NORMALIZATIONS:
         raise ValueError(f"{who}: the normalization {normalization!r} is not supported; there are {NORMALIZATIONS}")
+    if architecture == "matching_pursuit":
+        tensors = _tied(tensors, bool(meta.get("apply_b_dec_to_input", True)))
     made: dict[str, Any] = {
         "architecture": architecture, "transcoder": transcoder, "model_name": str(meta.get("model_name") or ""),
-        "k": int(meta.get("k") or kwargs["k"]) if architecture == "topk" else None, "normalization": normalization,
+        "k": int(meta.get("k") or kwargs["k"]) if architecture in ("topk", "abstopk") else None, "normalization": normalization,
         "subtract_b_dec": bool(meta.get("apply_b_dec_to_input", True)) and not transcoder,
     }  # fmt: skip
     made |= _site_fields(meta.get("hf_hook_name"), meta.get("hook_name") or meta.get("hook_point"))
+    if architecture == "matching_pursuit":
+        made["pursuit"] = Pursuit(**{name: meta[name] for name in Pursuit._fields if name in meta})
     if transcoder:
         out = _site_fields(meta.get("hf_hook_name_out"), meta.get("hook_name_out"))
         made["site_out"] = out.get("site")
     return SAEFile(made, tensors, scale)
+
+
+def _tied(tensors: Mapping[str, Any], with_bias: bool) -> dict[str, Any]:
+    """The tensors of a matching pursuit, with the decoder as the encoder. `b_dec` counts only if the input is without it."""
+    decoder, bias = tensors["W_dec"], tensors["b_dec"]
+    others = {name: value for name, value in tensors.items() if name != "W_enc"}
+    encoder = {"W_enc": decoder.T.contiguous(), "b_enc": decoder.new_zeros(len(decoder))}
+    return others | encoder | {"b_dec": bias if with_bias else torch.zeros_like(bias)}
 
 
 def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
@@ -152,15 +176,35 @@ def gemma_scope_2(config: Mapping[str, Any], tensors: dict[str, Any], who: str) 
     """Gemma Scope 2's SAEs and transcoders for Gemma 3."""
     if config.get("architecture") != "jump_relu":
         raise ValueError(f"{who}: the architecture {config.get('architecture')!r} is not Gemma Scope 2's, jump_relu")
-    if tensors.get("w_dec", torch.empty(0, 0)).ndim != 2:
-        raise ValueError(f"{who}: a cross-layer transcoder, which writes to several layers, is not supported")
     hook_in, hook_out = config.get("hf_hook_point_in"), config.get("hf_hook_point_out")
     transcoder = hook_out is not None and hook_out != hook_in
     made: dict[str, Any] = {"architecture": "jumprelu", "subtract_b_dec": False, "transcoder": transcoder}
     made |= {"model_name": str(config.get("model_name") or ""), **_site_fields(hook_in, None)}
     if transcoder:
         made["site_out"] = _site_fields(hook_out, None).get("site")
+    if tensors.get("w_dec", torch.empty(0)).ndim == 3:
+        made["site_out"], tensors = _across_layers(made["site_out"], tensors, who)
     return SAEFile(made, tensors)
+
+
+def _across_layers(first: str | None, tensors: Mapping[str, Any], who: str) -> tuple[str, dict[str, Any]]:
+    """(pattern of the sites, tensors) of one layer of a cross-layer transcoder, with w_dec [d_sae, layers, width].
+
+    The first layer written is its own, `first`: only it gets the bias and the skip connection.
+    """
+    if first is None:
+        raise ValueError(
+            f"{who}: it writes to several layers, and its configuration does not name the first, hf_hook_point_out"
+        )
+    kind, _, layer = first.partition(".")
+    decoder, bias, skip = tensors["w_dec"], tensors["b_dec"], tensors.get("affine_skip_connection")
+    if not decoder[:, : int(layer)].any() and decoder.shape[1] > int(layer):  # layers before it are stored, too
+        decoder = decoder[:, int(layer) :]
+    layers, width = decoder.shape[1:]
+    found = {**tensors, "w_dec": decoder.flatten(1), "b_dec": pad(bias, (0, (layers - 1) * width))}
+    if skip is not None:
+        found["affine_skip_connection"] = pad(skip, (0, (layers - 1) * width))
+    return f"{kind}.{{{layer}..{int(layer) + layers - 1}}}", found
 
 
 def llama_scope(config: Mapping[str, Any], tensors: dict[str, Any]) -> SAEFile:

@@ -69,7 +69,10 @@ def _named(found: SAEFile, who: str, dtype: torch.dtype | None) -> dict[str, Ten
                 f"{who}: the tensor {name!r} is not of an SAE that is supported; they have {', '.join(_names())}"
             )
         tensor = _checked(value, f"{who}, {name}", dtype)
-        tensors[own] = tensor.T.contiguous() if name in _TRANSPOSED else tensor
+        if own in _OF_SITES and tensor.ndim == _OF_SITES[own]:
+            tensors[own] = _side_by_side(own, name, tensor)
+        else:
+            tensors[own] = tensor.T.contiguous() if name in _TRANSPOSED else tensor
     for name in ("W_enc", "b_enc", "W_dec", "b_dec") if given else ():
         if name not in tensors:
             raise ValueError(f"{who} has no tensor {name}; it has {', '.join(sorted(given))}")
@@ -89,13 +92,27 @@ def _named(found: SAEFile, who: str, dtype: torch.dtype | None) -> dict[str, Ten
     return {name: _finite(tensor, f"{who}, {name}") for name, tensor in tensors.items()}
 
 
+_OF_SITES = {"W_enc": 3, "W_dec": 3, "b_dec": 2}
+"""Tensors of a crosscoder -> their dimensions, one of which is the sites."""
+
+
+def _side_by_side(own: str, name: str, tensor: Tensor) -> Tensor:
+    """A crosscoder's tensor for the concatenation of its sites' states.
+
+    Encoders are [sites, width, d_sae]. Decoders are [d_sae, sites, width], or under `decoder.weight` [sites, d_sae, width].
+    """
+    if own == "W_dec":
+        return (tensor.movedim(0, 1) if name == "decoder.weight" else tensor).flatten(1)
+    return tensor.flatten(0, 1) if own == "W_enc" else tensor.flatten()
+
+
 def _names() -> list[str]:
     return sorted({*_TRANSPOSED, *_RENAMED, *_TENSORS})
 
 
 def _checked(tensor: Any, who: str, dtype: torch.dtype | None) -> Tensor:
     """A finite tensor on the CPU, in a dtype; None: its own floating dtype, or else float32."""
-    found = checked_vector(tensor, who, (0, 1, 2))
+    found = checked_vector(tensor, who, (0, 1, 2, 3))
     own = tensor.dtype if isinstance(tensor, Tensor) and tensor.is_floating_point() else torch.float32
     return _finite(found.to(dtype or own), who)
 

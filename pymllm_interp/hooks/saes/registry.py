@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...core.model_spec import NUMBERED_SITES, ModelSpec, site_index
+from ...core.model_spec import ModelSpec
 from ..site import expand
 from ..spec import Spec
 from ..vectors.files import _nearest
@@ -61,22 +61,6 @@ class SAERegistry(MutableMapping[str, SAE]):
         except KeyError:
             near = _nearest(name, dict(self._saes))
             raise KeyError(f"no SAE {name!r}; {near} (lm.saes[{name!r}] = SAE.load(path) puts one there)") from None
-
-    def encoders(self) -> dict[int, list[SAE]]:
-        """SAEs by site that must encode all features to know one."""
-        found: dict[int, list[SAE]] = {}
-        for sae in dict.fromkeys(self._saes.values()):
-            if (
-                sae.architecture == "topk"
-                and not sae.transcoder
-                and sae.normalization == "none"
-                and sae.site is not None
-            ):
-                (site,) = expand(sae.site, self._model.num_hidden_layers, self._model.family)
-                if site.kind not in NUMBERED_SITES:  # nothing can be set there
-                    continue
-                found.setdefault(site_index(site, self._model.num_hidden_layers), []).append(sae)
-        return found
 
     def resolved(self, spec: SpecT) -> SpecT:
         """A spec with SAEs on the model's device, in place of names and of SAEs elsewhere. Without SAEs it is the spec itself.
@@ -149,11 +133,13 @@ def check_fits(sae: SAE, model: ModelSpec, who: str) -> None:
         if site is None:
             continue
         try:
-            (found,) = expand(site, model.num_hidden_layers, model.family)
+            sites = expand(site, model.num_hidden_layers, model.family)
         except ValueError as error:
             raise ValueError(f"{who}{of} is for another model: {error}") from None
-        if width != model.width(found.kind):
-            own, settings = model.width(found.kind), " * ".join(model.settings(found.kind))
+        kind = sites[0].kind
+        if width != len(sites) * model.width(kind):
+            own, settings = len(sites) * model.width(kind), " * ".join(model.settings(kind))
+            settings = f"{len(sites)} sites * {settings}" if len(sites) > 1 else settings
             raise ValueError(
                 f"{who}{of} is for another model: it has {width} values at {site}; this model has {own} ({settings})"
             )

@@ -12,6 +12,11 @@ one. Transcoders, and SAEs with ``subtract_b_dec=False``, leave `b_dec` out. The
 - `jumprelu`: ``relu(p) * (p > threshold)``. A batch-top-k SAE is one, with the threshold that its training kept.
 - `gated`: ``relu((p - b_enc) * exp(r_mag) + b_mag) * (p > 0)``, where `b_enc` is the bias of the gate
 - `topk`: ``relu(p)`` of the `k` largest, 0 for all others
+- `abstopk`: `p` of the `k` largest by magnitude, 0 for all others
+- `matching_pursuit`: found one after the other, with the decoder as the encoder (`pursuit.py`)
+
+A crosscoder reads several sites, and a cross-layer transcoder writes several. Their site is a pattern, ``resid_post.{3,7}``. Their
+state is the concatenation of the states there, in the order of the layers.
 """
 
 from __future__ import annotations
@@ -19,21 +24,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import inf
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
 from ...utils.arguments import check_names
 from ...utils.cached_properties import version_of, versioned_property
-from ..site import Site, canonical
+from ..site import Site, canonical, is_several
 from .configurations import NORMALIZATIONS, SAEFile
 from .formats import read_fields
+from .pursuit import Pursuit, pursue
 
-Architecture = Literal["standard", "jumprelu", "gated", "topk"]
-ARCHITECTURES = ("standard", "jumprelu", "gated", "topk")
+Architecture = Literal["standard", "jumprelu", "gated", "topk", "abstopk", "matching_pursuit"]
+ARCHITECTURES = get_args(Architecture)
 _EPSILON = 1e-5
 """Epsilon of layer_norm, as in SAELens."""
 
@@ -56,9 +61,9 @@ class SAE:
     """[d_out]"""
     architecture: Architecture = "standard"
     site: str | None = None
-    """The site that it reads; None: it was not told."""
+    """The site that it reads, or a pattern of several; None: it was not told."""
     site_out: str | None = None
-    """The site that a transcoder predicts."""
+    """The site that a transcoder predicts, or a pattern of several."""
     transcoder: bool = False
     """Whether it predicts another state than the one it reads."""
     threshold: Tensor | None = field(default=None, repr=False)
@@ -68,7 +73,9 @@ class SAE:
     b_mag: Tensor | None = field(default=None, repr=False)
     """[d_sae] of `gated`."""
     k: int | None = None
-    """Number of active features of `topk`."""
+    """Number of active features of `topk` and `abstopk`."""
+    pursuit: Pursuit | None = None
+    """End of a `matching_pursuit`."""
     W_skip: Tensor | None = field(default=None, repr=False)
     """[width, d_out] of a transcoder with a skip connection, which adds ``x @ W_skip``."""
     subtract_b_dec: bool = True
@@ -91,7 +98,8 @@ class SAE:
         )
         for name in ("site", "site_out"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, str(Site.parse(canonical(getattr(self, name)))))
+                found = canonical(getattr(self, name))
+                object.__setattr__(self, name, found if is_several(found) else str(Site.parse(found)))
         self._check(self.W_enc.ndim == 2 and self.W_dec.ndim == 2, "W_enc and W_dec have two dimensions")
         width, d_sae, d_out = self.width, self.d_sae, self.d_out
         shapes: dict[str, tuple[int, ...]] = {
@@ -105,7 +113,10 @@ class SAE:
             self._check(
                 tensor.is_floating_point() and tensor.dtype is self.dtype, f"{name} is {tensor.dtype}, not {self.dtype}"
             )
-        needed = {"jumprelu": ("threshold",), "gated": ("r_mag", "b_mag"), "topk": ("k",)}.get(self.architecture, ())
+        needed = {
+            "jumprelu": ("threshold",), "gated": ("r_mag", "b_mag"), "topk": ("k",), "abstopk": ("k",),
+            "matching_pursuit": ("pursuit",),
+        }.get(self.architecture, ())  # fmt: skip
         for name in needed:
             self._check(getattr(self, name) is not None, f"an architecture {self.architecture!r} needs {name}")
         if self.k is not None:
@@ -181,6 +192,12 @@ class SAE:
         return self.W_enc.device
 
     @property
+    def encodes_whole(self) -> bool:
+        """Whether it must encode all features, or another state, to know one: no column of the encoder suffices."""
+        several = self.architecture in ("topk", "abstopk", "matching_pursuit") or self.normalization != "none"
+        return several or self.transcoder
+
+    @property
     def version(self) -> int:
         """Grows with every edit of its tensors in place that torch counts."""
         return version_of(tensor for _, tensor in self.tensors())
@@ -191,7 +208,7 @@ class SAE:
         digest = hashlib.sha256()
         for part in fields(self):
             value = getattr(self, part.name)
-            if part.name == "feature_names":
+            if part.name == "feature_names" or (part.name == "pursuit" and value is None):
                 continue
             if isinstance(value, Tensor):
                 digest.update(f"|{part.name}={tuple(value.shape)}, {value.dtype}".encode())
@@ -221,55 +238,57 @@ class SAE:
 
     def encode(self, x: Tensor) -> Tensor:
         """The features [..., d_sae] of states [..., width]."""
-        pre = self._products(x)
-        if self.architecture == "gated":
-            assert self.r_mag is not None and self.b_mag is not None
-            return (pre * self.r_mag.exp() + self.b_mag).relu_() * (pre + self.b_enc > 0)
-        pre += self.b_enc
-        if self.architecture == "jumprelu":
-            assert self.threshold is not None
-            return pre.relu() * (pre > self.threshold)
-        if self.architecture == "topk":
-            assert self.k is not None
-            values, indexes = pre.topk(self.k, dim=-1, sorted=False)
-            return torch.zeros_like(pre).scatter_(-1, indexes, values.relu_())
-        return pre.relu_()
-
-    def top_k_threshold(self, x: Tensor) -> Tensor:
-        """Threshold of a `topk` SAE for states [..., width]: [...] float32, midway between the k-th and the next
-        pre-activation.
-
-        The products are float32, whatever the dtype: in bfloat16 many features would be equal to the k-th. So the last of those
-        that `encode` has may be others.
-        """
-        assert self.k is not None
-        if self.k == self.d_sae:
-            return torch.full(x.shape[:-1], -inf, device=x.device)
-        pre = _products_float32(x.detach(), self.W_enc) + self._shift
-        return pre.topk(self.k + 1, dim=-1).values[..., -2:].mean(-1)
-
-    @versioned_property
-    def _shift(self) -> Tensor:
-        """[d_sae] float32, added to the encoder's products with a whole state. Captured passes keep its address."""
-        with torch.no_grad():
-            shift = self.b_enc.to(torch.float32, copy=True)
-            if self.subtract_b_dec:
-                shift -= _products_float32(self.b_dec[None], self.W_enc)[0]
-            kept: Tensor = self.__dict__.setdefault("_shift_memory", shift)
-            return kept.copy_(shift)
-
-    def refresh(self) -> None:
-        """Recompute the tensors that passes keep of it, if it was edited in place since."""
-        self._shift  # noqa: B018
-
-    def _products(self, x: Tensor) -> Tensor:
-        """The products [..., d_sae] of the encoder with states, without its bias, in new memory."""
         if x.shape[-1] != self.width:
             raise ValueError(f"the states have {x.shape[-1]} values; this SAE reads {self.width}")
         x, _, _ = self._normalized(x.to(self.dtype))
         if self.subtract_b_dec and not self.transcoder:
             x = x - self.b_dec
-        return x @ self.W_enc
+        return pursue(x, self.W_dec, self.pursuit) if self.pursuit else self._activated(x @ self.W_enc)
+
+    def encode_float32(self, x: Tensor) -> Tensor:
+        """`encode` of rows [n, width], with products that are not rounded: [n, d_sae] float32.
+
+        In bfloat16 many pre-activations would be equal to the k-th. So a top-k SAE's last features may be others than `encode` has.
+        """
+        if self.normalization != "none":
+            x = self._normalized(x.float())[0].to(self.dtype)
+        if self.pursuit:
+            x = x.float() - self.b_dec.float() if self.subtract_b_dec else x.float()
+            return pursue(x, self.W_dec.float(), self.pursuit)
+        products = products_float32(x, self.W_enc)
+        return self._activated(products - self._shift if self.subtract_b_dec and not self.transcoder else products)
+
+    def _activated(self, pre: Tensor) -> Tensor:
+        """The features [..., d_sae] of products [..., d_sae] without `b_enc`. The products are overwritten."""
+        bias = self.b_enc.to(pre.dtype)
+        if self.architecture == "gated":
+            assert self.r_mag is not None and self.b_mag is not None
+            magnitudes = pre * self.r_mag.to(pre.dtype).exp() + self.b_mag.to(pre.dtype)
+            return magnitudes.relu_() * (pre + bias > 0)
+        pre += bias
+        if self.architecture == "jumprelu":
+            assert self.threshold is not None
+            return pre.relu() * (pre > self.threshold.to(pre.dtype))
+        if self.architecture in ("topk", "abstopk"):
+            assert self.k is not None
+            signed = self.architecture == "abstopk"
+            found = (pre.abs() if signed else pre).topk(self.k, dim=-1, sorted=False)
+            values = pre.gather(-1, found.indices) if signed else found.values.relu_()
+            return torch.zeros_like(pre).scatter_(-1, found.indices, values)
+        return pre.relu_()
+
+    @versioned_property
+    def _shift(self) -> Tensor:
+        """[d_sae] float32, the encoder's products with `b_dec`. Captured passes keep its address."""
+        with torch.no_grad():
+            shift = products_float32(self.b_dec[None], self.W_enc)[0]
+            kept: Tensor = self.__dict__.setdefault("_shift_memory", shift)
+            return kept.copy_(shift)
+
+    def refresh(self) -> None:
+        """Recompute the tensors that passes keep of it, if it was edited in place since."""
+        if self.subtract_b_dec and not self.transcoder:
+            self._shift  # noqa: B018
 
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
         """The states [..., d_out] that features [..., d_sae] stand for.
@@ -293,6 +312,27 @@ class SAE:
             out = out * scale + mean
         return out if self.W_skip is None else out + x.to(self.dtype) @ self.W_skip
 
+    def reconstruct(self, x: Tensor, features: Tensor | None = None) -> Tensor:
+        """``decode(encode(x), x)`` of rows [n, width], with products that are not rounded: [n, d_out] float32.
+
+        Args:
+            features: result of `encode_float32`, if it is known.
+        """
+        found = self.encode_float32(x) if features is None else features
+        out = products_float32(found.to(self.dtype), self.W_dec) + self.b_dec.float()
+        if self.normalization != "none" and not self.transcoder:
+            _, scale, mean = self._normalized(x.float())
+            out = out * scale + mean
+        return out if self.W_skip is None else out + products_float32(x.to(self.dtype), self.W_skip)
+
+    def output_scale(self, x: Tensor) -> Tensor:
+        """Factor of the decoder's output for rows [n, width], which undoes a normalization: [n, 1] float32."""
+        if self.normalization == "none" or self.transcoder:
+            return torch.ones(len(x), 1, device=x.device)
+        _, scale, _ = self._normalized(x.float())
+        assert isinstance(scale, Tensor)
+        return scale
+
     def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor | float, Tensor | float]:
         """(normalized states, inverse: a factor, and a summand)."""
         if self.normalization == "layer_norm":
@@ -310,7 +350,7 @@ class SAE:
             raise ValueError(f"SAE: {message}")
 
 
-def _products_float32(x: Tensor, weight: Tensor) -> Tensor:
+def products_float32(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight`` for x [n, width], not rounded to the dtype of either."""
     if x.is_cuda and x.dtype is weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x, weight, out_dtype=torch.float32)

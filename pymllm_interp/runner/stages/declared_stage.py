@@ -39,7 +39,7 @@ from ...hooks.captures.rows import CapturedRows
 from ...hooks.declared import Declared
 from ...hooks.interventions.device_tables import DeviceTables
 from ...hooks.interventions.host_ops import RequestRows, host_ops, logit_ops
-from ...hooks.saes.sae import SAE
+from ...hooks.saes.encoders import Encoders
 from ...kernels.edit_codes import TokenRows
 from ...layers.edits.table import TableOps
 from ...utils.out_of_memory import within_memory
@@ -57,7 +57,7 @@ class DeclaredStage(Stage):
         model: model that specs are checked against.
         device: device of the passes.
         readout: readout of the model, for reductions.
-        encoders: SAEs by site that encode in passes with tables.
+        encoders: the SAEs that passes with tables encode; None for none.
 
     Attributes:
         device_tables: ops and captures that kernels read; None on a CPU.
@@ -71,13 +71,13 @@ class DeclaredStage(Stage):
         model: ModelSpec,
         device: str,
         readout: Readout | None = None,
-        encoders: Mapping[int, Sequence[SAE]] | None = None,
+        encoders: Encoders | None = None,
     ) -> None:
         self.model, self.device = model, device
         self.limits = DeclaredLimits(
             config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
             frozenset(config.inner_sites if self.has_tables else INNER_SITES), device_tables=self.has_tables,
-            encoders=encoders if encoders and self.has_tables else {},
+            encoders=encoders if encoders and self.has_tables else None,
         )  # fmt: skip
         self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None
@@ -101,7 +101,7 @@ class DeclaredStage(Stage):
     @property
     def wants_plain_graphs(self) -> bool:
         """Whether captured passes encode with SAEs."""
-        return bool(self.limits.encoders)
+        return self.limits.encoders is not None
 
     def init_tables(self, states: RequestState, buffers: InputBuffers) -> None:
         """Make the tables and the ring, where passes read them.
@@ -128,6 +128,9 @@ class DeclaredStage(Stage):
             f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
         )
         self.device_tables = DeviceTables(edited, self.model, self.limits, self.capture_ring.memory)
+        if (encoders := self.limits.encoders) is not None:
+            memory = torch.zeros(token_rows.owners.shape[-1], encoders.columns, device=self.device)
+            token_rows = token_rows._replace(features=memory.T)
         self.table_ops = TableOps(self.device_tables.tables, *token_rows)
 
     def result_memory(self) -> Memory:
@@ -139,7 +142,7 @@ class DeclaredStage(Stage):
         if self.capture_ring is not None:
             self.capture_ring.close()
         self.device_tables = self.capture_ring = self.readout = self.table_ops = None
-        self.limits = replace(self.limits, encoders={})
+        self.limits = replace(self.limits, encoders=None)
         self._live.clear()
         self._monitored.clear()
         self._cutting.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from ....utils.arguments import is_whole
 from ...registry import reduction
 from ...saes.registry import check_fits
 from ...saes.sae import SAE
-from ...site import Site
+from ...site import Site, expand, is_several
 from .reduction import Readout, Reduced, Reduction, as_words, floats
 
 
@@ -26,7 +27,10 @@ class Features(Reduction):
 
     The site's rows are the values [positions, top_k], in descending order. `Activations.indexes` has the features' numbers.
     `Activations.counts` [positions] says how many features are active. Where fewer than `top_k` are, the values end with 0 and the
-    numbers with -1. Where more are, the rest is left out, and counted in the receipt (`Captured.cut`).
+    numbers with -1. Where more are, the rest is left out, and counted in the receipt (`Captured.cut`). Of an SAE with negative
+    features (`abstopk`), the largest magnitudes are taken, and values keep their sign.
+
+    A crosscoder reads the states of all its sites at once: ``Capture("resid_post.{3,7}", ...)``. Each of the sites has the result.
 
     Raises:
         ValueError: no SAE and no name of one, or top_k is not from 1 to the number of its features.
@@ -47,6 +51,11 @@ class Features(Reduction):
         self._check("top_k", holds, "from 1 on" if most is None else f"from 1 to {most}, the SAE's features")
 
     @property
+    def joined(self) -> bool:
+        """Whether the SAE is a crosscoder."""
+        return isinstance(self.sae, SAE) and self.sae.site is not None and is_several(self.sae.site)
+
+    @property
     def norm_gain(self) -> bool:
         """Whether the SAE reads the norm's output after the gain."""
         return self._sae.norm_gain
@@ -59,11 +68,16 @@ class Features(Reduction):
     def check(self, site: Site, model: ModelSpec) -> None:
         if isinstance(self.sae, str):
             raise ValueError(f"{self.sae!r} is a name, and only an LM's `saes` know whose")
-        if self.sae.site is not None and self.sae.site != str(site):
+        sae = self.sae if self.sae.site else self.sae.at(site)
+        if not self.joined and sae.site != str(site):
             raise ValueError(
-                f"the SAE reads {self.sae.site}, and this is {site}: Capture(sae.site, ...), or sae.at({str(site)!r})"
+                f"the SAE reads {sae.site}, and this is {site}: Capture(sae.site, ...), or sae.at({str(site)!r})"
             )
-        check_fits(self.sae if self.sae.site else self.sae.at(site), model, "the SAE")
+        check_fits(sae, model, "the SAE")
+
+    def check_joined(self, sites: Sequence[Site], model: ModelSpec) -> None:
+        if self.joined and list(sites) != expand(str(self._sae.site), model.num_hidden_layers, model.family):
+            raise ValueError(f"the crosscoder reads {self._sae.site} together: Capture(sae.site, ...)")
 
     def sent_width(self, width: int) -> int:
         return 2 * self.top_k + 1
@@ -73,8 +87,13 @@ class Features(Reduction):
 
     def sent(self, rows: Tensor, readout: Readout) -> Tensor:
         features = self._sae.to(rows.device).encode(rows)
-        values, indexes = features.topk(self.top_k, dim=-1)
-        return as_words(values, indexes.where(values > 0, -1), (features > 0).sum(-1, keepdim=True))
+        signed = self._sae.architecture == "abstopk"
+        values, indexes = (features.abs() if signed else features).topk(self.top_k, dim=-1)
+        active = (features != 0 if signed else features > 0).sum(-1, keepdim=True)
+        indexes = indexes.where(values > 0, -1)
+        return as_words(
+            features.gather(-1, indexes.clamp(min=0)).where(values > 0, 0) if signed else values, indexes, active
+        )
 
     def results(self, values: Tensor, dtype: torch.dtype | None, states: bool) -> Reduced:
         counts = values[:, -1].long()

@@ -43,6 +43,7 @@ class StateReading:
         width: values sent for a state.
         dtype: dtype of the values.
         reduces: whether it has a reduction.
+        joined: whether it reads the states of all sites as one row (`Reduction.joined`).
         key: equal for readings that one call can serve.
     """
 
@@ -63,16 +64,17 @@ class StateReading:
         self.dtype = dtype if reduction is None else reduction.sent_dtype
         self._rows = max(1, self.MAX_ELEMENTS // (width if reduction is None else reduction.row_elements(width)))
         self.reduces = reduction is not None
+        self.joined = reduction is not None and reduction.joined
         self.key = normed, gain, self.dtype, None if reduction is None else reduction.fingerprint
 
     @torch.no_grad()
     def __call__(self, parts: Sequence[tuple[Sites, Tensor]]) -> list[Tensor]:
         """The values [n, sites, width] of each part: its sites, and states [n, sites, width of a state]."""
+        if self.joined:
+            return self._side_by_side(parts)
         by_key = self._pieces(parts)
         read = [self._of_site(found[0].site, _joined([piece.rows for piece in found])) for found in by_key.values()]
-        together = _joined(read)
-        if self._reduction is not None:
-            together = _joined([self._reduction.sent(some, self._readout) for some in together.split(self._rows)])
+        together = self._sent(_joined(read))
         pieces = [piece for found in by_key.values() for piece in found]
         values = together.to(self.dtype).split([len(piece.rows) for piece in pieces])
         if len(by_key) == 1:  # a piece for each part
@@ -83,6 +85,21 @@ class StateReading:
             for column, own in zip(piece.columns, value.unflatten(0, (-1, len(piece.columns))).unbind(1), strict=True):
                 outs[piece.part][:, column] = own
         return outs
+
+    def _sent(self, rows: Tensor) -> Tensor:
+        """The reduction's values of rows; the rows without one."""
+        if self._reduction is None:
+            return rows
+        return _joined([self._reduction.sent(some, self._readout) for some in rows.split(self._rows)])
+
+    def _side_by_side(self, parts: Sequence[tuple[Sites, Tensor]]) -> list[Tensor]:
+        """`__call__` for a reduction that is `joined`: one row of all sites. Each site has its values."""
+        rows = [
+            torch.cat([self._of_site(site, states[:, c]) for c, site in enumerate(sites)], -1)
+            for sites, states in parts
+        ]
+        values = self._sent(_joined(rows)).to(self.dtype).split([len(states) for _, states in parts])
+        return [own[:, None].expand(-1, len(sites), -1) for own, (sites, _) in zip(values, parts, strict=True)]
 
     def _pieces(self, parts: Sequence[tuple[Sites, Tensor]]) -> dict[object, list[_Piece]]:
         """The parts, cut into the columns that are read by the same function, by a key of the function."""

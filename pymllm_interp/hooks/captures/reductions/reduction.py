@@ -11,7 +11,7 @@ runs on the host, on all rows of one request. A pool folds the states of the pos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -73,6 +73,11 @@ class Reduction(Spec):
     """Whether a pool adds up states, so that the device adds up the states of a prompt."""
 
     @property
+    def joined(self) -> bool:
+        """Whether it reads the states of all sites of its capture side by side, as one row. Each site has the result."""
+        return False
+
+    @property
     def probes(self) -> Tensor | None:
         """[n, width] float32: directions. Kernels of the pass store dot products with them in place of a state. None: the state."""
         return None
@@ -87,6 +92,9 @@ class Reduction(Spec):
 
     def check(self, site: Site, model: ModelSpec) -> None:
         """Raise ValueError if a model's site cannot be reduced."""
+
+    def check_joined(self, sites: Sequence[Site], model: ModelSpec) -> None:
+        """Raise ValueError if the sites of one capture cannot be reduced together."""
 
     def sent_width(self, width: int) -> int:
         """Values of `sent` for a state."""
