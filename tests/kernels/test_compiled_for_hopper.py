@@ -121,14 +121,14 @@ HALF = "*bf16"
 rows, block, warps = norm_launch(4096)
 tables = {
     "owners": "*i64", "positions": "*i64", "ops": "*i32", "fires": "*i32", "vectors": "*fp32", "captures": "*i32",
-    "records": "*i64", "ring": HALF, "flags": "*i64", "first_fired": "*i32", "seen": "*i32",
+    "records": "*i64", "ring": HALF, "flags": "*i64", "first_fired": "*i32", "seen": "*i32", "scores": "*fp32",
 }
 shared = {
     "SIZE": 4096, "SITES": 130, "DEPTH": 4, "WIDTH": 4096, "ALIGNED": True, "ROWS": rows, "BLOCK": block, "PDL": True,
 }
 compiled(_pair_kernel, {"delta": HALF, "stream": HALF, **tables}, {"PAIR": True, **shared}, warps, 3)
-states = {name: HALF for name in ("h", "delta", "weight", "total", "out")} | {"thresholds": "*fp32", "eps": "fp32"}
-own = {"NORM": True, "LAST": True, "PARALLEL": False, "KIND": norm_kind.RMS, "HEAD_DIM": 0, "ENCODERS": 0, "COUNTS": True}
+states = {name: HALF for name in ("h", "delta", "weight", "total", "out")} | {"features": "*fp32", "eps": "fp32"}
+own = {"NORM": True, "LAST": True, "PARALLEL": False, "KIND": norm_kind.RMS, "HEAD_DIM": 0, "COLUMNS": 0, "COUNTS": True}
 compiled(_edit_kernel, states | tables, own | shared, warps, 3)
 print("compiled")
 """

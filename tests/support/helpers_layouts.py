@@ -21,8 +21,8 @@ from pymllm_interp.kernels import triton_norm
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WHOLE = {"owners": "*i64", "positions": "*i64", "records": "*i64", "ops": "*i32", "fires": "*i32", "captures": "*i32"}
-WHOLE |= {"flags": "*i64", "first_fired": "*i32", "thresholds": "*fp32", "seen": "*i32"}
-NUMBERS = {"rows": "i32", "count": "i32", "site": "i32", "record_stride": "i32", "eps": "fp32"}
+WHOLE |= {"flags": "*i64", "first_fired": "*i32", "features": "*fp32", "seen": "*i32", "scores": "*fp32"}
+NUMBERS = {"rows": "i32", "count": "i32", "site": "i32", "record_stride": "i32", "score_stride": "i32", "eps": "fp32"}
 
 
 def compiled(kernel: Any, dtype: str, constants: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def main() -> None:
             "NORM": True,
             "ALIGNED": True,
             "HEAD_DIM": 0,
-            "ENCODERS": 0,
+            "COLUMNS": 0,
             "COUNTS": False,
             **shape,
         }
@@ -74,8 +74,8 @@ def main() -> None:
         found[f"{size} {dtype}"] = alone + with_tables
     inner = {**tables, "NORM": False, "LAST": False}  # of the last shape: with heads and without
     found["heads"] = [
-        layouts(triton_edits._edit_kernel, dtype, {**inner, "HEAD_DIM": head_dim, "ENCODERS": n}, **edits)
-        for head_dim, n in ((0, 0), (128, 0), (0, 2))
+        layouts(triton_edits._edit_kernel, dtype, {**inner, "HEAD_DIM": head_dim, "COLUMNS": n}, **edits)
+        for head_dim, n in ((0, 0), (128, 0), (0, 4228))
     ]
     counted = compiled(triton_edits._edit_kernel, dtype, {**tables, "LAST": False, "COUNTS": True}, **edits)
     found["atomics"] = re.findall(r"atom\.\S+", counted["ptx"])
