@@ -208,6 +208,11 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         help="a sparse autoencoder that captures may name, a file or folder of SAE.load; repeatable",
     )  # fmt: skip
     serve.add_argument(
+        "--monitor", type=Path, metavar="FILE",
+        help="monitors of all requests: a list in JSON or YAML, each with a name (docs/reference/http.md)",
+    )  # fmt: skip
+    serve.add_argument("--monitor-visible", action="store_true", help="clients see these monitors, and their scores")
+    serve.add_argument(
         "--otlp-traces-endpoint", metavar="URL",
         help="send a span for each request there, by OTLP over HTTP, such as http://localhost:4318/v1/traces (extra otel)",
     )  # fmt: skip

@@ -20,9 +20,11 @@ from ..engine.bad_words import bad_word_ids, check_allowed
 from ..engine.constraints import constraint_of
 from ..engine.drafts import check_speculate
 from ..engine.grammars.grammars import Grammars
+from ..hooks.bind import fingerprint_of
 from ..hooks.captures.spec import Capture
 from ..hooks.declarations import Declarations
 from ..hooks.interventions.knockout import Intervention
+from ..hooks.monitors.monitor import Monitor
 from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.syntax.tracer import TraceInput
@@ -62,6 +64,7 @@ class RequestFactory:
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
         grammars: structured outputs, compiled.
+        watching: monitors of a server's operator, which all requests have.
         cache_owner: owner of the requests, if they share no KV with other owners'.
     """
 
@@ -76,6 +79,7 @@ class RequestFactory:
     ) -> None:
         self.facts, self.tokenizer, self.saes = facts, tokenizer, saes
         self._declarations, self._weights, self._hold_adapter = declarations, weights, hold_adapter
+        self.watching: tuple[Monitor, ...] = ()
         self.grammars = Grammars(tokenizer, facts.limits.vocab_size, facts.defaults.eos_token_ids)
         self._own(None)
 
@@ -266,19 +270,20 @@ class RequestFactory:
         Raises:
             PromptError: something that the model lacks, or that exceeds the tables, the ring or the results.
         """
-        if not (interventions or captures or request.trace is not None):
+        watched = (*interventions, *self.watching)
+        if not (watched or captures or request.trace is not None):
             return
         try:
-            self._declarations.declare(interventions, captures, request)
+            self._declarations.declare(watched, captures, request)
         except ValueError as error:
             raise PromptError(f"{what}: {error}") from error
         if request.declared is None:
             return
         receipt = request.receipt = request.receipt or Receipt()
-        receipt.engine, receipt.model = (
-            self.facts.engine_name,
-            fingerprint or self.model_state.fingerprint(request.adapter),
-        )
+        if interventions or captures:
+            receipt.engine = self.facts.engine_name
+            receipt.model = fingerprint or self.model_state.fingerprint(request.adapter)
+            receipt.spec = fingerprint_of(interventions, captures)
 
     def _fingerprints(self, adapters: Sequence[str | None]) -> dict[str | None, str]:
         """The model's fingerprint with each of these adapters."""

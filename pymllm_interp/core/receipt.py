@@ -41,6 +41,8 @@ class Applied(_Brief):
     """Rows on which the gate fired; rows computed again count again. None without a gate."""
     missing: int = 0
     """Positions that the prompt does not have, left out by `missing="skip"`."""
+    monitor: str = ""
+    """Name of the monitor that it waited for."""
 
 
 @dataclass(repr=False, frozen=True)

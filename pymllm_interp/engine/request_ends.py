@@ -13,7 +13,6 @@ from functools import partial
 from ..core.events import Event, Subscriber, TokenEvent
 from ..core.request import Request
 from ..core.step import DeclaredResult, ModelRunnerOutput, SchedulerOutput
-from ..hooks.bind import fingerprint_of
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..runner.interp_model_runner import InterpModelRunner
 from .callbacks import Callbacks
@@ -160,7 +159,6 @@ class RequestEnds:
         assert request.hooks is not None and self.runner.declarations is not None, "it declared something"
         self.runner.declarations.release(request)
         arrived, receipt = self.runner.finish_declared(request.ending()), request.receipt
-        receipt.spec = fingerprint_of(request.hooks.interventions, request.hooks.captures)
         receipt.preemptions = request.num_preemptions
         if request.trace is None:  # which has them among its own
             request.warnings += receipt.warnings

@@ -283,6 +283,8 @@ class BoundHooks:
         return list(found)
 
     def _applied(self, num_positions: int, fires: Fires, first_fired: Mapping[int, torch.Tensor]) -> list[Applied]:
+        names = {monitor.flag: monitor.name for monitor in self.monitors}
+
         def rows(op: PlacedOp, first: int, stop: int) -> int:
             if op.flag is not None and op.flag.monitor:
                 first = max(first, int(first_fired.get(op.flag.slot, num_positions)))
@@ -297,6 +299,7 @@ class BoundHooks:
                     generated_rows=rows(op, self.prompt_len, num_positions),
                     gate_fires=None if op.spec.when is None else int(fires.get((site, i), 0)),
                     missing=op.missing,
+                    monitor=names[op.flag.slot] if op.flag is not None and op.flag.monitor else "",
                 )
                 for site, found in sorted(self.ops.items())
                 for i, op in enumerate(found)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, TemplateSyntaxError
 
 from ..config import ModelConfig, ServerConfig, renamed_fields
-from ..utils.arguments import check_names
+from ..utils.arguments import check_names, shown
 from .http.trust import read_keys
 from .settings import ServeLimits, ServeSettings
 
@@ -48,6 +50,8 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     limits = {field.name: getattr(args, field.name) for field in fields(ServeLimits)}
     given = os.environ.pop(KEY_VARIABLE, "")  # not for the engine process, which may run clients' code
     secrets = args.api_key or ([given] if given else [])
+    if args.monitor_visible and args.monitor is None:
+        raise ValueError("--monitor-visible: there are no monitors; --monitor FILE has them")
     if args.command == "serve":  # a cluster's are on its nodes
         _check_paths(args)
     return ServeSettings(
@@ -55,6 +59,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         uds=getattr(args, "uds", None),
         keys=read_keys(args.keys, args.allow_code_from or (), args.operator or (), secrets), limits=ServeLimits(**limits),
         adapters=dict(args.lora_modules or ()), store=args.store, shared_prefix_cache=args.shared_prefix_cache,
+        monitors=_monitors_of(args.monitor), monitor_visible=args.monitor_visible,
         on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level, log_format=args.log_format,
         otlp_traces_endpoint=args.otlp_traces_endpoint, vllm=vllm, chat_template=_template_of(args.chat_template),
         tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
@@ -86,6 +91,27 @@ def _template_of(file: Path | None) -> str | None:
     except TemplateSyntaxError as error:
         raise ValueError(f"--chat-template {file}: line {error.lineno}: {error.message}") from error
     return template
+
+
+def _monitors_of(file: Path | None) -> list[dict[str, Any]]:
+    """The monitors of a file of JSON or YAML. The engine process reads all but their names."""
+    if file is None:
+        return []
+    text = file.read_text()
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else yaml.safe_load(text)
+        json.dumps(found)
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"--monitor {file}: neither JSON nor YAML: {error}") from error
+    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+        raise ValueError(f"--monitor {file}: expected a list of monitors, each an object with name, site and probe")
+    names = [one.get("name") for one in found]
+    for name in names:
+        if not isinstance(name, str) or not name or name == "clients" or names.count(name) > 1:
+            raise ValueError(
+                f"--monitor {file}: name is {shown(name)}; each monitor has a name of its own, other than 'clients'"
+            )
+    return found
 
 
 def _vllm_arguments(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, F
 COMPONENT = "x-component"
 """Marks a schema that the engine process knows (schema.py), by its name there."""
 InterventionField = Annotated[dict[str, Any], WithJsonSchema({COMPONENT: "Intervention"})]
+MonitorField = Annotated[dict[str, Any], WithJsonSchema({COMPONENT: "MonitorSpec"})]
 CaptureField = Annotated[str | dict[str, Any], WithJsonSchema({COMPONENT: "CaptureSpec"})]
 """Read by the engine process; its objects check them."""
 
@@ -99,6 +100,10 @@ class SharedRequest(Strict):
     interventions: Annotated[list[InterventionField] | None, at_most(MAX_SPECS)] = Field(
         None, description="applied to each prompt and completion, in order"
     )
+    monitors: Annotated[list[MonitorField] | None, at_most(MAX_SPECS)] = Field(
+        None,
+        description="score the states of each prompt and completion; the scores are in each choice's pymllm.monitors",
+    )
     capture: Annotated[list[CaptureField] | None, at_most(MAX_SPECS)] = Field(
         None, description="sites, or captures; the states are each choice's activations"
     )
@@ -119,8 +124,8 @@ class SharedRequest(Strict):
 
     @property
     def hooked(self) -> bool:
-        """Whether the request has interventions or captures."""
-        return bool(self.interventions or self.capture)
+        """Whether the request has interventions, monitors or captures."""
+        return bool(self.interventions or self.monitors or self.capture)
 
 
 class GenerationRequest(SharedRequest):
@@ -300,6 +305,7 @@ class TokenRequest(Strict):
     interventions: Annotated[_Lists[InterventionField], at_most(MAX_CALL_SPECS)] = Field(
         default=[], description=_FOR_EACH
     )
+    monitors: Annotated[_Lists[MonitorField], at_most(MAX_CALL_SPECS)] = Field(default=[], description=_FOR_EACH)
     captures: Annotated[_Lists[CaptureField], at_most(MAX_CALL_SPECS)] = Field(default=[], description=_FOR_EACH)
     lora: Annotated[list[str | None] | None, at_most(MAX_LISTED)] = Field(
         None, description="LoRA adapters by name, or null, one for each prompt"
@@ -320,8 +326,9 @@ class TokenRequest(Strict):
     def _check(self) -> TokenRequest:
         if not self.prompts:
             raise ValueError("prompts: one at least is expected")
-        for name in ("params", "interventions", "captures", "priority", "names", "lora", "embeds"):
-            value, shared = getattr(self, name), name in ("params", "interventions", "captures")
+        of_all = ("params", "interventions", "monitors", "captures")
+        for name in (*of_all, "priority", "names", "lora", "embeds"):
+            value, shared = getattr(self, name), name in of_all
             if (value or name == "params") and len(value) != len(self.prompts) and not (shared and len(value) == 1):
                 raise ValueError(
                     f"{name}: one for each of the {len(self.prompts)} prompts is expected, got {len(value)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,10 @@ class ServeSettings:
     """LoRA adapters that are loaded at the start, name -> folder."""
     shared_prefix_cache: bool = False
     """Whether keys share KV. If so, each can learn from `cached_tokens` and from times which prompts others sent."""
+    monitors: Sequence[dict[str, Any]] = ()
+    """Monitors of all requests, as JSON, each with a name."""
+    monitor_visible: bool = False
+    """Whether clients see these, with their scores."""
     store: Path | None = None
     """Folder of captured states that wait to be fetched; None: a temporary one."""
     shared_store: bool = False

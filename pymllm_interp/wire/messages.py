@@ -36,6 +36,8 @@ class Submit(EngineMessage):
     """Fields of SamplingParams for each prompt, or once for all; None: the model's defaults."""
     interventions: list[list[dict[str, Any]]] = []
     """Interventions of each prompt, or one list for all, as `specs.to_json` writes them; empty: none."""
+    monitors: list[list[dict[str, Any]]] = []
+    """Monitors of each prompt, or one list for all: interventions, of which "op" may be left out."""
     captures: list[list[Any]] = []
     options: dict[str, Any] = {}
     """`timeout`, `priority` and `lora` (one for each prompt), and `cache_salt`."""

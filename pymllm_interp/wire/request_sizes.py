@@ -13,8 +13,10 @@ from ..hooks.positions import Positions
 from ..hooks.spec import Spec, arguments_of
 from ..hooks.vectors.files import Source
 from ..utils.arguments import PromptError
-from .specs import INTERVENTIONS, MAX_THEN, part_class, probe_class
+from .specs import INTERVENTIONS, MAX_THEN, MONITORS, part_class, probe_class
 
+TAGGED = {"interventions": INTERVENTIONS, "monitors": MONITORS}
+"""Field of a request -> the classes of its objects."""
 MAX_NUMBERS = 1 << 20
 """Most numbers of a vector that is written as lists. Base64 has no such limit."""
 MAX_NAME = 256
@@ -44,7 +46,7 @@ class CallSizes:
                 raise PromptError(f"{field} has {len(specs)} entries; a prompt takes at most {MAX_SPECS}")
             self._count(len(specs), field)
             for i, spec in enumerate(specs):
-                cls = Capture if field == "capture" else INTERVENTIONS.class_of(spec)
+                cls = Capture if field == "capture" else TAGGED[field].class_of(spec)
                 self._check_spec(cls, spec, f"{field}[{i}]")
 
     def _count(self, specs: int, what: str) -> None:

@@ -24,7 +24,7 @@ from ..hooks.captures.reductions.reduction import Reduction
 from ..hooks.captures.spec import Capture
 from ..hooks.catalogue import ops, reductions
 from ..hooks.interventions.set_feature import MAX_FEATURES, FeatureTargets
-from ..hooks.monitors.monitor import Then
+from ..hooks.monitors.monitor import Monitor, Then
 from ..hooks.monitors.probe import FeatureProbe, Probe, ProbeSource
 from ..hooks.positions import Positions
 from ..hooks.registry import is_spelled
@@ -157,10 +157,12 @@ OP_MODELS: dict[str, Any] = {name: _model(cls) for name, cls in ops().items()}
 
 
 def components() -> dict[str, Any]:
-    """Schemas of the OpenAPI document: `Intervention`, `CaptureSpec`, and the types that these refer to."""
+    """Schemas of the OpenAPI document: `Intervention`, `MonitorSpec`, `CaptureSpec`, and the types that these refer to."""
     intervention: Any = Annotated[reduce(or_, OP_MODELS.values()), Field(discriminator="op")]
     capture: Any = str | _model(Capture)
-    adapters = {"Intervention": TypeAdapter(intervention), "CaptureSpec": TypeAdapter(capture)}
+    monitor = create_model("MonitorSpec", __base__=_model(Monitor), op=(Literal["monitor"], "monitor"))
+    specs = {"Intervention": intervention, "MonitorSpec": monitor, "CaptureSpec": capture}
+    adapters = {name: TypeAdapter(spec) for name, spec in specs.items()}
     schemas, shared = TypeAdapter.json_schemas(
         [(name, "validation", adapter) for name, adapter in adapters.items()],
         ref_template="#/components/schemas/{model}",

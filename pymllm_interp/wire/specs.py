@@ -76,6 +76,7 @@ class TaggedClasses(NamedTuple):
 
 
 INTERVENTIONS = TaggedClasses("op", ops)
+MONITORS = TaggedClasses("op", lambda: {json_name(Monitor): Monitor}, json_name(Monitor))
 REDUCTIONS = TaggedClasses("type", reductions, json_name(Project))
 
 
@@ -227,6 +228,15 @@ def intervention_of(value: Any, what: str = "interventions") -> Intervention:
         PromptError: an unknown op or field, or an error of the op's class.
     """
     return INTERVENTIONS.made(value, what)
+
+
+def monitor_of(value: Any, what: str = "monitors") -> Monitor:
+    """A monitor from JSON; "op" may be left out.
+
+    Raises:
+        PromptError: another op, an unknown field, or an error of `Monitor`.
+    """
+    return MONITORS.made(value, what)
 
 
 def capture_of(value: Any, what: str = "capture") -> Capture:

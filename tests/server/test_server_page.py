@@ -25,10 +25,14 @@ OBSERVE = """(() => {
         new MutationObserver(() => { if (text.ariaBusy === 'true') shown[id].push(text.textContent); })
             .observe(text, { childList: true, subtree: true, characterData: true });
     } })()"""
+SCORED = """['plain', 'steered'].map((id) => [...document.querySelectorAll(`#${id} .scored`)].map((one) =>
+    [Number(one.style.getPropertyValue('--score')), one.title, getComputedStyle(one).backgroundColor]))"""
 SHIFTS = """(() => {
     const seen = new PerformanceObserver(() => {});
     seen.observe({ type: 'layout-shift', buffered: true });
-    return seen.takeRecords().map((one) => one.sources.map(({ node }) => `${node?.nodeName}#${node?.id}`).join());
+    return seen.takeRecords().flatMap((one) => one.sources)
+        .filter(({ node }) => !node?.parentElement?.closest('.text .token')) // a word that grows moves to the next line
+        .map(({ node }) => `${node?.nodeName}#${node?.id}`);
     })()"""
 # WCAG's contrast of each element's text with the nearest background behind it.
 CONTRASTS = """(() => {
@@ -39,7 +43,7 @@ CONTRASTS = """(() => {
         .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
     const behind = (one) => { const found = rgb(getComputedStyle(one).backgroundColor);
         return found[3] > 0 ? found : behind(one.parentElement); };
-    const texts = document.querySelectorAll('h1, h2, a, label, button, #busy, .text span, pre, .heat, th, #cell, #error');
+    const texts = document.querySelectorAll('h1, h2, a, label, button, #busy, .text span, .scores, pre, .heat, th, #cell, #error');
     return [...texts].map((one) => {
         const [low, high] = [light(behind(one)), light(rgb(getComputedStyle(one).color))].sort((a, b) => a - b);
         return [one.tagName + '#' + one.id, (high + 0.05) / (low + 0.05)]; }); })()"""
@@ -96,6 +100,15 @@ def test_both_texts_stream_while_a_lens_is_awaited(page: Page, server: Server) -
         parts = list(dict.fromkeys(page.run(f"shown.{name}")))
         assert len(set(parts) - {PROMPT, whole}) > 1, parts  # it grew, and not in one step
         assert parts == sorted(parts, key=len) and all(whole.startswith(part) for part in parts)
+    scored = page.run(SCORED)
+    assert len(scored) == 2 and all(90 < len(found) < 100 for found in scored)  # the last token is no input
+    for name, found in zip(("plain", "steered"), scored, strict=True):
+        scores = [score for score, _, _ in found]
+        line = re.fullmatch("Score along the direction: (.+) to (.+), mean .+", text_of(page, f"{name}-scores"))
+        assert line and [float(end) for end in line.groups()] == pytest.approx([min(scores), max(scores)], abs=0.006)
+        assert [float(title.removeprefix("score ")) for _, title, _ in found] == pytest.approx(scores, abs=0.006)
+        reds = [red_of(color) for _, _, color in sorted(found)]
+        assert reds == sorted(reds, reverse=True) and reds[0] - reds[-1] > 0.3
     assert page.run("document.getElementById('lens-section').hidden")
     page.send("Fetch.disable")  # lets it pass
     assert paused

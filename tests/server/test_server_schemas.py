@@ -18,14 +18,14 @@ from starlette.requests import Request
 from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.wire.request_sizes import CallSizes
 from pymllm_interp.wire.schema import components
-from pymllm_interp.wire.specs import capture_of, intervention_of
+from pymllm_interp.wire.specs import capture_of, intervention_of, monitor_of
 
 CALLS = 12_000
 """Function calls on the event loop that such a body may take; most take about 3,000."""
 ERRORS = 200
 """Errors that pydantic may make of it: an object of 160 unknown fields has so many."""
 
-ENGINES = ("Intervention", "CaptureSpec")
+ENGINES = ("Intervention", "MonitorSpec", "CaptureSpec")
 """Components that the engine process reads; the HTTP process passes them on."""
 
 
@@ -82,12 +82,13 @@ def _short(answered: httpx.Response) -> bool:
     return answered.status_code < 300 or len(answered.text) < 4000
 
 
-def test_wrong_items_of_interventions_and_captures_are_refused_at_the_first_one() -> None:
+def test_wrong_items_of_specs_are_refused_at_the_first_one() -> None:
     """The engine process reads these."""
     schemas = {"components": {"schemas": components()}}
     places, failed, tried = Places(schemas), [], 0
     for field, name, read in (
-        ("interventions", "Intervention", intervention_of), ("capture", "CaptureSpec", capture_of),
+        ("interventions", "Intervention", intervention_of), ("monitors", "MonitorSpec", monitor_of),
+        ("capture", "CaptureSpec", capture_of),
     ):  # fmt: skip
         for what, body in bodies_of(places, schemas["components"]["schemas"][name], 1 << 17):
             with counted() as calls, contextlib.suppress(PromptError):

@@ -13,7 +13,7 @@ from ...core.events import EngineClosedError, Event, FinishedEvent, TokenEvent
 from ...core.output import DraftCounts, Logprob
 from ...engine.callbacks import Callbacks
 from ...hooks.captures.activations import Activations
-from ...hooks.monitors.scores import MonitorScores
+from ...hooks.monitors.scores import MonitorScores, scores_from_json
 from ...utils.arguments import PromptError
 from ...wire.failures import Failure
 from ...wire.frames import FRAME_PREFIX, frame_sizes
@@ -263,7 +263,9 @@ class RemoteEngine:
 def event_of(header: dict[str, Any], body: bytes, request_id: str) -> Event:
     """The event of a frame."""
     if header["type"] == "token":
-        return TokenEvent(request_id, header["token_id"], _logprobs(header.get("logprobs")), header.get("scores"))
+        return TokenEvent(
+            request_id, header["token_id"], _logprobs(header.get("logprobs")), scores_from_json(header.get("scores"))
+        )
     monitors = header.get("monitors")
     failure, receipt = header.get("failure"), header.get("receipt")
     logprobs, prompt = header.get("logprobs"), header.get("prompt_logprobs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -55,9 +56,24 @@ class MonitorScores:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> MonitorScores:
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`. null, which JSON has for a number that is not finite, is NaN."""
         dtypes = {"positions": torch.int64, "scores": torch.float32, "values": torch.float32}
-        return cls(**{**found, **{name: torch.tensor(found[name], dtype=dtype) for name, dtype in dtypes.items()}})
+        lists = {name: [math.nan if value is None else value for value in found[name]] for name in dtypes}
+        return cls(**{**found, **{name: torch.tensor(lists[name], dtype=dtype) for name, dtype in dtypes.items()}})
+
+
+def scores_from_json(
+    found: Mapping[str, Sequence[tuple[int, float | None]]] | None,
+) -> dict[str, list[tuple[int, float]]] | None:
+    """(position, score) of monitors by name; null is NaN, as in `MonitorScores.from_json`."""
+    return (
+        found
+        if found is None
+        else {
+            name: [(position, math.nan if score is None else score) for position, score in pairs]
+            for name, pairs in found.items()
+        }
+    )
 
 
 class ReducedScores:

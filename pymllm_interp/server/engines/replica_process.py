@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,13 +46,15 @@ class ReplicaSettings:
     """vLLM's arguments, if vLLM is the engine (`ServeSettings`)."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters that each replica loads when it starts: name -> a folder that all nodes have."""
+    monitors: Sequence[dict[str, Any]] = ()
+    monitor_visible: bool = False
 
     @classmethod
     def of(cls, serve: ServeSettings, keys: LinkKeys) -> ReplicaSettings:
         """The part of a server's settings that its replicas need."""
         return cls(
             serve.model, serve.server, keys, serve.limits, serve.shared_prefix_cache, serve.chat_template, serve.log_level,
-            serve.log_format, serve.vllm, dict(serve.adapters),
+            serve.log_format, serve.vllm, dict(serve.adapters), serve.monitors, serve.monitor_visible,
         )  # fmt: skip
 
 

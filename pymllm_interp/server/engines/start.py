@@ -26,7 +26,8 @@ def process_settings(own: Any, folder: Path, **more: Any) -> dict[str, Any]:
         "model": own.model, "server": own.server, "tokenizer": str(folder / "tokenizer"), "folder": str(folder),
         "queued_bytes": own.limits.max_queued_bytes, "log_level": own.log_level, "log_format": own.log_format,
         "parent": os.getpid(), "shared_prefix_cache": own.shared_prefix_cache, "chat_template": own.chat_template,
-        "vllm": own.vllm, "adapters": own.adapters, "restarts": 0, **more,
+        "vllm": own.vllm, "adapters": own.adapters, "monitors": own.monitors,
+        "monitor_visible": own.monitor_visible, "restarts": 0, **more,
     }  # fmt: skip
 
 

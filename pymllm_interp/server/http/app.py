@@ -28,8 +28,8 @@ from .gate import RequestGate
 from .state import ServerState
 
 DESCRIPTION = (
-    "OpenAI's API, with vLLM's further fields. `interventions` and `capture` of a request edit and read its hidden states; "
-    "docs/use/serve.md of the repository has examples."
+    "OpenAI's API, with vLLM's further fields. `interventions`, `monitors` and `capture` of a request edit, score and read "
+    "its hidden states; docs/use/serve.md of the repository has examples."
 )
 SCRIPTS = {
     "app.js": "text/javascript", "docs.js": "text/javascript", "style.css": "text/css", "favicon.svg": "image/svg+xml",

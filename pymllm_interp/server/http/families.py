@@ -12,6 +12,11 @@ TIMES = (
 LENGTHS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
 """Upper bounds of buckets, in tokens."""
 
+SCORES = (
+    -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0, 3.0, 10.0, 30.0, 100.0,
+)  # fmt: skip
+"""Upper bounds of buckets, of scores: probabilities and dot products."""
+
 
 class MetricFamily(NamedTuple):
     """Name, type and help text of a Prometheus metric.
@@ -47,7 +52,7 @@ FAMILIES = {
     "prompt_tokens_total": MetricFamily("counter", "Prompt tokens of accepted generations."),
     "generation_tokens_total": MetricFamily("counter", "Generated tokens."),
     "tokens_per_second": MetricFamily("gauge", "Generated tokens a second, over the last five seconds."),
-    "hooked_requests_total": MetricFamily("counter", "Calls with interventions or captures."),
+    "hooked_requests_total": MetricFamily("counter", "Calls with interventions, monitors or captures."),
     "traces_total": MetricFamily("counter", "Traces that clients sent."),
     "disconnects_total": MetricFamily("counter", "Calls that a client left before the end."),
     "captured_bytes_total": MetricFamily("counter", "Bytes of captured states that clients were sent or may fetch."),
@@ -77,10 +82,13 @@ FAMILIES = {
     "block_seconds_total": MetricFamily("counter", "Seconds for which steps waited for blocks of traces."),
     "prefix_cache_queries_total": MetricFamily("counter", "Prompt tokens looked up in the prefix cache, by edits of the request."),
     "prefix_cache_hits_total": MetricFamily("counter", "Prompt tokens found in the prefix cache, by edits of the request."),
+    "monitor_fires_total": MetricFamily("counter", "Positions at which a monitor fired; those of clients are one series."),
+    "monitor_stops_total": MetricFamily("counter", "Requests that a monitor ended."),
+    "monitor_score": MetricFamily("histogram", "Scores of a monitor, of requests that ended.", SCORES),
     "spec_decode_num_drafts_total": MetricFamily("counter", "Passes of requests with draft tokens."),
     "spec_decode_num_draft_tokens_total": MetricFamily("counter", "Draft tokens."),
     "spec_decode_num_accepted_tokens_total": MetricFamily("counter", "Draft tokens that were accepted."),
     "spec_decode_num_pauses_total": MetricFamily("counter", "Pauses of requests with drafts that are seldom accepted."),
 }  # fmt: skip
-REASONS = ("stop", "length", "abort", "timeout", "error")
+REASONS = ("stop", "length", "monitor", "content_filter", "abort", "timeout", "error")
 """Values of the label finished_reason."""

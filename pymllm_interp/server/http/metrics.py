@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ...wire.messages import Finished
-from .families import FAMILIES, REASONS
+from .families import FAMILIES, REASONS, SCORES
 
 if TYPE_CHECKING:
     from .spans import CallSpans
@@ -19,7 +19,8 @@ PREFIX = "pymllm_interp_"
 TOTALS = (
     "prompt_tokens", "generation_tokens", "captured_bytes", "hooked_requests", "traces", "disconnects",
 )  # fmt: skip
-HISTOGRAMS = tuple(name for name, family in FAMILIES.items() if family.kind == "histogram")
+HISTOGRAMS = tuple(name for name, family in FAMILIES.items() if family.kind == "histogram" and name != "monitor_score")
+"""Those that the HTTP process counts."""
 SPECULATION = {"steps": "drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens", "pauses": "pauses"}
 """Counter of the engine's drafts -> its part of the metric's name."""
 Sample = tuple[str, Mapping[str, object], float]
@@ -87,8 +88,7 @@ class Metrics:
         """
         lines: dict[str, list[str]] = {}
         for name, labels, value in self._own(gauges):
-            family = name if name in FAMILIES else name.rpartition("_")[0]  # a histogram's
-            lines.setdefault(family, []).append(self._line(name, labels, value))
+            lines.setdefault(_family(name), []).append(self._line(name, labels, value))
         for replica, state in states.items():
             for name in ("up", "draining", "requests"):
                 sample = self._line(f"replica_{name}", {"replica": replica}, int(state[name]))
@@ -96,7 +96,7 @@ class Metrics:
         for replica, stats in engines.items():
             for name, labels, value in _of_engine(stats):
                 labels = {**labels, "replica": replica} if replica else labels
-                lines.setdefault(name, []).append(self._line(name, labels, value))
+                lines.setdefault(_family(name), []).append(self._line(name, labels, value))
         return "".join(f"{_head(name)}\n" + "\n".join(lines[name]) + "\n" for name in FAMILIES if name in lines)
 
     def _own(self, gauges: Mapping[str, float]) -> Iterator[Sample]:
@@ -219,6 +219,18 @@ def _of_engine(stats: Mapping[str, Any]) -> Iterator[Sample]:
     for found, name in (("asked_tokens", "queries"), ("cached_tokens", "hits")):
         for kind, count in sorted((cache.get(found) or {}).items()):
             yield f"prefix_cache_{name}_total", {"kind": kind}, count
+    for monitor, counts in (stats.get("monitors") or {}).items():
+        labels = {"monitor": monitor}
+        yield "monitor_fires_total", labels, counts["fires"]
+        yield "monitor_stops_total", labels, counts["stops"]
+        scores = Histogram(SCORES)
+        scores.counts, scores.sum = counts["counts"], counts["sum"]
+        for name, of_bucket, value in scores.samples("monitor_score"):
+            yield name, {**labels, **of_bucket}, value
+
+
+def _family(name: str) -> str:
+    return name if name in FAMILIES else name.rpartition("_")[0]  # a histogram's
 
 
 def _head(name: str) -> str:

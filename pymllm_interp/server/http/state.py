@@ -90,8 +90,10 @@ class ServerState:
         return self.engine.info
 
     async def stats(self) -> dict[str, Any] | None:
-        """The engine's counters, of all replicas together; None while it is not ready."""
+        """The engine's counters, of all replicas together; None while it is not ready. `/metrics` has the counts of monitors."""
         found = await self.stats_by_replica()
+        for stats in found.values():
+            stats.pop("monitors", None)
         return merged_stats(list(found.values())) if found else None
 
     async def stats_by_replica(self) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from .ends import DoorEnd, ProcessEnd
 from .engine_server import EngineServer
 from .fronts_end import FrontsEnd
 from .lifeline import Lifeline
+from .operator_monitors import OperatorMonitors
 from .outbox import Outbox
 from .served_model import ServedModel
 
@@ -59,6 +60,7 @@ def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
             if served.tokenizer is None:
                 raise ValueError("--chat-template: this model has no tokenizer")
             served.tokenizer.chat_template = settings["chat_template"]
+        monitors = OperatorMonitors(settings["monitors"], settings["monitor_visible"], served.backend.factory)
     except Exception as error:
         logger.debug("the engine does not start", exc_info=True)  # the server's message is one line
         outbox.put(m.Failed(0, failure_of(error)))
@@ -70,7 +72,7 @@ def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
         info["replica"] = {"name": outbox.replica, "version": __version__, "fingerprint": served.backend.fingerprint()}
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(settings["tokenizer"])
-    server = EngineServer(served, outbox, settings["queued_bytes"], Path(settings["tokenizer"]))
+    server = EngineServer(served, outbox, settings["queued_bytes"], Path(settings["tokenizer"]), monitors)
     gc.collect()
     gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s
     lifeline.ready = True

@@ -33,8 +33,9 @@ from ...wire import messages as m
 from ...wire.embeds import NAME, POSITIONS
 from ...wire.failures import failure_of
 from ...wire.request_sizes import CallSizes
-from ...wire.specs import capture_of, intervention_of
+from ...wire.specs import capture_of, intervention_of, monitor_of
 from ..engines.vector_orders import VectorOrder, VectorOrders
+from .operator_monitors import OperatorMonitors, check_names
 from .outbox import CallEvents, Outbox
 from .served_model import ServedModel
 from .trace_runs import TraceRuns
@@ -54,11 +55,14 @@ class EngineServer:
         outbox: queue of outgoing answers.
         queued_bytes: results of a trace that may wait for its client, before the trace does.
         tokenizer: folder with the tokenizer's files; None, or no such folder, without a tokenizer.
+        monitors: the operator's monitors; None: none.
     """
 
     def __init__(
-        self, model: ServedModel, outbox: Outbox, queued_bytes: int = 1 << 28, tokenizer: Path | None = None
-    ) -> None:
+        self, model: ServedModel, outbox: Outbox, queued_bytes: int = 1 << 28, tokenizer: Path | None = None,
+        monitors: OperatorMonitors | None = None,
+    ) -> None:  # fmt: skip
+        self._monitors = monitors or OperatorMonitors((), False, model.backend.factory)
         self.model, self.outbox, self._tokenizer = model, outbox, tokenizer
         self._orders_taken = VectorOrders()
         self.traces = TraceRuns(model, outbox, queued_bytes)
@@ -104,7 +108,8 @@ class EngineServer:
 
     def stats(self) -> dict[str, Any]:
         """Counters of the engine."""
-        return self.model.engine.stats() | {"kv_tokens": self.model.limits.kv_tokens, "traces": self.traces.num_running}
+        own = {"kv_tokens": self.model.limits.kv_tokens, "traces": self.traces.num_running}
+        return self.model.engine.stats() | own | {"monitors": self._monitors.stats()}
 
     @property
     def orders(self) -> list[VectorOrder]:
@@ -161,8 +166,9 @@ class EngineServer:
         self._check_sizes(message, self.model.limits.max_model_len)
         model = self.model.of(message.owner, self.traces.edits_of(message.edits))
         made = model.backend.prepare(_submission_of(message, model))
-        ids = self._calls[message.call] = [request.request_id for own in made for request in own]
-        events = CallEvents(self.outbox, message.call, ids, partial(self._ended, message.call))
+        requests = [request for own in made for request in own]
+        self._calls[message.call] = [request.request_id for request in requests]
+        events = CallEvents(self.outbox, message, requests, self._monitors, partial(self._ended, message.call))
         self.outbox.put(
             m.Accepted(message.call, [asdict(own[0].params) for own in made], [own[0].max_tokens for own in made])
         )
@@ -189,7 +195,8 @@ class EngineServer:
                     f"allowed_token_ids: the call lists {len(ids) * times} token ids, counting each for each prompt; at most "
                     f"{MAX_CALL_TOKEN_IDS}: send fewer prompts at a time"
                 )
-        for field, given in (("interventions", message.interventions), ("capture", message.captures)):
+        fields = {"interventions": message.interventions, "monitors": message.monitors, "capture": message.captures}
+        for field, given in fields.items():
             CallSizes(count if len(given) == 1 else 1, max_model_len).check(given, field)
 
     def _ended(self, call: int) -> None:
@@ -318,10 +325,12 @@ def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
     params = [one or model.backend.defaults.fitting(room - len(ids)) for one, ids in zip(params, prompts, strict=True)]
     options: Any = dict(message.options)
     for key, given, read in (
-        ("interventions", message.interventions, intervention_of), ("capture", message.captures, capture_of)
+        ("interventions", message.interventions, intervention_of), ("monitors", message.monitors, monitor_of),
+        ("capture", message.captures, capture_of),
     ):  # fmt: skip
         if given:
             lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
+            check_names(spec for specs in lists for spec in specs)
             options[key] = _for_each(lists, prompts)
     given = [_prompt_of(*each) for each in zip(prompts, message.embeds or [None] * len(prompts), names, strict=True)]
     return Requests(model, model.backend, model.tokenizer).submission(

@@ -7,7 +7,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from typing import Any
 from ...core.events import Event, FinishedEvent
 from ...core.output import Logprob
 from ...core.receipt import Receipt
+from ...core.request import Request
 from ...hooks.captures.activations import Activations
 from ...hooks.monitors.scores import MonitorScores
 from ...wire.failures import failure_of
-from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, MonitorResult, Token
+from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, MonitorResult, Submit, Token
 from ...wire.receipts import receipt_to_json
+from .operator_monitors import OperatorMonitors, asks
 
 logger = logging.getLogger(__name__)
 
@@ -111,15 +113,20 @@ class CallEvents:
     """Subscribes to the events of one call's requests.
 
     Args:
-        call: number of the call.
-        request_ids: request ids in the order of the call's requests.
+        call: the client's message.
+        requests: the call's requests, in order.
+        monitors: the operator's monitors, which clients may not see.
         ended: called when all have ended, on the outbox's thread.
     """
 
-    def __init__(self, outbox: Outbox, call: int, request_ids: list[str], ended: Callable[[], None]) -> None:
-        self._outbox, self._call, self._ended = outbox, call, ended
-        self._numbers = {request_id: number for number, request_id in enumerate(request_ids)}
-        self._left = len(request_ids)
+    def __init__(
+        self, outbox: Outbox, call: Submit, requests: Sequence[Request], monitors: OperatorMonitors,
+        ended: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._outbox, self._call, self._monitors, self._ended = outbox, call.call, monitors, ended
+        self._numbers = {request.request_id: number for number, request in enumerate(requests)}
+        self._asked = {request.request_id for request in requests if call.receipts or asks(request)}
+        self._left = len(requests)
 
     def put(self, event: Event) -> None:
         """Take the next event. Called on the engine's thread."""
@@ -128,7 +135,9 @@ class CallEvents:
     def _message(self, event: Event) -> FromEngine | None:
         number = self._numbers[event.request_id]
         if not isinstance(event, FinishedEvent):
-            return Token(self._call, number, event.token_id, _logprobs(event.logprobs), event.scores)
+            scores = self._monitors.shown(event.scores)
+            return Token(self._call, number, event.token_id, _logprobs(event.logprobs), scores)
+        event = self._monitors.ended(event, event.request_id in self._asked)
         self._left -= 1
         if not self._left:
             self._ended()

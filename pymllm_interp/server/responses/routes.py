@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ...client.completion import Scored
 from ..http.body import JsonRoute
 from ..http.errors import ApiError
 from ..http.state import ServerState, require
@@ -18,7 +19,7 @@ from ..http.trust import Client, Trust
 from ..protocol import ChatRequest
 from ..routes.conversations import conversation
 from ..routes.generation import CompletionPiece, Prompt
-from ..routes.openai_format import Format
+from ..routes.openai_format import Format, scores_json
 from ..routes.openai_routes import Asked, Work, allowed, answer, asked_of
 from ..tools.parts import Part
 from .items import item_of, messages_of
@@ -95,6 +96,7 @@ class ResponseJson(Format):
             "error": None, "incomplete_details": None, "model": self.name, "output": [], "usage": None, **echo,
         }  # fmt: skip
         self.output = OutputItems(self._call_id)
+        self._scores: dict[str, Scored] = {}
 
     def _call_id(self) -> str:
         return self._messages[0].call_id() if self._messages else f"call_{uuid.uuid4().hex[:24]}"
@@ -113,6 +115,10 @@ class ResponseJson(Format):
                 "incomplete_details": None if complete else {"reason": reason}, "output": self.output.items,
             }  # fmt: skip
             self._end(self.response, index, end)
+        for name, found in piece.scores.items():
+            self._scores.setdefault(name, []).extend(found)
+        if self._scores and events:  # a piece without text has none
+            events[-1]["pymllm"], self._scores = {"scores": scores_json(self._scores)}, {}
         return {"events": events}
 
     def _parts(self, index: int, prompt: Prompt, piece: CompletionPiece) -> list[Part]:

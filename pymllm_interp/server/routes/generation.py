@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ...client.completion import Completion, StreamPiece
+from ...client.completion import Completion, Scored, StreamPiece
 from ...core.events import FinishedEvent
 from ...core.sampling_params import SamplingParams
 from ...wire import messages as m
 from ..engines.call import Call
 from ..engines.door import Door
 
-_FIELDS = {field.name for field in fields(SamplingParams)}
+_FIELDS = {one.name for one in fields(SamplingParams)}
 
 
 @dataclass
@@ -36,6 +36,7 @@ class CompletionPiece:
         prompt, sample: indexes of the prompt and of its completion.
         logprobs: log probabilities of the new tokens, if requested.
         end: end of the completion; None while it runs.
+        scores: monitor -> (position, score) of those scored since the piece before.
     """
 
     prompt: int
@@ -44,6 +45,7 @@ class CompletionPiece:
     token_ids: list[int]
     logprobs: list[m.Logprobs]
     end: m.Finished | None = None
+    scores: Mapping[str, Scored] = field(default_factory=dict)
 
 
 class Generation:
@@ -121,7 +123,7 @@ class Generation:
         self, request: int, piece: StreamPiece, logprobs: list[Any], end: m.Finished | None = None
     ) -> CompletionPiece:
         prompt, sample = self._places[request]
-        return CompletionPiece(prompt, sample, piece.text, piece.token_ids, logprobs, end)
+        return CompletionPiece(prompt, sample, piece.text, piece.token_ids, logprobs, end, piece.scores)
 
     @property
     def unfinished(self) -> bool:
@@ -142,4 +144,5 @@ def event_of(message: m.Finished) -> FinishedEvent:
         message.stop_reason,
         message.text_length,
         message.num_hidden_tokens,
+        monitors=message.monitors,
     )

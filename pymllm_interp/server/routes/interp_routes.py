@@ -207,7 +207,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         def make(number: int) -> m.Submit:
             return m.Submit(
                 number, client.name, body.prompts, body.params, interventions=body.interventions,
-                captures=body.captures, options=options, names=body.names, stream=body.stream,
+                monitors=body.monitors, captures=body.captures, options=options, names=body.names, stream=body.stream,
                 prompt_logits=body.prompt_logits, receipts=body.receipts, embeds=embeds, edits=edits,
             )  # fmt: skip
 
@@ -244,8 +244,8 @@ def _decoded(given: list[str | None]) -> list[bytes | None]:
 
 
 def _trust_of(body: TokenRequest) -> Trust:
-    declares = any(body.interventions) or any(body.captures) or body.prompt_logits or any(body.embeds or ())
-    return Trust.DECLARED if declares else Trust.PLAIN
+    declared = any(map(any, (body.interventions, body.monitors, body.captures, body.embeds or ())))
+    return Trust.DECLARED if declared or body.prompt_logits else Trust.PLAIN
 
 
 def _streamed(parts: AsyncIterator[bytes]) -> Response:

@@ -6,8 +6,10 @@ import base64
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
+from ...client.completion import Scored
 from ...client.detokenizer import Detokenizer, decode
 from ...core.output import Logprob
 from ...wire import messages as m
@@ -74,6 +76,8 @@ class Format:
                 found["prompt_token_ids"] = prompt.token_ids
         if piece.end is not None:
             self._end(found, index, piece.end)
+        if chunk and piece.scores:
+            found.setdefault("pymllm", {})["scores"] = scores_json(piece.scores)
         return found
 
     def _message(self, index: int, prompt: Prompt, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
@@ -102,6 +106,8 @@ class Format:
                 }
                 for entry in end.prompt_logprobs
             ]  # fmt: skip
+        if end.monitors is not None:
+            found["pymllm"] = {"monitors": {name: _monitor_json(scores) for name, scores in end.monitors.items()}}
         if end.receipt is not None:
             found["receipt"] = end.receipt
         if index in self._kept:
@@ -215,6 +221,23 @@ class TextSoFar:
 def usage_of(read: int, made: int) -> dict[str, Any]:
     """Token counts of prompts and completions, as OpenAI's `usage`."""
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+
+def scores_json(found: Mapping[str, Scored]) -> dict[str, list[list[Any]]]:
+    """[position, score] pairs of monitors by name; null for a score that is not finite."""
+    return {
+        name: [[position, score if isfinite(score) else None] for position, score in pairs]
+        for name, pairs in found.items()
+    }
+
+
+def _monitor_json(found: m.MonitorResult) -> dict[str, Any]:
+    lists = {
+        name: [value if isfinite(value) else None for value in getattr(found, name)] for name in ("scores", "values")
+    }
+    return {
+        "positions": found.positions, **lists, "fired": found.fired, "threshold": found.threshold, "stopped": found.stopped
+    }  # fmt: skip
 
 
 def finite(value: float) -> float:

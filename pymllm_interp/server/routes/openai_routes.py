@@ -284,10 +284,8 @@ class Work:
     async def _start(self, stream: bool) -> Generation:
         """Tokenize the prompts and submit them. The request is admitted already."""
         body = self.body
-        hooks: dict[str, Any] = {}
-        for name, field in (("interventions", body.interventions), ("captures", body.capture)):
-            if field:
-                hooks[name] = [field]  # once for all prompts
+        given = {"interventions": body.interventions, "monitors": body.monitors, "captures": body.capture}
+        hooks: dict[str, Any] = {name: [field] for name, field in given.items() if field}  # once for all prompts
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
         if self._asked.adapter is not None:
             options["lora"] = self._asked.adapter
@@ -318,6 +316,7 @@ class Work:
             self._format.keep_activations(index, end.captured)
         given = index, self._prompts[piece.prompt], piece, index not in self._made, chunk
         positions = len(piece.logprobs) + len((end and end.prompt_logprobs) or ())
+        positions += sum(len(found.scores) for found in ((end and end.monitors) or {}).values())
         if positions <= FEW_POSITIONS:
             found = self._format.choice(*given)
         else:

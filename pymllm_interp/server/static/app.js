@@ -145,23 +145,56 @@ async function stream(body, onChoice) {
   }
 }
 
+function span(text, kind) {
+  const found = document.createElement("span");
+  found.textContent = text;
+  found.className = kind;
+  return found;
+}
+
+// Tokens as they come. The score of a token comes a step later, and shades it: from none at the text's lowest to the highest so far.
 function show(id, prompt) {
-  const before = document.createElement("span"), after = document.createElement("span");
-  before.className = "prompt";
-  before.textContent = prompt;
-  $(id).replaceChildren(before, after);
-  return (choice) => { after.textContent += choice.text; };
+  const text = $(id), tokens = new Map(), scores = [];
+  let position = 0;
+  text.replaceChildren(span(prompt, "prompt"));
+  $(`${id}-scores`).textContent = "";
+  return (choice) => {
+    if (choice.prompt_token_ids) position = choice.prompt_token_ids.length;
+    const unwhole = text.lastChild.textContent === "" && text.lastChild.className === "token"; // a part of a character
+    const token = unwhole ? text.lastChild : text.appendChild(span("", "token"));
+    token.textContent = choice.text;
+    for (const _ of choice.token_ids) tokens.set(position++, token);
+    for (const [place, score] of choice.pymllm?.scores?.direction ?? []) {
+      const scored = tokens.get(place);
+      if (!scored || score === null) continue;
+      scores.push(score);
+      scored.style.setProperty("--score", score);
+      scored.title = `score ${score.toFixed(2)}`;
+      scored.classList.add("scored");
+    }
+    if (scores.length) shade(text, $(`${id}-scores`), scores);
+  };
+}
+
+function shade(text, line, scores) {
+  const low = Math.min(...scores), high = Math.max(...scores), mean = scores.reduce((sum, one) => sum + one, 0) / scores.length;
+  text.style.setProperty("--low", low);
+  text.style.setProperty("--range", high - low || 1);
+  line.textContent = `Score along the direction: ${low.toFixed(2)} to ${high.toFixed(2)}, mean ${mean.toFixed(2)}`;
 }
 
 async function generate() {
   $("receipt").textContent = "";
   const prompt = $("prompt").value, site = `${$("kind").value}.${$("layer").value}`;
-  const body = { prompt, max_tokens: Number($("max-tokens").value), temperature: 0, repetition_penalty: 1.1 };
+  const body = {
+    prompt, max_tokens: Number($("max-tokens").value), temperature: 0, repetition_penalty: 1.1, return_token_ids: true,
+  };
   const texts = [$("plain"), $("steered")];
   const plain = show("plain", prompt), steered = show("steered", prompt);
   texts.forEach((text) => text.setAttribute("aria-busy", "true")); // read aloud when it is whole
   try {
-    const op = { op: "steer", site, vector: await direction(site), scale: Number($("scale").value) };
+    const vector = await direction(site), op = { op: "steer", site, vector, scale: Number($("scale").value) };
+    body.monitors = [{ name: "direction", site, probe: vector, positions: "generated" }];
     await Promise.all([
       stream(body, plain),
       stream({ ...body, interventions: [op] }, (choice) => {

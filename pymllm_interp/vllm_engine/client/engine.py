@@ -16,7 +16,6 @@ from ...core.request import Request, RequestStatus
 from ...core.step import DeclaredResult, ModelRunnerOutput, RequestHooks
 from ...engine.callbacks import Callbacks
 from ...engine.step_results import Progress, finished_event, take
-from ...hooks.bind import fingerprint_of
 from ...hooks.declared import Declared
 from ..payloads import TensorKey
 from .core import VllmCore, closed
@@ -315,7 +314,6 @@ class VllmRequestEngine:
         request, link = one.request, self.core.link
         hooks, receipt = request.hooks, request.receipt
         assert hooks is not None and link is not None
-        receipt.spec = fingerprint_of(hooks.interventions, hooks.captures)
         receipt.num_cached_tokens = request.num_cached_tokens
         found = None
         if one.sent and request.error is None:
