@@ -24,6 +24,7 @@ from ..hooks.captures.reductions.patterns import is_pattern
 from ..hooks.captures.spec import Capture
 from ..hooks.captures.state_captures import is_state
 from ..hooks.interventions.knockout import Intervention, Knockout
+from ..hooks.monitors.monitor import Monitor
 from ..hooks.positions import Generated
 from ..hooks.site import Site
 from .description import describe
@@ -116,6 +117,10 @@ def asked_of(
                 f"{spec.name}: rows of patterns have the lengths of their documents, and shards have one width"
             )
     for spec in [*captures, *interventions]:
+        if isinstance(spec, Monitor):
+            raise ValueError(
+                f"{spec.name}: a harvest keeps no scores: Capture({str(spec.site)!r}, reduce=Project(directions))"
+            )
         if not isinstance(spec, Knockout):  # its layers and positions are bound to each document
             spec.sites_in(model.model_spec)  # specs that fit no document are refused here
         if spec.positions == "generated" or isinstance(spec.positions, Generated):

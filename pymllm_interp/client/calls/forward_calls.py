@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ...core.model_spec import LOGITS
 from ...hooks.captures.activations import Activations
 from ...hooks.captures.spec import Capture
+from ...hooks.monitors.scores import MonitorScores
 from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...utils.arguments import PromptError, shown
@@ -49,6 +50,8 @@ class ForwardOutput(Shown):
     """Captured states and the logits."""
     receipt: Any
     """Applied interventions and execution of its steps (`core.receipt.Receipt`)."""
+    monitors: Mapping[str, MonitorScores] = field(default_factory=dict)
+    """Name of a monitor -> its scores."""
 
     @property
     def hidden_states(self) -> tuple[torch.Tensor, ...] | None:
@@ -92,7 +95,7 @@ def forward(
             raise TimeoutError(f"prompt {i} ran into its timeout")
     return [
         ForwardOutput(
-            out.prompt, out.prompt_token_ids, out.activations["logits"], out.activations, out.receipt
+            out.prompt, out.prompt_token_ids, out.activations["logits"], out.activations, out.receipt, out.monitors
         )
         for out in outs
     ]  # fmt: skip

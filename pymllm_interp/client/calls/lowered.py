@@ -28,7 +28,7 @@ from ...hooks.traces.syntax.tracer import TraceInput
 from ...models.native.decoder import DecoderForCausalLM
 from ..prompt_batch import prompts_of
 
-OWN_WORDS = ("interventions", "capture", "n", "num_return_sequences")
+OWN_WORDS = ("interventions", "monitors", "capture", "n", "num_return_sequences")
 """Keywords of a trace with which its block runs in the passes."""
 THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
 """Threads that copy values for the loops of several blocks."""

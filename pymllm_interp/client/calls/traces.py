@@ -174,7 +174,7 @@ def _submit(
 def _read(backend: Backend, mode: str, given: TraceInput | None, what: str, known: dict[tuple, Any]) -> TracedPrompt:
     assert given is not None  # else it would not be lowered
     (prompts, _), kwargs = prompts_of(*given, what)
-    for name in ("interventions", "capture"):  # which are None
+    for name in ("interventions", "monitors", "capture"):  # which are None
         kwargs.pop(name, None)
     return traced_prompt(backend, mode, prompts[0], kwargs, what, known, lowered=True)
 

@@ -405,3 +405,15 @@ def scored_with_drafts(lm: LM, drafter: Told) -> None:
             [prompt], params, monitors=[Monitor(site, probe, threshold, "stop", positions="generated")]
         )[0]
         assert stopped.token_ids == plain.token_ids[: first + 1] and stopped.finish_reason == "monitor"
+
+
+def test_a_forward_pass_has_scores_and_a_trace_says_that_it_has_none(lm_of: Any) -> None:
+    lm = lm_of("llama")
+    monitor, prompt = Monitor("resid_post.0", vector(lm.hidden_size, 1), name="m"), [1, 2, 3]
+    out = lm.forward([prompt], monitors=[monitor], capture=["resid_post.0"])[0]
+    wanted = out.activations["resid_post.0"].float() @ vector(lm.hidden_size, 1)
+    torch.testing.assert_close(out.monitors["m"].scores, wanted, rtol=1e-5, atol=1e-5)
+    for given in ({"monitors": [monitor]}, {"interventions": [monitor]}):
+        with pytest.raises(ValueError, match="not served in traces"):
+            with lm.trace(prompt, **given):
+                pass
