@@ -71,7 +71,7 @@ class BoundHooks:
         state_patches: recurrent states that are replaced behind the prompt.
         monitors: the monitors, in the order given.
         new_patterns, new_states: make the captures of attention patterns and recurrent states of a request; None without.
-        depth: number of layers up to the last site, at least 1; None: all layers, or no captures and no monitors.
+        depth: number of layers up to the last site, at least 1. None: all layers.
         specs: interventions and captures, as they were given.
         reads: reads of states for ops by SAEs.
         shared: results that depend on nothing else, by name.
@@ -189,7 +189,7 @@ class BoundHooks:
             new_states,
             _depth(ops, layout, knockouts, patches, (patterns, states), model.num_hidden_layers)
             if captures or monitors
-            else None,  # edits that nobody reads: their KV may be all that is wanted
+            else None,  # without a read, the KV may be all that is wanted
             (*specs, *captures),
             reads.all,
         )

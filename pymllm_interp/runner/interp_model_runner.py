@@ -165,7 +165,10 @@ class InterpModelRunner(ModelRunner):
         return self.graphs.prompt_segments
 
     def get_mtp_target_hidden_states(self) -> torch.Tensor | None:
-        """[rows, width], the states of the last pass that an EAGLE-3 head reads; None without a head. Passes overwrite them."""
+        """[rows, width], the states of the last pass that an EAGLE-3 head reads; None without a head.
+
+        Passes overwrite them. A pass that ends early keeps the states of later layers as they were.
+        """
         return self.drafter.stage.aux.states if isinstance(self.drafter, EagleDrafter) else None
 
     @torch.no_grad()

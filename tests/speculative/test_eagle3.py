@@ -130,6 +130,7 @@ def test_the_states_are_the_inputs_of_the_layers_behind_ops(way, head, model_fol
         lm.reset_prefix_cache()
         with lm.trace(PROMPTS[0]):
             inner = lm.model.layers[1].mlp.output.save()
+            lm.logits.save()  # else the pass ends after this layer
         assert inner.shape[1] == len(PROMPTS[0])
         (start, rows) = kept[0]
         wanted = hidden_states(oracle("llama"), PROMPTS[0])
