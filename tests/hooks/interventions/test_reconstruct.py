@@ -17,7 +17,7 @@ from helpers_declared import hooked, lms
 from helpers_runner import random_ids
 from safetensors.torch import save_file
 
-from pymllm_interp import SAE, Capture, Gate, SamplingParams, Scale, Steer
+from pymllm_interp import LM, SAE, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.captures import Features
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits
@@ -359,6 +359,33 @@ def test_kv_is_shared_with_equal_ops_only(lm_of: Any, model_folder: Any) -> None
     assert cached[0] == cached[2] == cached[3] == 0 and cached[1] == 16
     (after,) = lm.generate([prompt], params, capture=["final_norm"])
     assert torch.equal(before.activations["final_norm"], after.activations["final_norm"])
+
+
+def test_drafts_change_no_token(lm_of: Any, model_folder: Any) -> None:
+    """Reads of drafted positions come again where drafts are not accepted."""
+    saes, params = transcoders(), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    specs = [[Reconstruct(saes["plain"])], [SetFeature(saes["across"], {1: 3.0}, positions="generated")], []]
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6] for _ in specs]
+    outs = [lm_of("llama").generate(prompts, params, interventions=specs)]
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    with LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=256, speculative=ngram) as lm:
+        outs.append(lm.generate(prompts, params, interventions=specs))
+    assert [out.token_ids for out in outs[0]] == [out.token_ids for out in outs[1]]
+    assert any(out.receipt.drafted for out in outs[1])
+
+
+@pytest.mark.slow
+def test_a_transcoder_in_half_precision_is_its_maths_on_the_state_that_came(model_folder: Any) -> None:
+    coder = transcoders()["plain"].to(dtype=torch.bfloat16)
+    sites, prompt, params = ["mlp_in.1", "mlp_out.1"], random_ids(9, seed=2), SamplingParams(max_tokens=1)
+    with lms("tables", model_folder) as load:
+        lm = load("llama", dtype="bfloat16", saes={"coder": coder}, reconstruct=("coder",))
+        (plain,) = lm.generate([prompt], params, capture=sites)
+        x, state = (plain.activations[site].float() for site in sites)
+        for specs in ([Reconstruct("coder")], [SetFeature("coder", {2: 3.0, 5: 1.0}, "add")]):
+            (out,) = lm.generate([prompt], params, interventions=specs, capture=sites[1:])
+            own = [dataclasses.replace(spec, sae=coder.to(dtype=torch.float32), site="mlp_out.1") for spec in specs]
+            torch.testing.assert_close(out.activations[sites[1]].float(), changed(own, x, state), rtol=0.03, atol=0.1)
 
 
 # -- crosscoders -------------------------------------------------------------------------------
