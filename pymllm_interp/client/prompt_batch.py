@@ -129,8 +129,8 @@ def has_embeds(prompt: Any) -> bool:
     if isinstance(prompt, Mapping):
         return any(prompt.get(key) is not None for key in EMBEDS)
     if isinstance(prompt, torch.Tensor):
-        return prompt.is_floating_point()
-    return isinstance(prompt, np.ndarray) and prompt.dtype.kind == "f"
+        return prompt.is_floating_point() and prompt.ndim > 1
+    return isinstance(prompt, np.ndarray) and prompt.dtype.kind == "f" and prompt.ndim > 1
 
 
 def rows_of(ids: Any, what: str) -> list[list[int]]:

@@ -29,7 +29,7 @@ from .interventions.op import Op
 from .interventions.sae_op import RequestReads, SAERead
 from .interventions.state_patch import StatePatch, bind_state_patches, is_state_patch
 from .kv_edits import KVEdits
-from .monitors.monitor import BoundMonitor, Monitor, ScoreRead, bind_monitors
+from .monitors.monitor import BoundMonitor, Monitor, ScoredSite, ScoreRead, bind_monitors
 from .positions import Window
 from .saes.encoders import NO_ENCODERS
 from .site import Site
@@ -142,11 +142,7 @@ class BoundHooks:
         gates = RequestGates(model, prompt_len, limits.device_tables)
         knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
         patches = bind_state_patches(filter(is_state_patch, specs), model, prompt_len)  # pyright: ignore[reportArgumentType]
-        watching = [bound for spec in specs if isinstance(spec, Monitor) for bound in bind(spec, model, prompt_len)]
-        flags = [gates.of_monitor(str(m.spec.name), m.spec.fingerprint) if m.spec.ops else None for m in watching]
-        acting = [
-            (acting, flag) for m, flag in zip(watching, flags, strict=True) for acting in m.spec.ops if flag is not None
-        ]
+        monitors, acting, scored = _bound_monitors(specs, model, prompt_len, gates)
         reads = RequestReads(model, readout, (limits.encoders or NO_ENCODERS) if limits.device_tables else None)
         ops = _placed_ops(specs, acting, model, prompt_len, limits, gates, reads)
         replaced = [(patch.layer, patch.spec) for patch in patches]
@@ -156,9 +152,6 @@ class BoundHooks:
             limits.check_op(read, bound.site)
             site = site_index(bound.site, model.num_hidden_layers)
             ops.setdefault(site, []).append(PlacedOp(read, bound.site, bound.windows, flag=flag))
-        places = [(bound.site, bound.windows) for bound in watching]
-        slots = [None if flag is None else flag.slot for flag in flags]
-        monitors, scored = bind_monitors([bound.spec for bound in watching], places, slots, model)
         for place in scored:
             limits.check_op(place.read, place.site)
             site = site_index(place.site, model.num_hidden_layers)
@@ -368,6 +361,19 @@ class Bindings:
         """Forget all, and let go of the model."""
         self.clear()
         self._readout, self._limits = None, replace(self._limits, encoders=None)
+
+
+def _bound_monitors(
+    specs: Sequence[Intervention], model: ModelSpec, prompt_len: int, gates: RequestGates
+) -> tuple[tuple[BoundMonitor, ...], list[tuple[Op, Flag]], list[ScoredSite]]:
+    """(the monitors among the specs, their ops with the flags that these wait for, reads of the monitors' sites)."""
+    watching = [bound for spec in specs if isinstance(spec, Monitor) for bound in bind(spec, model, prompt_len)]
+    flags = [gates.of_monitor(str(m.spec.name), m.spec.fingerprint) if m.spec.ops else None for m in watching]
+    acting = [(op, flag) for m, flag in zip(watching, flags, strict=True) for op in m.spec.ops if flag is not None]
+    places = [(bound.site, bound.windows) for bound in watching]
+    slots = [None if flag is None else flag.slot for flag in flags]
+    monitors, scored = bind_monitors([bound.spec for bound in watching], places, slots, model)
+    return monitors, acting, scored
 
 
 def _placed_ops(

@@ -127,7 +127,7 @@ class InputBuffers:
 
     def clear(self) -> None:
         """Fill every row with padding. A pass that runs to be captured would act for the requests of the step before."""
-        pad = (self.input_ids, self.positions, self.out_cache_loc, self.rows, self.blocks, self.flags)
+        pad = (self.input_ids, self.positions, self.out_cache_loc, self.rows, self.blocks, self.flags, self.scores)
         for zeros in pad if self.adapter_tiles is None else (*pad, *self.adapter_tiles):
             zeros.zero_()
         self.op_rows.fill_(-1)

@@ -60,7 +60,7 @@ def test_slots_that_hold_nothing_do_not_matter() -> None:
 
 def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     use_eager_graphs(monkeypatch)
-    monkeypatch.setattr("pymllm_interp.models.transformers.probed.Probe.why_no_graphs", None)
+    monkeypatch.setattr("pymllm_interp.models.transformers.probed.ProbedModel.why_no_graphs", None)
     lm = load(NAME, max_running_requests=8)
     oracle, prompts = oracle_of(lm, NAME), [random_prompt(n, n) for n in (21, 2, 9)]
     expected = [greedily(oracle, prompt, 6) for prompt in prompts]

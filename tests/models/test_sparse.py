@@ -180,7 +180,7 @@ def test_what_indexers_do_not_allow_is_refused_by_name(tmp_path: Path) -> None:
 def test_rows_of_padding_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode passes are laid out as for graphs, with rows of padding, which write to slots that nobody reads."""
     use_eager_graphs(monkeypatch)
-    monkeypatch.setattr("pymllm_interp.models.transformers.probed.Probe.why_no_graphs", None)
+    monkeypatch.setattr("pymllm_interp.models.transformers.probed.ProbedModel.why_no_graphs", None)
     lm = load(name, max_running_requests=8)
     oracle, prompts = oracle_of(lm, name), [random_prompt(n, n) for n in (21, 2, 9)]
     assert lm.runner.graph_runner.padded_size(3) > 3
