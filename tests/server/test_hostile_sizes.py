@@ -27,7 +27,7 @@ from pymllm_interp.wire import messages as m
 
 BUDGET = 150_000
 """Bytecodes that making a request may take, whatever numbers are in it."""
-PER_SPEC = 2500
+PER_SPEC = 2700
 """Bytecodes beside them for each intervention, as far as a request may have so many."""
 HANDLING = 2000
 """Bytecodes that the message thread may take for it, with the start of another thread."""
