@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
-from ..core.events import EngineClosedError, Event, FinishedEvent, TokenEvent
+from ..core.events import EngineClosedError, Event, FinishedEvent, TokenEvent, score_pairs
 from ..core.request import Request
 from ..hooks.captures.activations import NOTHING
 from .completion import Completion, RequestOutput, StreamPiece, decoded
@@ -289,7 +289,7 @@ class RequestHandle:
     def _piece(self, event: Event) -> StreamPiece | None:
         completion = self._completions[event.request_id]
         if isinstance(event, TokenEvent):
-            return completion.token_piece(event.token_id, scores=event.scores)
+            return completion.token_piece(event.token_id, scores=score_pairs(event.scores))
         return completion.last_piece(event)
 
     def _check_streaming(self, call: str) -> None:

@@ -20,8 +20,18 @@ class TokenEvent:
     token_id: int
     logprobs: dict[int, Logprob] | None = None
     """Log probabilities of this token, if requested."""
-    scores: dict[str, list[tuple[int, float]]] | None = None
-    """Monitor -> (position, score) of the positions that were scored since the last event; None without monitors."""
+    scores: dict[str, Any] | None = None
+    """Monitor -> positions and scores since the last event, as `score_pairs` reads them; None without monitors."""
+
+
+def score_pairs(scores: dict[str, Any] | None) -> dict[str, list[tuple[int, float]]] | None:
+    """Monitor -> (position, score) of each score, from arrays (positions, scores) of an engine, or pairs of a server."""
+    if scores is None:
+        return None
+    return {
+        name: found if isinstance(found, list) else list(zip(*(part.tolist() for part in found), strict=True))
+        for name, found in scores.items()
+    }
 
 
 class RequestTimes(NamedTuple):

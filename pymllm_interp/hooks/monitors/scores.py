@@ -127,11 +127,11 @@ class _Group:
         self.positions: list[int | np.ndarray] = []
         self.scores: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
-        self.fired: list[list[int]] = [[] for _ in bounds]
+        self.fired: list[list[np.ndarray]] = [[] for _ in bounds]
         self.sent = 0
 
-    def take(self, first: int, dots: np.ndarray) -> list[tuple[int, int, float]]:
-        """(index among the monitors, position, score) of each fire among the positions from `first` on.
+    def take(self, first: int, dots: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """(index, positions, scores) of each monitor that fired among the positions from `first` on.
 
         Args:
             dots: [slots, positions] of the request.
@@ -160,25 +160,27 @@ class _Group:
             return []
         return self._fires(np.atleast_1d(positions), scores, above)
 
-    def _fires(self, positions: np.ndarray, scores: np.ndarray, above: np.ndarray) -> list[tuple[int, int, float]]:
+    def _fires(
+        self, positions: np.ndarray, scores: np.ndarray, above: np.ndarray
+    ) -> list[tuple[int, np.ndarray, np.ndarray]]:
         if self._reduced is not None:  # a single monitor, which may have patience
             for i, is_above in enumerate(above[:, 0].tolist()):
                 self._streak = self._streak + 1 if is_above else 0
                 above[i] = self._streak >= self._monitor.patience
-        found = [
-            (column, positions.item(row), scores[row, column].item()) for row, column in np.argwhere(above).tolist()
-        ]
-        for column, position, _ in found:
-            self.fired[column].append(position)
+        found = []
+        for column in np.flatnonzero(above.any(0)).tolist():
+            fired = above[:, column]
+            found.append((column, positions[fired], scores[fired, column]))
+            self.fired[column].append(positions[fired])
         return found
 
-    def unsent(self) -> Iterator[tuple[str, list[tuple[int, float]]]]:
-        """(monitor, (position, score) of each score that no event had)."""
+    def unsent(self) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+        """(monitor, (positions, scores) that no event had)."""
         positions = np.concatenate([np.atleast_1d(own) for own in self.positions[self.sent :]] or [_NO_POSITIONS])
         if len(positions):
             scores = np.concatenate(self.scores[self.sent :])
             for column, bound in enumerate(self.bounds):
-                yield bound.name, list(zip(positions.tolist(), scores[:, column].tolist(), strict=True))
+                yield bound.name, (positions, scores[:, column])
         self.sent = len(self.positions)
 
     def results(self, stopped_by: str | None) -> Iterator[tuple[str, MonitorScores]]:
@@ -187,8 +189,9 @@ class _Group:
         nothing = [np.zeros((0, len(self.bounds)), np.float32)]
         scores, values = (torch.from_numpy(np.concatenate(part or nothing)) for part in (self.scores, self.values))
         for column, bound in enumerate(self.bounds):
+            fired = np.concatenate(self.fired[column] or [_NO_POSITIONS])
             yield bound.name, MonitorScores(
-                positions, scores[:, column].clone(), values[:, column].clone(), self.fired[column], bound.spec.threshold,
+                positions, scores[:, column].clone(), values[:, column].clone(), fired.tolist(), bound.spec.threshold,
                 bound.name == stopped_by,
             )  # fmt: skip
 
@@ -255,11 +258,11 @@ class RequestMonitors:
         first, dots = first + skipped, dots[:, skipped:]
         self._next = first + dots.shape[1]
         for group in self._groups:
-            for index, position, score in group.take(first, dots):
-                self._act(group.bounds[index], position, score)
+            for index, positions, scores in group.take(first, dots):
+                self._act(group.bounds[index], positions, scores)
 
-    def _act(self, bound: BoundMonitor, position: int, score: float) -> None:
-        then = bound.spec.then
+    def _act(self, bound: BoundMonitor, positions: np.ndarray, scores: np.ndarray) -> None:
+        then, position = bound.spec.then, positions.item(0)
         if then == "stop" and (self.stop_at is None or position < self.stop_at):
             self.stop_at, self.stopped_by = position, bound.name
         if bound.flag in self._pending:
@@ -267,15 +270,16 @@ class RequestMonitors:
             assert bound.flag is not None
             self.acted[bound.flag] = max(position + 1, self.prompt_len)
         if callable(then):
-            self.calls.append((then, MonitorFire(self.request_id, bound.name, position, score)))
+            fires = zip(positions.tolist(), scores.tolist(), strict=True)
+            self.calls += [(then, MonitorFire(self.request_id, bound.name, *fire)) for fire in fires]
 
     def take_acted(self) -> dict[int, int]:
         """`acted`, once."""
         acted, self.acted = self.acted, {}
         return acted
 
-    def unsent(self) -> dict[str, list[tuple[int, float]]]:
-        """Name -> (position, score) of the scores since the last call."""
+    def unsent(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Name -> (positions, scores) since the last call. A long prompt has millions: they become numbers on other threads."""
         return {name: found for group in self._groups for name, found in group.unsent()}
 
     def results(self) -> Mapping[str, MonitorScores]:

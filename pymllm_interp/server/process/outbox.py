@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ...core.events import Event, FinishedEvent
+from ...core.events import Event, FinishedEvent, score_pairs
 from ...core.output import Logprob
 from ...core.receipt import Receipt
 from ...core.request import Request
@@ -135,7 +135,7 @@ class CallEvents:
     def _message(self, event: Event) -> FromEngine | None:
         number = self._numbers[event.request_id]
         if not isinstance(event, FinishedEvent):
-            scores = self._monitors.shown(event.scores)
+            scores = score_pairs(self._monitors.shown(event.scores))
             return Token(self._call, number, event.token_id, _logprobs(event.logprobs), scores)
         event = self._monitors.ended(event, event.request_id in self._asked)
         self._left -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,9 @@ from helpers_runner import random_ids
 from torch import nn
 
 from pymllm_interp import LM, SamplingParams, Steer
-from pymllm_interp.hooks.monitors.scores import ReducedScores
+from pymllm_interp.hooks.monitors.monitor import BoundMonitor
+from pymllm_interp.hooks.monitors.scores import ReducedScores, RequestMonitors
+from pymllm_interp.hooks.positions import Window
 from pymllm_interp.interventions import Ablate, FeatureProbe, Gate, Generated, Monitor, Probe
 from pymllm_interp.wire.specs import intervention_of, to_json
 
@@ -417,3 +420,26 @@ def test_a_forward_pass_has_scores_and_a_trace_says_that_it_has_none(lm_of: Any)
         with pytest.raises(ValueError, match="not served in traces"):
             with lm.trace(prompt, **given):
                 pass
+
+
+def test_a_long_prompt_with_many_fires_makes_no_object_for_each() -> None:
+    """A client could hold up the engine's thread with 64 monitors that fire at each of 100,000 positions."""
+    bound = [
+        BoundMonitor(str(i), Monitor("embed", [1.0], -1.0, name=str(i)), (Window(0),), i, 1, None) for i in range(64)
+    ]
+    monitors, lines = RequestMonitors(bound, "r", 100_000), 0
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    dots, before = np.zeros((64, 100_000), np.float32), sys.gettrace()
+    sys.settrace(count)
+    try:
+        monitors.take(0, dots)
+        unsent = monitors.unsent()
+    finally:
+        sys.settrace(before)
+    assert lines < 5000 and all(isinstance(part, np.ndarray) for found in unsent.values() for part in found)
+    assert [len(found.fired) for found in monitors.results().values()] == [100_000] * 64
