@@ -45,7 +45,7 @@ class Monitor(PlacedSpec):
         site: One site before the head.
         probe: A vector [width] or its name in `lm.vectors`, a `Probe`, or a `FeatureProbe`. A torch.nn.Linear, a
             torch.nn.Sequential with one hidden layer, and models and pipelines of scikit-learn become a `Probe`.
-        threshold: The monitor fires where the reduced score is above it.
+        threshold: The monitor fires where the reduced score is above it, or NaN.
         then: Action. "record": keep the scores. "stop": end the request with finish_reason "monitor"; its last token is the
             one at which the monitor fired. An intervention, or a list of them: they act at the generated positions after the
             one that fired. A function of a `MonitorFire`: called on a thread of its own; in the local API only.

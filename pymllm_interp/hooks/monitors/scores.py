@@ -154,7 +154,7 @@ class _Group:
         self.positions.append(positions)
         self.scores.append(scores)
         self.values.append(values)
-        above = values > self._thresholds
+        above = ~(values <= self._thresholds)  # NaN is above: an edit that makes states NaN evades no monitor
         if not above.any():
             self._streak = 0
             return []

@@ -17,7 +17,7 @@ from helpers_drafts import Told
 from helpers_runner import random_ids
 from torch import nn
 
-from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp import LM, SamplingParams, Scale, Steer
 from pymllm_interp.hooks.monitors.monitor import BoundMonitor
 from pymllm_interp.hooks.monitors.scores import ReducedScores, RequestMonitors
 from pymllm_interp.hooks.positions import Window
@@ -443,3 +443,11 @@ def test_a_long_prompt_with_many_fires_makes_no_object_for_each() -> None:
         sys.settrace(before)
     assert lines < 5000 and all(isinstance(part, np.ndarray) for found in unsent.values() for part in found)
     assert [len(found.fired) for found in monitors.results().values()] == [100_000] * 64
+
+
+def test_states_that_are_nan_evade_no_monitor(lm_of: Any) -> None:
+    lm = lm_of("llama")
+    stop = Monitor("resid_post.1", vector(lm.hidden_size, 1), 1e9, "stop", positions="generated", name="m")
+    broken = Steer("resid_post.0", vector(lm.hidden_size, 2), scale=1e37, positions="generated")
+    out = lm.generate([[1, 2, 3]], GREEDY, interventions=[broken, Scale("resid_post.0", 1e37)], monitors=[stop])[0]
+    assert out.finish_reason == "monitor" and out.monitors["m"].scores.isnan().any()
