@@ -64,7 +64,7 @@ SECTIONS = [
         ("greedy", "stop_strings"),
     ),
     Section(
-        "Outputs", "", ("RequestOutput", "client.completion:CompletionOutput", "core.output:Logprob",
+        "Outputs", "", ("RequestOutput", "client.completion:CompletionOutput", "core.events:Logprob",
         "client.calls.forward_calls:ForwardOutput", "client.calls.activation_cache:ActivationCache",
         "client.calls.site_hooks:HookPoint",
         "client.handle:RequestHandle", "client.completion:StreamPiece"), ("put", "of"),

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..core.events import FinishedEvent
-from ..core.output import DraftCounts, Logprob
+from ..core.events import DraftCounts, FinishedEvent, Logprob
 from ..core.receipt import Receipt
 from ..core.sampling_params import SamplingParams
 from ..utils.arguments import shown

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from .output import Logprob
+from .events import Logprob
+from .image_input import ImageInput
 from .pass_parts import PromptEmbeds
 from .request_drafts import RequestDrafts
 from .sampling_params import SamplingParams
@@ -63,6 +64,8 @@ class Request:
     """Token ids of `params.bad_words`."""
     embeds: PromptEmbeds | None = None
     """Vectors in place of some of the prompt's token embeddings; None without any. Their token ids are placeholders."""
+    images: tuple[ImageInput, ...] = ()
+    """Images of the prompt, in the order of their placeholders."""
     adapter: str | None = None
     """LoRA adapter of the weights that it runs with, as part of the model's state; None: the model itself."""
     adapter_hold: Any = None
@@ -312,6 +315,7 @@ class Request:
             adapter=self.adapter,
             drafted=self.drafts is not None,
             embeds=self.embeds,
+            images=self.images,
         )
 
     def ending(self) -> RequestEnd:

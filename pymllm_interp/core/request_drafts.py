@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from .output import DraftCounts
+from .events import DraftCounts
 
 WINDOW = 64
 """Drafts after which their use is judged. Of half as many, few may be accepted by chance."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from .image_input import ImageInput
 from .pass_parts import PromptEmbeds
 from .sampling_params import SamplingParams
 
@@ -87,6 +88,7 @@ class NewRequest:
     """Whether drafts may be proposed for it."""
     embeds: PromptEmbeds | None = None
     """Vectors in place of some of the prompt's token embeddings; None without any."""
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

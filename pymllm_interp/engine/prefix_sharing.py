@@ -4,7 +4,7 @@
 |---|---|
 | plain | everything, with all |
 | with interventions | pages before its first edit with all; later ones with requests that make the same edits there |
-| with embeddings in its prompt | pages before the first one with all; later ones with requests of the same vectors |
+| with embeddings or images in its prompt | pages before the first one with all; later ones with requests of the same ones |
 | with an adapter | as above, with requests of the same adapter |
 | with a `cache_salt` | everything, with requests of the same salt |
 | of a server's client | as above, with requests of the same client |
@@ -20,11 +20,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.image_input import image_namespaces
 from ..core.request import Request
 from ..mem_cache.radix_cache import Match, Node, RadixCache, RadixKey
 from ..models.weights.model_state import ModelState
 
-PLAIN, EDITED, EMBEDDED, SALTED, PRIVATE = "plain", "edited", "embedded", "salted", "private"
+PLAIN, EDITED, EMBEDDED, IMAGES, SALTED, PRIVATE = "plain", "edited", "embedded", "images", "salted", "private"
 """Kinds of namespaces, in `Engine.stats`."""
 
 
@@ -86,6 +87,8 @@ class PrefixSharing:
                 kind = EDITED
         if request.embeds is not None:
             kind, namespaces = EMBEDDED, _joined(namespaces, request.embeds.namespaces(size))
+        if request.images:
+            kind, namespaces = IMAGES, _joined(namespaces, image_namespaces(request.images, size))
         if (adapted := self._model.namespace(request.adapter)) is not None:
             namespaces = _salted(namespaces, "adapter", adapted)
         if request.cache_salt is not None:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.events import FinishedEvent, RequestTimes
-from ..core.output import Logprob
+from ..core.events import FinishedEvent, Logprob, RequestTimes
 from ..core.request import Request
 from ..core.step import AcceptedToken, ModelRunnerOutput, SampledLogprobs, ScheduledRequest, SchedulerOutput
 from ..runner.interp_model_runner import InterpModelRunner

@@ -13,7 +13,7 @@ from ..core.events import RequestTimes
 from .failures import Failure
 
 Logprobs = dict[int, tuple[float, int]]
-"""Token id -> (log probability, rank), as core.output.Logprob without its text."""
+"""Token id -> (log probability, rank), as core.events.Logprob without its text."""
 
 
 class EngineMessage(msgspec.Struct, tag=True, omit_defaults=True):

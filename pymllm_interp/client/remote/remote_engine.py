@@ -9,8 +9,7 @@ from typing import Any
 
 import httpx
 
-from ...core.events import EngineClosedError, Event, FinishedEvent, TokenEvent
-from ...core.output import DraftCounts, Logprob
+from ...core.events import DraftCounts, EngineClosedError, Event, FinishedEvent, Logprob, TokenEvent
 from ...engine.callbacks import Callbacks
 from ...hooks.captures.activations import Activations
 from ...hooks.monitors.scores import MonitorScores, scores_from_json

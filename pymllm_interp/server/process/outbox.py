@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ...core.events import Event, FinishedEvent, score_pairs
-from ...core.output import Logprob
+from ...core.events import Event, FinishedEvent, Logprob, score_pairs
 from ...core.receipt import Receipt
 from ...core.request import Request
 from ...hooks.captures.activations import Activations

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...client.completion import Scored
 from ...client.detokenizer import Detokenizer, decode
-from ...core.output import Logprob
+from ...core.events import Logprob
 from ...wire import messages as m
 from ..http.state import ServerState
 from ..http.trust import Client

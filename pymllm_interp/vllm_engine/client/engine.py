@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.events import EngineClosedError, Event, Subscriber, TokenEvent
-from ...core.output import Logprob
+from ...core.events import EngineClosedError, Event, Logprob, Subscriber, TokenEvent
 from ...core.request import Request, RequestStatus
 from ...core.step import DeclaredResult, ModelRunnerOutput, RequestHooks
 from ...engine.callbacks import Callbacks

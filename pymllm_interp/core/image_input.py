@@ -1,0 +1,61 @@
+"""Images in a prompt: their places among its tokens, and the processor's features of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInput:
+    """One image of a prompt. Requests of a prompt share the object.
+
+    Attributes:
+        positions: [tokens] int64, its placeholders among the prompt's token ids, ascending; tiles may have separators between.
+        features: its part of the processor's outputs: pixel_values of patches or tiles, image_grid_thw [1, 3], image_sizes,
+            pixel_attention_mask; on the CPU.
+        content: digest of the features. Images of equal content share KV, and the output of the vision tower.
+    """
+
+    positions: Tensor
+    features: Mapping[str, Tensor]
+    content: bytes
+
+    @classmethod
+    def of(cls, positions: Sequence[int] | Tensor, features: Mapping[str, Tensor]) -> ImageInput:
+        """An image with the digest of its features."""
+        found = {name: features[name].detach().contiguous() for name in sorted(features)}
+        digest = hashlib.sha256()
+        for name, tensor in found.items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return cls(torch.as_tensor(positions, dtype=torch.int64), found, digest.digest())
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of placeholders."""
+        return len(self.positions)
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """First and last + 1 of its placeholders, counted in the image, among the prompt's positions from `start` to `stop`."""
+        first, end = torch.searchsorted(self.positions, torch.tensor((start, stop))).tolist()
+        return first, end
+
+
+def image_namespaces(images: Sequence[ImageInput], page_size: int) -> list[tuple[int, Hashable]]:
+    """(page, namespace from that page on), ascending (`RadixKey`): the images of each page, and their first placeholders there."""
+    pages: dict[int, list[tuple[bytes, int]]] = {}
+    for image in images:
+        for page in (image.positions // page_size).unique().tolist():
+            first = image.within(page * page_size, (page + 1) * page_size)[0]
+            pages.setdefault(page, []).append((image.content, first))
+    found: list[tuple[int, Hashable]] = []
+    for page, contents in sorted(pages.items()):
+        if found and found[-1][0] == page:
+            found.pop()
+        found += [(page, tuple(contents)), (page + 1, None)]
+    return found
