@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.bench import describe_machine
 
 TEMPLATE_TOKENS, PLACE = 48, 40
 
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with LM(given.model, device=given.device, load_format=given.load_format) as lm:
-        result = {"model": given.model, "device": lm.backend.facts.device}
+        result = {"machine": describe_machine(), "model": given.model, "device": lm.backend.facts.device}
         result |= measured(lm, given.states, given.tokens, given.turns)
     text = json.dumps(result, indent=1, default=str)
     print(text)

@@ -212,6 +212,7 @@ def _embedded(reader: _Reader, vectors: torch.Tensor, match: bool) -> Iterator[d
 
 def _op(site: str, vectors: torch.Tensor, positions: list[int], norm: Norm, replace: bool) -> Patch | Steer:
     """The op that puts vectors [placeholders, width] into the stream."""
+    vectors = vectors[0] if len(vectors) == 1 else vectors
     if replace:
         return Patch(site, vectors, positions=positions)
     return Steer(site, vectors, positions=positions, norm="match" if norm == "match" else "none")

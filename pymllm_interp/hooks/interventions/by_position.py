@@ -39,6 +39,8 @@ def in_order_of_windows(op: OpT, name: str, windows: tuple[Window, ...], prompt_
     kept = [row for row, index in enumerate(named) if -prompt_len <= index < prompt_len]
     indexes = absolute_positions(tuple(named[row] for row in kept), prompt_len)
     order = sorted(range(len(indexes)), key=indexes.__getitem__)
+    if tuple(named) == tuple(indexes) and order == kept:
+        return op  # in order as written: most are, and a copy is checked anew
     rows = as_argument(rows[kept][order], str(op.site))
     changes = {name: rows, "positions": tuple(indexes[row] for row in order)}
     return replace(op, **changes)  # pyright: ignore[reportArgumentType]
