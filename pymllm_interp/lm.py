@@ -36,6 +36,7 @@ from .harvest.result import HarvestResult
 from .hooks.captures.spec import Capture
 from .hooks.heads import Heads
 from .hooks.interventions.knockout import Intervention
+from .hooks.monitors.monitor import Monitor
 from .hooks.positions import Positions
 from .hooks.site import Site
 from .hooks.traces.syntax.pass_options import take_options
@@ -234,6 +235,7 @@ class LM(ClientModel):
         capture: Sequence[Capture | Site | str],
         out: str | Path,
         interventions: Sequence[Intervention] | None = None,
+        monitors: Sequence[Monitor | str] | None = None,
         lora: str | None = None,
         shard_bytes: int = 1 << 29,
         max_length: int | None = None,
@@ -256,6 +258,7 @@ class LM(ClientModel):
             capture: sites and `Capture`s. Positions and reductions apply to one pass.
             out: a new folder, or a folder of the same harvest.
             interventions: applied to each document.
+            monitors: monitors that record; the shards have the scores of monitor NAME as ``scores.NAME`` [rows] float32.
             lora: a LoRA adapter that each document runs with, by name; None: the model itself.
             shard_bytes: upper bound of a shard, in bytes. A document is never split over shards, so a larger document makes a
                 larger shard. About twice this much is held in host memory.
@@ -279,8 +282,8 @@ class LM(ClientModel):
         """
         return harvest(
             self, inputs, out, cluster, workers, unit_documents, column, progress, capture=capture,
-            interventions=interventions, lora=lora, shard_bytes=shard_bytes, max_length=max_length, too_long=too_long,
-            on_error=on_error,
+            interventions=self._requests.declared({"interventions": interventions, "monitors": monitors}, 1)[0], lora=lora,
+            shard_bytes=shard_bytes, max_length=max_length, too_long=too_long, on_error=on_error,
         )  # fmt: skip
 
     def generate_corpus(

@@ -143,6 +143,7 @@ class LocalBackend(FactoryBackend):
         for request, handle in zip(requests, handles, strict=True):
             trace = request.trace
             trace.activations.append(NOTHING if request.activations is None else request.activations)
+            trace.scores.append(handle.ends[0].monitors or {})
             trace.error = error_of(handle.ends[0]) or trace.error
 
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:

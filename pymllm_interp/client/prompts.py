@@ -226,16 +226,6 @@ def declared_for_each_prompt(options: Mapping[str, Any], prompts: int) -> list[l
     return [[*own, *others] for own, others in zip(found, watching, strict=True)] if any(watching) else found
 
 
-def declared_for_traces(options: Mapping[str, Any], prompts: int) -> list[list[Intervention]]:
-    """The `interventions` of a trace, one list per prompt. Raises ValueError for monitors, too: blocks read states themselves."""
-    found = declared_for_each_prompt({**options, "monitors": None}, prompts)
-    if options.get("monitors") or any(isinstance(spec, Monitor) for specs in found for spec in specs):
-        raise ValueError(
-            "monitors are not served in traces: score the states in the block, or use lm.generate(prompts, params, monitors=...)"
-        )
-    return found
-
-
 def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
     """`for_each_prompt` of captures; a site or its name becomes a `Capture`."""
     return _checked(given, prompts, "capture", Capture, "expected a site, or Capture(site, ...)")

@@ -41,7 +41,7 @@ from .calls.traced_prompts import traced_prompt
 from .detokenizer import StopStrings
 from .facts import ModelFacts
 from .prompt_batch import pad_together, prompts_of, repeated
-from .prompts import captures_for_each_prompt, declared_for_traces
+from .prompts import captures_for_each_prompt, declared_for_each_prompt
 from .request_limits import check_boundary, check_embedded, max_tokens_of, num_objects, truncated
 from .request_options import adapters_of
 
@@ -387,7 +387,7 @@ class RequestFactory:
         names = [what]
         if len(prompts) > 1:
             names = [f"prompt {i} of {what.removeprefix('the prompt') or 'the list'}" for i in range(len(prompts))]
-        interventions = self.named(declared_for_traces(hooks, len(prompts)), names)
+        interventions = self.named(declared_for_each_prompt(hooks, len(prompts)), names)
         captures = self.named(captures_for_each_prompt(hooks["capture"], len(prompts)), names)
         given_adapters, requests = kwargs.pop("lora", None), list[Request]()
         adapters = [name for name in adapters_of(given_adapters, len(prompts) // copies) for _ in range(copies)]

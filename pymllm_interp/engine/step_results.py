@@ -36,7 +36,8 @@ def take(
         request.error = error
         return "error"
     if not request.generates:
-        return "length" if token_ids or request.prompt_computed == request.prompt_len else None
+        done = token_ids or request.prompt_computed == request.prompt_len
+        return None if not done else "monitor" if _stops_at(request) else "length"
     if not token_ids and _stops_at(request):
         return "monitor"
     before = len(request.output_token_ids)

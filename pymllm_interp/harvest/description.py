@@ -8,6 +8,7 @@ from typing import Any
 from ..core.model_spec import site_index
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
+from ..hooks.monitors.monitor import Monitor
 from ..hooks.site import expand
 from ..hooks.spec import described
 from .folder import Identity
@@ -31,7 +32,10 @@ def describe(
         ),
         "num_hidden_layers": spec.num_hidden_layers,
         "tokenizer": f"fingerprint {identity.tokenizer[:SHOWN_DIGITS]}" if identity.tokenizer else "none",
-        "sites": [str(site) for site in sorted(sites, key=lambda site: site_index(site, spec.num_hidden_layers))],
+        "sites": [
+            *map(str, sorted(sites, key=lambda site: site_index(site, spec.num_hidden_layers))),
+            *(f"scores.{one.name}" for one in interventions if isinstance(one, Monitor)),
+        ],
         "capture": [described(one) for one in captures],
         "interventions": [described(one) for one in interventions],
     }

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ..client.backend import Backend
 from ..client.calls.model_weights import ModelWeights
+from ..core.events import FinishedEvent
 from ..core.limits import EngineLimits
 from ..core.model_spec import ModelSpec
 from ..core.request import Request
@@ -20,6 +21,8 @@ class PrefillHandle(Protocol):
 
     requests: list[Request]
     """The one request, with `activations` or `error` after `wait`."""
+    ends: list[FinishedEvent]
+    """Its last event, after `wait`."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the pass has ended."""

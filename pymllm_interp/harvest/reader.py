@@ -4,6 +4,7 @@
     rows = harvest["resid_post.12"]            # all shards, memory-mapped
     rows[torch.randperm(len(rows))[:4096]]     # [4096, width]: an index, a slice, or a tensor of indexes
     harvest["blocks.12.hook_resid_post"]       # any name of a site
+    harvest["scores.sea"]                      # [rows] float32, of a monitor
     harvest.document_ids()                     # [rows] int64; so are `positions` and `token_ids`
     harvest.indexes("resid_post.12")           # [rows, top_k] int64, of a capture with Project(top_k=...) or Features
     for shard in harvest.shards:
@@ -179,7 +180,7 @@ class Harvest:
     Attributes:
         manifest: the harvest in words (`description`), fingerprints and settings (`identity`), and whether it is complete.
         shards: shards in the order of the input.
-        sites: captured sites.
+        sites: captured sites, and ``scores.NAME`` of monitors.
     """
 
     def __init__(self, folder: str | Path) -> None:

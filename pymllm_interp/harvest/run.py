@@ -10,7 +10,7 @@ import hashlib
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +25,10 @@ from ..hooks.captures.spec import Capture
 from ..hooks.captures.state_captures import is_state
 from ..hooks.interventions.knockout import Intervention, Knockout
 from ..hooks.monitors.monitor import Monitor
+from ..hooks.monitors.scores import MonitorScores
 from ..hooks.positions import Generated
 from ..hooks.site import Site
+from ..utils.arguments import shown
 from .description import describe
 from .documents import SKIPPED, Document, Pass
 from .folder import INDEX, HarvestFolder, Identity, index_name
@@ -105,7 +107,8 @@ def asked_of(
 ) -> AskedHarvest:
     """The arguments of `LM.harvest`, checked. See there for the errors."""
     captures, interventions = model._resolve_specs(capture, interventions)
-    if not captures:
+    monitors = monitors_among(interventions)
+    if not (captures or monitors):
         raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
@@ -116,11 +119,12 @@ def asked_of(
             raise ValueError(
                 f"{spec.name}: rows of patterns have the lengths of their documents, and shards have one width"
             )
-    for spec in [*captures, *interventions]:
-        if isinstance(spec, Monitor):
+    for spec in monitors:
+        if spec.then != "record":
             raise ValueError(
-                f"{spec.name}: a harvest keeps no scores: Capture({str(spec.site)!r}, reduce=Project(directions))"
+                f"{spec.name}: a monitor of a harvest records scores, and decides nothing: leave out then={shown(spec.then)}"
             )
+    for spec in [*captures, *interventions]:
         if not isinstance(spec, Knockout):  # its layers and positions are bound to each document
             spec.sites_in(model.model_spec)  # specs that fit no document are refused here
         if spec.positions == "generated" or isinstance(spec.positions, Generated):
@@ -136,9 +140,14 @@ def asked_of(
         shard_bytes=settings.shard_bytes,
         max_length=settings.max_length,
         too_long=too_long,
-        index_per_site=has_index_per_site(captures),
+        index_per_site=has_index_per_site([*captures, *monitors]),
     )
     return AskedHarvest(captures, interventions, settings, identity, describe(model, captures, interventions, identity))
+
+
+def monitors_among(specs: Iterable[Intervention]) -> list[Monitor]:
+    """The monitors among a harvest's interventions."""
+    return [spec for spec in specs if isinstance(spec, Monitor)]
 
 
 class HarvestRun:
@@ -167,6 +176,7 @@ class HarvestRun:
         self._lora = lora
         self.folder, self.settings, self._skip = folder, settings, skip
         self._model, self._captures, self._interventions = model, captures, interventions
+        self._specs = [*captures, *monitors_among(interventions)]
         self._max_tokens = STEPS_IN_FLIGHT * model.limits.max_num_tokens
         self._max_requests = STEPS_IN_FLIGHT * model.limits.max_running
         self._show_progress = progress
@@ -271,7 +281,7 @@ class HarvestRun:
         """Raise OSError if the input's size is known and the disk has less space."""
 
         def size_of(tokens: int) -> int:
-            return expected_bytes(self._captures, self._model.model_spec, tokens)
+            return expected_bytes(self._specs, self._model.model_spec, tokens)
 
         try:
             size, exact = estimated_bytes(inputs, self.settings, size_of, self._model.token_ids)
@@ -350,9 +360,10 @@ class HarvestRun:
                     f"document {document.number}: the adapter {self._lora!r} was loaded anew, with other weights, while the "
                     "harvest ran: load the first one again and call again, or name a new folder"
                 )
-            error = request.error or request.activations.error
+            (end,), found = handle.ends, request.activations
+            error = request.error or (None if found is None else found.error)
             if error is None and document.error is None:
-                self._add_rows(done, request.activations)
+                self._add_rows(done, Activations(0) if found is None else found, end.monitors or {})
             elif error is not None and (not self._skip or isinstance(error, EngineClosedError)):
                 raise RuntimeError(f"document {document.number}: {error!r}") from error
             elif error is not None:
@@ -361,15 +372,16 @@ class HarvestRun:
             self._keep(document)
             progress.advance(document.tokens, document.nbytes, skipped=document.error is not None)
 
-    def _add_rows(self, done: Pass, found: Activations) -> None:
-        document = done.document
+    def _add_rows(self, done: Pass, found: Activations, scored: Mapping[str, MonitorScores]) -> None:
+        document, ids = done.document, torch.tensor(done.token_ids)
         index_per_site = self.folder.identity.index_per_site
-        for place, site in enumerate(found):
-            rows, positions, tokens = found.as_arrived(site), found.positions[site], found.token_ids[site]
+        parts = [(site, found.as_arrived(site), found.positions[site], found.token_ids[site]) for site in found]
+        parts += [(f"scores.{name}", own.scores, own.positions, ids[own.positions]) for name, own in scored.items()]
+        for place, (site, rows, positions, tokens) in enumerate(parts):
             if len(rows) < len(positions):  # a mean: its index is that of the last position
                 positions, tokens = positions[-len(rows) :], tokens[-len(rows) :]
             document.add(site, rows)
-            for name, values in found.others(site).items():
+            for name, values in found.others(site).items() if site in found else ():
                 document.add(f"{name}.{site}", values)
             if place and not index_per_site:
                 continue

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from ..core.model_spec import LOGITS, ModelSpec
 from ..hooks.captures.spec import Capture
+from ..hooks.monitors.monitor import Monitor
 from ..hooks.positions import Positions, windows_of
-from ..hooks.site import expand
+from ..hooks.site import Site, expand
 from ..utils.arguments import PromptError
 from .folder import INDEX
 from .inputs import Settings, is_token_stream, length_of
@@ -21,34 +22,38 @@ SAMPLED_TEXTS = 64
 """Texts of a list that are tokenised to estimate the size of all."""
 
 
-def has_index_per_site(captures: Sequence[Capture]) -> bool:
-    """Whether the captures select different positions."""
-    places = {(repr(_positions_of(spec)), spec.reduction.name if spec.reduction.pools else None) for spec in captures}
+def has_index_per_site(specs: Sequence[Capture | Monitor]) -> bool:
+    """Whether the captures and monitors select different positions."""
+    places = {(repr(_positions_of(spec)), spec.reduction.name if _pools(spec) else None) for spec in specs}
     return len(places) > 1
 
 
-def expected_bytes(captures: Sequence[Capture], model: ModelSpec, tokens: int) -> int:
+def _pools(spec: Capture | Monitor) -> TypeGuard[Capture]:
+    return isinstance(spec, Capture) and spec.reduction.pools
+
+
+def expected_bytes(specs: Sequence[Capture | Monitor], model: ModelSpec, tokens: int) -> int:
     """Bytes in a shard of a document of `tokens` tokens.
 
     Raises:
         ValueError: positions are beyond the document.
     """
     total, index = 0, 8 * len(INDEX)
-    for number, spec in enumerate(captures):
+    for number, spec in enumerate(specs):
         sites = expand(spec.site, model.num_hidden_layers, model.family)
         rows = sum(window.size or tokens for window in windows_of(_positions_of(spec), tokens, spec.missing))
-        values = model.width(sites[0].kind)
-        if isinstance(spec.heads, tuple):
-            values = len(spec.heads) * model.head_dim
-        asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
-        row = values * (asked or model.dtype).itemsize
-        if not spec.reduction.of_states:
-            row = spec.reduction.row_bytes(asked)
-        if spec.reduction.pools:
+        row = torch.float32.itemsize if isinstance(spec, Monitor) else _row_bytes(spec, sites[0], model)
+        if _pools(spec):
             rows = min(rows, 1)
-        indexes = len(sites) if has_index_per_site(captures) else int(number == 0)
+        indexes = len(sites) if has_index_per_site(specs) else int(number == 0)
         total += rows * (len(sites) * row + indexes * index)
     return total
+
+
+def _row_bytes(spec: Capture, site: Site, model: ModelSpec) -> int:
+    values = len(spec.heads) * model.head_dim if isinstance(spec.heads, tuple) else model.width(site.kind)
+    asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
+    return values * (asked or model.dtype).itemsize if spec.reduction.of_states else spec.reduction.row_bytes(asked)
 
 
 def estimated_bytes(
@@ -68,7 +73,7 @@ def estimated_bytes(
     return int(factor * total), factor == 1
 
 
-def _positions_of(spec: Capture) -> Positions:
+def _positions_of(spec: Capture | Monitor) -> Positions:
     """The positions that a harvest captures: a pass without generation has logits only at its last position."""
     return (-1,) if spec.site == LOGITS and spec.positions == "all" else spec.positions
 

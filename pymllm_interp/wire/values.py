@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from ..core.receipt import Receipt
 from ..hooks.captures.activations import Activations
+from ..hooks.monitors.scores import MonitorScores
 from ..hooks.traces.nnsight_compat import Cache, CacheEntry, CacheView
 from .receipts import receipt_of, receipt_to_json
 
@@ -57,6 +58,8 @@ class ValueEncoder:
             return {"bytes": base64.b64encode(value).decode()}
         if isinstance(value, Receipt):
             return {"receipt": receipt_to_json(value)}
+        if isinstance(value, MonitorScores):
+            return {"scores": value.to_json()}
         if isinstance(value, Activations):
             sites = {site: self._activations(value, site, what) for site in value}
             return {"activations": value._num_layers, "sites": sites}
@@ -153,6 +156,8 @@ class ValueDecoder:
                 return base64.b64decode(data)
             case {"receipt": receipt}:
                 return receipt_of(receipt)
+            case {"scores": scores}:
+                return MonitorScores.from_json(scores)
             case {"activations": num_layers, "sites": sites}:
                 found = Activations(num_layers)
                 for site, (rows, positions, tokens, others) in sites.items():

@@ -8,13 +8,14 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from ...core.families import NUMBERED_SITES
 from ...hooks.captures.activations import Activations
+from ...hooks.monitors.monitor import Monitor
 from ...hooks.traces.blocks.block_analysis import variables_of
 from ...hooks.traces.blocks.torch_modes import is_any_autocast_enabled
 from ...hooks.traces.blocks.trace import Block, RequestTrace
@@ -27,8 +28,9 @@ from ...hooks.traces.syntax.pass_options import NONE
 from ...hooks.traces.syntax.tracer import TraceInput
 from ...models.native.decoder import DecoderForCausalLM
 from ..prompt_batch import prompts_of
+from ..prompts import declared_for_each_prompt
 
-OWN_WORDS = ("interventions", "monitors", "capture", "n", "num_return_sequences")
+OWN_WORDS = ("interventions", "capture", "n", "num_return_sequences")
 """Keywords of a trace with which its block runs in the passes."""
 THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
 """Threads that copy values for the loops of several blocks."""
@@ -69,6 +71,12 @@ class Ended(NamedTuple):
     def passes(self) -> int:
         """Number of forward passes of the request."""
         return 1 if self.trace.single else len(self.token_ids) - self.prompt_len
+
+
+def monitors_of(given: TraceInput | None) -> Sequence[Monitor]:
+    """The monitors of a trace of one prompt. Raises ValueError for others."""
+    assert given is not None, "an invoke without a prompt is not lowered"
+    return cast(Any, declared_for_each_prompt({"monitors": given[1].get("monitors")}, 1)[0])
 
 
 class Lowered:
@@ -147,16 +155,20 @@ class Lowered:
         if words:
             return NotLowered(f"{words[0]}= is given")
         try:
-            count = len(prompts_of(args, kwargs, "the prompt")[0].prompts)
+            count, monitors = len(prompts_of(args, kwargs, "the prompt")[0].prompts), monitors_of(given)
         except Exception:
-            return NotLowered("its prompt cannot be read")  # the error is raised where the request is made
+            return NotLowered("its prompt or its monitors cannot be read")  # raised where the request is made
         if count != 1:
             return NotLowered("it has a list of prompts")
+        if any(monitor.then == "stop" for monitor in monitors):
+            return NotLowered("a monitor may stop it")
         saved = {id(value) for value in trace.saves.outer.values()}
         values = _values_of(block)
         own = block.code, frozenset(saved), *map(id, values.values())
         if own not in same:
             same[own] = self._lowered(block, saved, values, mode)
+        if monitors and isinstance(found := same[own], BlockPlan) and found.interventions:
+            return NotLowered("it has monitors, which score states before the block's edits")
         return same[own]
 
     def _lowered(self, block: Block, saved: set[int], values: dict[str, Any], mode: str) -> BlockPlan | NotLowered:

@@ -451,7 +451,8 @@ class ClientModel(TracedModel):
         return explain(tracer)
 
     def _run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> list[Any]:
-        return run(self.backend, mode, traces, inputs)
+        named = [given and (given[0], self._requests.with_monitors(given[1])) for given in inputs]
+        return run(self.backend, mode, traces, named)
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
         """Prompts in an invoke's input. Without any, a trace's block holds invokes, and an invoke's sees all others' prompts."""

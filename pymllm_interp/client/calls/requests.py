@@ -69,9 +69,7 @@ class Requests:
         count, names = len(prompts), list(names or names_of(prompts))
         own = params_for(prompts, params)
         warn_of_flat_list(options.get("interventions"), count)
-        if monitors := options.get("monitors"):
-            options = {**options, "monitors": self.tree.monitors.resolved(monitors)}
-        declared = declared_for_each_prompt(options, count)
+        declared = self.declared(options, count)
         captures = captures_for_each_prompt(options.get("capture"), count)
         if outputs := captures_of_outputs(options):
             captures = [[*own, *outputs] for own in captures]
@@ -83,6 +81,15 @@ class Requests:
             adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits,
             passes=self.tree._pass_options(edits, {}) if edits else NONE, receipts=receipts,
         )  # fmt: skip
+
+    def with_monitors(self, options: Any) -> Any:
+        """A call's options, with monitors in place of their names. Raises PromptError for an unknown name."""
+        given = options.get("monitors")
+        return {**options, "monitors": self.tree.monitors.resolved(given)} if given else options
+
+    def declared(self, options: Any, prompts: int) -> list[list[Intervention]]:
+        """The interventions and monitors of a call's options, one list per prompt. Raises ValueError for others."""
+        return declared_for_each_prompt(self.with_monitors(options), prompts)
 
     def submit(self, prompts: list[Any], *asked: Any, **how: Any) -> list[RequestHandle]:
         """A handle for each prompt, all submitted at once. Takes the arguments of `submission`."""

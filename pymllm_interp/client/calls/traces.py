@@ -17,7 +17,7 @@ from ..backend import Backend, Submission
 from ..chat import RenderedPrompt
 from ..handle import RequestHandle
 from ..prompt_batch import prompts_of
-from .lowered import Ended, LoweringError
+from .lowered import Ended, LoweringError, monitors_of
 from .traced_prompts import TracedPrompt, traced_prompt
 
 MADE_TOGETHER = 128
@@ -151,7 +151,9 @@ def _submit(
             submission = Submission(
                 prompts=[RenderedPrompt(None, prompt.token_ids, prompt.embeds) for prompt in prompts],
                 params=[prompt.params for prompt in prompts],
-                interventions=[list(plan.interventions) for plan in cut],
+                interventions=[
+                    [*plan.interventions, *monitors_of(inputs[first + i])] for i, plan in zip(own, cut, strict=True)
+                ],
                 captures=[list(plan.captures) for plan in cut],
                 priority=[prompt.priority for prompt in prompts],
                 adapters=[prompt.adapter for prompt in prompts],
@@ -174,7 +176,7 @@ def _submit(
 def _read(backend: Backend, mode: str, given: TraceInput | None, what: str, known: dict[tuple, Any]) -> TracedPrompt:
     assert given is not None  # else it would not be lowered
     (prompts, _), kwargs = prompts_of(*given, what)
-    for name in ("interventions", "monitors", "capture"):  # which are None
+    for name in ("interventions", "monitors", "capture"):  # of which only monitors may be given
         kwargs.pop(name, None)
     return traced_prompt(backend, mode, prompts[0], kwargs, what, known, lowered=True)
 
@@ -199,6 +201,7 @@ def _ended(trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, single: 
     trace.warnings += event.warnings
     trace.request_ids, trace.single = (request.request_id,), single
     trace.activations.append(NOTHING)
+    trace.scores.append(event.monitors or {})
     states = NOTHING if event.activations is None else event.activations
     token_ids = [*request.prompt_token_ids, *event.token_ids]
     return Ended(trace, plan, token_ids, request.prompt_len, states, error_of(event))

@@ -154,7 +154,7 @@ class RemoteTracer(EngineTracer):
     def _send(self) -> None:
         """Send the block, pass on the values saved at each step, and bind the saved names."""
         model: Any = self.envoy
-        kwargs = dict(self.kwargs)
+        kwargs = dict(model._requests.with_monitors(self.kwargs))
         on_step = kwargs.pop("on_step", None)
         names = _Names(self)
         content = {
@@ -177,6 +177,7 @@ class RemoteTracer(EngineTracer):
     def _take(self, header: Mapping[str, Any], values: ValueDecoder) -> None:
         self.receipts = [receipt_of(receipt) for receipt in header["receipts"]]
         self.captures = [values.decode(tree) for tree in header["captures"]]
+        self.scores = [values.decode(tree) for tree in header["scores"]]
         _bind(self, header, values)
         warn_at_caller(header["warnings"])
 

@@ -210,11 +210,15 @@ class TraceRuns:
 
     def _send_result(self, run: TraceRun, tracer: Any, bound: Mapping[str, Any]) -> None:
         """Send a block's saved values, also if it failed."""
-        encoder, header = ValueEncoder(), {"type": "result", "receipts": [], "captures": [], "warnings": []}
+        encoder, header = (
+            ValueEncoder(),
+            {"type": "result", "receipts": [], "captures": [], "scores": [], "warnings": []},
+        )
         header["names"] = {name: encoder.encode(value, name) for name, value in bound.items()}
         if isinstance(tracer, ServedTracer):
             header["receipts"] = [self._outbox.receipt(receipt) for receipt in tracer.receipts]
             header["captures"] = [encoder.encode(found, "captures") for found in tracer.captures]
+            header["scores"] = [encoder.encode(found, "scores") for found in tracer.scores]
             header["warnings"] = tracer.texts
         frame = m.Frame(run.call, *pack(header, encoder.tensors))
         run.send(len(frame.body), wait=True)

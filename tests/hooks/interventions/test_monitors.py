@@ -410,16 +410,16 @@ def scored_with_drafts(lm: LM, drafter: Told) -> None:
         assert stopped.token_ids == plain.token_ids[: first + 1] and stopped.finish_reason == "monitor"
 
 
-def test_a_forward_pass_has_scores_and_a_trace_says_that_it_has_none(lm_of: Any) -> None:
+def test_a_forward_pass_has_scores(lm_of: Any) -> None:
     lm = lm_of("llama")
     monitor, prompt = Monitor("resid_post.0", vector(lm.hidden_size, 1), name="m"), [1, 2, 3]
     out = lm.forward([prompt], monitors=[monitor], capture=["resid_post.0"])[0]
     wanted = out.activations["resid_post.0"].float() @ vector(lm.hidden_size, 1)
     torch.testing.assert_close(out.monitors["m"].scores, wanted, rtol=1e-5, atol=1e-5)
-    for given in ({"monitors": [monitor]}, {"interventions": [monitor]}):
-        with pytest.raises(ValueError, match="not served in traces"):
-            with lm.trace(prompt, **given):
-                pass
+    stop = Monitor("resid_post.0", vector(lm.hidden_size, 1), -1e9, then="stop")
+    out = lm.generate([prompt], SamplingParams(max_tokens=0), monitors=[stop])[0]
+    assert (out.finish_reason, out.outputs[0].stop_reason) == ("monitor", "resid_post.0")
+    assert len(out.monitors["resid_post.0"].scores) == 3
 
 
 def test_a_long_prompt_with_many_fires_makes_no_object_for_each() -> None:

@@ -19,6 +19,7 @@ from test_lowering import ran as run_block
 from pymllm_interp import LM
 from pymllm_interp.client.calls.lowered import LoweringError
 from pymllm_interp.client.remote import remote_tracer
+from pymllm_interp.interventions import Monitor
 
 pytestmark = [pytest.mark.local, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -290,3 +291,17 @@ def test_generations_have_the_models_own_lengths_and_sampling(
         ours = ids(remote)
     with LM(folder, dtype="float32", device="cpu", lower_traces="off") as lm:
         assert ours == ids(lm)
+
+
+def test_scores_of_monitors_come_with_declared_blocks_and_with_sent_ones(local, declared, code, posts):
+    prompt, probe = [5, 17, 3], torch.randn(local.hidden_size, generator=torch.Generator().manual_seed(0))
+    wanted = local.forward([prompt], capture=["resid_post.1"])[0].activations["resid_post.1"] @ probe
+    watch, stop = (Monitor("resid_post.1", probe, -1e9, then=then, name=then) for then in ("record", "stop"))
+    code.monitors["kept"] = watch
+    for lm, monitors, sent in ((declared, [watch], 0), (code, ["kept"], 0), (code, ["kept", stop], 1)):
+        with lm.trace(prompt, monitors=monitors) as tracer:
+            lm.model.layers[0].output.save()
+        assert len(posts) == sent
+        for scores in tracer.monitors.values():
+            torch.testing.assert_close(scores.scores, wanted, rtol=1e-4, atol=1e-4)
+        assert [scores.stopped for scores in tracer.monitors.values()] == [False, True][: len(monitors)]

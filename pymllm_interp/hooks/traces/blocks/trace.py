@@ -8,7 +8,7 @@ Nothing is serialised: a local block runs on the caller's own objects.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,7 @@ class RequestTrace:
         error: error that ended the request, other than ``tracer.stop()``. Only `fail` sets it.
         result: output of a single forward pass, for ``tracer.result``.
         activations: captured states of each request, in the order of the prompts; set when all have ended.
+        scores: monitor -> its scores, of each request; set likewise.
         gang: the traces that share each step with this one, itself included; empty for a trace on its own.
         cancel: ends the requests; set once they are submitted.
         postprocess: makes ``tracer.result`` once all requests of the ``with`` block have finished; None for token ids.
@@ -156,6 +157,7 @@ class RequestTrace:
         self.error: BaseException | None = None
         self.result: Any = None
         self.activations: list[Activations] = []
+        self.scores: list[Mapping[str, Any]] = []
         self.receipt = Receipt()
         self.warnings: list[str] = []
         self.gang: Sequence[RequestTrace] = ()
@@ -245,7 +247,8 @@ class RequestTrace:
         block = self.main_block
         if block is None or block.node is None or self.saves.ids or self.receipt.edits:
             return []
-        if self.on_step is not None or any(found is not NOTHING for found in self.activations) or len(self.blocks) > 1:
+        declared = any(self.scores) or any(found is not NOTHING for found in self.activations)
+        if declared or self.on_step is not None or len(self.blocks) > 1:
             return []
         names = sorted(name for name, value in self.saves.names().items() if isinstance(value, torch.Tensor))
         return names if names and self.receipt.reads and only_binds(block.node) else []

@@ -6,7 +6,7 @@ per prompt. `TracedModel._run_traces` serves them, and the saved names are bound
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -68,6 +68,8 @@ class EngineTracer(InterleavingTracer):
         plans: declared plan of each block; empty if the blocks ran elsewhere.
         captures: the activations that each prompt's request captured (`capture=`), in order; empty for a request without
             captures. A state is captured after the block's edits.
+        scores: monitor -> its `MonitorScores`, of each prompt's request (`monitors=`). A state is scored before the block's edits
+            at its site.
     """
 
     parse, compile = under_ast_lock(InterleavingTracer.parse), under_ast_lock(InterleavingTracer.compile)
@@ -79,6 +81,7 @@ class EngineTracer(InterleavingTracer):
         self.receipts: list[Any] = []
         self.plans: list[Any] = []
         self.captures: list[Activations] = []
+        self.scores: list[Mapping[str, Any]] = []
         self.served: list[RequestTrace] = []
         self.barriers = 0
         self._invocations: list[Invocation] = []
@@ -100,6 +103,13 @@ class EngineTracer(InterleavingTracer):
         if len(self.captures) != 1:
             raise ValueError(f"this trace has {len(self.captures)} requests: use tracer.captures[i]")
         return self.captures[0]
+
+    @property
+    def monitors(self) -> Mapping[str, Any]:
+        """Monitor -> its scores in a trace of one request. Raises ValueError if it has several."""
+        if len(self.scores) != 1:
+            raise ValueError(f"this trace has {len(self.scores)} requests: use tracer.scores[i]")
+        return self.scores[0]
 
     @property
     def iter(self) -> StepIterations:
@@ -170,6 +180,7 @@ class EngineTracer(InterleavingTracer):
             self.plans = self._model._run_traces(self.mode, traces, inputs)
             self.receipts = [trace.receipt for trace in traces]
             self.captures = [found for trace in traces for found in trace.activations]
+            self.scores = [found for trace in traces for found in trace.scores]
             for trace in traces:
                 trace.saves.queue()
             transfer.flush()
