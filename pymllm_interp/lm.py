@@ -26,6 +26,7 @@ from .client.calls.model_weights import LoadedAdapters, ModelWeights
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
+from .client.pooling.calls import encode
 from .client.prompts import captures_for_each_prompt, for_each_prompt
 from .config import EngineTuning, ModelConfig, ServerConfig
 from .core.sampling_params import SamplingParams
@@ -225,6 +226,10 @@ class LM(ClientModel):
             ValueError: the vector pool is full.
         """
         return self._requests.prefill(token_ids, captures, interventions, what, lora)
+
+    # -- embeddings -------------------------------------------------------------------------
+
+    encode = encode
 
     # -- corpora ----------------------------------------------------------------------------
 

@@ -35,8 +35,13 @@ def is_conversation(prompt: Any) -> bool:
     return all(isinstance(message, Mapping) and "role" in message for message in prompt)
 
 
-def tokenized(tokenizer: Any, text: str, what: str, *, add_special_tokens: bool = True) -> RenderedPrompt:
+def tokenized(
+    tokenizer: Any, text: str, what: str, *, add_special_tokens: bool = True, **truncation: Any
+) -> RenderedPrompt:
     """A text and its token ids.
+
+    Args:
+        truncation: `truncation` and `max_length` of the tokenizer.
 
     Raises:
         PromptError: no tokenizer, or a lone surrogate in the text.
@@ -50,7 +55,7 @@ def tokenized(tokenizer: Any, text: str, what: str, *, add_special_tokens: bool 
             f"{what} has a lone surrogate, {text[error.start]!r}, at character {error.start}, which no tokenizer reads: "
             "prompt.encode('utf-8', 'replace').decode() replaces it"
         ) from None
-    return RenderedPrompt(text, tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    return RenderedPrompt(text, tokenizer(text, add_special_tokens=add_special_tokens, **truncation)["input_ids"])
 
 
 def render(

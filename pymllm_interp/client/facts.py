@@ -16,6 +16,7 @@ from ..core.model_spec import INNER_SITES, NUMBERED_SITES, ModelSpec
 from ..hooks.catalogue import ops
 from ..utils.device import DTYPES
 from .generation_defaults import GenerationDefaults
+from .pooling.pooler import Pooler
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 """Sampling parameters that a model's generation_config.json may set."""
@@ -59,6 +60,8 @@ class ModelFacts:
     logprobs_mode: str
     tasks: tuple[str, ...] = ("generate",)
     """Tasks that requests may ask for."""
+    pooler: Pooler = field(default=Pooler(), repr=False)
+    """Defaults of embeddings."""
 
     # For checks of requests, in the process of the engine's client.
     names: tuple[str, ...] = field(default=(), repr=False)
@@ -111,6 +114,7 @@ class ModelFacts:
             "sampling_defaults": {name: getattr(defaults.sampling_params, name) for name in SAMPLING_DEFAULTS},
             "generation_config": defaults.followed,
             "logprobs_mode": self.logprobs_mode,
+            "pooler": self.pooler.to_json(),
             "inner_sites": sorted(self.inner_sites),
             "eos_token_ids": sorted(defaults.eos_token_ids),
             "seed": self.seed,
@@ -119,14 +123,16 @@ class ModelFacts:
 
     @classmethod
     def of_json(
-        cls, info: Mapping[str, Any], where: str, spec: ModelSpec, hf_config: PretrainedConfig, max_running: int
-    ) -> ModelFacts:
+        cls, info: Mapping[str, Any], where: str, spec: ModelSpec, hf_config: PretrainedConfig, max_running: int,
+        pooler: Pooler,
+    ) -> ModelFacts:  # fmt: skip
         """The facts that a server tells (`to_json`).
 
         Args:
             where: The server's address.
             spec, hf_config: Made of the config in `info`.
             max_running: Upper bound of the requests that this client has in flight.
+            pooler: Made of `info` and the server's files.
         """
         found = dict(info["limits"])
         limits = EngineLimits(
@@ -139,5 +145,5 @@ class ModelFacts:
             device=info["device"], engine_name=info["engine"], inner_sites=frozenset(info["inner_sites"]),
             limits=limits, settings=found, hooks=info["hooks"],
             defaults=GenerationDefaults(info["generation_config"], frozenset(info["eos_token_ids"])), seed=info["seed"],
-            logprobs_mode=info["logprobs_mode"],
+            logprobs_mode=info["logprobs_mode"], pooler=pooler,
         )  # fmt: skip

@@ -32,6 +32,7 @@ from .factory_backend import FactoryBackend
 from .facts import HOOK_LIMITS, ModelFacts
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
+from .pooling.pooler import pooler_of
 from .request_factory import RequestFactory
 
 HOOKS = {
@@ -189,4 +190,5 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
         seed=config.seed, logprobs_mode=settings.logprobs_mode, tasks=runner.get_supported_tasks(), names=source.names,
         page_size=settings.page_size, longest_pass=len(runner.input_buffers.input_ids),
         keeps_scores=keeps_scores(runner.get_model(), runner.attn_backend), speculates=settings.speculative is not None,
+        pooler=pooler_of(source.root, encoder=False),
     )  # fmt: skip

@@ -31,8 +31,8 @@ ROUTED_EXPERTS = (
 KV_TRANSFER = "KV transfer between engines is not supported: each LM computes the KV of its own requests"
 SLEEP = "sleep mode is not supported: lm.shutdown() and `del lm` release the device's memory, and a new LM(...) loads it again"
 POOLING = (
-    "pooling and embedding tasks are not supported: capture hidden states with lm.generate(prompts, "
-    "SamplingParams(max_tokens=0), capture=['final_norm']), or their mean or last row with Capture('final_norm', reduce='mean')"
+    "tasks and poolings of an engine are not supported as options: any engine pools, lm.encode(prompts, pooling='mean', "
+    "normalize=True), by default as the model's modules.json says"
 )
 SCORES = (
     "scores of text pairs are not supported: they need a cross-encoder or a reward model. SamplingParams(max_tokens=0, "
@@ -122,7 +122,7 @@ _IN_PROCESS = (
 )
 _WEIGHTS = "weights are edited in place in a local LM, by the modules of lm.model; the prefix cache follows"
 METHODS: dict[str, str] = {
-    **dict.fromkeys(("encode", "embed"), POOLING),
+    "embed": "here it is lm.encode(prompts)",
     **dict.fromkeys(("classify", "score", "reward"), SCORES),
     **dict.fromkeys(("sleep", "wake_up"), SLEEP),
     "beam_search": BEAMS,

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES
 from ..core.model_spec import ModelSpec
-from ..core.unsupported import MULTIMODAL, POOLING, UnsupportedModelError
+from ..core.unsupported import MULTIMODAL, UnsupportedModelError
 from ..layers.quantization.unallocated import unallocated_weights
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
@@ -100,7 +100,7 @@ def check_supported(config: PretrainedConfig) -> None:
     elif getattr(config, "use_bidirectional_attention", None) is True:
         kind = "an encoder: bidirectional attention is not supported"
     elif architecture.endswith(NOT_GENERATIVE):
-        kind = f"not a generative model: {POOLING}"
+        kind = "not a generative model: it has no language modelling head"
     if kind is not None:
         raise UnsupportedModelError(f"{architecture} is {kind}. Decoder-only language models are served")
 

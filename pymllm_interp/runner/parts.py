@@ -227,8 +227,8 @@ class RunnerParts(ABC):
         return max(windows) if len(windows) == self.model_spec.num_hidden_layers else None
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """Tasks that the model can be asked for."""
-        return ("generate",)
+        """Tasks that the model can be asked for, by vLLM's names."""
+        return ("generate", "embed", "token_embed")
 
     @property
     def max_decode_rows(self) -> int:

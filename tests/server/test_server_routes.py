@@ -21,8 +21,7 @@ def client(server) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize(
     ("method", "path", "instead"),
     [
-        ("POST", "/v1/embeddings", r"capture=\['final_norm'\]"),
-        ("POST", "/pooling", r"Capture\('final_norm', reduce='mean'\)"),
+        ("POST", "/v2/embed", "/v1/embeddings"),
         ("POST", "/rerank", "prompt_logprobs"),
         ("POST", "/v2/rerank", "prompt_logprobs"),
         ("POST", "/score", "prompt_logprobs"),
@@ -92,5 +91,5 @@ def test_a_long_unknown_route_is_cut() -> None:
 
 def test_the_page_lists_the_kinds_of_routes_that_are_refused() -> None:
     page = (ROOT / "docs" / "use" / "serve.md").read_text()
-    for route in ("/v1/embeddings", "/rerank", "/score", "/pooling", "/sleep", "/v1/audio/..."):
+    for route in ("/rerank", "/score", "/sleep", "/v1/audio/..."):
         assert f"`{route}`" in page

@@ -8,6 +8,7 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,7 @@ from ..calls.lowered import Lowered
 from ..chat import RenderedPrompt
 from ..facts import ModelFacts
 from ..handle import RequestHandle
+from ..pooling.pooler import Pooler
 from ..request_limits import check_embedded, max_tokens_of, truncated
 from .remote_engine import RemoteEngine
 from .remote_tracer import NotDeclaredError, RemoteSession, RemoteTracer, edits_payload, run_remotely
@@ -78,8 +80,8 @@ class RemoteBackend(Backend):
         config = config_of(info["hf_config"])
         self.module: Any = tree_of(config, info["impl"], DTYPES[info["dtype"]])
         most = min(info["limits"]["max_concurrent"] // 2, MOST_IN_FLIGHT)
-        self.facts = ModelFacts.of_json(info, self.engine.url, self.module.spec, config, most)
-        self.tokenizer = _tokenizer(self.engine) if info["tokenizer"] else None
+        self.tokenizer, pooler = _tokenizer(self.engine, info)
+        self.facts = ModelFacts.of_json(info, self.engine.url, self.module.spec, config, most, pooler)
         self.vectors = RemoteVectors(self.engine)
         self.saes = ServedSAEs(info["saes"])
         self.lowered = Lowered(self.module, lower_traces, torch.device("cpu"))
@@ -189,13 +191,16 @@ def tree_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> nn.Modul
     return model
 
 
-def _tokenizer(engine: RemoteEngine) -> Any:
-    """Tokenizer of the server."""
+def _tokenizer(engine: RemoteEngine, info: dict[str, Any]) -> tuple[Any, Pooler]:
+    """The server's tokenizer, or None, and the defaults of embeddings with weights beside it."""
+    if not info["tokenizer"]:
+        return None, Pooler.of_json(info["pooler"], None)
     archive = engine.ask("GET", "/v1/interp/tokenizer").content
     with tempfile.TemporaryDirectory(prefix="pymllm-interp-") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return tokenizer, Pooler.of_json(info["pooler"], Path(folder))
 
 
 def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]:

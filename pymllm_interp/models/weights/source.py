@@ -8,6 +8,7 @@ tokenizer = load_tokenizer(source)
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -39,6 +40,11 @@ HUB_FILES = (
     "merges.txt",
     "spiece.model",
     "tekken.json",
+    "modules.json",  # sentence-transformers'
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "*_Pooling/config.json",
+    "*_Dense/*",
 )
 MAX_BESIDE = 1000
 """Most entries of a folder that are compared with a misspelt name."""
@@ -56,6 +62,8 @@ class ModelSource:
     """The folder with the safetensors; None for random weights."""
     tokenizer_path: Path | None
     """A folder with tokenizer files, or None."""
+    root: Path | None = None
+    """The folder that was named, with sentence-transformers' `modules.json` in it; None for a config."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -158,7 +166,8 @@ def _from_config(config: ModelConfig) -> ModelSource:
     )
 
 
-def _from_folder(folder: Path, name: str, dummy: bool, quantised: bool) -> ModelSource:
+def _from_folder(root: Path, name: str, dummy: bool, quantised: bool) -> ModelSource:
+    folder = _transformer_folder(root)
     if not (folder / "config.json").is_file():
         ggufs = sorted(path.name for path in folder.glob("*.gguf"))
         advice = f"name the file instead: {folder / ggufs[0]}" if ggufs else "put the model's config.json there"
@@ -168,7 +177,17 @@ def _from_folder(folder: Path, name: str, dummy: bool, quantised: bool) -> Model
         if not quantised:
             QuantizationFormat.of(hf_config, name)  # raises if it is not read
         safetensors_files(folder)  # raises if none exist
-    return ModelSource(name, hf_config, None if dummy else folder, _tokenizer_folder(folder))
+    return ModelSource(name, hf_config, None if dummy else folder, _tokenizer_folder(folder), root)
+
+
+def _transformer_folder(root: Path) -> Path:
+    """The folder with the model's config: `root` itself, or the first module's in sentence-transformers' older layout."""
+    if (root / "config.json").is_file() or not (root / "modules.json").is_file():
+        return root
+    try:
+        return root / json.loads((root / "modules.json").read_text(encoding="utf-8"))[0]["path"]
+    except (ValueError, LookupError, TypeError):
+        return root
 
 
 def _tokenizer_folder(folder: Path) -> Path | None:

@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from ... import __version__
 from ...core.events import EngineClosedError
+from ..pooling.routes import pooling_routes
 from ..protocol import COMPONENT
 from ..responses.routes import responses_routes
 from ..routes.adapter_routes import adapter_routes
@@ -47,7 +48,8 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,  # a redirect names the host that the client named
     )  # fmt: skip
     routers = [
-        make(state) for make in (openai_routes, responses_routes, tokenize_routes, adapter_routes, interp_routes)
+        make(state)
+        for make in (openai_routes, responses_routes, pooling_routes, tokenize_routes, adapter_routes, interp_routes)
     ]
     for router in routers:
         app.include_router(router)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from ...client.pooling.pooler import Pooler
 from ...wire.messages import AskStats
 from ..engines.call import EngineDiedError
 from ..engines.door import Door
@@ -42,6 +43,8 @@ class ServerState:
 
     Attributes:
         callers: number of a call that clients may abort -> name of its client.
+        tokenizer: the model's, or None.
+        pooler: the model's defaults of embeddings.
         threads: threads for work on texts, shared fairly by client name.
         draining: whether the server is ending, and refuses new requests.
     """
@@ -56,6 +59,7 @@ class ServerState:
         self.responses = ResponseStore(settings.limits, folder=self.engine.store if shared else None)
         self.uploads = Uploads(settings.limits, self.engine.vectors)
         self.tokenizer: Any = None
+        self.pooler = Pooler()
         self.threads = FairThreads()
         self.draining = False
         self.exiting = asyncio.Event()
@@ -73,6 +77,7 @@ class ServerState:
         folder = self.engine.tokenizer_folder
         if folder.exists():
             self.tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        self.pooler = await asyncio.to_thread(Pooler.of_json, self.info["pooler"], folder)
 
     def _engine_exited(self) -> None:
         if self.settings.on_engine_exit == "exit":

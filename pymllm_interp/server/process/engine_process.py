@@ -72,6 +72,7 @@ def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
         info["replica"] = {"name": outbox.replica, "version": __version__, "fingerprint": served.backend.fingerprint()}
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(settings["tokenizer"])
+        served.backend.facts.pooler.save_dense(Path(settings["tokenizer"]))
     server = EngineServer(served, outbox, settings["queued_bytes"], Path(settings["tokenizer"]), monitors)
     gc.collect()
     gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s

@@ -79,12 +79,13 @@ async def _captured(state: ServerState, prompt: Prompt, client: Client, top: int
         if end.failure is not None:
             raise EngineError(end.failure)
         assert end.captured is not None
-        return load(await asyncio.to_thread(_content, end.captured, state.engine.store))
+        return load(await asyncio.to_thread(content_of, end.captured, state.engine.store))
     finally:
         state.store.forget(end.captured)
 
 
-def _content(captured: CapturedStates, store: Path) -> bytes:
+def content_of(captured: CapturedStates, store: Path) -> bytes:
+    """The safetensors of captured states, from the message or from their file in the store."""
     return (store / str(captured.file)).read_bytes() if captured.data is None else captured.data
 
 

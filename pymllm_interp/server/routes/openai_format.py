@@ -75,7 +75,7 @@ class Format:
             if first:
                 found["prompt_token_ids"] = prompt.token_ids
         if piece.end is not None:
-            self._end(found, index, piece.end)
+            self.end(found, index, piece.end)
         if chunk and piece.scores:
             found.setdefault("pymllm", {})["scores"] = scores_json(piece.scores)
         return found
@@ -96,8 +96,8 @@ class Format:
         called = index in self._messages and self._messages[index].num_calls
         return "tool_calls" if called and end.finish_reason == "stop" else end.finish_reason
 
-    def _end(self, found: dict[str, Any], index: int, end: m.Finished) -> None:
-        """Add the fields of a whole completion."""
+    def end(self, found: dict[str, Any], index: int, end: m.Finished) -> None:
+        """Add the fields of a whole completion, or of a pooled input."""
         if end.prompt_logprobs is not None and not self.echo:
             found["prompt_logprobs"] = [
                 None if entry is None else {

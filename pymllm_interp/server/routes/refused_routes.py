@@ -25,7 +25,7 @@ _OTHERS = "this server has OpenAI's API: use /v1/chat/completions or /v1/complet
 
 ROUTES: dict[str, str] = {
     # vLLM's
-    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling"), unsupported.POOLING),
+    "/v2/embed": "Cohere's API is not served: use /v1/embeddings",
     **dict.fromkeys(
         ("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), unsupported.SCORES
     ),

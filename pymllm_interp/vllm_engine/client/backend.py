@@ -14,6 +14,7 @@ from ...client.calls.lowered import Lowered
 from ...client.factory_backend import FactoryBackend
 from ...client.facts import HOOK_LIMITS, ModelFacts
 from ...client.generation_defaults import GenerationDefaults
+from ...client.pooling.pooler import pooler_of
 from ...client.remote.remote_backend import tree_of
 from ...client.request_factory import RequestFactory
 from ...config import ModelConfig, ServerConfig
@@ -107,7 +108,7 @@ class VllmBackend(FactoryBackend):
             hooks={"hook_execution": server.hook_execution, **HOOKS},
             defaults=GenerationDefaults.of(model.generation_config, hf_config, source.folder), seed=model.seed,
             logprobs_mode=server.logprobs_mode, names=source.names, page_size=server.page_size,
-            speculates=server.speculative is not None,
+            speculates=server.speculative is not None, pooler=pooler_of(source.root, encoder=False),
         )  # fmt: skip
         self.lowered = Lowered(self.module, server.lower_traces, torch.device("cpu"))
         self.tokenizer = load_tokenizer(source)

@@ -1,0 +1,122 @@
+"""Bodies of the routes for embeddings: OpenAI's fields, vLLM's beyond them by their names there, and native ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StrictBool, StrictInt, model_validator
+
+from ...core.limits import MAX_LISTED, MAX_SPECS
+from ...wire.strict import Strict
+from ..http.body import at_most, checked
+from ..protocol import MAX_MESSAGES, CaptureField, InterventionField, Message, MonitorField
+from ..routes.refused_fields import REFUSED, Refused, without_neutral
+
+_BYTES = "values are float32, little-endian"
+OF_POOLING: dict[str, Refused] = REFUSED | {
+    "embed_dtype": Refused(_BYTES, ("float32",)),
+    "endianness": Refused(_BYTES, ("native", "little")),
+    "add_generation_prompt": Refused("conversations end without the beginning of an answer", (False,)),
+    "continue_final_message": Refused("conversations are read whole", (False,)),
+    "softmax": Refused("use use_activation"),
+}
+"""`REFUSED` for these routes."""
+
+
+class PooledRequest(Strict):
+    """Fields of all routes that pool."""
+
+    REFUSED: ClassVar[Mapping[str, Refused]] = OF_POOLING
+
+    model: str | None = None
+    truncate_prompt_tokens: StrictInt | None = Field(
+        None, description="tokens of a text to keep; -1: as many as the model reads"
+    )
+    add_special_tokens: StrictBool | None = Field(None, description="of texts; true unless it says false")
+    priority: StrictInt | None = None
+    cache_salt: str | None = None
+    timeout: float | None = Field(None, description="seconds, after which the request is an error")
+
+    interventions: Annotated[list[InterventionField] | None, at_most(MAX_SPECS)] = Field(
+        None, description="applied to each input, in order"
+    )
+    monitors: Annotated[list[MonitorField] | None, at_most(MAX_SPECS)] = Field(
+        None, description="score the states of each input"
+    )
+    capture: Annotated[list[CaptureField] | None, at_most(MAX_SPECS)] = Field(
+        None, description="sites, or captures; the states are each entry's activations"
+    )
+    user: str | None = Field(None, description="of OpenAI's, without effect")
+
+    @classmethod
+    def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """Name the alternatives of other servers' fields."""
+        return without_neutral(given, cls.model_fields, cls.REFUSED)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the request has interventions, monitors or captures."""
+        return bool(self.interventions or self.monitors or self.capture)
+
+
+class InputsRequest(PooledRequest):
+    """Inputs, each a text or token ids, or one conversation."""
+
+    input: checked(str, list[str], list[int], list[list[int]], None) = None  # pyright: ignore[reportInvalidTypeForm]
+    messages: Annotated[list[Message] | None, at_most(MAX_MESSAGES)] = Field(
+        None, min_length=1, description="vLLM's: a conversation, as the chat template writes it, in place of input"
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_input(self) -> InputsRequest:
+        if (self.input is None) == (self.messages is None):
+            raise ValueError("input: a text, token ids, or a list of them is expected; or messages, a conversation")
+        if isinstance(self.input, list) and not self.input:
+            raise ValueError("input is an empty list: one at least is expected")
+        return self
+
+    def inputs(self) -> list[Any]:
+        """Texts or token ids; none for a conversation."""
+        if self.input is None:
+            return []
+        several = isinstance(self.input, list) and not isinstance(self.input[0], int)
+        return list(self.input) if several else [self.input]
+
+
+class EmbeddingRequest(InputsRequest):
+    """Body of `POST /v1/embeddings`."""
+
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: of float32, little-endian")
+    dimensions: StrictInt | None = Field(None, description="first values to keep, for models that were trained so")
+    normalize: StrictBool | None = Field(None, description="whether vectors have length 1; null: as the model says")
+    use_activation: StrictBool | None = Field(None, description="vLLM's name of normalize")
+    pooling: str | None = Field(None, description='"last", "mean", "cls", ...; null: as the model says')
+    prompt_name: str | None = Field(None, description='name of a text of the model before each input, such as "query"')
+    prompt: str | None = Field(None, description="that text itself")
+
+    @property
+    def normalized(self) -> bool | None:
+        """`normalize`, by either name."""
+        return self.use_activation if self.normalize is None else self.normalize
+
+
+class PoolingRequest(EmbeddingRequest):
+    """Body of vLLM's `POST /pooling`."""
+
+    task: Literal["embed", "token_embed"] | None = Field(
+        None, description="token_embed: a row for each token, as pooling=all"
+    )
+    step_tag_id: StrictInt | None = Field(None, description="token that ends a step, with pooling=step")
+    returned_token_ids: Annotated[list[StrictInt] | None, at_most(MAX_LISTED)] = Field(
+        None, description="tokens of which step returns the probabilities"
+    )
+
+    @model_validator(mode="after")
+    def _check_task(self) -> PoolingRequest:
+        if self.task == "token_embed":
+            if self.pooling not in (None, "all"):
+                raise ValueError("task: token_embed is pooling=all")
+            self.pooling = "all"
+        return self

@@ -1,0 +1,201 @@
+"""`PooledWork`: the inputs of a request, pooled by the engine, and their JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from fastapi import Request
+from safetensors.numpy import load
+
+from ...client.chat import render
+from ...client.pooling.pooler import PooledText, Pooler, Pooling
+from ...core.sampling_params import SamplingParams
+from ...utils.arguments import PromptError
+from ...wire import messages as m
+from ...wire.failures import EngineError
+from ..http.errors import ApiError, api_error
+from ..http.state import ServerState
+from ..http.trust import Client
+from ..routes.generation import Generation, Prompt
+from ..routes.lens import content_of
+from ..routes.openai_format import Format
+from ..routes.openai_routes import adapter_of
+from ..routes.prompt_text import check_length, check_tokens, num_characters
+from .requests import InputsRequest, PooledRequest
+
+READ_ONLY = SamplingParams(temperature=0.0, max_tokens=0)
+
+
+class PooledWork:
+    """One request.
+
+    Args:
+        kind: first word of its id, as vLLM's.
+
+    Attributes:
+        pooler: the model's defaults.
+    """
+
+    def __init__(self, state: ServerState, body: PooledRequest, request: Request, client: Client, kind: str) -> None:
+        self.state, self.body, self.client = state, body, client
+        self.pooler: Pooler = state.pooler
+        self._adapter = adapter_of(state, body.model)
+        self._model = self._adapter or state.settings.name
+        self._format = Format(
+            kind, self._model, request.state.request_id, state, client, return_token_ids=False, logprobs=False, top=0
+        )
+        self._started, self._notes = request.state.started, request.state.record.notes
+        self._prompts: list[Prompt] = []
+        self._ends: dict[tuple[int, int], m.Finished] = {}
+        self._room: int = state.info["limits"]["max_model_len"]
+
+    def pooling(self, **how: Any) -> Pooling:
+        """The pooling of this request. Raises PromptError for values out of their range."""
+        info = self.state.info
+        site = "final_norm" if "final_norm" in info["sites"] else f"resid_post.{info['num_layers'] - 1}"
+        return Pooling(self.pooler, site, info["hidden_size"], info["limits"]["vocab_size"], **how)
+
+    # -- inputs ------------------------------------------------------------------------------
+
+    def inputs(self, body: InputsRequest, before: str) -> list[PooledText]:
+        """The inputs with their token ids. Takes long."""
+        most = self.pooler.most_tokens(body.truncate_prompt_tokens, self._room)
+        if body.messages is not None:
+            return [self._fitting(self._conversation(body), most, "the conversation")]
+        given = body.inputs()
+        names = [f"input {i}" for i in range(len(given))] if len(given) > 1 else ["the input"]
+        return [self.text(one, before, most, name) for one, name in zip(given, names, strict=True)]
+
+    def text(self, given: str | list[int], before: str, most: int | None, name: str) -> PooledText:
+        """A text, or token ids, as pooling reads them."""
+        if isinstance(given, str):
+            if most is None:
+                check_length(self.state.tokenizer, len(before) + len(given), self._room, name)
+            special = self.body.add_special_tokens is not False
+            return self._fitting(self.pooler.read(self.state.tokenizer, given, before, name, most, special), most, name)
+        return self._fitting(PooledText(None, given), most, name)
+
+    def _fitting(self, read: PooledText, most: int | None, name: str) -> PooledText:
+        """The input cut to `most` tokens. Raises PromptError for one that is empty or too long."""
+        ids = read.token_ids
+        if not ids:
+            raise PromptError(f"{name} is empty: an input needs at least one token")
+        if most is not None and len(ids) > most:
+            left = getattr(self.state.tokenizer, "truncation_side", "right") == "left"
+            ids = ids[-most:] if left else ids[:most]
+        check_tokens(len(ids), self._room, name)
+        self.pooler.check_length(len(ids), name)
+        return read._replace(token_ids=ids)
+
+    def _conversation(self, body: InputsRequest) -> PooledText:
+        messages = [message.model_dump(exclude_unset=True) for message in body.messages or ()]
+        for part in ([list(message.values()) for message in messages], body.chat_template_kwargs):
+            check_length(self.state.tokenizer, num_characters(part), self._room, "messages")
+        found = render(
+            self.state.tokenizer, messages, "the conversation", add_generation_prompt=False,
+            chat_template_kwargs=body.chat_template_kwargs,
+            check=lambda text: check_length(self.state.tokenizer, len(text), self._room, "the conversation"),
+        )  # fmt: skip
+        return PooledText(found.text, found.token_ids)
+
+    # -- the engine ----------------------------------------------------------------------------
+
+    async def rows(
+        self, count: int, read: Callable[[], list[PooledText]], how: Callable[[PooledText], dict[str, Any]],
+        result: Callable[[PooledText, np.ndarray], Any], prompt_logits: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        """The results of all inputs.
+
+        Args:
+            count: inputs of the request.
+            read: makes them; called on another thread.
+            how: fields of the `Capture` of an input.
+            result: result of an input and its captured rows [positions, width]; called on another thread.
+
+        Raises:
+            ApiError: too many inputs, or an engine's error.
+        """
+        if count > self.state.limits.max_prompts:
+            raise ApiError(400, f"{count} inputs; at most {self.state.limits.max_prompts} (max_prompts)", "input")
+        with self.state.admitted(self.client, count):
+            try:
+                texts = await self.state.threads.run(self.client.name, read)
+                generation = await self._start(texts, how, prompt_logits)
+            except Exception as error:
+                raise api_error(error, refused=True) from error
+            try:
+                async for piece in generation.pieces():
+                    if piece.end is not None:
+                        self._ended(piece.prompt, piece.end)
+                return [await self._result(i, texts[i], how, result) for i in range(len(texts))]
+            except Exception as error:
+                raise api_error(error, refused=False) from error
+            finally:
+                for end in self._ends.values():
+                    self.state.store.forget(end.captured)
+                self._metrics.close()
+                generation.close()
+
+    async def _start(
+        self, texts: list[PooledText], how: Callable[[PooledText], dict[str, Any]], prompt_logits: bool
+    ) -> Generation:
+        body, own = self.body, list(self.body.capture or ())
+        captures = [[how(text), *own] for text in texts]
+        given = {"interventions": body.interventions, "monitors": body.monitors}
+        hooks: dict[str, Any] = {name: [field] for name, field in given.items() if field}  # once for all inputs
+        options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
+        if self._adapter is not None:
+            options["lora"] = self._adapter
+        if body.priority is not None:
+            options["priority"] = [body.priority] * len(texts)
+        self._prompts = [Prompt(text.text, text.token_ids, READ_ONLY) for text in texts]
+        lengths = [len(text.token_ids) for text in texts]
+        self._notes |= {"prompt_tokens": sum(lengths), "hooked": body.hooked, "stream": False}
+        self.state.metrics.totals["hooked_requests"] += body.hooked
+        found = await Generation.start(
+            self.state.engine, None, self._prompts, self.client.name, False, options=options, captures=captures,
+            prompt_logits=prompt_logits, **hooks,
+        )  # fmt: skip
+        self._metrics = self.state.call_metrics(self._started, lengths, [1] * len(texts), [self._adapter] * len(texts))
+        return found
+
+    def _ended(self, index: int, end: m.Finished) -> None:
+        self._metrics.ended(index, end)
+        self._ends[index, 0] = end
+        if end.failure is not None:
+            raise EngineError(end.failure)
+        if end.finish_reason == "timeout":
+            raise ApiError(408, f"input {index} ran into its timeout", code="timeout")
+
+    async def _result(
+        self, index: int, text: PooledText, how: Callable[[PooledText], dict[str, Any]], result: Callable[..., Any]
+    ) -> Any:
+        captured = self._ends[index, 0].captured
+        assert captured is not None, "each input has a capture"
+        body = await asyncio.to_thread(content_of, captured, self.state.engine.store)
+        if self.body.capture:
+            self._format.keep_activations(index, captured)
+            self._ends[index, 0].captured = None  # the store has it
+        site = how(text)["site"]
+        return await self.state.threads.run(self.client.name, lambda: result(text, load(body)[site]))
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def envelope(self, **more: Any) -> dict[str, Any]:
+        """The answer, with its usage."""
+        usage = self._format.usage(self._prompts, self._ends)
+        return {
+            "id": self._format.id, "object": "list", "created": int(time.time()), "model": self._model, **more,
+            "usage": usage,
+        }  # fmt: skip
+
+    def entry(self, index: int, **fields: Any) -> dict[str, Any]:
+        """An input's part of the answer, with results of its hooks."""
+        found = {"index": index, **fields}
+        if self.body.hooked:
+            self._format.end(found, index, self._ends[index, 0])
+        return found
