@@ -1,7 +1,7 @@
 """`Pooler`: how a model makes one vector of a text, by the folders that sentence-transformers writes. Imports no torch.
 
-A request captures the last hidden states, pooled by the engine where it can. The rest, on one row for each text, runs here: dense layers,
-`dimensions` and the length.
+A request captures the last hidden states, pooled by the engine where it can. The rest, on one row for each text, runs here: dense
+layers, `dimensions` and the length.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _of_modules(folder: Path, plain: Pooler) -> Pooler:
         prompts={name: text for name, text in (general.get("prompts") or {}).items() if text is not None},
         default_prompt=general.get("default_prompt_name"),
         include_prompt=pooling is None or pooling.get("include_prompt", True),
-        max_tokens=length if is_whole(length) and length > 0 else None,
+        max_tokens=length if isinstance(length, int) and length > 0 else None,
         lower_case=bool(own.get("do_lower_case", False)),
     )
 
