@@ -216,7 +216,7 @@ def test_a_folder_of_sentence_transformers_says_how_it_pools(tiny_folder) -> Non
         lm.encode("w5", prompt_name="questions")
     with pytest.raises(PromptError, match="dimensions=25: expected a whole number from 1 to 24"):
         lm.encode("w5", dimensions=25)
-    with pytest.raises(PromptError, match="prompt and prompt_name both"):
+    with pytest.raises(PromptError, match="prompt and prompt_name are both"):
         lm.encode("w5", prompt="w1", prompt_name="query")
     lm.shutdown()
 
