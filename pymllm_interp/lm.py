@@ -29,10 +29,8 @@ from .client.notebook.tab_completion import set_up_completion
 from .client.pooling.calls import encode
 from .client.prompts import captures_for_each_prompt, for_each_prompt
 from .config import EngineTuning, ModelConfig, ServerConfig
-from .core.sampling_params import SamplingParams
-from .harvest.corpus_calls import generate_outputs, harvest
+from .harvest.corpus_calls import generate_corpus, harvest
 from .harvest.on_ray.address import SCHEME, url_of
-from .harvest.on_ray.workers import Corpus
 from .harvest.result import HarvestResult
 from .hooks.captures.spec import Capture
 from .hooks.heads import Heads
@@ -227,8 +225,6 @@ class LM(ClientModel):
         """
         return self._requests.prefill(token_ids, captures, interventions, what, lora)
 
-    # -- embeddings -------------------------------------------------------------------------
-
     encode = encode
 
     # -- corpora ----------------------------------------------------------------------------
@@ -291,28 +287,7 @@ class LM(ClientModel):
             shard_bytes=shard_bytes, max_length=max_length, too_long=too_long, on_error=on_error,
         )  # fmt: skip
 
-    def generate_corpus(
-        self, inputs: Iterable[Any], sampling_params: SamplingParams | None = None, *, out: str | Path,
-        interventions: Sequence[Intervention] | None = None, unit_documents: int = 256, column: str | None = None,
-        cluster: str | None = None, workers: int | None = None, progress: bool | None = None,
-    ) -> HarvestResult:  # fmt: skip
-        """Generate from each document of a corpus, into Parquet files in the folder `out`.
-
-        Their columns are `document` (its index in the input), `sample` (of `n`), `token_ids`, `text` and `finish_reason`. A
-        document has the seed of the parameters, or 0, plus its index. The same call continues after any end. Each document is
-        there once.
-
-        Args:
-            inputs, out, unit_documents, column, cluster, workers, progress: see `harvest`. Without `cluster`, this `LM`
-                computes.
-            sampling_params: sampling parameters of all documents.
-            interventions: applied to each.
-
-        Raises:
-            ValueError, FileExistsError, HarvestError: as `harvest`.
-        """
-        corpus = Corpus(inputs, Path(out), unit_documents, column, cluster, workers, progress)
-        return generate_outputs(self, corpus, sampling_params, interventions)
+    generate_corpus = generate_corpus
 
     # -- experiments -------------------------------------------------------------------------
 

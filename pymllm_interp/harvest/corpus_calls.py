@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..core.sampling_params import SamplingParams
 from ..hooks.interventions.knockout import Intervention
-from .on_ray.workers import Corpus, generate_corpus, harvest_on_ray
+from .on_ray.workers import Corpus, harvest_on_ray
+from .on_ray.workers import generate_corpus as generated
 from .outputs import asked_outputs
 from .result import HarvestResult
 from .run import asked_of, run_harvest
@@ -34,12 +35,29 @@ def harvest(
     return harvest_on_ray(lm, lm._model_maker(), corpus, plan, skips)
 
 
-def generate_outputs(
-    lm: Any, corpus: Corpus, sampling_params: SamplingParams | None, interventions: Sequence[Intervention] | None
-) -> HarvestResult:
-    """Generate from each document of a corpus. See `LM.generate_corpus`."""
-    check_corpus(lm, "lm.generate_corpus", "or use lm.imap")
-    return generate_corpus(lm, lm._model_maker(), corpus, asked_outputs(lm, sampling_params, interventions))
+def generate_corpus(
+    self: Any, inputs: Iterable[Any], sampling_params: SamplingParams | None = None, *, out: str | Path,
+    interventions: Sequence[Intervention] | None = None, unit_documents: int = 256, column: str | None = None,
+    cluster: str | None = None, workers: int | None = None, progress: bool | None = None,
+) -> HarvestResult:  # fmt: skip
+    """Generate from each document of a corpus, into Parquet files in the folder `out`.
+
+    Their columns are `document` (its index in the input), `sample` (of `n`), `token_ids`, `text` and `finish_reason`. A
+    document has the seed of the parameters, or 0, plus its index. The same call continues after any end. Each document is
+    there once.
+
+    Args:
+        inputs, out, unit_documents, column, cluster, workers, progress: see `harvest`. Without `cluster`, this `LM`
+            computes.
+        sampling_params: sampling parameters of all documents.
+        interventions: applied to each.
+
+    Raises:
+        ValueError, FileExistsError, HarvestError: as `harvest`.
+    """
+    corpus = Corpus(inputs, Path(out), unit_documents, column, cluster, workers, progress)
+    check_corpus(self, "lm.generate_corpus", "or use lm.imap")
+    return generated(self, self._model_maker(), corpus, asked_outputs(self, sampling_params, interventions))
 
 
 def check_corpus(lm: Any, what: str, instead: str) -> None:
