@@ -20,6 +20,10 @@ LOWER_TRACES = ("auto", "off", "require")
 """Values of `ServerConfig.lower_traces`."""
 
 
+MAX_IMAGES = 256
+"""Most images of a prompt, without `ServerConfig.limit_mm_per_prompt`."""
+
+
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
@@ -162,6 +166,10 @@ class ServerConfig(EngineTuning):
     attention_backend: str = "auto"
     """ "torch", or "flashinfer" on CUDA."""
     disable_cuda_graph: bool = False
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    """Most images of a prompt, {"image": n}. None: 256."""
+    mm_processor_cache_gb: float = 1.0
+    """GiB of host memory for images that the processor has read, kept for later prompts. 0: none are kept."""
     logprobs_mode: str = "raw_logprobs"
     """Contents of `logprobs` and `prompt_logprobs`, with vLLM's names. "raw_logprobs" and "raw_logits" are before penalties,
     temperature and filters. "processed_logprobs" and "processed_logits" are after them; prompt tokens have no such values."""
@@ -189,6 +197,15 @@ class ServerConfig(EngineTuning):
                 raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")
         if isinstance(self.reconstruct, str) or not all(isinstance(name, str) for name in self.reconstruct):
             raise ValueError(f"reconstruct={shown(self.reconstruct)}: expected names of SAEs, as in ['name']")
+        media = self.limit_mm_per_prompt or {}
+        if not isinstance(media, Mapping) or not all(type(n) is int and n >= 0 for n in media.values()):
+            raise ValueError(f"limit_mm_per_prompt={shown(media)}: expected {{'image': n}}")
+        if others := [name for name, count in media.items() if name != "image" and count]:
+            raise ValueError(
+                f"limit_mm_per_prompt names {', '.join(map(repr, others))}: images are read, and no other media"
+            )
+        if not 0 <= self.mm_processor_cache_gb < float("inf"):
+            raise ValueError(f"mm_processor_cache_gb={self.mm_processor_cache_gb}: expected a number of GiB from 0 on")
         SpeculativeConfig.of(self.speculative)
         _one_of(self, "state_dtype", ("float32", "bfloat16"))
         _one_of(self, "capture_when_full", ("block", "fail"))

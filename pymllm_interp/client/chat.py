@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from ..utils.arguments import PromptError, shown
+from .images.parts import ImageSources, is_image_part, source_of
 
 MAX_CALLS = 128
 """Most tool calls of one message."""
@@ -26,6 +27,9 @@ class RenderedPrompt(NamedTuple):
     token_ids: list[int]
     embeds: Any = None
     """Vectors in place of token embeddings (`core.pass_parts.PromptEmbeds`), or None."""
+    images: Any = ()
+    """Images in the order of their places. They are sources (`ImageSources`), outputs of a processor (`EncodedPrompt`), or read
+    (`core.image_input.ImageInput`)."""
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -103,8 +107,9 @@ def render(
                 f"{what}: chat_template_kwargs names {shown(name)}, which the chat template does not mention: leave it out"
             )
     try:
+        said, images = template_messages(messages, what, str(template))
         text = tokenizer.apply_chat_template(
-            template_messages(messages, what), tools=tools or None, chat_template=chat_template, tokenize=False,
+            said, tools=tools or None, chat_template=chat_template, tokenize=False,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             **(chat_template_kwargs or {}),
         )  # fmt: skip
@@ -112,7 +117,8 @@ def render(
         raise PromptError(f"{what}: the chat template refuses this conversation: {error}") from error
     if check is not None:
         check(text)
-    return RenderedPrompt(text, tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return RenderedPrompt(text, ids, images=ImageSources(images, special=False) if images else ())
 
 
 def rendered_conversations(tokenizer: Any, messages: Any, **how: Any) -> list[RenderedPrompt]:
@@ -130,24 +136,44 @@ def rendered_conversations(tokenizer: Any, messages: Any, **how: Any) -> list[Re
     return [render(tokenizer, own, name, **how) for own, name in zip(conversations, names, strict=True)]
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: text as content, and objects as the arguments of tool calls.
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], what: str, template: str = ""
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages as chat templates read them, and their images: text or parts as content, objects as arguments of tool calls.
 
-    Text parts are joined by newlines, and null becomes no text, as in vLLM.
+    Text parts are joined by newlines, and null becomes no text, as in vLLM. Parts are for templates that write images.
 
     Raises:
-        PromptError: content other than text, or a tool call without a function.
+        PromptError: content other than text and images, images where the template writes none, or a call without a function.
     """
-    found = []
+    found, images = [], list[Any]()
+    shows = re.search(r"\bimage\b", template) is not None
+    lists = shows and "is string" not in template  # it reads no strings
     for index, given in enumerate(messages):
         message, name = dict(given), f"{what}: message {index}"
-        message["content"] = _text(message.get("content"), name)
+        content = message.get("content")
+        if lists or (shows and isinstance(content, list | tuple) and any(map(is_image_part, content))):
+            message["content"] = _parts(content, name, images)
+        else:
+            message["content"] = _text(content, name)
         calls = message.pop("tool_calls", None)
         if calls:
             if not isinstance(calls, list | tuple) or len(calls) > MAX_CALLS:
                 raise PromptError(f"{name}: tool_calls: expected a list of at most {MAX_CALLS} calls")
             message["tool_calls"] = [_call(call, name) for call in calls]
         found.append(message)
+    return found, images
+
+
+def _parts(content: Any, name: str, images: list[Any]) -> list[dict[str, Any]]:
+    """Content as parts of text and images, of which the images are added to `images`."""
+    found = list[dict[str, Any]]()
+    for part in [content or ""] if isinstance(content, str | None) else content:
+        if isinstance(part, Mapping) and is_image_part(part):
+            images.append(source_of(part, name))
+            found.append({"type": "image"})
+        else:
+            found.append({"type": "text", "text": _text([part], name)})
     return found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from traceback import clear_frames
 from typing import Any, ClassVar
 
 import torch
 
 from .. import __version__
-from ..config import ModelConfig, ServerConfig
+from ..config import MAX_IMAGES, ModelConfig, ServerConfig
 from ..core.limits import EngineLimits
 from ..engine.engine import Engine
 from ..hooks.captures.activations import NOTHING
@@ -21,7 +22,7 @@ from ..hooks.traces.syntax.session import SessionTracer
 from ..hooks.traces.syntax.tracer import TraceInput
 from ..layers.seal import seal
 from ..models.registry import is_native
-from ..models.weights.source import load_tokenizer
+from ..models.weights.source import ModelSource, load_tokenizer
 from ..runner.adapters.commands import InstallAdapter, RemoveAdapter
 from ..runner.device_memory import keeps_scores
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
@@ -32,6 +33,8 @@ from .factory_backend import FactoryBackend
 from .facts import HOOK_LIMITS, ModelFacts
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
+from .images.families import IMAGE_FAMILIES
+from .images.reader import ImageReader
 from .pooling.pooler import pooler_of
 from .request_factory import RequestFactory
 
@@ -92,7 +95,7 @@ class LocalBackend(FactoryBackend):
         device = torch.device(runner.device)
         self.lowered = Lowered(self.module, runner.server_config.lower_traces, device)
         self.tokenizer = load_tokenizer(source)
-        self.facts = facts_of(runner)
+        self.facts = replace(facts_of(runner), images=image_reader(source, self.tokenizer, runner.server_config))
         weights, saes, declarations, adapters = runner.model_state, runner.saes, runner.declarations, runner.adapters
         assert weights is not None and saes is not None and declarations is not None and adapters is not None
         self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes, adapters.hold))
@@ -168,6 +171,17 @@ class LocalBackend(FactoryBackend):
 
     def post(self, command: RunnerCommand) -> None:
         self.engine.post(command)
+
+
+def image_reader(source: ModelSource, tokenizer: Any, config: ServerConfig) -> ImageReader | None:
+    """Reader of a model's images; None for text models."""
+    if source.hf_config.model_type not in IMAGE_FAMILIES:
+        return None
+    most, cached = (
+        (config.limit_mm_per_prompt or {}).get("image", MAX_IMAGES),
+        int(config.mm_processor_cache_gb * 2**30),
+    )
+    return ImageReader(source.hf_config, tokenizer, source.tokenizer_path or source.folder, most, cached)
 
 
 def facts_of(runner: InterpModelRunner) -> ModelFacts:

@@ -11,13 +11,25 @@ import torch
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.serving.rows import Padding
 from ..utils.arguments import PromptError
+from .chat import RenderedPrompt
 
 ENCODED = ("input_ids", "attention_mask", "position_ids")
 """Keys of an encoding that are read."""
-UNUSED = ("token_type_ids", "special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping")
+UNUSED = (
+    "token_type_ids",
+    "mm_token_type_ids",
+    "special_tokens_mask",
+    "offset_mapping",
+    "length",
+    "overflow_to_sample_mapping",
+)
 """Keys of an encoding that say nothing to a causal model."""
 EMBEDS = ("prompt_embeds", "embeds")
 """Keys of a prompt dict with vectors in place of token embeddings."""
+MEDIA = "multi_modal_data"
+"""Key of vLLM's prompt dict with images."""
+IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images", "num_crops")
+"""Keys of an encoding that describe its images."""
 
 
 class PromptBatch(NamedTuple):
@@ -40,11 +52,13 @@ def prompts_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Promp
         TypeError: several inputs.
     """
     rest = dict(kwargs)
-    encoded = {name: rest.pop(name) for name in ENCODED if name in rest} if rest else {}
+    encoded = {name: rest.pop(name) for name in (*ENCODED, *IMAGES) if name in rest} if rest else {}
     if "labels" in rest:
         raise PromptError(f"{what} has labels: compute the loss in the block, from lm.lm_head.output")
     if (embeds := rest.pop("inputs_embeds", None)) is not None:  # transformers' name, [prompts, tokens, width]
         args = (*args, list(embeds) if isinstance(embeds, torch.Tensor) and embeds.dim() == 3 else embeds)
+    if "images" in rest:  # transformers' and nnsight's name
+        args = _with_images(args, rest, what)
     if not args and "input_ids" not in encoded:
         if encoded:
             raise PromptError(f"{what} has {', '.join(encoded)} and no input_ids")
@@ -57,6 +71,25 @@ def prompts_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Promp
     return split(prompt, what), rest
 
 
+def _with_images(args: tuple, rest: dict[str, Any], what: str) -> tuple:
+    """The arguments of an invoke with its `images` in its prompts. They are one, a list, or a list for each text."""
+    given = rest.pop("images")
+    texts = args or tuple(rest.pop(name) for name in ("text",) if name in rest)
+    if given is None:
+        return texts
+    if len(texts) != 1:
+        raise PromptError(f"{what} has images and {len(texts)} texts: expected one text, or a list of them")
+    images = list(given) if isinstance(given, list | tuple) else [given]
+    if not isinstance(texts[0], list | tuple) or not texts[0] or isinstance(texts[0][0], int):
+        images = list(images[0]) if len(images) == 1 and isinstance(images[0], list | tuple) else images
+        return ({"prompt": texts[0], "multi_modal_data": {"image": images}},)
+    if len(images) != len(texts[0]):
+        raise PromptError(
+            f"{what} has {len(texts[0])} texts, and images for {len(images)}: expected a list for each text"
+        )
+    return ([{"prompt": text, "multi_modal_data": {"image": own}} for text, own in zip(texts[0], images, strict=True)],)
+
+
 def split(prompt: Any, what: str) -> PromptBatch:
     """The prompts in a list of them, a tensor [prompts, tokens] or an encoding of several."""
     if type(prompt) is str or (
@@ -67,13 +100,15 @@ def split(prompt: Any, what: str) -> PromptBatch:
         return PromptBatch([prompt])
     if isinstance(prompt, Mapping):
         inner = vllm_prompt(prompt, what)
-        return _encoding(prompt, what) if inner is None else PromptBatch([inner])
+        if inner is None:
+            return _encoding(prompt, what)
+        return PromptBatch([prompt if prompt.get(MEDIA) is not None else inner])
     if isinstance(prompt, torch.Tensor | np.ndarray):
         return PromptBatch(rows_of(prompt, what))
     if (
         isinstance(prompt, list | tuple)
         and prompt
-        and (isinstance(prompt[0], str | list | tuple | torch.Tensor | np.ndarray) or has_embeds(prompt[0]))
+        and (isinstance(prompt[0], str | list | tuple | torch.Tensor | np.ndarray) or _has_vectors(prompt[0]))
     ):
         if isinstance(prompt[0], torch.Tensor) and prompt[0].dim() == 0:
             return PromptBatch([[int(token) for token in prompt]])
@@ -114,14 +149,35 @@ def vllm_prompt(prompt: Any, what: str) -> Any:
     """Contents of vLLM's prompt dicts, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; None for other prompts.
 
     Raises:
-        PromptError: the dict has other keys, such as images.
+        PromptError: the dict has other keys than these and `multi_modal_data`.
     """
     if not isinstance(prompt, Mapping) or not {"prompt", "prompt_token_ids"} & prompt.keys():
         return None
-    unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key] is not None]
+    unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids", MEDIA) and prompt[key] is not None]
     if unknown:
         raise PromptError(f"{what} has {', '.join(map(repr, unknown))}, which is not supported: leave it out")
     return prompt.get("prompt_token_ids", prompt.get("prompt"))
+
+
+def images_in(prompt: Any, what: str) -> list[Any]:
+    """Images of vLLM's prompt dict, ``{"multi_modal_data": {"image": [...]}}``; none of other prompts.
+
+    Raises:
+        PromptError: media other than images.
+    """
+    media = prompt.get(MEDIA) if isinstance(prompt, Mapping) else None
+    if media is None:
+        return []
+    if not isinstance(media, Mapping) or media.keys() - {"image"}:
+        others = ", ".join(map(repr, media)) if isinstance(media, Mapping) else type(media).__name__
+        raise PromptError(f"{what}: {MEDIA} has {others[:200]}: expected {{'image': [...]}}")
+    given = media.get("image")
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _has_vectors(prompt: Any) -> bool:
+    """Whether an entry of a list is a prompt with embeddings or images."""
+    return has_embeds(prompt) or (isinstance(prompt, Mapping) and prompt.get(MEDIA) is not None)
 
 
 def has_embeds(prompt: Any) -> bool:
@@ -158,7 +214,7 @@ def _encoding(encoding: Mapping[str, Any], what: str) -> PromptBatch:
     if "input_ids" not in encoding:
         text = ': of a row of a data set, pass row["text"]' if "text" in encoding else f": {sorted(encoding)}"
         raise PromptError(f"{what} is a dict without `input_ids`{text}")
-    unknown = [key for key in encoding if key not in (*ENCODED, *UNUSED) and encoding[key] is not None]
+    unknown = [key for key in encoding if key not in (*ENCODED, *UNUSED, *IMAGES) and encoding[key] is not None]
     if unknown:
         raise PromptError(f"{what} has {', '.join(map(repr, unknown))}, which is not supported: leave it out")
     rows = rows_of(encoding["input_ids"], what)
@@ -170,9 +226,19 @@ def _encoding(encoding: Mapping[str, Any], what: str) -> PromptBatch:
     prompts = [row[start:end] for row, (start, end) in zip(rows, spans, strict=True)]
     if positions is not None:
         _check_positions(positions, spans, what)
+    if features := {key: encoding[key] for key in IMAGES if encoding.get(key) is not None}:
+        prompts = _with_features(prompts, features)
     if len(prompts) == 1 or all(start == 0 and end == len(row) for (start, end), row in zip(spans, rows, strict=True)):
         return PromptBatch(prompts)
     return PromptBatch(prompts, Padding(tuple(start for start, _ in spans), max(map(len, rows))))
+
+
+def _with_features(rows: list[list[int]], features: Mapping[str, Any]) -> list[Any]:
+    """Prompts with the features of their images, which are assigned to them when their model is known."""
+    from .images.encoded import EncodedBatch, EncodedPrompt
+
+    batch = EncodedBatch(features, rows)
+    return [RenderedPrompt(None, row, images=EncodedPrompt(batch, i)) for i, row in enumerate(rows)]
 
 
 def _span(mask: Sequence[int], what: str) -> tuple[int, int]:

@@ -20,7 +20,8 @@ from ..utils.arguments import PromptError, shown
 from ..utils.caller_frames import warn_at_caller
 from .chat import PLACEHOLDER, RenderedPrompt, is_conversation, render, tokenized
 from .facts import ModelFacts
-from .prompt_batch import EMBEDS, has_embeds, rows_of, split, vllm_prompt
+from .images.parts import ImageSources
+from .prompt_batch import EMBEDS, has_embeds, images_in, rows_of, split, vllm_prompt
 
 BYTES = bytes | bytearray | memoryview
 OUTPUTS = {
@@ -58,7 +59,8 @@ def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
         return render(tokenizer, prompt, what)
     inner = vllm_prompt(prompt, what)
     if inner is not None:
-        return rendered(tokenizer, inner, what)
+        found, images = rendered(tokenizer, inner, what), images_in(prompt, what)
+        return found._replace(images=ImageSources(images)) if images else found
     if not isinstance(prompt, str):
         return RenderedPrompt(None, ids_of(prompt, what))
     return tokenized(tokenizer, prompt, what)
@@ -72,6 +74,10 @@ def checked(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Render
     """
     plain = isinstance(prompt, str | list) or not has_embeds(prompt)
     found = rendered(tokenizer, prompt, what) if plain else _embedded(tokenizer, prompt, facts, what)
+    if facts.images is not None:
+        found = facts.images.placed(found, what)
+    elif found.images:
+        raise PromptError(f"{what} has images, and {facts.name} ({facts.architecture}) takes text only")
     ids, vocab_size = found.token_ids, facts.limits.vocab_size
     if not ids:
         raise PromptError(f"{what} is empty: a prompt needs at least one token")
@@ -100,6 +106,8 @@ def _embedded(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Rend
         found, places = RenderedPrompt(None, [PLACEHOLDER] * len(vectors)), range(len(vectors))
     else:
         found = rendered(tokenizer, rest, what)
+        if found.images:
+            raise PromptError(f"{what} has embeds and images: one of the two is expected")
         if not isinstance(placed, Mapping) or not placed:
             raise PromptError(f"{what}: embeds is {shown(placed)}: expected a dict of position and vector")
         for place in placed:
@@ -130,9 +138,10 @@ def _vectors(given: Any, facts: ModelFacts, what: str) -> torch.Tensor:
 
 
 def only_tokens(prompt: RenderedPrompt, what: str) -> list[int]:
-    """Token ids of a prompt, for calls that take no embeddings. Raises PromptError for a prompt with them."""
-    if prompt.embeds is not None:
-        raise PromptError(f"{what} has embeddings, which this call does not take: lm.generate and lm.forward do")
+    """Token ids of a prompt, for calls that take text. Raises PromptError for a prompt with embeddings or images."""
+    if prompt.embeds is not None or prompt.images:
+        kind = "images" if prompt.images else "embeddings"
+        raise PromptError(f"{what} has {kind}, which this call does not take: lm.generate and lm.forward do")
     return prompt.token_ids
 
 

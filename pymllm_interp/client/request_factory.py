@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from ..core.events import EngineClosedError
+from ..core.image_input import ImageInput
 from ..core.model_spec import LOGITS
 from ..core.pass_parts import PromptEmbeds
 from ..core.receipt import Receipt
@@ -140,7 +141,9 @@ class RequestFactory:
                 raise PromptError(
                     f"{what} asks for n={param.n}, but edits of a model follow one generation: give the prompt n times"
                 )
-            requests = self.requests(ids, param, what=what, timeout=submission.timeout, embeds=prompt.embeds)
+            requests = self.requests(
+                ids, param, what=what, timeout=submission.timeout, embeds=prompt.embeds, images=prompt.images
+            )
             for request in requests:
                 request.stream, request.prompt_logits = submission.stream, submission.prompt_logits
                 request.live_objects = live
@@ -170,11 +173,12 @@ class RequestFactory:
         timeout: float | None = None,
         forward_only: bool = False,
         embeds: PromptEmbeds | None = None,
+        images: tuple[ImageInput, ...] = (),
     ) -> list[Request]:
         """The `params.n` requests of a prompt. Without new tokens, it may fill the context.
 
         Args:
-            embeds: vectors in place of token embeddings.
+            embeds, images: see `RenderedPrompt`.
 
         Raises:
             PromptError: the request can never be served; the message names the limit and its setting.
@@ -182,6 +186,8 @@ class RequestFactory:
         words, size = params.bad_words, self.facts.limits.vocab_size
         bad_words = bad_word_ids(self.tokenizer, words, size, what) if words else ()
         max_tokens = max_tokens_of(self.facts.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
+        if images:
+            check_embedded(params, what, "images")
         if embeds is not None:
             check_embedded(params, what)
             embeds.namespaces(self.facts.page_size)  # hashes them, here and not on the engine's thread
@@ -212,6 +218,7 @@ class RequestFactory:
                     ignored_eos_ids=ignored,
                     cache_owner=self.cache_owner,
                     embeds=embeds,
+                    images=images,
                     bad_words=bad_words,
                     constraint=constraint_of(params, self.grammars, size, what)
                     if masked and params.max_tokens != 0
@@ -370,11 +377,7 @@ class RequestFactory:
     def _of_trace(
         self, mode: str, trace: RequestTrace, given: TraceInput, what: str, sampling: dict[tuple, Any]
     ) -> list[Request]:
-        """The requests of one trace, in the order of its prompts.
-
-        Args:
-            sampling: see `_traced`.
-        """
+        """The requests of one trace, in the order of its prompts. `sampling` is that of `_traced`."""
         batch, kwargs = prompts_of(*given, what)
         copies = 1
         if mode != "trace":  # which takes no sampling parameters, and says so
@@ -467,13 +470,9 @@ class RequestFactory:
         """
         found = traced_prompt(self, mode, prompt, kwargs, what, sampling, lowered=False)
         (request,) = self.requests(
-            found.token_ids,
-            found.params,
-            what=what,
-            timeout=found.timeout,
-            forward_only=mode == "trace",
-            embeds=found.embeds,
-        )
+            found.token_ids, found.params, what=what, timeout=found.timeout, forward_only=mode == "trace", embeds=found.embeds,
+            images=found.images,
+        )  # fmt: skip
         request.priority, request.cache_salt = found.priority, found.cache_salt
         request.adapter = self._known_adapter(found.adapter, what)
         return request

@@ -80,11 +80,11 @@ def check_boundary(requests: Sequence[Request], boundary: int | None, what: str)
             )
 
 
-def check_embedded(params: SamplingParams, what: str) -> None:
-    """Refuse parameters that read the prompt's token ids, for a prompt with embeddings."""
-    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+def check_embedded(params: SamplingParams, what: str, kind: str = "embeddings") -> None:
+    """Refuse parameters that read the prompt's token ids. Prompts with "images" have ids; none of them may be cut off."""
+    for name in ("truncate_prompt_tokens", "prompt_logprobs")[: 2 if kind == "embeddings" else 1]:
         if getattr(params, name) is not None:
-            raise PromptError(f"{what} has embeddings, and {name} is of a prompt's tokens: leave it out")
+            raise PromptError(f"{what} has {kind}, and {name} is of a prompt's tokens: leave it out")
 
 
 def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:

@@ -53,7 +53,12 @@ _FORMS = {
     "guided_json_object": "json_object", "structural_tag": "structural_tag", "grammar": "grammar",
 }  # fmt: skip
 """Names of structured outputs in older versions of vLLM, and elsewhere -> the field."""
+PROCESSOR = "it is not supported: images are read as the model's processor is configured, by preprocessor_config.json in its folder"
 MULTIMODAL = "multimodal inputs are not supported: the models here take text, or token ids"
+IMAGES = (
+    "images beside a prompt are not supported: they are part of it, lm.generate({'prompt': text, 'multi_modal_data': {'image': "
+    "[...]}}); over HTTP they are parts of a message, of type image_url"
+)
 KV_QUANTISATION = (
     "computing scales of K and V is not supported: kv_cache_dtype='fp8' takes those of the checkpoint, else 1"
 )
@@ -89,7 +94,7 @@ OPTIONS: dict[str, str] = {
     **dict.fromkeys(("guided_decoding_backend", "structured_outputs_config"), STRUCTURED),
     "logits_processors": PROCESSORS,
     "reasoning_parser": "an LM returns the text as it is: pymllm-interp serve --reasoning-parser splits reasoning off",
-    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "mm_encoder_tp_mode"), MULTIMODAL),
+    **dict.fromkeys(("mm_processor_kwargs", "mm_encoder_tp_mode"), PROCESSOR),
     "enable_prompt_embeds": "an LM takes them in any case, in a prompt",
     "calculate_kv_scales": KV_QUANTISATION,
     **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), QUANTISATION),
@@ -108,11 +113,11 @@ OF_REQUESTS: dict[str, str] = {
     "prompt_lookup_num_tokens": "it is set for all requests: LM(..., speculative={'method': 'ngram', 'num_speculative_tokens': k})",
     "pooling_params": POOLING,
     **dict.fromkeys(
-        (
-            "pixel_values", "image_grid_thw", "images", "videos", "audios", "multi_modal_data", "mm_processor_kwargs",
-        ),
-        MULTIMODAL,
+        ("pixel_values", "image_grid_thw", "images", "multi_modal_data"),
+        IMAGES,
     ),
+    **dict.fromkeys(("videos", "audios"), MULTIMODAL),
+    "mm_processor_kwargs": PROCESSOR,
     **dict.fromkeys(("inputs_embeds", "prompt_embeds"), EMBEDS),
 }  # fmt: skip
 """Keywords of a request or of its sampling parameters -> reason and alternative."""

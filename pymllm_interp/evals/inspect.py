@@ -94,7 +94,7 @@ class EngineAPI(ModelAPI):
 
     def _prompt(self, input: list[ChatMessage]) -> list[int]:
         """Token ids of a conversation."""
-        messages = template_messages(list(map(_message, input)), "the conversation")
+        messages, _ = template_messages(list(map(_message, input)), "the conversation")
         if getattr(self.lm.tokenizer, "chat_template", None):
             return render(self.lm.tokenizer, messages, "the conversation").token_ids
         return self.lm.token_ids("".join(f"{message['role']}: {message['content']}\n" for message in messages))

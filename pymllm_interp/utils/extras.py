@@ -31,7 +31,7 @@ def library_of_extra(what: str, library: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise
-        needed = library.replace("_", "-")
+        needed = "pillow" if library == "PIL" else library.replace("_", "-")
         raise ModuleNotFoundError(f"{what} needs {needed}: {install_command(extra)}", name=error.name) from error
 
 

@@ -34,5 +34,7 @@ def test_a_vllm_prompt_is_the_prompt_that_it_holds(lm_of: Callable[..., LM], pro
 
 
 def test_what_a_vllm_prompt_has_beside_its_text_is_refused_by_name(lm_of: Callable[..., LM]) -> None:
-    with pytest.raises(ValueError, match="'multi_modal_data', which is not supported"):
+    with pytest.raises(ValueError, match="'mm_processor_kwargs', which is not supported"):
+        lm_of("llama").generate({"prompt": TEXT, "mm_processor_kwargs": {"size": 1}})
+    with pytest.raises(ValueError, match=r"the prompt has images, and .*Llama.* takes text only"):
         lm_of("llama").generate({"prompt": TEXT, "multi_modal_data": {"image": 1}})

@@ -26,7 +26,7 @@ OPTIONS = [
     ("V7", "data_parallel_size", 2, r"data parallelism.*cluster MODEL --replicas N.*an LM for each device"),
     ("V8", "decode_context_parallel_size", 2, "context parallelism.*max_model_len"),
     ("V8", "cp_kv_cache_interleave_size", 2, "context parallelism"),
-    ("V9", "limit_mm_per_prompt", {"image": 1}, "multimodal inputs.*take text"),
+    ("V9", "mm_processor_kwargs", {}, "images are read as the model's processor is configured"),
     ("V12", "draft_model", "tiny", "speculative decoding"),
     ("V14", "task", "embed", r"tasks and poolings.*lm\.encode\(prompts, pooling='mean'"),
     ("V14", "runner", "pooling", "any engine pools"),
@@ -38,8 +38,7 @@ OPTIONS = [
     ("V53", "speculative_model", "mtp", "speculative decoding"),
 ]
 OF_REQUESTS = [
-    ("V9", "pixel_values", torch.zeros(1), "multimodal inputs"),
-    ("F8", "image_grid_thw", torch.zeros(1), "multimodal inputs"),
+    ("V9", "videos", torch.zeros(1), "multimodal inputs"),
     ("V10", "assistant_model", "tiny", "speculative decoding"),
     ("V14", "pooling_params", {}, "tasks and poolings"),
     ("V21", "guided_decoding", {"json": {}}, "structured outputs, and xgrammar.*StructuredOutputs"),
@@ -83,6 +82,19 @@ def test_a_request_for_what_is_not_supported_is_refused_by_its_name(
     with pytest.raises(TypeError, match=rf"lm\.generate\(\) has no argument '{name}': .*not supported") as refused:
         lm.generate([1, 2], **{name: value})
     refused.match(message)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw"])
+def test_images_beside_a_prompt_name_the_place_for_them(name: str, lm_of: Any) -> None:
+    """V9, F8: calls take them in a prompt; traces take transformers' arguments, of models with a vision tower."""
+    lm, given = lm_of("llama"), {name: torch.zeros(1)}
+    with pytest.raises(TypeError, match=rf"SamplingParams\(\) has no argument '{name}': .*part of it, lm\.generate"):
+        SamplingParams(**given)
+    with pytest.raises(TypeError, match=rf"lm\.generate\(\) has no argument '{name}': .*part of it, lm\.generate"):
+        lm.generate([1, 2], **given)
+    with pytest.raises(ValueError, match=r"the prompt has images, and .* takes text only"):
+        with lm.generate([1, 2], **given):
+            lm.model.layers[0].output.save()
 
 
 @pytest.mark.parametrize("name", ["enable_lora", "lora_modules", "max_cpu_loras", "fully_sharded_loras"])

@@ -18,10 +18,11 @@ PREFILL = SamplingParams(temperature=0.0, max_tokens=0)
 
 
 class TracedPrompt(NamedTuple):
-    """Prompt and parameters of a traced request. `timeout` is in seconds. `embeds` is that of `RenderedPrompt`."""
+    """Prompt and parameters of a traced request. `timeout` is in seconds. `embeds` and `images`: see `RenderedPrompt`."""
 
     token_ids: list[int]
     embeds: Any
+    images: Any
     params: SamplingParams
     timeout: float | None
     priority: int
@@ -57,11 +58,11 @@ def traced_prompt(
         PromptError, TypeError, ValueError: a prompt or keyword that no trace takes.
     """
     limits = reader.facts.limits
-    _, ids, embeds = checked(reader.tokenizer, prompt, reader.facts, what)
+    _, ids, embeds, images = checked(reader.tokenizer, prompt, reader.facts, what)
     # By identity: the trace holds its keywords. Errors are raised for each prompt.
     key = len(ids), lowered, *((name, id(value)) for name, value in kwargs.items())
     if (found := known.get(key)) is not None:
-        return TracedPrompt(ids, embeds, *found[2:])
+        return TracedPrompt(ids, embeds, images, *found[3:])
     timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
     salt, (adapter,) = checked_salt(kwargs.pop("cache_salt", None)), adapters_of(kwargs.pop("lora", None), 1)
     if mode == "trace":
@@ -83,5 +84,5 @@ def traced_prompt(
         raise PromptError(f"{what}: truncate_prompt_tokens is not for traces: cut the prompt before it is traced")
     if params.n > 1:
         raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
-    found = known[key] = TracedPrompt(ids, embeds, params, timeout, priority, salt, adapter)
+    found = known[key] = TracedPrompt(ids, embeds, images, params, timeout, priority, salt, adapter)
     return found

@@ -160,7 +160,7 @@ class Pooler:
         """
         text = before + (text.lower() if self.lower_case else text)
         how = {"add_special_tokens": special} | ({} if most is None else {"truncation": True, "max_length": most})
-        _, ids, _ = tokenized(tokenizer, text, what, **how)
+        ids = tokenized(tokenizer, text, what, **how).token_ids
         if self.include_prompt or not before:
             return PooledText(text, ids)
         own = tokenizer(before, add_special_tokens=special)["input_ids"]

@@ -36,6 +36,8 @@ HUB_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
     "vocab.json",
     "merges.txt",
     "spiece.model",
@@ -120,9 +122,12 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer; None without tokenizer files: prompts are then token ids."""
     if source.tokenizer_path is None:
         return None
-    return transformers.AutoTokenizer.from_pretrained(
+    found = transformers.AutoTokenizer.from_pretrained(
         source.tokenizer_path, local_files_only=True, trust_remote_code=False
     )
+    if found.chat_template is None and (file := source.tokenizer_path / "chat_template.json").is_file():
+        found.chat_template = json.loads(file.read_text())["chat_template"]  # only processors read this file
+    return found
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

@@ -54,7 +54,7 @@ def _prompt(state: ServerState, body: LensRequest) -> Prompt:
     text, ids = None, body.prompt
     if isinstance(ids, str):
         check_length(state.tokenizer, len(ids), state.info["limits"]["max_model_len"], "the prompt")
-        text, ids, _ = tokenized(state.tokenizer, ids, "the prompt")
+        text, ids, *_ = tokenized(state.tokenizer, ids, "the prompt")
     layers = state.info["num_layers"]
     if layers * len(ids) * body.top > MAX_CELLS:
         raise ApiError(
