@@ -103,9 +103,13 @@ class EngineTuning:
     state_cache_bytes: int = 1 << 30
     """Memory for snapshots of recurrent states, behind which later prompts start (docs/reference/models.md). At most an eighth
     of the memory for KV and states. 0: prefixes are not reused in models with such states."""
+    encoder_cache_tokens: int | None = None
+    """Size of the encoder cache, which keeps the vision tower's states of images, in tokens. The least recently used ones are
+    evicted. None: the tokens of the largest step, at least 8192."""
 
     def __post_init__(self) -> None:
         _positive(self, "capture_ring_bytes", "capture_kept_bytes", "max_segments", "torch_compile_max_bs")
+        _positive(self, "encoder_cache_tokens")
         for name in ("prefill_graph_tokens", "state_cache_bytes"):
             if getattr(self, name) != 0:
                 _positive(self, name)

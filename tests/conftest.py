@@ -284,6 +284,23 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.fixture(scope="session")
+def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> a folder with a random vision-language model, its tokenizer and its processor's settings."""
+    from helpers_vision import save_vision_model  # which imports the families
+
+    return cache(lambda family: save_vision_model(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def vision_oracle(vision_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+    """family -> transformers' own model of `vision_folder`."""
+    from transformers import AutoModelForImageTextToText
+
+    load = AutoModelForImageTextToText.from_pretrained
+    return cache(lambda family: load(vision_folder(family), attn_implementation="eager", dtype=torch.float32).eval())
+
+
+@pytest.fixture(scope="session")
 def demo_tokenizer() -> Iterator[None]:
     """Most of the second that each `LM("demo")` takes is its tokenizer: this process reads it once."""
     load, found = local_backend.load_tokenizer, {}

@@ -6,7 +6,7 @@ A family is one row: of `FAMILIES` if it has a native implementation, else of `T
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -174,6 +174,15 @@ class Family:
         """Whether a kind's value is a part of the value at its point."""
         return bool(self.qkv) and kind in ("q", "k", "v")
 
+    def below(self, path: str) -> Family:
+        """The same family as the language model of a larger model.
+
+        Args:
+            path: path of the language model, in place of `model`.
+        """
+        own = {name: path + getattr(self, name).removeprefix("model") for name in ("embed", "layers", "final_norm")}
+        return replace(self, **own)
+
     def first_layer(self, kind: str) -> int:
         """The first layer with sites of a kind."""
         return self.dense_layers if kind in SPARSE_SITES else 0
@@ -193,6 +202,9 @@ class Family:
         module, end = self.points[site.kind]
         return SitePoint(module.format(site.layer), end)
 
+
+MROPE_SECTIONS = {"qwen2_5_vl_text": (16, 24, 24), "qwen3_vl_text": (24, 20, 20)}
+"""Model types where RoPE turns by three positions -> frequencies that turn by each, unless the config has `mrope_section`."""
 
 _PARALLEL = frozenset({"resid_mid"})
 """Attention and MLP read the same stream: no residual stream exists between them."""
@@ -273,6 +285,7 @@ FAMILIES = {
         Family(name="mistral"),
         Family(name="qwen2"),
         Family(name="qwen3"),
+        *(Family(name=name) for name in MROPE_SECTIONS),
         *(Family(name=name, router="gate", missing=_EXPERTS) for name in ("mixtral", "olmoe", "qwen3_moe")),
         Family(name="glm4_moe", router="gate", shared="shared_experts", missing=_EXPERTS),
         Family(name="gpt_oss", router="router", mlp_in_tuple=True, missing=_EXPERTS),
@@ -364,3 +377,8 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
     )
 }  # fmt: skip
 """Families that run through transformers' own classes. A kind is left out when a model is loaded that lacks its modules."""
+
+
+def text_name(model_type: str) -> str:
+    """Child of a vision-language model that is its language model."""
+    return "text_model" if model_type in ("smolvlm", "idefics3") else "language_model"

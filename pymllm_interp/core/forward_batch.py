@@ -256,7 +256,7 @@ class ForwardBatch:
     out_cache_loc:    torch.Tensor  # [tokens] int64, KV slot of each token row
     seq_lens_sum:     int
     seq_lens_cpu:     torch.Tensor | None = None  # [batch] int32 on the CPU
-    positions:        torch.Tensor | None = None  # [tokens] int64
+    positions:        torch.Tensor | None = None  # [tokens] int64, in the sequence
 
     # Extend and mixed passes only.
     extend_num_tokens:      int | None = None
@@ -275,7 +275,7 @@ class ForwardBatch:
     attn_backend:      PassAttention | None = None
 
     # Multimodal inputs: refused for text models.
-    mrope_position_deltas: torch.Tensor | None = None
+    mrope_position_deltas: torch.Tensor | None = None  # [batch] int64, distance of later positions from the number of tokens
     pixel_values:          torch.Tensor | None = None
     image_grid_thw:        torch.Tensor | None = None
 
@@ -284,6 +284,7 @@ class ForwardBatch:
     input_embeds:    EmbeddedRows | None = None  # rows with a vector in place of their token's embedding; not in decode passes
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
     depth:           int | None = None           # layers that the pass runs; None: all, and the head
+    mrope_positions: torch.Tensor | None = None  # [3, tokens] int64, positions that RoPE turns by; None: `positions`
     rope_lens:       torch.Tensor | None = None  # [tokens] int64, the lengths that length-dependent RoPE scalings see
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)
     return_hidden_states: bool = False
@@ -311,7 +312,7 @@ class ForwardBatch:
         if self.forward_mode.is_decode() and tokens != self.batch_size:
             raise ValueError(f"a decode pass has one token a request: {tokens} tokens for {self.batch_size} requests")
         for name in ("mrope_position_deltas", "pixel_values", "image_grid_thw"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None and self.mrope_positions is None:
                 raise ValueError(f"{name} is set, but multimodal inputs are not supported: the models here take text")
 
     @property

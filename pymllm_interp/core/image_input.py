@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 
+class ImageError(ValueError):
+    """An image that the model's vision tower cannot read.
+
+    Attributes:
+        request_ids: requests with this image.
+    """
+
+    request_ids: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class ImageInput:
     """One image of a prompt. Requests of a prompt share the object.
@@ -59,3 +69,27 @@ def image_namespaces(images: Sequence[ImageInput], page_size: int) -> list[tuple
             found.pop()
         found += [(page, tuple(contents)), (page + 1, None)]
     return found
+
+
+def mrope_positions(length: int, images: Sequence[ImageInput], merge: int) -> tuple[Tensor, int]:
+    """Positions of a prompt for mrope (Qwen2-VL, Wang et al., 2024): time, row and column in an image.
+
+    Args:
+        length: tokens of the prompt.
+        merge: patches that merge into one token along each side.
+
+    Returns:
+        [3, length] int64, and the distance of later positions from the number of tokens.
+    """
+    found, at, following = torch.empty(3, length, dtype=torch.int64), 0, 0
+    for image in images:
+        time, height, width = (image.features["image_grid_thw"][0] // torch.tensor((1, merge, merge))).tolist()
+        if time * height * width != image.num_tokens:
+            continue  # the tower refuses it
+        first = int(image.positions[0])
+        found[:, at:first] = torch.arange(following, following := following + first - at)
+        grid = torch.meshgrid(torch.arange(time), torch.arange(height), torch.arange(width), indexing="ij")
+        found[:, image.positions] = torch.stack(grid).flatten(1) + following
+        at, following = int(image.positions[-1]) + 1, following + max(height, width)
+    found[:, at:] = torch.arange(following, following + length - at)
+    return found, following - at

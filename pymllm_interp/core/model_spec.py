@@ -1,10 +1,8 @@
-"""Static description of a model: sizes, module paths, and site numbers.
+"""Static description of a model: sizes, module paths (a row of core/families.py), and site numbers.
 
     spec = ModelSpec.of(hf_config, torch.bfloat16)
     spec.num_hidden_layers, spec.head_dim, spec.shape("q")
     spec.family.points["mlp_act"]        # SitePoint("model.layers.{}.mlp.down_proj", "input")
-
-A family of models is one row of core/families.py.
 
 Site numbers. A forward pass adds to the residual stream at several places. Residual add 0 is the embedding, residual add
 ``2 * i + 1`` follows layer i's attention, and residual add ``2 * i + 2`` follows its MLP. Each has two sites, the delta that
@@ -32,6 +30,7 @@ from .families import (
     HEAD_SITES,
     INNER_SITES,
     LOGITS,
+    MROPE_SECTIONS,
     NUMBERED_SITES,
     PATTERN,
     STATE,
@@ -39,6 +38,7 @@ from .families import (
     Family,
     SiteLike,
     SitePoint,
+    text_name,
 )
 
 __all__ = [
@@ -75,9 +75,6 @@ def rope_boundary(ropes: Sequence[dict[str, Any]], context_len: int) -> int | No
     if len(found) > 1:
         raise ValueError(f"original_max_position_embeddings differs between the layers' longrope scalings: {found}")
     return found.pop() if found else None
-
-
-# -- site numbers ------------------------------------------------------------------
 
 
 def attention_add(layer: int) -> int:
@@ -160,9 +157,6 @@ def site_index(site: SiteLike, num_layers: int) -> int:
             return inner_site(num_layers, layer, kind)
 
 
-# -- the model -------------------------------------------------------------------------
-
-
 _SHAPES = {
     "q": ("num_attention_heads", "head_dim"),
     "k": ("num_key_value_heads", "head_dim"),
@@ -221,6 +215,8 @@ class ModelSpec:
     """Heads of the sites `k` and `v`, where attention repeats them for its queries; None: `num_key_value_heads`."""
     embedding_dim: int | None = None
     """Width of the embedding's rows; None: `hidden_size`."""
+    mrope_merge: int | None = None
+    """Patches of an image that merge into one token along each side, in models with mrope; else None."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:
@@ -239,7 +235,9 @@ class ModelSpec:
             linear, attention = family.mixers
             mixers = [linear if kind == "linear_attention" else attention for kind in text.layer_types]
             family = replace(family, mixers=tuple(mixers))
-        ropes = rope_scalings(text)
+        ropes, vision = rope_scalings(text), getattr(config, "vision_config", None)
+        if vision is not None:
+            family = family.below(f"model.{text_name(config.model_type)}")
         if family.router and (dense := getattr(text, "first_k_dense_replace", 0)):
             family = replace(family, dense_layers=dense)
         return cls(
@@ -260,6 +258,7 @@ class ModelSpec:
             cuts_edges=not family.mixers,
             has_states=bool(family.mixers),
             num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
+            mrope_merge=vision.spatial_merge_size if vision is not None and text.model_type in MROPE_SECTIONS else None,
         )
 
     @property

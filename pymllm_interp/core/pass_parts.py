@@ -88,6 +88,10 @@ class EmbeddedRows(NamedTuple):
         """The embeddings [1, tokens, width] with the vectors in their rows, in fresh memory."""
         return embeddings.index_copy(1, self.rows, self.vectors.unsqueeze(0))
 
+    def joined(self, others: EmbeddedRows | None) -> EmbeddedRows:
+        """These rows and others."""
+        return self if others is None else EmbeddedRows(*map(torch.cat, zip(self, others, strict=True)))
+
 
 class PromptEmbeds:
     """Vectors in place of token embeddings at positions of a prompt. The requests of a prompt share one object.

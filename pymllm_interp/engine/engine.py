@@ -31,7 +31,7 @@ from .callbacks import Callbacks
 from .constraints import masks_of
 from .drafts import Drafts
 from .kv_manager import KVManager
-from .request_ends import RequestEnds
+from .request_ends import RequestEnds, blamed
 from .scheduler import Scheduler
 from .step_results import Progress, append_logprobs, count_step, needs_tokens, out_of_memory_error, runner_counters
 from .step_times import StepPacing, StepTimes
@@ -436,19 +436,9 @@ class Engine:
             self.ends.finished(request)
 
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
-        """A pass failed. Its traced requests cannot be run again, so they end; the others are run again.
-
-        Without a trace, all requests of the step end. After running out of memory, decoding requests run once again,
-        without the prompts that made the step large. A step with drafts runs again without them.
-        """
+        """A pass failed. The requests that may be the reason end (`blamed`); the others are run again."""
         logger.warning("a step failed: %r", error)
-        live = [(entry, self.scheduler.requests.get(entry.request_id)) for entry in step.scheduled]
-        requests = [request for _, request in live if request is not None]
-        ending = [request for request in requests if request.trace is not None]
-        if not ending and not step.drafts:
-            if isinstance(error, torch.OutOfMemoryError):
-                ending = [request for entry, request in live if request is not None and not entry.decodes]
-            ending = ending or requests
+        ending = blamed(step, self.scheduler.requests, error)
         self.ends.fail(ending, error)
         if isinstance(error, torch.OutOfMemoryError):
             gc.collect()

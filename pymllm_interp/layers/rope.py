@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..core.families import MROPE_SECTIONS
 from ..core.forward_batch import CachedRotation, ForwardBatch, PagedKV
 from ..core.model_spec import LENGTH_DEPENDENT_ROPE
 from .dispatch import kernels_for
@@ -145,14 +146,18 @@ class RotaryEmbedding(nn.Module):
         """position_ids [1, tokens]; rope_lens [tokens] for length-dependent scalings. `x` is ignored."""
         if self._table is None:
             return self._by_length(position_ids, rope_lens)
-        cos, signed_sin = self._table[position_ids].chunk(2, dim=-1)
+        cos, signed_sin = self._rows(self._table, position_ids).unsqueeze(0).chunk(2, dim=-1)
         return cos.contiguous(), signed(signed_sin)
 
     def rotation(self, position_ids: torch.Tensor, rope_lens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The `rotation` of the cosines and sines that `forward` returns."""
         if self._table is None:
             return rotation(*self._by_length(position_ids, rope_lens))
-        return _halves(self._table[position_ids[0]])
+        return _halves(self._rows(self._table, position_ids))
+
+    def _rows(self, table: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """The table's rows [tokens, 2 * head_dim] at position_ids [1, tokens]."""
+        return table[position_ids[0]]
 
     def _by_length(self, position_ids: torch.Tensor, lens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert lens is not None, f"rope_type {self.rope_type!r} needs the length of each row's request"
@@ -178,6 +183,32 @@ class RotaryEmbedding(nn.Module):
         freqs = positions.float()[:, None] * inv_freq.float()[None, :]
         angles = torch.cat((freqs, freqs), dim=-1)
         return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+
+
+class MultimodalRotaryEmbedding(RotaryEmbedding):
+    """A `RotaryEmbedding` by positions [3, tokens], where each channel turns by one of the three (Wang et al., 2024).
+
+    Positions [1, tokens] stand for three equal ones.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: str
+    ) -> None:
+        super().__init__(config, head_dim, max_positions, dtype, device)
+        sections = torch.tensor(_parameters(config).get("mrope_section") or MROPE_SECTIONS[config.model_type])
+        axes = torch.zeros(head_dim // 2, dtype=torch.int64)
+        if config.model_type.startswith("qwen3"):  # interleaved
+            for axis in (1, 2):
+                axes[axis : 3 * int(sections[axis]) : 3] = axis
+        else:
+            axes[:] = torch.arange(len(sections)).remainder(3).repeat_interleave(sections)
+        self._axes = axes.repeat(4).to(device)  # of cosines and sines, both halves
+        self._channels = torch.arange(len(self._axes), device=device)
+
+    def _rows(self, table: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        if len(position_ids) == 1:
+            return super()._rows(table, position_ids)
+        return table[position_ids[self._axes].T, self._channels]
 
 
 class HalvedRotaryEmbedding(RotaryEmbedding):

@@ -46,6 +46,7 @@ class CausalLM(nn.Module, ABC):
         largest_step: requests and token rows of a step at most; None: as configured.
         state_layouts: the states of layers without KV that a request has.
         num_index_layers: layers of the KV pool that hold keys of indexers, behind the attention layers.
+        tower: computes the states of images; None: the model reads text only.
         kv_scales: the checkpoint's scales of an FP8 cache, of K and of V by layer.
     """
 
@@ -57,6 +58,7 @@ class CausalLM(nn.Module, ABC):
     largest_step: tuple[int, int] | None = None
     state_layouts: Sequence[StateLayout] = ()
     num_index_layers = 0
+    tower: Any = None
     kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:

@@ -27,6 +27,7 @@ from .native.moe import Glm4MoeForCausalLM, MixtralForCausalLM, OlmoeForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .native.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
 from .transformers.structure import config_spec
+from .vision.vision_model import VisionLanguageForCausalLM
 from .weights.formats import METHODS, QuantizationFormat, method_of
 from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
 from .weights.quantized import init_dummy_quantized, load_quantized, round_rows
@@ -49,6 +50,11 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
 }
+VISION: dict[str, type[DecoderForCausalLM]] = {
+    "Qwen2_5_VLForConditionalGeneration": VisionLanguageForCausalLM,
+}
+"""Vision-language models: their towers are transformers', and their language models are native."""
+NATIVE |= VISION
 
 
 DEQUANTISED = ("fp8", "mxfp4")
@@ -91,8 +97,8 @@ def check_supported(config: PretrainedConfig) -> None:
     architecture, kind = architecture_of(config), None
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model: cross-attention is not supported"
-    elif any(getattr(config, part, None) is not None for part in ("vision_config", "vq_config", "audio_config")):
-        kind = f"a multimodal model: {MULTIMODAL}"
+    elif _is_multimodal(config) and not (architecture in VISION and VISION[architecture].implements(config)):
+        kind = f"a multimodal model: {MULTIMODAL}; models with images: {', '.join(VISION)}"
     elif config.model_type == "whisper":
         kind = "the decoder of a speech model: audio is not supported"
     elif config.model_type in INDEXED:
@@ -103,6 +109,10 @@ def check_supported(config: PretrainedConfig) -> None:
         kind = "not a generative model: it has no language modelling head"
     if kind is not None:
         raise UnsupportedModelError(f"{architecture} is {kind}. Decoder-only language models are served")
+
+
+def _is_multimodal(config: PretrainedConfig) -> bool:
+    return any(getattr(config, part, None) is not None for part in ("vision_config", "vq_config", "audio_config"))
 
 
 def is_native(config: PretrainedConfig, impl: str) -> bool:
@@ -116,6 +126,10 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
         raise UnsupportedModelError(
             f"{architecture} has no native implementation: impl='transformers' runs it by its class in transformers; native "
             f"families: {', '.join(sorted(NATIVE))}"
+        )
+    if impl == "transformers" and architecture in VISION:
+        raise UnsupportedModelError(
+            f"{architecture} runs with a native language model: impl='transformers' is not supported"
         )
     if impl == "transformers" or architecture not in NATIVE or getattr(config, "use_bidirectional_attention", False):
         return False

@@ -255,6 +255,8 @@ class Executions:
         half.site_ops = None if batch.site_ops is None else batch.site_ops.rows_from(start, stop)
         half.adapters = None if batch.adapters is None else batch.adapters.rows_from(start, stop)
         half.attention_cuts = None if batch.attention_cuts is None else batch.attention_cuts.rows_from(start, stop)
+        if batch.mrope_positions is not None:
+            half.mrope_positions = batch.mrope_positions[:, start:stop].clone()
         half.rope_lens = None if batch.rope_lens is None else batch.rope_lens[start:stop].clone()
         return half
 

@@ -102,13 +102,17 @@ class InputBuffers:
         scores: [MAX_SCORES, max_num_tokens] float32, dot products of monitors, which passes write.
         seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
         seq_lens_cpu: the same on the host; written for replayed passes.
+        mrope_positions: [3, max_num_tokens] int64, positions that RoPE turns by, in models with mrope; else None.
         adapter_tiles: rows of requests with adapters, on CUDA, and where passes are captured, from the first adapter on.
     """
 
     adapter_tiles: RowTiles | None = None
     max_loras = 0
 
-    def __init__(self, max_num_tokens: int, device: str) -> None:
+    def __init__(self, max_num_tokens: int, device: str, mrope: bool = False) -> None:
+        self.mrope_positions: torch.Tensor | None = None
+        if mrope:
+            self.mrope_positions = torch.zeros(3, max_num_tokens, dtype=torch.int64, device=device)
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.out_cache_loc = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -128,7 +132,8 @@ class InputBuffers:
     def clear(self) -> None:
         """Fill every row with padding. A pass that runs to be captured would act for the requests of the step before."""
         pad = (self.input_ids, self.positions, self.out_cache_loc, self.rows, self.blocks, self.flags, self.scores)
-        for zeros in pad if self.adapter_tiles is None else (*pad, *self.adapter_tiles):
+        more = () if self.mrope_positions is None else (self.mrope_positions,)
+        for zeros in (*pad, *more) if self.adapter_tiles is None else (*pad, *more, *self.adapter_tiles):
             zeros.zero_()
         self.op_rows.fill_(-1)
         for lengths in (self.seq_lens, self.seq_lens_cpu):
@@ -157,6 +162,13 @@ class InputBuffers:
     def place(self, tokens: torch.Tensor, states: RequestState, req_to_token: torch.Tensor) -> None:
         """Write the first rows from `tokens` [3, rows] on the device, as `lay_out` returns them. A graph may capture it."""
         self._lay_out(self, tokens, states.last_sampled_tokens, states.edited, req_to_token)
+        if self.mrope_positions is not None and states.mrope_deltas is not None:
+            _, positions, rows = tokens
+            self.mrope_positions[:, : tokens.shape[1]] = positions + states.mrope_deltas[rows]
+
+    def rope_positions(self, rows: int) -> torch.Tensor | None:
+        """`ForwardBatch.mrope_positions` of the first rows."""
+        return None if self.mrope_positions is None else self.mrope_positions[:, :rows]
 
     def advance(self, laid_out: torch.Tensor, count: int, states: RequestState, req_to_token: torch.Tensor) -> None:
         """Write the first `count` rows of a decode pass again, one position later.
@@ -222,6 +234,8 @@ class InputBuffers:
                 (self.out_cache_loc, forward_batch.out_cache_loc, 0),
                 (self.seq_lens, forward_batch.seq_lens, PAD_SEQ_LEN),
             ]
+            if self.mrope_positions is not None and forward_batch.mrope_positions is not None:
+                fills += [(*both, 0) for both in zip(self.mrope_positions, forward_batch.mrope_positions, strict=True)]
             if ops is not None:  # blocks matter only to rows with declared ops
                 fills += [(own, given, 0) for own, given in zip(self.blocks, ops.token_rows.records, strict=True)]
         for buffer, rows, padding in fills:

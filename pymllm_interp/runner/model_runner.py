@@ -49,6 +49,7 @@ from .parts import RunnerParts
 from .request_state import RequestState
 from .stages.stage import PassDemands
 from .step_inputs import StepInputs, dummy_attn
+from .vision_inputs import VisionInputs
 
 logger = logging.getLogger(__name__)
 
@@ -168,19 +169,20 @@ class ModelRunner(RunnerParts):
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
             self.max_total_num_tokens, self.server_config.page_size
         )
-        assert self.req_to_token_pool is not None
+        assert self.req_to_token_pool is not None and self.model_state is not None
         self.step_inputs = StepInputs(
             self.req_states, self.input_buffers, self.req_to_token_pool, self.token_to_kv_pool_allocator, self.device,
-            self.adapters,
+            self.adapters, VisionInputs.of(self, self.req_states, self.model_state),
         )  # fmt: skip
 
     def _init_tables(self) -> None:
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
         self.gdn_pool = device_memory.make_state_pool(self)
-        self.req_states = RequestState(self.max_running_requests, self.context_len, self.device)
+        merge = self.model_spec.mrope_merge
+        self.req_states = RequestState(self.max_running_requests, self.context_len, self.device, merge)
         # A traced prompt may be longer than all other steps.
         rows = max(self.max_num_tokens, self.max_decode_rows, self.context_len)
-        self.input_buffers = InputBuffers(rows, self.device)
+        self.input_buffers = InputBuffers(rows, self.device, merge is not None)
         for stage in self.stages:
             stage.init_tables(self.req_states, self.input_buffers)
 
@@ -263,6 +265,8 @@ class ModelRunner(RunnerParts):
         self.finish_requests(step)
         self.add_requests(step)
         self.update_requests(step)
+        if self.step_inputs.vision is not None:
+            self._execute_mm_encoder(step)
         self.demands = PassDemands()
         for stage in self.stages:
             stage.begin(step, self.demands)
@@ -402,6 +406,19 @@ class ModelRunner(RunnerParts):
     def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for padding rows: the dummy row, and the dummy slot."""
         return dummy_attn(num_reqs, num_tokens, self.device)
+
+    def _execute_mm_encoder(self, scheduler_output: SchedulerOutput) -> None:
+        """Run the vision tower for images of a step without states. Raises ImageError, with the requests that are the reason."""
+        vision = self.step_inputs.vision
+        assert vision is not None, "the model has a tower"
+        vision.execute_mm_encoder(vision.parts([(entry, 0) for entry in scheduler_output.scheduled]))
+
+    def reset_encoder_cache(self) -> None:
+        """Drop the vision tower's states of images."""
+        if self.step_inputs.vision is not None:
+            self.step_inputs.vision.cache.reset()
+
+    reset_mm_cache = reset_encoder_cache
 
     @property
     def graph_runner(self) -> CudaGraphRunner | None:

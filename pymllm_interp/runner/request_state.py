@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..core.image_input import mrope_positions
 from ..core.sampling_params import SamplingParams
 from ..core.step import AcceptedToken, NewRequest, ScheduledRequest, SchedulerOutput
 from ..utils.upload import upload
@@ -21,18 +22,21 @@ class RunningRequest:
     """A request in the table, as sampling reads it (`sampling.SamplingBatch`).
 
     Attributes:
-        request_id, row, prompt_len, params, seed, sample_index, eos_token_ids, bad_words, embeds: see `NewRequest`.
+        request_id, row, prompt_len, params, seed, sample_index, eos_token_ids, bad_words, embeds, images: see `NewRequest`.
+        rope_positions: [3, prompt] int64, positions of a prompt with images in models with mrope; else None.
     """
 
     __slots__ = (
-        "_table", "bad_words", "embeds", "eos_token_ids", "params", "prompt_len", "request_id", "row", "sample_index", "seed",
+        "_table", "bad_words", "embeds", "eos_token_ids", "images", "params", "prompt_len", "request_id", "rope_positions", "row",
+        "sample_index", "seed",
     )  # fmt: skip
 
     def __init__(self, new: NewRequest, table: RequestState) -> None:
         self.request_id, self.row, self.prompt_len = new.request_id, new.row, new.prompt_len
         self.params: SamplingParams = new.params
         self.seed, self.sample_index, self.eos_token_ids = new.seed, new.sample_index, new.eos_token_ids
-        self.bad_words, self.embeds = new.bad_words, new.embeds
+        self.bad_words, self.embeds, self.images = new.bad_words, new.embeds, new.images
+        self.rope_positions: torch.Tensor | None = None
         self._table = table
 
     @property
@@ -90,6 +94,7 @@ class RequestState:
         max_num_reqs: upper bound of requests; rows 1 to max_num_reqs (row 0 is the dummy's).
         max_model_len: upper bound of one request's tokens.
         device: device of `last_sampled_tokens` and `edited`.
+        mrope_merge: see `ModelSpec.mrope_merge`.
 
     Attributes:
         requests: the request in each row, or None.
@@ -101,9 +106,10 @@ class RequestState:
         editing: ids of requests with hooks that may change hidden states.
         edited: [rows] int32 on the device, 1 if the request has ops or captures in the tables.
         last_sampled_tokens: [rows] int64 on the device, the next inputs of decoding requests.
+        mrope_deltas: [rows] int64 on the device, `ForwardBatch.mrope_position_deltas` of each request; None without mrope.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, device: str) -> None:
+    def __init__(self, max_num_reqs: int, max_model_len: int, device: str, mrope_merge: int | None = None) -> None:
         rows = max_num_reqs + 1
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
@@ -119,6 +125,10 @@ class RequestState:
         self.last_sampled_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.edited = torch.zeros(rows, dtype=torch.int32, device=device)
         self._staged: list[tuple[int, list[int]]] = []
+        self._mrope_merge, self._deltas = mrope_merge, dict[int, int]()
+        self.mrope_deltas: torch.Tensor | None = None
+        if mrope_merge is not None:
+            self.mrope_deltas = torch.zeros(rows, dtype=torch.int64, device=device)
 
     # -- updates by steps ------------------------------------------------------------------
 
@@ -135,7 +145,12 @@ class RequestState:
             raise ValueError(f"request {new.request_id}: {len(new.token_ids)} tokens, rows hold {self.max_model_len}")
         row = new.row
         self.req_id_to_index[new.request_id] = row
-        self.requests[row] = RunningRequest(new, self)
+        self.requests[row] = found = RunningRequest(new, self)
+        if self._mrope_merge is not None:
+            self._deltas[row] = 0
+            if new.images:
+                positions = mrope_positions(new.prompt_len, new.images, self._mrope_merge)
+                found.rope_positions, self._deltas[row] = positions
         if new.hooks is not None and new.hooks.edits:
             self.editing.add(new.request_id)
         self.prompt_len[row] = new.prompt_len
@@ -145,6 +160,10 @@ class RequestState:
 
     def apply_staged_writes(self) -> None:
         """Write the tokens of requests that were added since the last call."""
+        if self.mrope_deltas is not None and self._deltas:
+            rows, deltas = upload(self.mrope_deltas.device, *np.array(list(self._deltas.items()), dtype=np.int64).T)
+            self.mrope_deltas.index_copy_(0, rows, deltas)
+            self._deltas.clear()
         resumed = []
         staged, self._staged = self._staged, []
         for row, token_ids in staged:

@@ -22,6 +22,7 @@ from ..utils.upload import upload
 from .input_batch import InputBatch, InputBuffers, PassLayout
 from .parts import BatchBuilder
 from .request_state import RequestState
+from .vision_inputs import VisionInputs
 
 PAD_SLOT_ID = 0
 """KV slot of padding rows. Never handed out; unlike a negative one it can be written to."""
@@ -43,6 +44,7 @@ class StepInputs:
         allocator: says which slots a page has.
         device: device of the passes.
         adapters: the loaded ones; None in a runner without.
+        vision: images of the requests; None for models without a tower.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class StepInputs:
         allocator: TokenToKVPoolAllocator,
         device: str,
         adapters: AdapterSlots | None = None,
+        vision: VisionInputs | None = None,
     ) -> None:
-        self.adapters = adapters
+        self.adapters, self.vision = adapters, vision
         self.states, self.buffers, self.table, self.allocator, self.device = states, buffers, table, allocator, device
 
     # -- tables ----------------------------------------------------------------------------
@@ -190,6 +193,8 @@ class StepInputs:
             found.out_cache_loc = self.buffers.out_cache_loc[: batch.padded_size]
         if batch.embeds is not None:
             found.input_embeds = EmbeddedRows(*upload(self.device, *batch.embeds))
+        if self.vision is not None:
+            self._place_images(found, batch, self.vision)
         found.padded_size, found.depth = batch.padded_size, batch.depth
         found.positions = self.buffers.positions[: found.num_tokens]
         found.logits_indices = None
@@ -200,6 +205,23 @@ class StepInputs:
         if self.adapters is not None and self.adapters.any_loaded:
             found.adapters = self._adapter_rows(batch, self.adapters.version)
         return found
+
+    def _place_images(self, found: ForwardBatch, batch: InputBatch, vision: VisionInputs) -> None:
+        """Add the positions that RoPE turns by, and the rows of images."""
+        found.mrope_positions = self.buffers.rope_positions(found.num_tokens)
+        if batch.decodes:
+            return
+        rows = list(zip(batch.entries, batch.query_start_loc.tolist(), strict=False))
+        if found.mrope_positions is not None:
+            for entry, first in rows:
+                request = self.states.requests[entry.row]
+                if request is not None and request.rope_positions is not None:
+                    own = request.rope_positions[:, entry.start : entry.start + entry.num_tokens]
+                    (uploaded,) = upload(self.device, own)
+                    found.mrope_positions[:, first : first + uploaded.shape[1]] = uploaded
+        if parts := vision.parts(rows):
+            embedded, _ = vision.gather_mm_embeddings(parts)
+            found.input_embeds = embedded.joined(found.input_embeds)
 
     def _adapter_rows(self, batch: InputBatch, version: int) -> AdapterRows | None:
         """The rows of requests with an adapter. On CUDA, and where passes are captured, they are also tiles."""

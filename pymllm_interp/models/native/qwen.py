@@ -1,13 +1,15 @@
-"""Qwen2 (biases on q, k and v) and Qwen3 (a norm on each head of q and k)."""
+"""Qwen2, with biases on q, k and v. Qwen3, with a norm on each head of q and k. The two inside Qwen2.5-VL and Qwen3-VL."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import ModelSpec
 from ...layers.norm import RMSNorm, norm_heads
+from ...layers.rope import MultimodalRotaryEmbedding
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 
@@ -56,3 +58,35 @@ class Qwen3Model(LlamaModel):
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
     decoder_cls = Qwen3Model
+
+
+class Qwen2_5_VLAttention(Qwen2Attention):
+    """Qwen2's attention, under the name that has transformers' eager attention."""
+
+
+class Qwen2_5_VLDecoderLayer(Qwen2DecoderLayer):
+    attention_cls = Qwen2_5_VLAttention
+
+
+class Qwen2_5_VLTextModel(Qwen2Model):
+    layer_cls = Qwen2_5_VLDecoderLayer
+
+    @staticmethod
+    def rotary_of(config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> nn.Module:
+        return MultimodalRotaryEmbedding(config, spec.head_dim, max_positions, spec.dtype, device)
+
+
+class Qwen3VLTextAttention(Qwen3Attention):
+    """Qwen3's attention, under the name that has transformers' eager attention."""
+
+
+class Qwen3VLTextDecoderLayer(Qwen3DecoderLayer):
+    attention_cls = Qwen3VLTextAttention
+
+
+class Qwen3VLTextModel(Qwen3Model):
+    layer_cls = Qwen3VLTextDecoderLayer
+
+    @staticmethod
+    def rotary_of(config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> nn.Module:
+        return MultimodalRotaryEmbedding(config, spec.head_dim, max_positions, spec.dtype, device)

@@ -100,7 +100,7 @@ class RowPasses:
             buffers.input_ids[:count], buffers.rows[:count], buffers.seq_lens[:count], buffers.out_cache_loc[:count],
             positions=buffers.positions[:count], seq_lens_cpu=torch.from_numpy(positions.astype(np.int32) + 1),
         )  # fmt: skip
-        batch.padded_size = padded
+        batch.padded_size, batch.mrope_positions = padded, buffers.rope_positions(count)
         return batch, laid_out
 
     def _sampling(self, rows: Sequence[int]) -> SamplingBatch:

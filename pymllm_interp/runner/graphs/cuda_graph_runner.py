@@ -218,6 +218,7 @@ class CudaGraphRunner:
             seq_lens_sum=bs * self.seq_len_fill_value,
             seq_lens_cpu=buffers.seq_lens_cpu[:bs],
             positions=buffers.positions[:bs],
+            mrope_positions=buffers.rope_positions(bs),
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=runner.token_to_kv_pool,
             attn_backend=runner.attn_backend,

@@ -201,6 +201,7 @@ class PrefillGraphs:
             out_cache_loc=buffers.out_cache_loc[:size],
             seq_lens_sum=size,
             positions=buffers.positions[:size],
+            mrope_positions=buffers.rope_positions(size),
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=runner.token_to_kv_pool,
             site_ops=runner.captured_site_ops(size),

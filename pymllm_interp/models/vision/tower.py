@@ -1,0 +1,123 @@
+"""`VisionTower`: transformers' vision tower and projector of a vision-language model, for images of requests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ...core.image_input import ImageError, ImageInput
+
+MAX_PIXEL_VALUES = 1 << 25
+"""Most pixel values of images that the tower computes at once. A larger image is computed by itself."""
+
+
+def without_layers(config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """transformers' model of a config, on the device, with a language model of no layers and one token. Weights are undefined."""
+    from transformers import AutoModelForImageTextToText  # which imports transformers' models
+    from transformers.initialization import no_init_weights
+
+    config = copy.deepcopy(config)
+    text: Any = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id, text.layer_types = 0, 1, None, []
+    with torch.device(device), no_init_weights():
+        return AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
+
+
+class CheckpointNames:
+    """Names of a checkpoint's tensors in the module tree, by transformers' table of older names.
+
+    Args:
+        model: `without_layers`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import rename_source_key
+
+        renamings: Any = get_model_conversion_mapping(model)
+        self._rename = partial(rename_source_key, weight_renamings=renamings, weight_converters=[])
+
+    def __call__(self, name: str) -> str:
+        return self._rename(name)[0]
+
+
+class VisionTower:
+    """The tower and the projector.
+
+    Args:
+        model: transformers' model without its head. It shares the vision modules with the served model.
+        width: width of the language model's embeddings.
+        device: device of the modules.
+
+    Attributes:
+        num_deepstack: layers of the language model that further states of images are added behind (Qwen3-VL).
+    """
+
+    def __init__(self, model: Any, width: int, dtype: torch.dtype, device: str) -> None:
+        self._model, self.width, self._dtype, self._device = model, width, dtype, device
+        vision = model.config.vision_config
+        self._packs = hasattr(vision, "spatial_merge_size")  # patches of all images are one sequence
+        self.num_deepstack = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+    @torch.no_grad()
+    def encode(self, images: Sequence[ImageInput]) -> list[Tensor]:
+        """The states [tokens, width * (1 + num_deepstack)] of each image's placeholders. Images of one shape are one call.
+
+        Raises:
+            ImageError: features that do not fit the tower, or another number of states than placeholders.
+        """
+        found: dict[int, Tensor] = {}
+        for group in self._groups(images):
+            states = self._states([images[i] for i in group])
+            found |= zip(group, states, strict=True)
+        return [found[i] for i in range(len(images))]
+
+    def _groups(self, images: Sequence[ImageInput]) -> list[list[int]]:
+        """Indices of images that are computed together."""
+        groups: list[list[int]] = []
+        open_groups: dict[Any, tuple[int, list[int]]] = {}
+        for i, image in enumerate(images):
+            pixels = image.features["pixel_values"]
+            shape = None if self._packs else tuple((name, x.shape) for name, x in sorted(image.features.items()))
+            size, group = open_groups.get(shape, (0, []))
+            if not group or size + pixels.numel() > MAX_PIXEL_VALUES:
+                size, group = 0, []
+                groups.append(group)
+            group.append(i)
+            open_groups[shape] = size + pixels.numel(), group
+        return groups
+
+    def _states(self, images: Sequence[ImageInput]) -> list[Tensor]:
+        try:
+            joined = {name: torch.cat([image.features[name] for image in images]) for name in images[0].features}
+            output = self._model.get_image_features(**self._inputs(joined))
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            shapes = {name: list(x.shape) for image in images for name, x in image.features.items()}
+            raise ImageError(f"the vision tower of this model cannot read {shapes}: {error}") from error
+        states = _flat(output.pooler_output)
+        if self.num_deepstack:
+            states = torch.cat((states, *map(_flat, output.deepstack_features)), -1)
+        counts = [image.num_tokens for image in images]
+        if len(states) != sum(counts):
+            raise ImageError(f"{len(images)} images have {sum(counts)} placeholders, and {len(states)} states")
+        return list(states.to(self._dtype).split(counts))
+
+    def _inputs(self, features: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Arguments of `get_image_features`, on the device."""
+        return {
+            name: x.to(self._device, self._dtype if x.is_floating_point() else None) for name, x in features.items()
+        }
+
+
+def _flat(states: Any) -> Tensor:
+    """[tokens, width] of a tensor [images, tokens, width], or of a list of [tokens, width]."""
+    joined = torch.cat(tuple(states)) if isinstance(states, (list, tuple)) else states
+    return joined.reshape(-1, joined.shape[-1])

@@ -1,0 +1,114 @@
+"""`VisionInputs`: the images of a step's requests, from the vision tower to the rows of the pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.image_input import ImageError, ImageInput
+from ..core.pass_parts import EmbeddedRows
+from ..core.step import ScheduledRequest
+from ..mem_cache.encoder_cache import EncoderCache
+from ..models.vision.tower import VisionTower
+from ..models.weights.model_state import ModelState
+from ..utils.upload import upload
+from .parts import RunnerParts
+from .request_state import RequestState
+
+LEAST_BUDGET = 8192
+"""Least tokens of the encoder cache, unless it is configured."""
+
+
+class ImageRows(NamedTuple):
+    """A part of an image among the token rows of a step."""
+
+    request_id: str
+    image: ImageInput
+    first: int
+    """Its first placeholder in the step, counted in the image."""
+    rows: Tensor
+    """[placeholders] int64, their token rows."""
+
+
+class VisionInputs:
+    """Runs the tower once an image, and gives its states to the passes.
+
+    Args:
+        tower: the model's tower.
+        states: request table.
+        model_state: an edit of the weights drops the cache.
+        budget: tokens of the encoder cache.
+        device: device of the passes.
+
+    Attributes:
+        cache: states of images.
+    """
+
+    def __init__(
+        self, tower: VisionTower, states: RequestState, model_state: ModelState, budget: int, device: str
+    ) -> None:
+        self.tower, self.states, self.model_state, self.device = tower, states, model_state, device
+        self.cache = EncoderCache(budget)
+        self._version = model_state.version
+
+    @classmethod
+    def of(cls, runner: RunnerParts, states: RequestState, model_state: ModelState) -> VisionInputs | None:
+        """The inputs of a runner's model; None if it has no tower."""
+        tower = runner.get_model().tower
+        budget = runner.server_config.encoder_cache_tokens or max(runner.max_num_tokens, LEAST_BUDGET)
+        return None if tower is None else cls(tower, states, model_state, budget, runner.device)
+
+    def parts(self, rows: Sequence[tuple[ScheduledRequest, int]]) -> list[ImageRows]:
+        """The images, or their parts, in a step.
+
+        Args:
+            rows: requests of the step, each with its first token row.
+        """
+        found: list[ImageRows] = []
+        for entry, first_row in rows:
+            request = self.states.requests[entry.row]
+            assert request is not None, "the step entered its requests"
+            for image in request.images if entry.start < request.prompt_len else ():
+                first, end = image.within(entry.start, entry.start + entry.num_tokens)
+                if first < end:
+                    found.append(
+                        ImageRows(entry.request_id, image, first, image.positions[first:end] - entry.start + first_row)
+                    )
+        return found
+
+    def execute_mm_encoder(self, parts: Sequence[ImageRows]) -> None:
+        """Run the tower for images without states in the cache.
+
+        Raises:
+            ImageError: an image that it cannot read, with the requests that have it.
+        """
+        if not parts:
+            return
+        if (version := self.model_state.version) != self._version:
+            self.cache.reset()
+            self._version = version
+        known = {part.image.content: part.image for part in parts}
+        missing = [image for content, image in known.items() if content not in self.cache]
+        self.cache.num_hits += len(known) - len(missing)
+        try:
+            found = self.tower.encode(missing)
+        except ImageError:
+            for image in missing:
+                try:
+                    self.tower.encode([image])
+                except ImageError as error:
+                    error.request_ids = tuple(part.request_id for part in parts if part.image.content == image.content)
+                    raise
+            raise
+        for image, states in zip(missing, found, strict=True):
+            self.cache.put(image.content, states, known)
+
+    def gather_mm_embeddings(self, parts: Sequence[ImageRows]) -> tuple[EmbeddedRows, Tensor]:
+        """The rows of a step's images with their embeddings, and the states [rows, deepstack * width] of deeper layers."""
+        found = [self.cache[part.image.content][part.first : part.first + len(part.rows)] for part in parts]
+        states, (rows,) = torch.cat(found), upload(self.device, torch.cat([part.rows for part in parts]))
+        width = self.tower.width
+        return EmbeddedRows(rows, states[:, :width].contiguous()), states[:, width:]

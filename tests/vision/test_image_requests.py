@@ -1,0 +1,218 @@
+"""Requests with images: states, tokens and KV, beside text requests. The oracle is transformers' own model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_declared import lms
+from helpers_images import PICTURES, continued, prompt_of, random_prompt, reference
+from transformers import PreTrainedModel
+
+from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.client.chat import RenderedPrompt
+from pymllm_interp.client.handle import RequestError
+from pymllm_interp.config import EngineTuning
+from pymllm_interp.core.image_input import ImageInput
+
+Folders = Callable[[str], Path]
+Oracle = Callable[[str], PreTrainedModel]
+FAMILIES = list(PICTURES)
+GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
+GREEDY = SamplingParams(temperature=0, max_tokens=5)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def lm(family: str, vision_folder: Folders) -> Iterator[LM]:
+    with LM(vision_folder(family), device="cpu", dtype="float32", page_size=4, kv_cache_tokens=1024) as found:
+        yield found
+
+
+def some_prompts(family: str) -> list[RenderedPrompt]:
+    """Text; an image before, behind and between text; several of one size and of others; one token behind an image."""
+    text = [5, 6, 7, 8, 9, 10, 11]
+    parts: list[tuple] = [(text,), (1, text), (text, 0, [3]), (text, 2, text, 1, text, 4, [1, 2]), (0, [1], 0, [2])]
+    return [prompt_of(family, *own) for own in parts]
+
+
+def test_states_and_logits_are_those_of_transformers(family: str, lm: LM, vision_oracle: Oracle) -> None:
+    model, prompts = vision_oracle(family), some_prompts(family)
+    outs = lm.forward(prompts, capture=["embed", "resid_post.*", "final_norm"])
+    for out, prompt in zip(outs, prompts, strict=True):
+        wanted = reference(family, model, prompt, output_hidden_states=True)
+        states = wanted.hidden_states
+        torch.testing.assert_close(out.logits, wanted.logits[0], rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(out.activations["embed"], states[0][0], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(out.activations["final_norm"], states[-1][0], rtol=1e-4, atol=2e-4)
+        for layer in range(lm.num_layers - 1):
+            torch.testing.assert_close(
+                out.activations[f"resid_post.{layer}"], states[layer + 1][0], rtol=1e-4, atol=2e-4
+            )
+
+
+def test_traces_see_merged_embeddings_and_the_states_of_the_fused_pass(
+    family: str, lm: LM, vision_oracle: Oracle
+) -> None:
+    prompt = some_prompts(family)[3]
+    wanted = reference(family, vision_oracle(family), prompt, output_hidden_states=True)
+    path = lm.model_spec.family.layers.removesuffix(".layers").split(".")[-1]
+    with lm.trace(prompt):
+        text = getattr(lm.model, path)
+        embedded = text.embed_tokens.output.save()
+        inside = text.layers[1].mlp.output.save()
+        state = text.layers[1].output.save()
+        logits = lm.lm_head.output.save()
+    (out,) = lm.forward([prompt], capture=["mlp_out.1", "resid_post.1"])
+    torch.testing.assert_close(embedded, wanted.hidden_states[0], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(state, wanted.hidden_states[2], rtol=1e-4, atol=2e-4)
+    assert torch.equal(state[0], out.activations["resid_post.1"]) and torch.equal(logits[0], out.logits)
+    torch.testing.assert_close(inside[0], out.activations["mlp_out.1"], rtol=1e-4, atol=1e-4)
+
+
+# -- beside each other -------------------------------------------------------------------------
+
+
+def check_crowd(family: str, lm: LM, model: PreTrainedModel, seeds: range) -> None:
+    """Text and images, some of them twice, at once: each is what transformers makes of it."""
+    chance, runs = random.Random(seeds.start), list[tuple[RenderedPrompt, int]]()
+    for seed in seeds:
+        runs += [(random_prompt(family, seed), chance.randrange(1, 7))] * chance.randrange(1, 3)
+    chance.shuffle(runs)
+    wanted = [continued(family, model, prompt, count) for prompt, count in runs]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(
+            threads.map(lambda run: lm.generate([run[0]], replace(GREEDY, max_tokens=run[1]))[0].token_ids, runs)
+        )
+    for run, own, tokens in zip(runs, found, wanted, strict=True):
+        assert own == tokens, run
+
+
+@pytest.mark.parametrize(
+    "way", ["functions", pytest.param("tables", marks=GPU or pytest.mark.slow), pytest.param("graphs", marks=GPU)]
+)
+def test_requests_of_a_small_pool_do_not_see_each_other(
+    family: str, vision_folder: Folders, vision_oracle: Oracle, way: str
+) -> None:
+    """Chunks of 7 tokens, pages of 4, a pool that three long requests fill, an encoder cache of one image."""
+    with lms(way, vision_folder) as load:
+        small = {"max_num_tokens": 7, "page_size": 4, "kv_cache_tokens": 192, "max_running_requests": 4}
+        lm = load(family, **small, encoder_cache_tokens=4)
+        check_crowd(family, lm, vision_oracle(family), range(12 if way == "functions" else 5))
+        lm.engine.call(lm.engine.scheduler.check_integrity)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(1000, 1200, 40))
+def test_crowds(family: str, vision_folder: Folders, vision_oracle: Oracle, start: int) -> None:
+    with LM(
+        vision_folder(family), device="cpu", dtype="float32", page_size=4, kv_cache_tokens=256, max_num_tokens=11,
+        max_running_requests=6, tuning=EngineTuning(encoder_cache_tokens=8),
+    ) as lm:  # fmt: skip
+        check_crowd(family, lm, vision_oracle(family), range(start, start + 40))
+
+
+def test_a_preempted_request_has_its_images_again(family: str, vision_folder: Folders, vision_oracle: Oracle) -> None:
+    prompts = [prompt_of(family, [seed + 1], seed, [1, 2, 3]) for seed in (0, 3, 4)]
+    room = max(len(prompt.token_ids) for prompt in prompts) + 24
+    with LM(vision_folder(family), device="cpu", dtype="float32", page_size=4, kv_cache_tokens=2 * room) as lm:
+        outs = lm.generate(prompts, replace(GREEDY, max_tokens=20))
+        assert lm.engine.stats()["preempted"] > 0
+    assert [out.token_ids for out in outs] == [continued(family, vision_oracle(family), p, 20) for p in prompts]
+
+
+# -- the prefix cache and the encoder cache -------------------------------------------------------
+
+
+def test_equal_images_share_kv_and_others_never(family: str, lm: LM, vision_oracle: Oracle) -> None:
+    """Images 0 and 3 have the same placeholder ids."""
+    one, other = (
+        prompt_of(family, [1, 2, 3, 4, 5], 0, [6, 7, 8, 9]),
+        prompt_of(family, [1, 2, 3, 4, 5], 3, [6, 7, 8, 9]),
+    )
+    assert one.token_ids == other.token_ids and one.images[0].content != other.images[0].content
+    plain, cached = RenderedPrompt(None, one.token_ids), list[int]()
+    for prompt in (one, other, one, plain, other):
+        (out,) = lm.generate([prompt], GREEDY)
+        assert out.token_ids == continued(family, vision_oracle(family), prompt, 5)
+        cached.append(out.num_cached_tokens)
+    most = (len(one.token_ids) - 1) // 4 * 4
+    assert cached == [0, 4, most, 4, most]
+
+
+def test_the_tower_runs_once_an_image(family: str, lm: LM) -> None:
+    """16 requests at once over one image, with other texts before it: nothing of it is in the prefix cache."""
+    vision = lm.runner.step_inputs.vision
+    assert vision is not None
+    prompts = [prompt_of(family, [i + 1, i + 2], 0, [i + 1]) for i in range(16)]
+    lm.generate(prompts, GREEDY)
+    assert vision.cache.num_computed == 1
+    lm.generate([prompt_of(family, [77], seed, [78]) for seed in (0, 3, 1)], GREEDY)
+    assert vision.cache.num_computed == 3 and vision.cache.stats()["images"] == 3
+
+
+def test_cached_and_fresh_states_have_equal_bits(family: str, lm: LM) -> None:
+    prompt, fresh = (
+        prompt_of(family, [1, 2], 0, [4], 1, [5]),
+        SamplingParams(max_tokens=0, skip_reading_prefix_cache=True),
+    )
+    states = []
+    for again in (False, False, True):
+        if again:
+            lm.runner.reset_encoder_cache()
+        (out,) = lm.generate([prompt], fresh, capture=["embed", "final_norm"])
+        states.append(out.activations)
+    for site in ("embed", "final_norm"):
+        assert torch.equal(states[0][site], states[1][site]) and torch.equal(states[0][site], states[2][site])
+
+
+def test_an_edit_of_the_tower_counts_at_once(family: str, vision_folder: Folders) -> None:
+    prompt = prompt_of(family, [1, 2, 3, 4, 5], 0, [6])
+    with LM(vision_folder(family), device="cpu", dtype="float32", page_size=4, kv_cache_tokens=512) as lm:
+        before = lm.forward([prompt])[0].logits
+        tower = next(p for n, p in lm.runner.get_model().named_parameters() if "vis" in n and p.dim() > 1)
+        with torch.no_grad():
+            tower.mul_(1.5)
+        after = lm.forward([prompt])[0].logits
+        with torch.no_grad():
+            tower.div_(1.5)
+        again = lm.forward([prompt])[0].logits
+    assert not torch.allclose(before, after, atol=1e-4)
+    torch.testing.assert_close(before, again, rtol=1e-4, atol=1e-4)
+
+
+def test_ops_and_images_are_parts_of_one_key(family: str, lm: LM) -> None:
+    """Steered and plain requests of one image and of another: each equals itself without the prefix cache."""
+    width = lm.hidden_size
+    steer = Steer("resid_post.0", vector=torch.linspace(-3, 3, width), positions=[3, 9])
+    runs = [(prompt_of(family, [1, 2, 3, 4, 5], seed, [6, 7]), ops) for seed in (0, 3) for ops in ([], [steer])] * 2
+    random.Random(1).shuffle(runs)
+    for prompt, ops in runs:
+        fresh = replace(GREEDY, skip_reading_prefix_cache=True)
+        (wanted,) = lm.generate([prompt], fresh, interventions=ops, cache_salt=f"never again {id(ops)}")
+        (out,) = lm.generate([prompt], GREEDY, interventions=ops)
+        assert out.token_ids == wanted.token_ids
+
+
+def test_an_image_that_the_tower_cannot_read_ends_its_own_request(family: str, lm: LM, vision_oracle: Oracle) -> None:
+    good = [prompt_of(family, [1, 2], seed, [3]) for seed in (0, 1)]
+    (image,) = good[0].images
+    cut = {name: x[..., :-1] if name == "pixel_values" else x for name, x in image.features.items()}
+    few = ImageInput(image.positions[:-1], image.features, b"other")
+    bad = [RenderedPrompt(None, good[0].token_ids, None, (own,)) for own in (ImageInput.of(image.positions, cut), few)]
+    params = replace(GREEDY, max_tokens=3)
+    handles = [lm.submit(prompt, params) for prompt in (bad[0], good[0], bad[1], good[1])]
+    for handle in (handles[0], handles[2]):
+        with pytest.raises(RequestError, match=r"ImageError: .*(cannot read|placeholders)"):
+            handle.result()
+    for handle, prompt in ((handles[1], good[0]), (handles[3], good[1])):
+        assert handle.result().token_ids == continued(family, vision_oracle(family), prompt, 3)
