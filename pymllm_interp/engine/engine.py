@@ -29,11 +29,12 @@ from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from ..utils.out_of_memory import is_out_of_memory
 from .callbacks import Callbacks
 from .constraints import masks_of
+from .counters import counters
 from .drafts import Drafts
 from .kv_manager import KVManager
 from .request_ends import RequestEnds, blamed
 from .scheduler import Scheduler
-from .step_results import Progress, append_logprobs, count_step, needs_tokens, out_of_memory_error, runner_counters
+from .step_results import Progress, append_logprobs, count_step, needs_tokens, out_of_memory_error
 from .step_times import StepPacing, StepTimes
 from .warm_up import warm_up
 
@@ -183,12 +184,8 @@ class Engine:
         layers. `eager_parts`: modules inside a layer that sent part of a step off its graph. `block_seconds`: waits for blocks.
         """
         steps = {"steps": self.num_steps, "overlapped_steps": self.num_overlapped_steps}
-        return (
-            steps
-            | {"flat_logits": self.ends.num_flat_logits}
-            | runner_counters(self.runner)
-            | self.scheduler.counters()
-        )
+        steps["flat_logits"] = self.ends.num_flat_logits
+        return steps | counters(self.runner, self.scheduler, self._drafts)
 
     def progress(self) -> Progress:
         """The engine's progress, for watchdogs. Takes no lock; any thread may call it."""
@@ -277,7 +274,8 @@ class Engine:
         ring = runner.capture_ring
         admission = None if ring is None else ring.admission
         self._drafts, times = Drafts.of(runner), self._pacing.times
-        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, times, self._drafts)
+        sizes = runner.max_num_tokens, runner.model_spec.num_hidden_layers
+        self.scheduler = Scheduler(runner.server_config, *sizes, kv, admission, times, self._drafts)
         self.ends.scheduler = self.scheduler
         if ring is not None:
             ring.notify_when_freed(partial(self._call_soon, lambda: None))  # it looks for work

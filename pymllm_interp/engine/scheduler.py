@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from operator import attrgetter
-from typing import Any
 
 from ..config import ServerConfig
 from ..core.request import Request, RequestStatus
@@ -22,7 +21,7 @@ from .drafts import Drafts
 from .kv_manager import KVManager
 from .step_results import swap_error, take, take_scores
 from .step_times import StepTimes
-from .waiting_queue import ExclusiveTurns, WaitingQueue
+from .waiting_queue import DepthGroups, ExclusiveTurns, WaitingQueue
 
 MAX_OVERTAKEN_SWAPPED = 8
 """Requests admitted while one waits in host memory, at most. Later ones wait for it."""
@@ -34,6 +33,7 @@ class Scheduler:
     Args:
         config: `prefill_policy`, `queue_order`, `max_running_requests` and `max_itl_ms` are read.
         max_num_tokens: upper bound of a step's token rows.
+        num_layers: layers of the model.
         kv: pages and rows of the requests.
         ring_admission: reserves room for captured states in the ring; None if captures need none.
         times: durations of the steps so far; None: unknown.
@@ -48,6 +48,7 @@ class Scheduler:
         self,
         config: ServerConfig,
         max_num_tokens: int,
+        num_layers: int,
         kv: KVManager,
         ring_admission: RingAdmission | None = None,
         times: StepTimes | None = None,
@@ -63,7 +64,8 @@ class Scheduler:
         self.swapped: list[Request] = []
         self.lost: list[Request] = []
         self.num_preempted = self.num_swapped = self._arrivals = 0
-        self._exclusive = ExclusiveTurns()
+        self._exclusive, self._groups = ExclusiveTurns(), DepthGroups(num_layers)
+        self._left_out: Set[Request] = frozenset()
         self._entering: dict[str, Request] = {}
         self._accepted: list[AcceptedToken] = []
         self._settled: dict[str, int] = {}
@@ -81,6 +83,7 @@ class Scheduler:
             self.waiting.add(request)
             self.requests[request.request_id] = request
             self._exclusive.add(request)
+            self._groups.num_early += request.depth is not None
             if self._drafts is not None:
                 self._drafts.add(request)
 
@@ -92,19 +95,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is live."""
         return bool(self.running or self.swapped or self.waiting)
-
-    def counters(self) -> dict[str, Any]:
-        """Requests in each state, available KV slots, preemptions so far, and the prefix cache's counts."""
-        return {
-            "running": len(self.running),
-            "waiting": len(self.waiting),
-            "swapped": len(self.swapped),
-            "free_kv_tokens": self.kv.num_available_pages * self.kv.page_size,
-            "preempted": self.num_preempted,
-            "moved_to_host": self.num_swapped,
-            "prefix_cache": self.kv.sharing.stats(),
-            "speculation": None if self._drafts is None else self._drafts.stats(),
-        }
 
     @property
     def finished_req_ids(self) -> Set[str]:
@@ -128,6 +118,7 @@ class Scheduler:
         request.finish_reason = reason
         del self.requests[request.request_id]
         self._exclusive.finish(request)
+        self._groups.num_early -= request.depth is not None
         self._finished_ids.add(request.request_id)
         if self.ring_admission is not None:
             self.ring_admission.forget_lost([request.request_id])
@@ -141,8 +132,8 @@ class Scheduler:
         """
         self.kv.begin()
         step = self._pick()
-        while not step.scheduled and self._decodes_wait:
-            step = self._pick()
+        while not step.scheduled and (self._decodes_wait or self._left_out):
+            step = self._pick(apart=False)
         step.scheduled_new_reqs = [request.entering() for request in self._entering.values()]
         step.page_writes = self.kv.page_writes()
         step.accepted, step.settled, step.fired = list(self._accepted), dict(self._settled), dict(self._fired)
@@ -152,7 +143,7 @@ class Scheduler:
             step.lost_captures = dict(self.ring_admission.lost)
         return step
 
-    def _pick(self) -> SchedulerOutput:
+    def _pick(self, apart: bool = True) -> SchedulerOutput:
         step = SchedulerOutput()
         if self.ring_admission is not None:
             self.ring_admission.begin()
@@ -166,8 +157,13 @@ class Scheduler:
             if step.scheduled:
                 return step
             decoding = [request for request in decoding if not request.exclusive]
-        self._decodes_wait = self._prompts_have_this_step(len(decoding))
-        if not self._decodes_wait:
+        if apart := apart and self._groups.num_early > 0 and not (decoding and self.config.max_itl_ms):
+            begun = (request for request in self.running if request.in_prompt)
+            self._groups.begin(begun, self.waiting, self._admissible_head(), budget)
+        self._decodes_wait = self._prompts_have_this_step(len(decoding), apart and self._groups.early)
+        decodes = bool(decoding) and not self._decodes_wait
+        self._left_out = self._groups.left_out(decodes) if apart else frozenset()
+        if decodes:
             budget = self._schedule_decodes(step, budget, decoding)
         if not (self.config.prefill_policy == "prefill_first" and step.scheduled):
             self._beyond_target, budget = self._beyond(step, budget)
@@ -200,16 +196,16 @@ class Scheduler:
         else:
             self._schedule_decodes(step, len(turn), turn)
 
-    def _prompts_have_this_step(self, decoding: int) -> bool:
-        """Whether `decoding` requests are left out of this step in favor of prompts. Never two steps in a row."""
+    def _prompts_have_this_step(self, decoding: int, early: bool) -> bool:
+        """Whether `decoding` requests sit out this step, for prompts with a pass that ends `early`. Never two steps in a row."""
         if not decoding or self._decodes_wait:
             return False
         head = self._admissible_head()
         if self.config.prefill_policy == "prefill_first":
             back = any(self._can_admit(request.unit) for request in self.swapped)
             return back or head is not None or any(r.in_prompt for r in self.running)
-        if head is None or head[0].trace is None or any(r.in_prompt for r in self.running):
-            return False
+        if early or head is None or head[0].trace is None or any(r.in_prompt for r in self.running):
+            return early
         # A traced prompt needs one pass; beside many decoding requests the budget would never hold it.
         tokens = sum(request.num_tokens_left for request in head)
         return head[0].exclusive or tokens + decoding > self.max_num_tokens
@@ -237,7 +233,8 @@ class Scheduler:
 
     def _schedule_chunks(self, step: SchedulerOutput, budget: int) -> int:
         """Continue prompts that earlier steps began."""
-        for request in sorted((r for r in self.running if r.in_prompt), key=lambda r: r.arrival):
+        prompts = (r for r in self.running if r.in_prompt and r not in self._left_out)
+        for request in sorted(prompts, key=attrgetter("arrival")):
             tokens = self.kv.chunk(request, budget)
             if tokens:
                 tokens = self._reserve_ring([(request, tokens)], whole=request.trace is not None)
@@ -271,7 +268,9 @@ class Scheduler:
         for request in self.waiting.in_order():
             if budget <= 0 or self._swapped_come_first:
                 return
-            if request.status is not RequestStatus.WAITING or self.kv.comes_after(request, self.running):
+            if request.status is not RequestStatus.WAITING or request in self._left_out:
+                continue
+            if self.kv.comes_after(request, self.running):
                 continue
             unit = request.unit
             whole = request.trace is not None or len(unit) > 1
@@ -286,9 +285,8 @@ class Scheduler:
                 return  # first come, first served
             for member in unit:
                 self.kv.admit(member)
-            room = self._reserve_ring(
-                [(r, r.num_tokens_left if whole else self.kv.chunk(r, budget)) for r in unit], whole
-            )
+            wanted = [(r, r.num_tokens_left if whole else self.kv.chunk(r, budget)) for r in unit]
+            room = self._reserve_ring(wanted, whole)
             for member in unit:
                 if not room:
                     self.kv.withdraw(member)

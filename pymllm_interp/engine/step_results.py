@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -193,19 +192,6 @@ def _times_of(request: Request) -> RequestTimes:
     began = request.submitted_at
     queued, first = (None if at is None else at - began for at in (request.admitted_at, request.first_token_at))
     return RequestTimes(queued, first, time.monotonic() - began)
-
-
-def runner_counters(runner: InterpModelRunner) -> dict[str, Any]:
-    """The runner's part of `Engine.stats`."""
-    return {
-        "execution": {f"{how}: {why}": n for (how, why), n in Counter(runner.partition.counts).items()},
-        "depths": dict(runner.executions.depths),
-        "segments": None if runner.segments is None else runner.segments.stats(),
-        "prompt_segments": None if runner.prompt_segments is None else runner.prompt_segments.stats(),
-        "states": None if runner.gdn_pool is None else runner.gdn_pool.stats(),
-        "eager_parts": dict(runner.interleaver.eager_parts),
-        "block_seconds": runner.interleaver.blocks.seconds,
-    }
 
 
 def out_of_memory_error(runner: InterpModelRunner, step: SchedulerOutput, error: Exception) -> torch.OutOfMemoryError:

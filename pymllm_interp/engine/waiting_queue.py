@@ -1,10 +1,13 @@
-"""`WaitingQueue`: requests that wait to be admitted. `ExclusiveTurns`: requests that wait for steps of their own."""
+"""`WaitingQueue`: requests that wait to be admitted. `ExclusiveTurns`: requests that wait for steps of their own.
+
+`DepthGroups`: prompts that run through equally many layers meet in a step.
+"""
 
 from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..core.request import Request
 
@@ -12,6 +15,8 @@ LOOKAHEAD = 64
 """Requests at the head of the queue that "lpm" orders."""
 MAX_OVERTAKEN = 64
 """Requests that may overtake one, at most. Then it is tried first."""
+PASS_TOKENS = 256
+"""Tokens up to which a pass takes about as long as it takes to read the weights."""
 
 
 class WaitingQueue:
@@ -103,3 +108,54 @@ class ExclusiveTurns:
         turn = [r for r in self.requests if r is request or (request.gang and r in request.gang)]
         self.requests = [r for r in self.requests if r not in turn] + turn
         return turn
+
+
+class DepthGroups:
+    """Prompts that meet in a step: those that run through as many layers as the earliest one (`Request.depth`).
+
+    A pass runs to the deepest of its rows. Shallower rows get a separate pass where the layers that are saved outweigh it. So
+    they do beside requests that decode. The earliest prompt takes part in each step of prompts, so that no prompt starves.
+
+    Args:
+        num_layers: layers of the model.
+
+    Attributes:
+        num_early: live requests with passes that end early.
+        early: whether requests that decode are better left out of the step of the earliest prompt.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers, self.num_early, self.early = num_layers, 0, False
+        self._by_layers: dict[int, list[Request]] = {}
+        self._first = self._budget = 0
+
+    def begin(
+        self, begun: Iterable[Request], waiting: Iterable[Request], head: Sequence[Request] | None, budget: int
+    ) -> None:
+        """Count the prompts that the next step can choose from.
+
+        Args:
+            begun: running requests with prompts that are not complete.
+            waiting: waiting requests.
+            head: the first of them, with its gang; None: it cannot be admitted now, so none may overtake it.
+            budget: upper bound of a step's tokens.
+        """
+        begun, self._by_layers, self._budget = list(begun), {}, budget
+        for request in [*begun, *waiting] if head else begun:
+            self._by_layers.setdefault(self._layers(request), []).append(request)
+        first = min([*begun, *(head or ())], key=_place, default=None)
+        self._first = self.num_layers if first is None else self._layers(first)
+        self.early = self._apart(self._first, self.num_layers)
+
+    def left_out(self, decodes: bool) -> set[Request]:
+        """The prompts that sit out a step with, or without, requests that decode."""
+        own = self.num_layers if decodes else self._first
+        return {request for layers, group in self._by_layers.items() if self._apart(layers, own) for request in group}
+
+    def _layers(self, request: Request) -> int:
+        return request.depth or self.num_layers
+
+    def _apart(self, ones: int, others: int) -> bool:
+        shallow, deep = min(ones, others), max(ones, others)
+        tokens = sum(request.num_tokens_left for request in self._by_layers.get(shallow, ()))
+        return min(tokens, self._budget) * (deep - shallow) > PASS_TOKENS * shallow

@@ -30,7 +30,8 @@ def warm_up(runner: InterpModelRunner) -> None:
     """
     rows, allocator, kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
     assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
-    scheduler = Scheduler(runner.server_config, runner.max_num_tokens, KVManager(rows, allocator, kv_pool))
+    kv, num_layers = KVManager(rows, allocator, kv_pool), runner.model_spec.num_hidden_layers
+    scheduler = Scheduler(runner.server_config, runner.max_num_tokens, num_layers, kv)
     most = min(runner.max_num_tokens, runner.max_total_num_tokens, runner.context_len) - NEW_TOKENS
     if most < 2 * SHORT or runner.max_running_requests < 2:
         return

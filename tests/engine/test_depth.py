@@ -29,6 +29,8 @@ from pymllm_interp import LM, Ablate, Capture, Gate, Patch, SamplingParams, Stee
 from pymllm_interp.captures import Lens
 from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.core.model_spec import INNER_SITES, NUMBERED_SITES, inner_site, layers_to, site_index
+from pymllm_interp.core.request import Request
+from pymllm_interp.engine import waiting_queue
 from pymllm_interp.harvest import open_harvest
 from pymllm_interp.hooks.site import WITHOUT_LAYER, Site
 from pymllm_interp.interventions import Knockout, Monitor
@@ -380,39 +382,54 @@ def test_snapshots_of_states_are_kept_by_depth(family: str) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 200), marks=pytest.mark.slow)])
-def test_kept_kv_is_that_of_all_layers_that_its_reader_needs(seeds: range) -> None:
-    """A model of three layers, which writes as many as the step runs. The KV of each request is checked after each step."""
-    cached = Counter[int | None]()
+def test_kept_kv_is_that_of_all_layers_that_its_reader_needs(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of three layers, which writes as many as the step runs. The KV of each request is checked after each step.
+
+    Pages are evicted, requests are preempted, and depths meet or have steps of their own.
+    """
+    cached, preempted, evicted = Counter[int | None](), Counter[int | None](), 0
     for seed in seeds:
         rng = random.Random(seed)
+        monkeypatch.setattr(waiting_queue, "PASS_TOKENS", rng.choice([0, 4, 256]))
         sim = Simulation(
             num_pages=rng.choice([26, 40, 80]), page_size=rng.choice([1, 2, 4]), max_num_tokens=rng.randrange(4, 20),
             max_running=rng.randrange(2, 7), policy=rng.choice(POLICIES), seed=seed, ahead=rng.random() < 0.5,
-            order=rng.choice(["fcfs", "lpm"]),
+            order=rng.choice(["fcfs", "lpm"]), eos_rate=0.02,
         )  # fmt: skip
-        for _ in range(12):
-            depth = rng.choice([None, 1, 2])
+        for _ in range(16):
+            depth = rng.choice([None, None, 1, 2])
             edits, captured = rng.choice([[], [], [(0, [2, 5, 8])], [(0, "all")]]), rng.choice([[0], [20], [24]])
             (request,) = sim.add(
-                rng.choice([25, 37]), 1 if depth else rng.randrange(1, 12), base=0, shared=rng.choice([8, 24, 40]), edits=edits,
-                captured=captured if depth else [], depth=depth, cache_salt=rng.choice([None, None, "a"]),
+                rng.choice([25, 37] if depth else [5, 25]), 1 if depth else rng.randrange(1, 30), base=0,
+                shared=rng.choice([8, 24, 40]), edits=edits, captured=captured if depth else [], depth=depth,
+                cache_salt=rng.choice([None, None, "a"]),
             )  # fmt: skip
-            for _ in range(rng.randrange(6)):
+            for _ in range(rng.randrange(4)):
                 sim.step()
             if rng.random() < 0.1 and not request.finished:
                 sim.abort(request)
         sim.run(sim.limit())
         for request in sim.requests:
             cached[request.depth] += request.num_cached_tokens
+            preempted[request.depth] += request.num_preemptions
+        evicted += sim.sharing.tree.num_evicted
     assert min(cached[depth] for depth in (None, 1, 2)) > 8 * len(seeds), cached
+    assert evicted > len(seeds) and min(preempted[depth] for depth in (None, 1, 2)) > 0, (evicted, preempted)
 
 
 # -- beside others -----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small passes count as long ones."""
+    monkeypatch.setattr(waiting_queue, "PASS_TOKENS", 2)
+
+
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
 def test_beside_requests_that_generate(policy: str, lm_of: LmOf) -> None:
-    """Together in a step they run whole; with ``prefill_first``, prompts that are read have steps of their own."""
+    """Prompts that are read have steps of their own."""
     lm = lm_of("llama", prefill_policy=policy, enable_prefix_caching=False, **SIZES)
     texts, prompts = [prompt_of(n, n) for n in (5, 9, 2)], [prompt_of(n, 50 + n) for n in (30, 7, 1, 19)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -428,7 +445,7 @@ def test_beside_requests_that_generate(policy: str, lm_of: LmOf) -> None:
     for handle, wanted in zip(early, read, strict=True):
         found = handle.result(WAIT).activations["resid_post.0"]
         torch.testing.assert_close(found, wanted.activations["resid_post.0"], rtol=1e-5, atol=1e-5)
-    assert policy == "mixed" or (depths(lm) - before)[1] >= 2
+    assert (depths(lm) - before)[1] >= 2
     assert [handle.result(WAIT).token_ids for handle in generated] == alone
 
 
@@ -478,6 +495,68 @@ def test_two_depths_in_a_step(lm_of: LmOf) -> None:
     (whole,) = lm.generate([LONG], READ, capture=[*last(0), *last(1), Capture("final_norm", positions=[-1])])
     torch.testing.assert_close(one.activations["resid_post.0"], whole.activations["resid_post.0"])
     torch.testing.assert_close(two.activations["resid_post.1"], whole.activations["resid_post.1"])
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_harvests_at_once_end_each_at_its_layer(ahead: bool, lm_of: LmOf) -> None:
+    """In mixed order of arrival, with chunks. Each pass has rows of one depth."""
+    lm = lm_of("llama", async_scheduling=ahead, enable_prefix_caching=False, **SIZES)
+    prompts = [prompt_of(3 + 5 * n % 31, n) for n in range(18)]
+    before, layers = depths(lm), [n * n % 3 for n in range(len(prompts))]  # 0, 1
+    with held(lm) as arrived:
+        handles = [lm.submit(p, READ, capture=last(i)) for p, i in zip(prompts, layers, strict=True)]
+        arrived(len(prompts))
+    outs, ran = [handle.result(WAIT) for handle in handles], depths(lm) - before
+    tokens = Counter[int]()
+    for prompt, layer in zip(prompts, layers, strict=True):
+        tokens[layer + 1] += len(prompt)
+    for depth, count in ran.items():
+        assert count <= tokens[depth] / SIZES["max_num_tokens"] + 6, (ran, tokens)
+    for out, prompt, layer in zip(outs, prompts, layers, strict=True):
+        (whole,) = lm.generate([prompt], READ, capture=[*last(layer), "final_norm"])
+        name = f"resid_post.{layer}"
+        torch.testing.assert_close(out.activations[name], whole.activations[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kinds", [(1, 2), (2, None), (1, None)])
+def test_nobody_waits_for_ever(policy: str, kinds: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More arrivals of one depth than steps hold, so that some prompt has always begun: one of another depth ends soon."""
+    monkeypatch.setattr(waiting_queue, "PASS_TOKENS", 0)
+    for many, one in (kinds, kinds[::-1]):
+        sim = Simulation(num_pages=60, max_running=6, max_num_tokens=36, policy=policy, seed=one or 7, eos_rate=0)
+
+        def arrive(depth: int | None, sim: Simulation = sim) -> Request:
+            (request,) = sim.add(37, 3 if depth is None else 1, captured=[6] if depth else [], depth=depth)
+            return request
+
+        for _ in range(4):
+            arrive(many)
+        stray = arrive(one)
+        for _ in range(25):
+            arrive(many)
+            arrive(many)
+            sim.step()
+            if stray.finished:
+                break
+        assert stray.finished, (many, one)
+        sim.run(sim.limit())
+
+
+def test_a_token_between_others_bounds_the_steps_of_readers(lm_of: LmOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `max_itl_ms`, requests that decode sit out no step for those that read."""
+    monkeypatch.setattr(waiting_queue, "PASS_TOKENS", 0)
+    lm = lm_of("llama", max_itl_ms=1000.0, enable_prefix_caching=False, **SIZES)
+    params, before = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), depths(lm)
+    with held(lm) as arrived:
+        handle = lm.submit(prompt_of(3, 1), params)
+        arrived(1)
+    while not lm.engine.stats()["running"]:
+        time.sleep(0.001)
+    outs = lm.generate([prompt_of(15, n) for n in range(3)], READ, capture=["resid_post.0"])
+    assert len(handle.result(WAIT).token_ids) == 40 and all(len(out.activations["resid_post.0"]) == 15 for out in outs)
+    assert sum((depths(lm) - before).values()) <= 1
 
 
 class Guess:

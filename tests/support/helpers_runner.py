@@ -94,7 +94,7 @@ class Steps:
         assert runner.req_to_token_pool and runner.token_to_kv_pool_allocator and runner.token_to_kv_pool
         self.runner = runner
         kv = KVManager(runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool)
-        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv)
+        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, runner.model_spec.num_hidden_layers, kv)
         self.count = 0
 
     def request(self, prompt: list[int], max_tokens: int = 4, request_id: str | None = None, **params: Any) -> Request:

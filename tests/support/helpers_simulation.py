@@ -81,7 +81,7 @@ class Simulation:
         self.model: Any = AdaptedState()
         self.sharing = PrefixSharing(RadixCache(page_size), self.model if caching else None)
         self.kv = KVManager(self.rows, self.allocator, self.kv_pool, self.sharing)
-        self.scheduler = Scheduler(config, max_num_tokens, self.kv)
+        self.scheduler = Scheduler(config, max_num_tokens, LAYERS, self.kv)
         self.policy, self.eos_rate = policy, eos_rate
         self.random = random.Random(seed)
         self.ids = itertools.count()
