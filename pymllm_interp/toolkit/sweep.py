@@ -11,6 +11,7 @@ import torch
 from einops import rearrange
 
 from ..client.notebook.progress import CallProgress
+from ..client.prompts import only_tokens
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.heads import Heads, channels_of, checked_heads, heads_in
@@ -39,6 +40,8 @@ class Plan:
     lm: Any
     metric: RowMetric
     token_ids: list[int]
+    prompt: Any
+    """The base prompt: its token ids, or a dict of them and its embeddings."""
     kind: str
     layers: list[int]
     positions: list[int]
@@ -98,7 +101,8 @@ def patch_sweep(
         raise ValueError(f"how={how!r}: expected 'auto', 'wavefront' or 'requests'")
     if lm._edits_of(None):
         raise NotImplementedError("this model has edits (lm.edit), and a sweep does not apply them: clear them first")
-    base_ids, source_ids = lm.token_ids(base, "the base prompt"), lm.token_ids(source, "the source prompt")
+    base_ids, base = _read(lm, base, "the base prompt")
+    source_ids, source = _read(lm, source, "the source prompt")
     if len(base_ids) != len(source_ids):
         raise PromptError(
             f"the base prompt has {len(base_ids)} tokens and the source prompt {len(source_ids)}: states are patched position by "
@@ -113,19 +117,21 @@ def patch_sweep(
     kind, count = sites[0].kind, len(base_ids)
     found = _positions("prompt" if positions is None else positions, count)
     chosen = None if heads is None else _heads(heads, kind, spec)
-    why = _why_requests(lm, lora) if how != "requests" else "asked for"
+    embedded = any(isinstance(prompt, dict) for prompt in (base, source))
+    why = _why_requests(lm, lora, embedded) if how != "requests" else "asked for"
     if why and how == "wavefront":
         raise NotImplementedError(f"how='wavefront': {why}; how='requests' runs a request for each cell")
-    states, logits = _both_runs(lm, [base_ids, source_ids], sites, found, lora)
+    states, logits = _both_runs(lm, [base, source], sites, found, lora)
     baselines = measure(logits).tolist()
     where = [one.layer or 0 for one in sites]
     pairs = enumerate(zip(base_ids, source_ids, strict=True))
-    first_change = next((i for i, (one, other) in pairs if one != other), 0)
-    plan = Plan(lm, measure, base_ids, kind, where, found, chosen, first_change, (states[0], states[1]), lora)
+    first_change = 0 if embedded else next((i for i, (one, other) in pairs if one != other), 0)
+    plan = Plan(lm, measure, base_ids, base, kind, where, found, chosen, first_change, (states[0], states[1]), lora)
     cells = _shown(_by_requests(plan) if why else _by_wavefront(plan), len(plan.cells()), progress)
     equal = zip(plan.equal_cells(), repeat(baselines[0]), strict=False)
+    texts = _texts(lm, base_ids, base), _texts(lm, source_ids, source)
     result = PatchSweep(
-        kind, plan.layers, found, chosen, (baselines[0], baselines[1]), (_texts(lm, base_ids), _texts(lm, source_ids)),
+        kind, plan.layers, found, chosen, (baselines[0], baselines[1]), texts,
         f"requests ({why})" if why else "wavefront", chain(equal, cells),
     )  # fmt: skip
     return result if stream else result.finish()
@@ -181,8 +187,20 @@ def _heads(heads: Heads | str, kind: str, spec: Any) -> list[int]:
     return list(heads_in(checked_heads(heads, kind) or (), spec, kind))
 
 
-def _why_requests(lm: Any, lora: str | None) -> str:
+def _read(lm: Any, prompt: Any, what: str) -> tuple[list[int], Any]:
+    """(token ids, the prompt for `lm.generate`: these ids, or a dict of them and embeddings). Raises PromptError."""
+    found = lm._requests.read(prompt, what)
+    ids = only_tokens(found._replace(embeds=None), what)
+    if found.embeds is None:
+        return ids, ids
+    vectors = dict(zip(found.embeds.positions.tolist(), found.embeds.vectors, strict=True))
+    return ids, {"prompt_token_ids": ids, "embeds": vectors}
+
+
+def _why_requests(lm: Any, lora: str | None, embedded: bool) -> str:
     """Reason that the cells run as requests; "" if the wavefront runs them."""
+    if embedded:
+        return "the prompts have embeddings"
     if lora is not None:
         return "they have an adapter"
     if not lm.backend.in_process:
@@ -191,7 +209,7 @@ def _why_requests(lm: Any, lora: str | None) -> str:
 
 
 def _both_runs(
-    lm: Any, prompts: list[list[int]], sites: list[Site], positions: list[int], lora: str | None
+    lm: Any, prompts: list[Any], sites: list[Site], positions: list[int], lora: str | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The states [layers, positions, width] of each prompt, and the logits [2, vocab] of their last positions."""
     captures = [*(Capture(site, positions=positions) for site in sites), LAST_LOGITS]
@@ -203,8 +221,10 @@ def _both_runs(
     return states, torch.cat([out.activations["logits"] for out in outs]).float()
 
 
-def _texts(lm: Any, ids: list[int]) -> list[str]:
-    return [str(token) for token in ids] if lm.tokenizer is None else lm.to_str_tokens(ids)
+def _texts(lm: Any, ids: list[int], prompt: Any) -> list[str]:
+    texts = [str(token) for token in ids] if lm.tokenizer is None else lm.to_str_tokens(ids)
+    embedded = prompt["embeds"] if isinstance(prompt, dict) else ()
+    return ["[vector]" if i in embedded else text for i, text in enumerate(texts)]
 
 
 # -- how it runs -----------------------------------------------------------------------------
@@ -231,7 +251,7 @@ def _by_requests(plan: Plan) -> Iterator[tuple[Place, float]]:
     for first in range(0, len(entries), most):
         part = entries[first : first + most]
         runs = [_patch(plan, *entry) for entry in part]
-        outs = plan.lm.sweep(plan.token_ids, runs, ONE, progress=False, capture=[LAST_LOGITS], lora=plan.lora)
+        outs = plan.lm.sweep(plan.prompt, runs, ONE, progress=False, capture=[LAST_LOGITS], lora=plan.lora)
         values = plan.measured(torch.cat([out.activations["logits"] for out in outs]))
         yield from zip([place for place, *_ in part], values, strict=True)
 

@@ -102,6 +102,29 @@ def test_requests_give_the_same_values(lm_of):
 
 
 @pytest.mark.local
+def test_prompts_with_embeddings_are_swept_by_requests(lm_of):
+    """Two that differ in vectors only: each patch is transformers' `inputs_embeds` with the state put in."""
+    lm = lm_of("llama")
+    table = lm.model.embed_tokens.weight.detach()
+    ids = prompts(5, 6)[0]
+    base: dict[str, Any] = {"prompt_token_ids": ids, "embeds": {1: table[3], 4: table[9]}}
+    source = {"prompt_embeds": table[ids] + 0.3 * torch.randn(6, table.shape[1])}
+    same = list(ids)
+    same[1], same[4] = 3, 9  # the vectors of `base` are those of tokens
+    sweep = lm.patch_sweep(base, source, site="resid_post", metric=METRIC, positions=[1, 4, 5])
+    assert sweep.how == "requests (the prompts have embeddings)"
+    assert sweep.tokens[1] == "[vector]" != sweep.tokens[0] and sweep.source_tokens == ["[vector]"] * 6
+    places = [(layer, p, None) for layer in range(lm.num_layers) for p in (1, 4, 5)]
+    wanted = one_by_one(lm, same, source, "resid_post", places)
+    torch.testing.assert_close(sweep.values.flatten(), wanted, **CLOSE)
+    plain = lm.patch_sweep(same, source, site="resid_post", metric=METRIC, positions=[1, 4, 5])
+    torch.testing.assert_close(plain.values, sweep.values, **CLOSE)
+    with pytest.raises(NotImplementedError, match="how='wavefront': the prompts have embeddings"):
+        lm.patch_sweep(base, source, site="resid_post", metric=METRIC, how="wavefront")
+    with pytest.raises(PromptError, match="equally many"):
+        lm.patch_sweep(base, ids[:3], site="resid_post", metric=METRIC)
+
+
 def test_a_model_that_runs_by_its_class_in_transformers_is_swept_by_requests(lm_of):
     native, lm = lm_of("llama"), lm_of("llama", impl="transformers")
     base, source = prompts(8, 7)

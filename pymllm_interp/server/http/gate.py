@@ -72,6 +72,7 @@ class RequestGate:
         path, state = _route_path(scope), self._state
         _check_single(scope["headers"])
         _check_ranges(headers.get("range", ""))
+        _check_encoding(headers.get("content-encoding", ""))
         keys = state.settings.keys
         if keys.anybody:
             check_origin(scope["method"], headers, state.settings.allowed_origins)
@@ -162,6 +163,12 @@ def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
 def _check_ranges(header: str) -> None:
     if (found := header.count(",") + 1) > MAX_RANGES:
         raise ApiError(400, f"the header Range has {found} ranges; at most {MAX_RANGES} are expected")
+
+
+def _check_encoding(header: str) -> None:
+    """Bodies are not unpacked: a few bytes could stand for gigabytes, and the limit counts received bytes."""
+    if header.strip().lower() not in ("", "identity"):
+        raise ApiError(415, f"the body's encoding is {header[:80]!r}: send it as it is, without Content-Encoding")
 
 
 def _check_json(headers: dict[str, str]) -> None:
