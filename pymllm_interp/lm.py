@@ -27,6 +27,7 @@ from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
 from .client.pooling.calls import encode
+from .client.pooling.scores import classify, score
 from .client.prompts import captures_for_each_prompt, for_each_prompt
 from .config import EngineTuning, ModelConfig, ServerConfig
 from .harvest.corpus_calls import generate_corpus, harvest
@@ -225,7 +226,7 @@ class LM(ClientModel):
         """
         return self._requests.prefill(token_ids, captures, interventions, what, lora)
 
-    encode = encode
+    encode, classify, score = encode, classify, score
 
     # -- corpora ----------------------------------------------------------------------------
 

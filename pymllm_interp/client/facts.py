@@ -139,7 +139,7 @@ class ModelFacts:
         found = dict(info["limits"])
         limits = EngineLimits(
             found.pop("vocab_size"), found.pop("max_model_len"), found.pop("max_num_tokens"), found.pop("kv_tokens"),
-            min(found.pop("max_running_requests"), max_running),
+            min(found.pop("max_running_requests"), max_running), "generate" in info["tasks"],
         )  # fmt: skip
         return cls(
             name=f"{info['model']} at {where}", model=info["model"], folder=None, spec=spec, hf_config=hf_config,

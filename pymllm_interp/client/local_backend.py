@@ -35,7 +35,7 @@ from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .images.families import IMAGE_FAMILIES
 from .images.reader import ImageReader
-from .pooling.pooler import pooler_of
+from .pooling.folders import pooler_of
 from .request_factory import RequestFactory
 
 HOOKS = {
@@ -196,7 +196,8 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
         engine_name=f"pymllm-interp {__version__}, torch {torch.__version__}, {runner.device}, {attention}, {runner.dtype}",
         inner_sites=runner.declared.limits.inner_sites,
         limits=EngineLimits(
-            runner.vocab_size, runner.context_len, runner.max_num_tokens, runner.max_total_num_tokens, runner.max_running_requests
+            runner.vocab_size, runner.context_len, runner.max_num_tokens, runner.max_total_num_tokens,
+            runner.max_running_requests, not runner.is_pooling_model,
         ),
         settings={name: getattr(settings, name) for name in (*HOOK_LIMITS, "max_loras", "max_lora_rank")},
         hooks={"hook_execution": settings.hook_execution, **HOOKS},

@@ -42,6 +42,11 @@ def max_tokens_of(
     reads_only = forward_only or max_tokens == 0
     if reads_only:
         max_tokens = 1  # sampled, and dropped
+    elif not limits.generates:
+        raise PromptError(
+            f"{what}: this model has no language modelling head, and generates nothing: lm.classify, lm.score, lm.encode and "
+            "traces of one pass read it; over HTTP /classify, /score, /v1/embeddings and /pooling"
+        )
     if room < (0 if reads_only else max_tokens):
         raise PromptError(
             f"{what} has {length} tokens and asks for {max_tokens} new ones ({length + max_tokens} in all), but the "

@@ -382,3 +382,18 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
 def text_name(model_type: str) -> str:
     """Child of a vision-language model that is its language model."""
     return "text_model" if model_type in ("smolvlm", "idefics3") else "language_model"
+
+
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+"""Ends of the names of architectures with a classification head. Heads of the second kind have a bias."""
+
+
+def num_labels_of(config: Any) -> int | None:
+    """Labels of the classification head that a transformers config names; None without one."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    return config.num_labels if name.endswith(CLASSIFIERS) else None
+
+
+def has_head_bias(config: Any) -> bool:
+    """Whether the head has a bias: transformers' classification heads of tokens."""
+    return num_labels_of(config) is not None and config.architectures[0].endswith(CLASSIFIERS[1])

@@ -33,6 +33,7 @@ class EngineLimits:
         max_num_tokens: tokens of a step. A longer traced prompt runs in a step without others.
         kv_tokens: slots of the KV pool.
         max_running: requests of a step.
+        generates: whether the model has a language modelling head.
     """
 
     vocab_size: int
@@ -40,3 +41,4 @@ class EngineLimits:
     max_num_tokens: int
     kv_tokens: int
     max_running: int
+    generates: bool = True

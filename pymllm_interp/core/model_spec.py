@@ -38,6 +38,7 @@ from .families import (
     Family,
     SiteLike,
     SitePoint,
+    num_labels_of,
     text_name,
 )
 
@@ -166,7 +167,7 @@ _SHAPES = {
     "mlp_act": ("intermediate_size",),
     "router": ("num_experts",),
     EXPERTS: ("num_experts_per_tok",),
-    "logits": ("vocab_size",),
+    "logits": ("num_logits",),
 }
 """Kind of site -> the config's settings that make the shape of its state; hidden_size for all others."""
 
@@ -217,6 +218,8 @@ class ModelSpec:
     """Width of the embedding's rows; None: `hidden_size`."""
     mrope_merge: int | None = None
     """Patches of an image that merge into one token along each side, in models with mrope; else None."""
+    num_labels: int | None = None
+    """Labels of a classification head in place of the language modelling head; None: the model generates."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:
@@ -259,7 +262,13 @@ class ModelSpec:
             has_states=bool(family.mixers),
             num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
             mrope_merge=vision.spatial_merge_size if vision is not None and text.model_type in MROPE_SECTIONS else None,
+            num_labels=num_labels_of(config),
         )
+
+    @property
+    def num_logits(self) -> int:
+        """Width of the logits: labels of a classification head, or else token ids."""
+        return self.vocab_size if self.num_labels is None else self.num_labels
 
     @property
     def embedding_size(self) -> int:

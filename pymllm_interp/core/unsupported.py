@@ -34,10 +34,6 @@ POOLING = (
     "tasks and poolings of an engine are not supported as options: any engine pools, lm.encode(prompts, pooling='mean', "
     "normalize=True), by default as the model's modules.json says"
 )
-SCORES = (
-    "scores of text pairs are not supported: they need a cross-encoder or a reward model. SamplingParams(max_tokens=0, "
-    "prompt_logprobs=0) has the log probabilities of a text, and captures of 'final_norm' are states to compare"
-)
 BEAMS = "there is no beam search; n draws as many completions"
 PROFILE = "torch.profiler works around calls, and `benchmarks/suite.py profile` says where the time of steps goes"
 STRUCTURED = (
@@ -128,7 +124,7 @@ _IN_PROCESS = (
 _WEIGHTS = "weights are edited in place in a local LM, by the modules of lm.model; the prefix cache follows"
 METHODS: dict[str, str] = {
     "embed": "here it is lm.encode(prompts)",
-    **dict.fromkeys(("classify", "score", "reward"), SCORES),
+    "reward": "here it is lm.score(prompts)",
     **dict.fromkeys(("sleep", "wake_up"), SLEEP),
     "beam_search": BEAMS,
     **dict.fromkeys(("collective_rpc", "apply_model"), _IN_PROCESS),

@@ -30,7 +30,6 @@ class Bridge(Weights, RemoteBridge):
     a filter it is a trace that reads all hook points.
 
     Prompts are text, token ids, or a list of either. Padding is not computed: its logits and values are zeros.
-
     ``bridge(tokens, interventions=[Steer(...)])`` and the other calls take declared interventions.
 
     Args:

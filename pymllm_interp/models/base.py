@@ -93,7 +93,7 @@ class CausalLM(nn.Module, ABC):
 
     def no_logits(self, like: torch.Tensor) -> torch.Tensor:
         """The logits [1, 0, vocab] of a pass that ends before the head, on the device of `like`."""
-        return torch.empty(1, 0, self.spec.vocab_size, dtype=self.spec.dtype, device=like.device)
+        return torch.empty(1, 0, self.spec.num_logits, dtype=self.spec.dtype, device=like.device)
 
     @abstractmethod
     def decoder_fused(

@@ -45,6 +45,8 @@ class ModelReadout:
         head: Any = self._model.get_submodule(self._spec.family.head)
         logits = head.project(rows[None])[0] if isinstance(head, Linear) else _unhooked(head, rows)
         config = self._config
+        if self._spec.num_labels is not None:
+            return logits
         if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere's
             logits = logits * factor
         for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite's, Inkling's

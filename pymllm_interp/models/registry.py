@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES
+from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES, num_labels_of
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, UnsupportedModelError
 from ..layers.quantization.unallocated import unallocated_weights
@@ -71,8 +71,10 @@ def _quantised_class(architecture: str) -> str:
 
 
 def architecture_of(config: PretrainedConfig) -> str:
-    """The class name in the config, or else the class of its model type in transformers."""
-    if config.architectures:
+    """The class name in the config, or else the class of its model type in transformers. With a classification head, it is
+    the class that generates, with another head.
+    """
+    if config.architectures and num_labels_of(config) is None:
         return config.architectures[0]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -82,7 +84,7 @@ def architecture_of(config: PretrainedConfig) -> str:
 INDEXED = frozenset({"qwen4_exp", "qwen4_exp_text"})
 """Model types with indexers that are not served: they select blocks of keys, and give masks."""
 NOT_GENERATIVE = (
-    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",
+    "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",
     "BertModel", "RobertaModel",
 )  # fmt: skip
 """Ends of the names of architectures that do not generate."""
@@ -210,7 +212,10 @@ def load_model(
 
 
 def _tensors(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    return model.parameters_of(iter_safetensors(folder))
+    found = iter_safetensors(folder)
+    if model.spec.num_labels is not None:  # transformers' name of the head
+        found = ((f"lm_head.{name[6:]}" if name.startswith("score.") else name, tensor) for name, tensor in found)
+    return model.parameters_of(found)
 
 
 def described(config: PretrainedConfig, impl: str = "auto") -> str:

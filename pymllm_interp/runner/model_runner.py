@@ -353,7 +353,7 @@ class ModelRunner(RunnerParts):
 
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
         """Sample from logits [sampled rows, vocab]."""
-        return self.sampler(logits, state.sampling_batch(self.req_states, self.vocab_size, self.device))
+        return self.sampler(logits, state.sampling_batch(self.req_states, self.model_spec.num_logits, self.device))
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Enter requests that are scheduled for the first time, or resume, into the table."""
@@ -453,7 +453,9 @@ class ModelRunner(RunnerParts):
         self.forward_pass_id += 1
         mode = forward_batch.forward_mode
         if mode == ForwardMode.IDLE:
-            return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device))
+            return LogitsProcessorOutput(
+                torch.empty(0, self.model_spec.num_logits, dtype=self.dtype, device=self.device)
+            )
         if mode == ForwardMode.DECODE:
             return self.forward_decode(forward_batch, execution)
         if mode in (ForwardMode.EXTEND, ForwardMode.MIXED):

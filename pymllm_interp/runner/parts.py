@@ -228,7 +228,13 @@ class RunnerParts(ABC):
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Tasks that the model can be asked for, by vLLM's names."""
-        return ("generate", "embed", "token_embed")
+        pooled = ("embed", "token_embed", "score")
+        return ("generate", *pooled) if self.model_spec.num_labels is None else ("classify", "token_classify", *pooled)
+
+    @property
+    def is_pooling_model(self) -> bool:
+        """Whether its requests generate nothing, as the model has no language modelling head."""
+        return "generate" not in self.get_supported_tasks()
 
     @property
     def max_decode_rows(self) -> int:

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer
-from pymllm_interp.client.pooling.pooler import Pooler, Pooling, pooler_of
+from pymllm_interp.client.pooling.folders import pooler_of
+from pymllm_interp.client.pooling.pooler import Pooler, Pooling
 from pymllm_interp.interventions import Monitor
 from pymllm_interp.utils.arguments import PromptError
 

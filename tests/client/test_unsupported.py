@@ -114,9 +114,7 @@ def test_v22_a_request_for_an_adapter_names_the_keyword(name: str, lm_of: Any) -
 
 METHODS = [
     ("embed", r"lm\.encode\(prompts\)"),
-    ("classify", "cross-encoder"),
-    ("score", "prompt_logprobs=0"),
-    ("reward", "reward model"),
+    ("reward", r"lm\.score\(prompts\)"),
     ("sleep", r"lm\.shutdown\(\)"),
     ("wake_up", r"lm\.shutdown\(\)"),
     ("beam_search", "n draws as many completions"),

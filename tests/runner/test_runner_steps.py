@@ -252,7 +252,7 @@ def test_v26_accessors(steps):
     by_spec = sum(2 * heads * dim * dtype.itemsize for heads, dim, dtype in spec.values())
     pool = runner.token_to_kv_pool
     assert by_spec == pool.nbytes // pool.num_slots
-    assert runner.get_supported_tasks() == ("generate", "embed", "token_embed")
+    assert runner.get_supported_tasks() == ("generate", "embed", "token_embed", "score")
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import tiny_tokenizer
 from helpers_app import App, app_over
+from helpers_pooling import classifier
 from helpers_server import CHAT_TEMPLATE
 from safetensors.numpy import load
 from safetensors.torch import save_file
@@ -189,3 +190,118 @@ def test_a_connected_lm_encodes_as_a_local_one(folder: Path, lm: LM) -> None:
         (out,) = remote.encode([[3, 4]], interventions=ops, capture=[Capture("resid_post.2", positions=-1)])
         torch.testing.assert_close(out.data, lm.encode([[3, 4]], interventions=ops)[0].data, atol=1e-6, rtol=1e-5)
         assert out.activations["resid_post.2"].shape == (1, 72) and out.receipt.interventions
+
+
+# -- scores and labels -------------------------------------------------------------------------
+
+
+def scores(answer: httpx.Response, field: str = "data", name: str = "score") -> list[float]:
+    assert answer.status_code == 200, answer.text
+    return [entry[name] for entry in answer.json()[field]]
+
+
+def test_pairs_have_the_cosine_of_their_embeddings(app: App, lm: LM) -> None:
+    """In all spellings of vLLM's, and for the three rerank routes."""
+    documents = ["w5 w6 w7", "w9", "w3 w4"]
+    expected = lm.score("w5 w6", documents)
+    for one, two in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        for path in ("/score", "/v1/score"):
+            answer = post(app, path, **{one: "w5 w6", two: documents})
+            np.testing.assert_allclose(scores(answer), expected, atol=1e-6)
+    np.testing.assert_allclose(scores(post(app, "/score", text_1=documents, text_2=documents)), [1.0] * 3, atol=1e-6)
+    order = sorted(range(3), key=lambda i: -expected[i])
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answer = post(app, path, query="w5 w6", documents=[documents[0], {"text": documents[1]}, documents[2]], top_n=2)
+        found = answer.json()["results"]
+        assert [entry["index"] for entry in found] == order[:2] and answer.json()["id"].startswith("rerank-")
+        assert [entry["document"]["text"] for entry in found] == [documents[i] for i in order[:2]]
+        np.testing.assert_allclose(
+            [entry["relevance_score"] for entry in found], [expected[i] for i in order[:2]], atol=1e-6
+        )
+    answer = post(app, "/rerank", query="w5 w6", documents=documents, return_documents=False)
+    assert len(answer.json()["results"]) == 3 and "document" not in answer.json()["results"][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/classify", {"input": "w1"}, "no classification head"),
+        ("/score", {"text_1": "w1"}, "expected text_1 and text_2"),
+        ("/score", {"text_1": "w1", "documents": "w2"}, "expected text_1 and text_2"),
+        ("/score", {"text_1": ["w1", "w2"], "text_2": ["w1"] * 3}, "2 and 3 texts"),
+        ("/rerank", {"query": "w1", "documents": []}, "documents"),
+        ("/rerank", {"query": "w1", "documents": ["w1"], "max_tokens_per_doc": 3}, "max_tokens_per_doc: use truncate"),
+        ("/rerank", {"query": "w1", "documents": [f"w{i}" for i in range(2, 11)]}, "at most 8"),
+    ],
+)
+def test_wrong_pairs_are_refused_by_name(path: str, body: dict[str, Any], message: str, app: App) -> None:
+    answer = post(app, path, **body)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+def test_each_route_needs_a_key(app: App) -> None:
+    for path in (
+        "/v1/embeddings",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+    ):
+        assert post(app, path, key="nobody", input="w1").status_code == 401, path
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward")
+    classifier("llama", 1).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_head_classifies_and_scores_as_a_local_lm_does(reward_folder: Path) -> None:
+    lm = LM(reward_folder, dtype="float32", kv_cache_tokens=2048)
+    with app_over(reward_folder) as app:
+        answer = post(app, "/classify", input=IDS)
+        outs = lm.classify(IDS)
+        for entry, out in zip(answer.json()["data"], outs, strict=True):
+            np.testing.assert_allclose(entry["probs"], out.probs, atol=1e-6)
+            assert entry["label"] == out.label and entry["num_classes"] == 1
+        logits = post(app, "/classify", input=IDS, use_activation=False)
+        np.testing.assert_allclose([p for (p,) in scores(logits, name="probs")], lm.score(IDS), atol=1e-5)
+        messages = [{"role": "user", "content": "w5 w6"}]
+        assert scores(post(app, "/classify", messages=messages), name="probs")[0] == pytest.approx(
+            scores(post(app, "/classify", input=[5, 6]), name="probs")[0]
+        )
+        pairs = post(app, "/score", text_1="w3 w4", text_2=["w5", "w6 w7"])
+        np.testing.assert_allclose(scores(pairs), lm.score("w3 w4", ["w5", "w6 w7"]), atol=1e-6)
+        plain = post(app, "/score", text_1="w3 w4", text_2=["w5", "w6 w7"], use_activation=False)
+        np.testing.assert_allclose(scores(plain), lm.score("w3 w4", ["w5", "w6 w7"], activation=False), atol=1e-5)
+        op = {"op": "scale", "site": "logits", "factor": 2.0}
+        hooked = post(app, "/score", text_1="w3 w4", text_2="w5", use_activation=False, interventions=[op])
+        assert (
+            scores(hooked)[0] == pytest.approx(2 * scores(plain)[0], rel=1e-4) and "receipt" in hooked.json()["data"][0]
+        )
+        refused = post(app, "/v1/completions", prompt="w1", max_tokens=2)
+        assert refused.status_code == 400 and "generates nothing" in refused.json()["error"]["message"]
+    lm.shutdown()
+
+
+def test_a_connected_lm_scores_as_a_local_one(reward_folder: Path) -> None:
+    from helpers_served import served
+
+    local = LM(reward_folder, dtype="float32", kv_cache_tokens=2048)
+    with served(reward_folder, keys=None) as server, LM.connect(server.url) as remote:
+        assert remote.score(IDS) == pytest.approx(local.score(IDS), rel=1e-4)
+        assert remote.score("w3", ["w5", "w6"]) == pytest.approx(local.score("w3", ["w5", "w6"]), rel=1e-4)
+        assert [out.label for out in remote.classify(IDS)] == [out.label for out in local.classify(IDS)]
+        with pytest.raises(ValueError, match="generates nothing"):
+            remote.generate([[1]])
+        with remote.trace([5, 6]):
+            head = remote.lm_head.output.save()
+        assert float(head[0, -1]) == pytest.approx(local.score([[5, 6]])[0], rel=1e-4)
+    local.shutdown()

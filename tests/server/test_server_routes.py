@@ -22,10 +22,6 @@ def client(server) -> Iterator[httpx.Client]:
     ("method", "path", "instead"),
     [
         ("POST", "/v2/embed", "/v1/embeddings"),
-        ("POST", "/rerank", "prompt_logprobs"),
-        ("POST", "/v2/rerank", "prompt_logprobs"),
-        ("POST", "/score", "prompt_logprobs"),
-        ("POST", "/classify", "cross-encoder"),
         ("POST", "/sleep", r"lm\.shutdown\(\) and `del lm`"),
         ("POST", "/wake_up", r"lm\.shutdown"),
         ("GET", "/is_sleeping", "sleep mode"),
@@ -91,5 +87,5 @@ def test_a_long_unknown_route_is_cut() -> None:
 
 def test_the_page_lists_the_kinds_of_routes_that_are_refused() -> None:
     page = (ROOT / "docs" / "use" / "serve.md").read_text()
-    for route in ("/rerank", "/score", "/sleep", "/v1/audio/..."):
+    for route in ("/sleep", "/v1/audio/..."):
         assert f"`{route}`" in page

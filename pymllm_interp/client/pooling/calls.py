@@ -109,7 +109,7 @@ def encode(
     before = facts.pooler.prompt_text(prompt, prompt_name)
     most = facts.pooler.most_tokens(truncate_prompt_tokens, facts.limits.max_model_len)
     given = as_prompts(prompts)
-    read = [_read(self, one, before, most, name) for one, name in zip(given, names_of(given), strict=True)]
+    read = [read_prompt(self, one, before, most, name) for one, name in zip(given, names_of(given), strict=True)]
     return pooled_outputs(self, how, read, options, progress)
 
 
@@ -146,7 +146,7 @@ def _pooled(
     )
 
 
-def _read(lm: ClientModel, prompt: Any, before: str, most: int | None, what: str) -> tuple[RenderedPrompt, int]:
+def read_prompt(lm: ClientModel, prompt: Any, before: str, most: int | None, what: str) -> tuple[RenderedPrompt, int]:
     """The prompt's token ids, and the number of first tokens that are not pooled."""
     pooler, skipped = lm.backend.facts.pooler, 0
     if isinstance(prompt, str):

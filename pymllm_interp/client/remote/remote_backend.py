@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ... import __version__
 from ...config import LOWER_TRACES
@@ -181,8 +181,10 @@ def tree_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> nn.Modul
     if impl == "native":
         model: nn.Module = NATIVE[architecture_of(config)](config, spec, "meta", spec.context_len)
     else:
+        from ...models.transformers.parts.heads import model_of  # which imports transformers' models
+
         with torch.device("meta"):
-            served = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            served = model_of(config, spec)
         model = nn.Module()
         for name, child in served.named_children():
             model.add_module(name, child)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from ...core.families import has_head_bias
 from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import (
     EMBED_SITE,
@@ -181,8 +182,9 @@ class DecoderForCausalLM(CausalLM):
         self.config, self.spec = config, spec
         decoder = self.decoder_cls(config, spec, device, max_positions)
         setattr(self, self.decoder_name, decoder)
-        self.lm_head = Linear(spec.hidden_size, spec.vocab_size, False, spec.dtype, device, output_site=(0, LOGITS))
-        if config.tie_word_embeddings:
+        bias = has_head_bias(config)
+        self.lm_head = Linear(spec.hidden_size, spec.num_logits, bias, spec.dtype, device, output_site=(0, LOGITS))
+        if config.tie_word_embeddings and spec.num_labels is None:
             self.lm_head.weight = getattr(decoder, self.embedding_name).weight
             self.lm_head.bind()
         self.eval()  # dropout

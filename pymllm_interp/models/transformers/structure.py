@@ -9,8 +9,14 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ...core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family
-from ...core.model_spec import LENGTH_DEPENDENT_ROPE, ModelSpec, rope_boundary, rope_growth, rope_scalings
+from ...core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family, num_labels_of
+from ...core.model_spec import (
+    LENGTH_DEPENDENT_ROPE,
+    ModelSpec,
+    rope_boundary,
+    rope_growth,
+    rope_scalings,
+)
 from ...core.unsupported import UnsupportedModelError
 from .probed import ProbedModel
 
@@ -48,6 +54,7 @@ def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
         rope_depends_on_length=any(rope.get("rope_type") in LENGTH_DEPENDENT_ROPE for rope in ropes),
         rope_boundary=rope_boundary(ropes, context_len),
         dtype=dtype,
+        num_labels=num_labels_of(config),
     )
 
 
@@ -141,7 +148,7 @@ def model_spec(
         num_attention_heads=max((call.num_heads for call in found.calls), default=declared.num_attention_heads),
         num_key_value_heads=num_kv_heads,
         head_dim=max((max(call.head_dims) for call in found.calls), default=declared.head_dim),
-        vocab_size=found.logits.shape[-1],
+        vocab_size=found.logits.shape[-1] if declared.num_labels is None else declared.vocab_size,
         sliding_windows=tuple(windows) if one_each else (None,) * num_layers,
         cuts_edges=one_each and not found.cached and not has_states,
         has_states=has_states,

@@ -39,6 +39,7 @@ from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
 from .fused_parts import fuse_parts
 from .indexers import place_keys, serve_indexers
 from .parts.cache_names import cache_parameter
+from .parts.heads import classifier_class, model_of, with_head
 from .position_rules import serve_lengths, serve_positions
 from .probe import attention_configs, probe, set_paged_calls, use_attention
 from .probed import ProbedModel
@@ -263,17 +264,20 @@ def load_transformers_model(
     config._attn_implementation = "eager"  # every class has it; the model never runs it
     if folder is None:
         with torch.device(device), no_init_weights():
-            served = AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
-        served.tie_weights()
+            served = model_of(config, spec)
+        if spec.num_labels is None:
+            served.tie_weights()
         init_dummy_weights(served, seed)
+    elif spec.num_labels is None:
+        served = _from_folder(AutoModelForCausalLM, config, spec.dtype, folder)
     else:
-        served = _from_folder(config, spec.dtype, folder)
+        served = with_head(_from_folder(classifier_class(config), config, spec.dtype, folder), config, spec)
         served.to(device)  # pyright: ignore[reportArgumentType]
     return TransformersModel(served.eval().requires_grad_(False), spec)
 
 
-def _from_folder(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
-    load: Any = AutoModelForCausalLM.from_pretrained
+def _from_folder(cls: Any, config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+    load: Any = cls.from_pretrained
     served, report = load(
         folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
     )

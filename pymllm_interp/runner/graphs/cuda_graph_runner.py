@@ -277,7 +277,8 @@ class CudaGraphRunner:
         n = forward_batch.batch_size
         if n == 0:
             runner = self.model_runner
-            return LogitsProcessorOutput(torch.empty(0, runner.vocab_size, dtype=runner.dtype, device=self.device))
+            empty = torch.empty(0, runner.model_spec.num_logits, dtype=runner.dtype, device=self.device)
+            return LogitsProcessorOutput(empty)
         bs = self.prepare(forward_batch).batch_size
         self.graphs[bs].replay()
         outputs = self.output_buffers[bs]

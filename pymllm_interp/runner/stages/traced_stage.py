@@ -118,7 +118,7 @@ class TracedStage(Stage):
             interleaver.pass_token()
             return token_ids
         interleaver.sync_once()
-        return offer_tokens(interleaver, token_ids, rows.sampling, self.model_spec.vocab_size)
+        return offer_tokens(interleaver, token_ids, rows.sampling, self.model_spec.num_logits)
 
     def end(self, output: ModelRunnerOutput) -> None:
         """The pass is over for its traces, which counts for those that were alive."""

@@ -102,6 +102,68 @@ class EmbeddingRequest(InputsRequest):
         return self.use_activation if self.normalize is None else self.normalize
 
 
+class ClassifyRequest(InputsRequest):
+    """Body of vLLM's `POST /classify`."""
+
+    use_activation: StrictBool | None = Field(None, description="false: probs are the logits")
+
+
+_Texts = checked(str, list[str], None)
+
+
+class ScoreRequest(PooledRequest):
+    """Body of vLLM's `POST /score`: one first text for all second ones, or as many."""
+
+    text_1: _Texts = None  # pyright: ignore[reportInvalidTypeForm]
+    text_2: _Texts = None  # pyright: ignore[reportInvalidTypeForm]
+    queries: _Texts = None  # pyright: ignore[reportInvalidTypeForm]
+    documents: _Texts = None  # pyright: ignore[reportInvalidTypeForm]
+    items: _Texts = None  # pyright: ignore[reportInvalidTypeForm]
+    data_1: _Texts = None  # pyright: ignore[reportInvalidTypeForm]
+    data_2: _Texts = None  # pyright: ignore[reportInvalidTypeForm]
+    use_activation: StrictBool | None = Field(None, description="false: scores of a classification head are its logits")
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> ScoreRequest:
+        given = {name for name in _SIDES if getattr(self, name) is not None}
+        if given not in ({"text_1", "text_2"}, {"queries", "documents"}, {"queries", "items"}, {"data_1", "data_2"}):
+            raise ValueError("expected text_1 and text_2; or queries and documents (or items); or data_1 and data_2")
+        return self
+
+    def sides(self) -> tuple[list[str], list[str]]:
+        """First and second texts."""
+        first, second = [found for name in _SIDES if (found := getattr(self, name)) is not None]
+        return ([first] if isinstance(first, str) else first), ([second] if isinstance(second, str) else second)
+
+
+_SIDES = ("text_1", "queries", "data_1", "text_2", "documents", "items", "data_2")
+
+
+class RankedDocument(Strict):
+    """A document of a rerank request."""
+
+    text: str
+
+
+class RerankRequest(PooledRequest):
+    """Body of `POST /rerank`, with Jina's, Cohere's and vLLM's fields."""
+
+    REFUSED: ClassVar[Mapping[str, Refused]] = OF_POOLING | {
+        "max_tokens_per_doc": Refused("use truncate_prompt_tokens, of a whole pair"),
+        "rank_fields": Refused("a document is a text"),
+    }
+
+    query: str
+    documents: Annotated[list[str | RankedDocument], at_most(MAX_LISTED)] = Field(min_length=1)
+    top_n: StrictInt | None = Field(None, ge=0, description="results, best first; null or 0: all")
+    return_documents: StrictBool = True
+    use_activation: StrictBool | None = Field(None, description="false: scores of a classification head are its logits")
+
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
 class PoolingRequest(EmbeddingRequest):
     """Body of vLLM's `POST /pooling`."""
 

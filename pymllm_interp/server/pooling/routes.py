@@ -1,4 +1,4 @@
-"""Routes for embeddings: OpenAI's `/v1/embeddings`, and vLLM's `/pooling`."""
+"""Routes for embeddings and scores: OpenAI's `/v1/embeddings`; vLLM's `/pooling`, `/classify`, `/score` and `/rerank`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ...client.pooling.labels import LOGITS_CAPTURE, pairs_of
+from ...client.pooling.pooler import PooledText
 from ..http.body import JsonRoute
 from ..http.state import ServerState, check_priority, require
 from ..http.trust import Trust
 from ..routes.openai_routes import DisconnectedError, while_connected
-from .requests import EmbeddingRequest, PooledRequest, PoolingRequest
+from .requests import ClassifyRequest, EmbeddingRequest, PooledRequest, PoolingRequest, RerankRequest, ScoreRequest
 from .work import PooledWork
 
 
@@ -34,6 +36,25 @@ def pooling_routes(state: ServerState) -> APIRouter:
         work = _work(state, body, request, "pool")
         how = {"step_tag_id": body.step_tag_id, "returned_token_ids": body.returned_token_ids}
         return await _answer(state, request, _embeddings(work, body, "pooling", "data", **how))
+
+    @router.post("/classify")
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
+        """Labels of each input, by the model's classification head."""
+        return await _answer(state, request, _classes(_work(state, body, request, "classify"), body))
+
+    @router.post("/score", operation_id="score")
+    @router.post("/v1/score", operation_id="v1_score")
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        """Scores of pairs of texts, by a cross-encoder's head, or by the cosine of embeddings."""
+        work = _work(state, body, request, "score")
+        return await _answer(state, request, _scores(work, body))
+
+    @router.post("/rerank", operation_id="rerank")
+    @router.post("/v1/rerank", operation_id="v1_rerank")
+    @router.post("/v2/rerank", operation_id="v2_rerank")
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        """Documents by their score with a query, best first."""
+        return await _answer(state, request, _ranking(_work(state, body, request, "rerank"), body))
 
     return router
 
@@ -71,6 +92,42 @@ async def _embeddings(work: PooledWork, body: EmbeddingRequest, kind: str, name:
         how.reads_logits,
     )
     return work.envelope(data=[work.entry(i, object=kind, **{name: values}) for i, values in enumerate(found)])
+
+
+async def _classes(work: PooledWork, body: ClassifyRequest) -> dict[str, Any]:
+    labels = work.labels()
+
+    def found(text: PooledText, rows: np.ndarray) -> dict[str, Any]:
+        probs = labels.probs(rows[-1], body.use_activation)
+        return {
+            "label": labels.names[int(rows[-1].argmax())],
+            "probs": probs.tolist(),
+            "num_classes": len(labels.names),
+        }
+
+    count = len(body.inputs()) or 1
+    classes = await work.rows(count, lambda: work.inputs(body, ""), lambda text: LOGITS_CAPTURE, found)
+    return work.envelope(data=[work.entry(i, **fields) for i, fields in enumerate(classes)])
+
+
+async def _scores(work: PooledWork, body: ScoreRequest) -> dict[str, Any]:
+    pairs = pairs_of(*body.sides())
+    found = await work.pair_scores(pairs, body.use_activation)
+    return work.envelope(data=[work.entry(i, object="score", score=value) for i, value in enumerate(found)])
+
+
+async def _ranking(work: PooledWork, body: RerankRequest) -> dict[str, Any]:
+    texts = body.texts()
+    scores = await work.pair_scores(pairs_of([body.query], texts), body.use_activation)
+    best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
+    results = []
+    for i in best:
+        fields: dict[str, Any] = {"relevance_score": scores[i]}
+        if body.return_documents:
+            fields["document"] = {"text": texts[i]}
+        results.append(work.entry(i, **fields))
+    found = work.envelope(results=results)
+    return {name: found[name] for name in ("id", "model", "usage", "results")}
 
 
 def _values(rows: np.ndarray, encoding: str | None) -> Any:

@@ -12,6 +12,7 @@ from fastapi import Request
 from safetensors.numpy import load
 
 from ...client.chat import render
+from ...client.pooling.labels import LOGITS_CAPTURE, NO_HEAD, Labels, pair_of
 from ...client.pooling.pooler import PooledText, Pooler, Pooling
 from ...core.sampling_params import SamplingParams
 from ...utils.arguments import PromptError
@@ -59,6 +60,15 @@ class PooledWork:
         site = "final_norm" if "final_norm" in info["sites"] else f"resid_post.{info['num_layers'] - 1}"
         return Pooling(self.pooler, site, info["hidden_size"], info["limits"]["vocab_size"], **how)
 
+    def labels(self) -> Labels:
+        """The model's classification head. Raises PromptError without one."""
+        if (found := self._head()) is None:
+            raise PromptError(NO_HEAD)
+        return found
+
+    def _head(self) -> Labels | None:
+        return Labels.of(self.state.info["hf_config"], self.state.info["tasks"])
+
     # -- inputs ------------------------------------------------------------------------------
 
     def inputs(self, body: InputsRequest, before: str) -> list[PooledText]:
@@ -102,6 +112,12 @@ class PooledWork:
         )  # fmt: skip
         return PooledText(found.text, found.token_ids)
 
+    def _pair(self, first: str, second: str, most: int | None, name: str) -> PooledText:
+        """Two texts, as the tokenizer joins them."""
+        if most is None:
+            check_length(self.state.tokenizer, len(first) + len(second), self._room, name)
+        return self._fitting(PooledText(None, pair_of(self.state.tokenizer, first, second, name, most)), most, name)
+
     # -- the engine ----------------------------------------------------------------------------
 
     async def rows(
@@ -139,6 +155,28 @@ class PooledWork:
                     self.state.store.forget(end.captured)
                 self._metrics.close()
                 generation.close()
+
+    async def pair_scores(self, pairs: list[tuple[str, str]], activated: bool | None) -> list[float]:
+        """Scores of pairs of texts: of the classification head, or the cosines of their embeddings."""
+        most, head = self.pooler.most_tokens(self.body.truncate_prompt_tokens, self._room), self._head()
+        if head is not None:
+            head.check_one()
+            return await self.rows(
+                len(pairs),
+                lambda: [self._pair(*pair, most, f"pair {i}") for i, pair in enumerate(pairs)],
+                lambda text: LOGITS_CAPTURE,
+                lambda text, rows: head.score(rows[-1], activated, pair=True),
+            )
+        how, before = self.pooling(normalize=True), self.pooler.prompt_text(None, None)
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        found = await self.rows(
+            len(texts),
+            lambda: [self.text(text, before, most, f"text {i}") for i, text in enumerate(texts)],
+            lambda text: how.capture(text.token_ids, text.skipped),
+            lambda text, rows: how.pooled(rows, text.skipped),
+        )
+        vectors = dict(zip(texts, found, strict=True))
+        return [float(vectors[first] @ vectors[second]) for first, second in pairs]
 
     async def _start(
         self, texts: list[PooledText], how: Callable[[PooledText], dict[str, Any]], prompt_logits: bool

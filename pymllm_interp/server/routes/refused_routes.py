@@ -26,9 +26,6 @@ _OTHERS = "this server has OpenAI's API: use /v1/chat/completions or /v1/complet
 ROUTES: dict[str, str] = {
     # vLLM's
     "/v2/embed": "Cohere's API is not served: use /v1/embeddings",
-    **dict.fromkeys(
-        ("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), unsupported.SCORES
-    ),
     **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), unsupported.SLEEP),
     **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),
     **dict.fromkeys(("/start_profile", "/stop_profile"), unsupported.PROFILE),

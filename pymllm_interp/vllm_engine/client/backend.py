@@ -14,10 +14,11 @@ from ...client.calls.lowered import Lowered
 from ...client.factory_backend import FactoryBackend
 from ...client.facts import HOOK_LIMITS, ModelFacts
 from ...client.generation_defaults import GenerationDefaults
-from ...client.pooling.pooler import pooler_of
+from ...client.pooling.folders import pooler_of
 from ...client.remote.remote_backend import tree_of
 from ...client.request_factory import RequestFactory
 from ...config import ModelConfig, ServerConfig
+from ...core.families import num_labels_of
 from ...core.limits import EngineLimits
 from ...core.request import Request
 from ...hooks.saes.registry import SAERegistry
@@ -66,6 +67,8 @@ class VllmBackend(FactoryBackend):
         open_engines.wait_for_released()
         source = resolve_model(model, quantised=True)
         check_supported(source.hf_config)
+        if num_labels_of(source.hf_config) is not None:
+            raise VllmRefusalError("classification heads are not served by vLLM here: use engine='own'")
         installed_version()
         check_architecture(architecture_of(source.hf_config))
         core = VllmCore(engine_arguments(model, server, source, dict(arguments or {})), server)

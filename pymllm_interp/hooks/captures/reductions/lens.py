@@ -70,6 +70,8 @@ class Lens(Reduction):
             raise ValueError(f"it reads the residual stream: {', '.join(KINDS)}")
         if "final_norm" not in model.family.points:
             raise ValueError(f"{model.family.name} models have no site final_norm, whose norm and head it applies")
+        if model.num_labels is not None:
+            raise ValueError("a lens needs a language modelling head, and this model has a classification head")
         if self.top_k > model.vocab_size:
             raise ValueError(f"top_k={self.top_k}; the vocabulary has {model.vocab_size} tokens")
         for token in self.tokens or ():

@@ -1,0 +1,117 @@
+"""`Labels`: a classification head's labels and the activation of its logits, from the model's config. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...utils.arguments import PromptError
+
+NO_HEAD = (
+    "this model has no classification head (transformers' ...ForSequenceClassification): lm.score(text, others) compares "
+    "embeddings, and lm.encode makes them"
+)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A classification head.
+
+    Attributes:
+        names: label of each logit.
+        activation: "softmax", "sigmoid" or "identity", the model's own.
+        pair_activation: activation of scores of pairs of texts.
+    """
+
+    names: tuple[str, ...]
+    activation: str
+    pair_activation: str
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], tasks: Any) -> Labels | None:
+        """Labels by the values of a transformers config; None without such a head.
+
+        Args:
+            tasks: tasks of the model.
+        """
+        if "classify" not in tasks:
+            return None
+        names = {int(number): str(name) for number, name in (config.get("id2label") or {}).items()}
+        found = tuple(names.get(i, f"LABEL_{i}") for i in range(len(names) or 2))
+        kind = config.get("problem_type")
+        activation = "softmax" if len(found) > 1 else "sigmoid"
+        if kind in ("regression", "multi_label_classification"):
+            activation = "identity" if kind == "regression" else "sigmoid"
+        given = (config.get("sentence_transformers") or {}).get("activation_fn")
+        given = str(given or config.get("sbert_ce_default_activation_function") or "").rpartition(".")[2]
+        pair = {"Identity": "identity", "Sigmoid": "sigmoid"}.get(given, "sigmoid" if len(found) == 1 else "identity")
+        return cls(found, activation, pair)
+
+    def probs(self, logits: np.ndarray, activated: bool | None = None) -> np.ndarray:
+        """[..., labels] -> the same, after the activation unless `activated` is False."""
+        return logits if activated is False else ACTIVATIONS[self.activation](logits)
+
+    def score(self, logits: np.ndarray, activated: bool | None, pair: bool) -> float:
+        """Score of a text's logits [1]. A single text has its reward: the logit, unless `activated`.
+
+        Args:
+            pair: whether it is the score of two texts.
+        """
+        if pair:
+            return float(logits[0] if activated is False else ACTIVATIONS[self.pair_activation](logits)[0])
+        return float(ACTIVATIONS[self.activation](logits)[0] if activated else logits[0])
+
+    def check_one(self) -> None:
+        """Raise PromptError for several labels."""
+        if len(self.names) != 1:
+            raise PromptError(
+                f"a score needs a head of one label, and this model has {len(self.names)}: use lm.classify"
+            )
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    exps = np.exp(x - x.max(-1, keepdims=True))
+    return exps / exps.sum(-1, keepdims=True)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1, small) / (1 + small)
+
+
+ACTIVATIONS = {"softmax": _softmax, "sigmoid": _sigmoid, "identity": lambda x: x}
+LOGITS_CAPTURE = {"site": "logits", "positions": [-1], "dtype": "float32"}
+"""Fields of the `Capture` of a text's logits, at its last token."""
+
+
+def pair_of(tokenizer: Any, first: str, second: str, what: str, most: int | None = None) -> list[int]:
+    """Token ids of two texts, as the tokenizer joins them.
+
+    Args:
+        most: tokens to keep, of the second text if it is the longer one; None: all.
+
+    Raises:
+        PromptError: no tokenizer.
+    """
+    if tokenizer is None:
+        raise PromptError(f"{what} is a pair of texts, but this model has no tokenizer: classify token ids of the pair")
+    how = {} if most is None else {"truncation": True, "max_length": most}
+    return tokenizer(first, second, **how)["input_ids"]
+
+
+def pairs_of(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
+    """Pairs of two lists of equal length, or of one with each of the other.
+
+    Raises:
+        PromptError: lists of other lengths.
+    """
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second) or not first:
+        raise PromptError(
+            f"{len(first)} and {len(second)} texts: expected one or as many of the first, and one at least"
+        )
+    return list(zip(first, second, strict=True))
