@@ -23,12 +23,13 @@ from .client.calls.activation_cache import NamesFilter
 from .client.calls.lm_arguments import check_arguments, check_unused, server_fields, vllm_arguments
 from .client.calls.model import ClientModel
 from .client.calls.model_weights import LoadedAdapters, ModelWeights
+from .client.chat import RenderedPrompt
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
 from .client.pooling.calls import encode
 from .client.pooling.scores import classify, score
-from .client.prompts import captures_for_each_prompt, for_each_prompt
+from .client.prompts import captures_for_each_prompt, for_each_prompt, without_images
 from .config import EngineTuning, ModelConfig, ServerConfig
 from .harvest.corpus_calls import generate_corpus, harvest
 from .harvest.on_ray.address import SCHEME, url_of
@@ -204,9 +205,13 @@ class LM(ClientModel):
         """
         return self.backend.resolve(captures_for_each_prompt(capture, 1)[0], for_each_prompt(interventions, 1)[0])
 
+    def _read(self, prompt: Any, what: str) -> RenderedPrompt:
+        """Token ids and embeddings of a prompt. Raises PromptError, also for images."""
+        return without_images(self._requests.read(prompt, what), what)
+
     def _submit_prefill(
         self,
-        token_ids: list[int],
+        prompt: RenderedPrompt | list[int],
         captures: Sequence[Capture],
         interventions: Sequence[Intervention] = (),
         what: str = "the prompt",
@@ -215,7 +220,7 @@ class LM(ClientModel):
         """Start one forward pass over a prompt, which may fill the context. Returns at once; nothing is generated.
 
         Args:
-            token_ids: result of `token_ids`.
+            prompt: result of `_read`, or of `token_ids`.
             captures, interventions: results of `_resolve_specs`.
             what: prompt name used in error messages.
             lora: the LoRA adapter that it runs with.
@@ -224,7 +229,7 @@ class LM(ClientModel):
             PromptError: the prompt or its specs cannot be served.
             ValueError: the vector pool is full.
         """
-        return self._requests.prefill(token_ids, captures, interventions, what, lora)
+        return self._requests.prefill(prompt, captures, interventions, what, lora)
 
     encode, classify, score = encode, classify, score
 

@@ -31,6 +31,11 @@ class RenderedPrompt(NamedTuple):
     """Images in the order of their places. They are sources (`ImageSources`), outputs of a processor (`EncodedPrompt`), or read
     (`core.image_input.ImageInput`)."""
 
+    def part(self, start: int, stop: int) -> RenderedPrompt:
+        """The positions from `start` to `stop` of a prompt without images."""
+        embeds = None if self.embeds is None else self.embeds.part(start, stop)
+        return RenderedPrompt(None, self.token_ids[start:stop], embeds)
+
 
 def is_conversation(prompt: Any) -> bool:
     """Whether a prompt is a list of messages: dicts with a `role`."""

@@ -139,10 +139,16 @@ def _vectors(given: Any, facts: ModelFacts, what: str) -> torch.Tensor:
 
 def only_tokens(prompt: RenderedPrompt, what: str) -> list[int]:
     """Token ids of a prompt, for calls that take text. Raises PromptError for a prompt with embeddings or images."""
-    if prompt.embeds is not None or prompt.images:
-        kind = "images" if prompt.images else "embeddings"
-        raise PromptError(f"{what} has {kind}, which this call does not take: lm.generate and lm.forward do")
-    return prompt.token_ids
+    if prompt.embeds is not None:
+        raise PromptError(f"{what} has embeddings, which this call does not take: lm.generate and lm.forward do")
+    return without_images(prompt, what).token_ids
+
+
+def without_images(prompt: RenderedPrompt, what: str) -> RenderedPrompt:
+    """The prompt, for calls that take text and embeddings. Raises PromptError for a prompt with images."""
+    if prompt.images:
+        raise PromptError(f"{what} has images, which this call does not take: lm.generate and lm.forward do")
+    return prompt
 
 
 def names_of(prompts: Sequence[Any]) -> list[str]:

@@ -110,6 +110,11 @@ class PromptEmbeds:
         first, end = np.searchsorted(self.positions, (start, stop))
         return self.positions[first:end] - start, self.vectors[first:end]
 
+    def part(self, start: int, stop: int) -> PromptEmbeds | None:
+        """Vectors at the positions from `start` to `stop`, counted from `start`; None without any."""
+        positions, vectors = self.within(start, stop)
+        return PromptEmbeds(positions, vectors) if len(positions) else None
+
     def without(self, token_ids: np.ndarray) -> np.ndarray:
         """The prompt's token ids at the other positions."""
         return np.delete(token_ids, self.positions)
@@ -119,13 +124,17 @@ class PromptEmbeds:
         if page_size not in self._namespaces:
             found = self._namespaces[page_size] = list[tuple[int, Hashable]]()
             for page in np.unique(self.positions // page_size).tolist():
-                offsets, vectors = self.within(page * page_size, (page + 1) * page_size)
-                digest = hashlib.sha256(offsets.tobytes())
-                digest.update(vectors.reshape(-1).view(torch.uint8).numpy().data)
                 if found and found[-1][0] == page:
                     found.pop()
-                found += [(page, digest.digest()), (page + 1, None)]
+                found += [(page, self.digest(page * page_size, (page + 1) * page_size)), (page + 1, None)]
         return self._namespaces[page_size]
+
+    def digest(self, start: int, stop: int) -> bytes:
+        """Hash of the vectors from position `start` to `stop`, and of their offsets from `start`."""
+        offsets, vectors = self.within(start, stop)
+        found = hashlib.sha256(offsets.tobytes())
+        found.update(vectors.reshape(-1).view(torch.uint8).numpy().data)
+        return found.digest()
 
 
 # -- LoRA adapters ------------------------------------------------------------------------

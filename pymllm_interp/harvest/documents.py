@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..client.chat import RenderedPrompt
+
 SKIPPED = b"skipped"
 """The key of a skipped document."""
 
@@ -42,4 +44,5 @@ class Pass:
     start: int
     """Position of its first token in the document."""
     is_last: bool
-    token_ids: list[int]
+    prompt: RenderedPrompt
+    """Its token ids, and its embeddings."""

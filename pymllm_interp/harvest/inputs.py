@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..client.chat import RenderedPrompt
 from ..utils.arguments import PromptError
 
 TOO_LONG = ("error", "truncate", "split")
@@ -42,21 +43,22 @@ class Settings:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
 
-    def passes(self, ids: list[int], what: str) -> Iterator[tuple[int, list[int]]]:
-        """(position of its first token, tokens) of each pass over a document.
+    def passes(self, prompt: RenderedPrompt, what: str) -> Iterator[tuple[int, RenderedPrompt]]:
+        """(position of its first token, its part of the document) of each pass.
 
         Raises:
             PromptError: the document is too long.
         """
-        if len(ids) <= self.max_length:
-            yield 0, ids
+        count, most = len(prompt.token_ids), self.max_length
+        if count <= most:
+            yield 0, prompt
         elif self.too_long == "truncate":
-            yield 0, ids[: self.max_length]
+            yield 0, prompt.part(0, most)
         elif self.too_long == "split":
-            yield from ((start, ids[start : start + self.max_length]) for start in range(0, len(ids), self.max_length))
+            yield from ((start, prompt.part(start, start + most)) for start in range(0, count, most))
         else:
             raise PromptError(
-                f"{what} has {len(ids)} tokens, and a pass takes {self.max_length} (max_length, at most max_model_len): "
+                f"{what} has {count} tokens, and a pass takes {self.max_length} (max_length, at most max_model_len): "
                 "too_long='split' gives it several passes, 'truncate' reads its beginning"
             )
 
@@ -70,10 +72,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(repr((words, sample)).encode(errors="surrogatepass")).hexdigest()
 
 
-def document_key(item: Any, ids: list[int]) -> bytes:
-    """Hash of a document. A text is hashed as text, so that a resumed run need not tokenise it."""
-    given = item.encode(errors="surrogatepass") if isinstance(item, str) else np.asarray(ids, dtype=np.int64).tobytes()
-    return hashlib.sha256((b"text " if isinstance(item, str) else b"tokens ") + given).digest()
+def document_key(item: Any, read: Callable[[], RenderedPrompt]) -> bytes:
+    """Hash of a document. A text is hashed as text, so that a resumed run need not read it."""
+    if isinstance(item, str):
+        return hashlib.sha256(b"text " + item.encode(errors="surrogatepass")).digest()
+    prompt = read()
+    found = hashlib.sha256(b"tokens " + np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
+    if prompt.embeds is not None:
+        found.update(b"embeddings " + prompt.embeds.digest(0, len(prompt.token_ids)))
+    return found.digest()
 
 
 def documents_of(inputs: Iterable[Any], max_length: int) -> Iterator[Any]:
@@ -104,7 +111,9 @@ def is_token_stream(inputs: Any) -> bool:
 
 def length_of(item: Any) -> int:
     """Tokens of a document of token ids; 0 if it has no length."""
-    ids = item.get("input_ids") if isinstance(item, Mapping) else item
+    ids = item
+    if isinstance(item, Mapping):
+        ids = next((item[name] for name in ("input_ids", "prompt_token_ids", "prompt_embeds") if name in item), None)
     return len(ids) if isinstance(ids, Sized) else 0
 
 

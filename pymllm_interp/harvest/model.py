@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ..client.backend import Backend
 from ..client.calls.model_weights import ModelWeights
+from ..client.chat import RenderedPrompt
 from ..core.events import FinishedEvent
 from ..core.limits import EngineLimits
 from ..core.model_spec import ModelSpec
@@ -55,7 +56,11 @@ class HarvestModel(Protocol):
         ...
 
     def token_ids(self, prompt: Any, what: str = "the prompt") -> list[int]:
-        """Token ids of a document. Raises PromptError."""
+        """Token ids of a text. Raises PromptError."""
+        ...
+
+    def _read(self, prompt: Any, what: str) -> RenderedPrompt:
+        """Token ids and embeddings of a document. Raises PromptError."""
         ...
 
     def _resolve_specs(
@@ -66,7 +71,7 @@ class HarvestModel(Protocol):
 
     def _submit_prefill(
         self,
-        token_ids: list[int],
+        prompt: RenderedPrompt,
         captures: Sequence[Capture],
         interventions: Sequence[Intervention],
         what: str,

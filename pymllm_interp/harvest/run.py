@@ -12,11 +12,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..client.chat import RenderedPrompt
 from ..core.events import EngineClosedError
 from ..hooks.bind import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
@@ -253,8 +255,7 @@ class HarvestRun:
                 _, item = found
                 key = SKIPPED
                 if str(number) not in shard.skipped:
-                    ids = [] if isinstance(item, str) else self._model.token_ids(item, f"document {number}")
-                    key = document_key(item, ids)
+                    key = document_key(item, partial(self._model._read, item, f"document {number}"))
                 self._inputs.update(key)
             if self._inputs.hexdigest() != shard.inputs:
                 raise ValueError(
@@ -266,14 +267,14 @@ class HarvestRun:
         for number, item in documents:
             what, document = f"document {number}", Document(number, SKIPPED)
             try:
-                ids = self._model.token_ids(item, what)
-                document.key = document_key(item, ids)
-                passes = list(self.settings.passes(ids, what))
+                prompt = self._model._read(item, what)
+                document.key = document_key(item, lambda prompt=prompt: prompt)
+                passes = list(self.settings.passes(prompt, what))
             except ValueError as error:
                 if not self._skip:
                     raise
                 document.skip(error)
-                passes = [(0, [])]
+                passes = [(0, RenderedPrompt(None, []))]
             for place, (start, part) in enumerate(passes):
                 yield Pass(document, start, place == len(passes) - 1, part)
 
@@ -325,16 +326,14 @@ class HarvestRun:
         self.folder.finish()
 
     def _may_submit(self, made: Pass) -> bool:
-        tokens = sum(len(one.token_ids) for one, _ in self._in_flight) + len(made.token_ids)
+        tokens = sum(len(one.prompt.token_ids) for one in (*(one for one, _ in self._in_flight), made))
         return tokens <= self._max_tokens and len(self._in_flight) < self._max_requests
 
     def _submit(self, made: Pass) -> None:
         what, handle = f"document {made.document.number}", None
         if made.document.error is None:
             try:
-                handle = self._model._submit_prefill(
-                    made.token_ids, self._captures, self._interventions, what, self._lora
-                )
+                handle = self._model._submit_prefill(made.prompt, self._captures, self._interventions, what, self._lora)
             except ValueError as error:
                 if not self._skip:
                     raise
@@ -373,7 +372,7 @@ class HarvestRun:
             progress.advance(document.tokens, document.nbytes, skipped=document.error is not None)
 
     def _add_rows(self, done: Pass, found: Activations, scored: Mapping[str, MonitorScores]) -> None:
-        document, ids = done.document, torch.tensor(done.token_ids)
+        document, ids = done.document, torch.tensor(done.prompt.token_ids)
         index_per_site = self.folder.identity.index_per_site
         parts = [(site, found.as_arrived(site), found.positions[site], found.token_ids[site]) for site in found]
         parts += [(f"scores.{name}", own.scores, own.positions, ids[own.positions]) for name, own in scored.items()]
@@ -388,7 +387,7 @@ class HarvestRun:
             index = (torch.full_like(positions, document.number), positions + done.start, tokens)
             for name, values in zip(INDEX, index, strict=True):
                 document.add(index_name(name, site, index_per_site), values)
-        document.tokens += len(done.token_ids)
+        document.tokens += len(done.prompt.token_ids)
 
     def _keep(self, document: Document) -> None:
         if self._shard and self._shard_bytes + document.nbytes > self.settings.shard_bytes:

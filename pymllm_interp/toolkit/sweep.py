@@ -11,7 +11,6 @@ import torch
 from einops import rearrange
 
 from ..client.notebook.progress import CallProgress
-from ..client.prompts import only_tokens
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.heads import Heads, channels_of, checked_heads, heads_in
@@ -189,8 +188,8 @@ def _heads(heads: Heads | str, kind: str, spec: Any) -> list[int]:
 
 def _read(lm: Any, prompt: Any, what: str) -> tuple[list[int], Any]:
     """(token ids, the prompt for `lm.generate`: these ids, or a dict of them and embeddings). Raises PromptError."""
-    found = lm._requests.read(prompt, what)
-    ids = only_tokens(found._replace(embeds=None), what)
+    found = lm._read(prompt, what)
+    ids = found.token_ids
     if found.embeds is None:
         return ids, ids
     vectors = dict(zip(found.embeds.positions.tolist(), found.embeds.vectors, strict=True))

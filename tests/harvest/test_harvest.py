@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers_embeds import mixed
 from helpers_harvest import ALONE, corpus
 from safetensors.torch import load_file
 
@@ -107,6 +108,31 @@ def test_rows_are_transformers_states_in_the_order_of_the_input(
     assert result.bytes == result.new_bytes == sum(shard.path.stat().st_size for shard in harvest.shards)
     assert harvest.manifest["complete"] and result.seconds > 0
     harvest.verify()
+
+
+def test_documents_with_embeddings(lm_of: Any, oracle: Any, tmp_path: Path) -> None:
+    """Some beside documents of tokens, split into passes; a resumed run knows them by their vectors."""
+    lm, model = lm_of("llama", max_num_tokens=16, max_running_requests=5), oracle("llama")
+    documents, wholes = [], []
+    for seed, length in enumerate((3, 25, 1, 14, 8)):
+        prompt, whole = mixed(model, length, seed)
+        documents += [prompt, {"prompt_embeds": whole[0]}, prompt["prompt_token_ids"]]
+        wholes += [whole, whole, model.get_input_embeddings()(torch.tensor([prompt["prompt_token_ids"]])).detach()]
+    out, options = tmp_path / "out", {"capture": ["resid_post.0"], "max_length": 10, "too_long": "split"}
+    lm.harvest(documents[:6], out=out, **options)
+    lm.harvest(documents, out=out, **options)
+    harvest = open_harvest(out)
+    for i, whole in enumerate(wholes):
+        wanted = [
+            model(inputs_embeds=part, output_hidden_states=True).hidden_states[1][0] for part in whole.split(10, dim=1)
+        ]
+        close(rows_of(harvest, i, "resid_post.0"), torch.cat(wanted).detach())
+    other = {**documents[3], "embeds": {place: 1.5 * row for place, row in documents[3]["embeds"].items()}}
+    with pytest.raises(ValueError, match="are not the same"):
+        lm.harvest([*documents[:3], other, *documents[4:]], out=out, **options)
+    wide = {"prompt_embeds": torch.zeros(3, 2 * lm.hidden_size)}
+    skipped = lm.harvest([wide, documents[0]], out=tmp_path / "skipped", on_error="skip", **options)
+    assert skipped.documents == 1 and "expected [positions" in str(skipped.skipped[0])
 
 
 def test_states_that_come_through_the_ring_are_the_same(

@@ -98,7 +98,7 @@ class Requests:
 
     def prefill(
         self,
-        token_ids: list[int],
+        prompt: RenderedPrompt | list[int],
         captures: Sequence[Capture],
         interventions: Sequence[Intervention],
         what: str,
@@ -106,8 +106,9 @@ class Requests:
     ) -> RequestHandle:
         """The handle of one forward pass over a prompt. See `LM._submit_prefill`."""
         self.backend.engine.check_open()
+        rendered = prompt if isinstance(prompt, RenderedPrompt) else RenderedPrompt(None, prompt)
         asked = Submission(
-            prompts=[RenderedPrompt(None, token_ids)], params=[PREFILL], interventions=[list(interventions)],
+            prompts=[rendered], params=[PREFILL], interventions=[list(interventions)],
             captures=[list(captures)], priority=[0], names=[what], adapters=[lora],
         )  # fmt: skip
         return self.backend.submit(asked)[0]
