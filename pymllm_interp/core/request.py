@@ -81,7 +81,7 @@ class Request:
     declared: Any = None
     """Scheduling needs of its interventions and captures (`hooks.declared.Demands`); None if it has none."""
     monitors: Any = None
-    """Scores of its monitors, and their decisions (`hooks.monitors.scores.RequestMonitors`); None without."""
+    """Scores of its monitors, and their decisions (`hooks.monitors.request_monitors.RequestMonitors`); None without."""
     forward_only: bool = False
     """One forward pass that computes the logits of all positions, and no generation."""
     prompt_logits: bool = False

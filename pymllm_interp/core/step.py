@@ -174,15 +174,6 @@ class StepRows(Protocol):
         ...
 
 
-class StepScores(NamedTuple):
-    """Dot products of the monitors in a step."""
-
-    values: torch.Tensor
-    """[slots, tokens] float32, on the device."""
-    parts: list[tuple[str, int, int]]
-    """(request id, first column, stop) of each request with monitors."""
-
-
 class PageWrite(NamedTuple):
     """KV pages that a request was given since the runner's last step."""
 
@@ -271,6 +262,8 @@ class ModelRunnerOutput:
     """Request with edits -> of each of these tokens, whether its logits had no distribution (`SamplerOutput.flat`)."""
     scores: dict[str, np.ndarray] = field(default_factory=dict)
     """Request with monitors -> dot products [slots, tokens] float32 of its part."""
+    decided: set[str] = field(default_factory=set)
+    """Requests with monitors that may have fired; the scores of others may wait."""
     execution: str = ""
     """Value of the step's `runner.partition.Execution`."""
     errors: dict[str, BaseException] = field(default_factory=dict)

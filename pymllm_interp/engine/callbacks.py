@@ -8,6 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..hooks.monitors.request_monitors import RequestMonitors
+from ..hooks.monitors.scores import MonitorFire
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +39,7 @@ class Callbacks:
         """Run a function after the earlier functions of the same owner."""
         with self._lock:
             if self._closed and owner not in self._waiting:
-                threading.Thread(target=_guarded, args=(function,), daemon=True).start()
+                threading.Thread(target=guarded, args=(function,), daemon=True).start()
                 return
             if owner in self._waiting:
                 self._waiting[owner].append(function)
@@ -74,15 +81,29 @@ class Callbacks:
         while (owner := self._ready.get()) is not None:
             left = self._waiting[owner]
             while left:
-                _guarded(left[0])
+                guarded(left[0])
                 with self._lock:
                     left.popleft()
                     if not left:
                         del self._waiting[owner]
 
 
-def _guarded(function: Callable[[], None]) -> None:
+def guarded(function: Callable[[], Any]) -> None:
+    """Call a function, and log whatever it raises."""
     try:
         function()
     except BaseException:
         logger.exception("a callback failed")
+
+
+def call_for_fires(
+    monitors: RequestMonitors,
+    function: Callable[[MonitorFire], Any],
+    name: str,
+    positions: np.ndarray,
+    scores: np.ndarray,
+) -> None:
+    """Call a monitor's function for each position at which it fired."""
+    for position, score in zip(positions.tolist(), scores.tolist(), strict=True):
+        guarded(partial(function, MonitorFire(monitors.request_id, name, position, score)))
+        monitors.num_called += 1

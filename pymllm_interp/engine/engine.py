@@ -429,7 +429,7 @@ class Engine:
         ended = self.scheduler.update(step, output)
         if self.ends.streaming:
             self.ends.emit_tokens(step, output)
-        self.ends.call_monitors([*self.ends.known(output.scores), *ended])
+        self.ends.call_monitors([*self.ends.known(output.decided), *ended])
         for request in ended:
             self.ends.finished(request)
 

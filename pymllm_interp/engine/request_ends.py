@@ -18,7 +18,7 @@ from ..core.request import Request
 from ..core.step import DeclaredResult, ModelRunnerOutput, SchedulerOutput
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..runner.interp_model_runner import InterpModelRunner
-from .callbacks import Callbacks
+from .callbacks import Callbacks, call_for_fires
 from .constraints import note_masked
 from .scheduler import Scheduler
 from .step_results import finished_event
@@ -223,15 +223,16 @@ class RequestEnds:
             if monitors is None or not monitors.calls:
                 continue
             calls, monitors.calls = monitors.calls, []
-            if self._callbacks.num_waiting(monitors.request_id) + len(calls) > MAX_CALLS_BEHIND:
+            monitors.num_due += sum(len(positions) for _, _, positions, _ in calls)
+            if monitors.num_due - monitors.num_called > MAX_CALLS_BEHIND:
                 error = RuntimeError(
                     f"request {request.request_id}: the function of a monitor is {MAX_CALLS_BEHIND} calls behind; let it hand "
                     "them to another thread, or raise the threshold"
                 )
                 self.fail([request], error)
                 continue
-            for function, fire in calls:
-                self._callbacks.put(monitors.request_id, partial(function, fire))
+            for call in calls:
+                self._callbacks.put(monitors.request_id, partial(call_for_fires, monitors, *call))
 
     def call_on_step(self, trace: RequestTrace, call: Callable[[], None]) -> None:
         """Call a trace's `on_step` beside the engine's thread. Its error ends the trace's requests."""

@@ -83,7 +83,8 @@ def take_scores(request: Request, entry: ScheduledRequest, output: ModelRunnerOu
     accepted = (
         len(output.sampled_token_ids[output.req_id_to_index[request.request_id]]) if drafted else entry.num_tokens
     )
-    request.monitors.take(entry.start, scores[:, :accepted])
+    decides = request.request_id in output.decided
+    request.monitors.take(entry.start, scores if accepted == entry.num_tokens else scores[:, :accepted], decides)
     return request.monitors.take_acted()
 
 

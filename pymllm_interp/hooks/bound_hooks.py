@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..core.model_spec import LOGITS, STATE, ModelSpec, layers_to, site_index
@@ -30,6 +31,7 @@ from .interventions.sae_op import RequestReads, SAERead
 from .interventions.state_patch import StatePatch, bind_state_patches, is_state_patch
 from .kv_edits import KVEdits
 from .monitors.monitor import BoundMonitor, Monitor, ScoredSite, ScoreRead, bind_monitors
+from .monitors.request_monitors import limits_of
 from .positions import Window
 from .saes.encoders import NO_ENCODERS
 from .site import Site
@@ -194,6 +196,11 @@ class BoundHooks:
     def num_scores(self) -> int:
         """Dot products of the monitors at a position."""
         return sum(monitor.num_dots for monitor in self.monitors)
+
+    @cached_property
+    def score_limits(self) -> np.ndarray:
+        """`limits_of` the monitors."""
+        return limits_of(self.monitors)
 
     @property
     def acts_on_states(self) -> bool:

@@ -16,7 +16,7 @@ from .captures.spec import Capture
 from .declared import Declared
 from .interventions.knockout import Intervention
 from .interventions.vector_pool import VectorPool
-from .monitors.scores import RequestMonitors
+from .monitors.request_monitors import RequestMonitors
 
 
 class Declarations:

@@ -186,11 +186,12 @@ def ordinal_of(windows: tuple[Window, ...], position: int) -> int:
     return -1
 
 
-def selected(windows: Iterable[Window], stop: int) -> np.ndarray:
-    """Positions from 0 to `stop` that are in the windows: [stop] bool."""
-    found = np.zeros(stop, dtype=bool)
+def selected(windows: Iterable[Window], stop: int, first: int = 0) -> np.ndarray:
+    """Positions from `first` to `stop` that are in the windows: [stop - first] bool."""
+    found = np.zeros(stop - first, dtype=bool)
     for window in windows:
-        found[window.start : window.stop : window.step] = True
+        start, end = window.start - first, stop if window.stop is None else window.stop
+        found[start if start >= 0 else start % window.step : max(end - first, 0) : window.step] = True
     return found
 
 

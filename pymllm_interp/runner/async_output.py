@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from functools import cache
 from itertools import chain
 
+import numpy as np
 import torch
 
-from ..core.step import ModelRunnerOutput, SampledLogprobs, StepScores
+from ..core.step import ModelRunnerOutput, SampledLogprobs
 from ..sampling import LogprobTensors, SamplerOutput, VerifiedTokens
 from .input_batch import InputBatch
+from .stages.stage import StepScores
 
 
 @cache
@@ -51,9 +53,9 @@ class AsyncOutput:
         tensors += (found for found in flags.values() if found is not None)
         for logprobs in (sampled.logprobs, *prompt_logprobs.values()):
             tensors += () if logprobs is None else logprobs.tensors
-        self._scored = () if scores is None else scores.parts
+        self._scores = scores
         tensors += () if scores is None else [scores.values]
-        self._host, self._copied = _copy_to_host(tensors)
+        self._host, self._copied = copy_to_host(tensors)
 
     @property
     def done(self) -> bool:
@@ -100,13 +102,19 @@ class AsyncOutput:
                 output.logprobs = [list(chain.from_iterable(found[start : start + n])) for start, n in rows]
         for request_id, logprobs in self._prompt_logprobs.items():
             output.prompt_logprobs[request_id] = [entry for entry in lists(logprobs) if entry is not None]
-        if self._scored:
-            scores = next(tensors).numpy()
-            output.scores = {request_id: scores[:, start:stop] for request_id, start, stop in self._scored}
+        if self._scores is not None:
+            found, parts = (
+                next(tensors).numpy().copy(),
+                self._scores.parts,
+            )  # some wait, and pinned memory is for the next steps
+            output.scores = {request_id: found[:, start:stop] for request_id, start, stop in parts}
+            above: np.ndarray = np.any(~(found <= self._scores.limits), axis=0)  # NaN, too
+            if above.any():
+                output.decided = {request_id for request_id, start, stop in parts if above[start:stop].any()}
         self._host = []
 
 
-def _copy_to_host(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+def copy_to_host(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
     """The tensors in pinned memory, and the event after which they are there. On a CPU: the tensors themselves, and None."""
     device = tensors[0].device
     if device.type != "cuda":

@@ -26,6 +26,8 @@ from ..hooks.captures.activations import Activations
 from .payloads import loaded
 
 ALIGNMENT = 64
+SCORES = ""
+"""Name of a step's scores among the outcomes of requests."""
 
 
 class Placed(NamedTuple):
@@ -34,6 +36,20 @@ class Placed(NamedTuple):
     offset: int
     dtype: str
     shape: tuple[int, ...]
+
+
+class SentScores(NamedTuple):
+    """Dot products of the monitors in a step, on their way to the client.
+
+    Attributes:
+        parts: (request id, first position, first column, stop) of each request.
+        values: [slots, tokens] float32, on the host once `copied` has happened.
+        copied: CUDA event, or None.
+    """
+
+    parts: list[tuple[str, int, int, int]]
+    values: torch.Tensor
+    copied: Any
 
 
 class Shared(NamedTuple):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from helpers_vllm import (
     LAYERS,
     WIDTH,
@@ -27,7 +29,7 @@ from helpers_vllm import (
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.captures import Lens, Project
 from pymllm_interp.core.events import EngineClosedError
-from pymllm_interp.interventions import Generated
+from pymllm_interp.interventions import Generated, Monitor, Probe
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 
 pytestmark = needs_vllm
@@ -145,6 +147,58 @@ def test_the_lens_reads_the_models_head_where_one_rank_has_it(engines: tuple[Cas
         return
     found, wanted = (model.generate(PROMPTS[:1], params, capture=capture)[0] for model in (lm, oracle))
     assert_close(found, wanted)
+
+
+def monitors_of(oracle: LM, params: SamplingParams) -> list[list[Monitor]]:
+    """For each prompt a probe that records, and one that stops it at some token, or not, or at its prompt."""
+    probe, found = vector(12), list[list[Monitor]]()
+    for i, out in enumerate(oracle.generate(PROMPTS, params, interventions=OPS, capture=["resid_post.2"])):
+        first = len(PROMPTS[i]) if i % 2 else 0
+        scores = sorted((out.activations["resid_post.2"].float()[first:] @ probe).tolist())
+        low, high = max(pairwise(scores[-4:]), key=lambda gap: gap[1] - gap[0])
+        where: Any = "generated" if i % 2 else "all"
+        stop = Monitor("resid_post.2", probe, (low + high) / 2, then="stop", name="stop", positions=where)
+        softmax = Probe(vector(13, 2, WIDTH), output="softmax", index=1)
+        record = Monitor("attn_out.1", softmax, name="record", reduce="mean", positions=slice(2, None))
+        found.append([[record], [record, stop], [stop], [], [stop], [record]][i])
+    return found
+
+
+def test_monitors_record_and_stop_as_in_our_engine(engines: tuple[Case, LM, LM]) -> None:
+    """In chunks, with preemptions, behind cached prefixes and on two ranks; all at once, and in streams."""
+    case, lm, oracle = engines
+    params = SamplingParams(temperature=0, max_tokens=30 if case.preempts else 9, ignore_eos=True, logprobs=1)
+    monitors = monitors_of(oracle, params)
+    wanted = oracle.generate(PROMPTS, params, interventions=OPS, monitors=monitors)
+    assert {out.finish_reason for out in wanted} == {"monitor", "length"}
+
+    def check(found: Any, expected: Any) -> None:
+        assert found.monitors.keys() == expected.monitors.keys()
+        for name, own in expected.monitors.items():
+            scores = found.monitors[name]
+            assert (scores.fired, scores.stopped) == (own.fired, own.stopped)
+            assert scores.positions.tolist() == own.positions.tolist()
+            torch.testing.assert_close(scores.scores, own.scores, rtol=1e-3, atol=1e-3)
+
+    for _ in range(2):
+        found = lm.generate(PROMPTS, params, interventions=OPS, monitors=monitors)
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+            assert (one.finish_reason, one.outputs[0].stop_reason) == (
+                other.finish_reason,
+                other.outputs[0].stop_reason,
+            )
+            check(one, other)
+    for i in (1, 2):
+        pieces = list(lm.stream(PROMPTS[i], params, interventions=OPS[i], monitors=monitors[i]))
+        assert [token for piece in pieces for token in piece.token_ids] == wanted[i].token_ids
+        assert pieces[-1].finish_reason == "monitor"
+        check(pieces[-1], wanted[i])
+        scored = [pair for piece in pieces for pair in piece.scores.get("stop", [])]
+        assert [position for position, _ in scored] == wanted[i].monitors["stop"].positions.tolist()
+    probe = Monitor("resid_post.1", vector(1), then=Steer("resid_post.1", vector(2)))
+    with pytest.raises(ValueError, match="records or stops"):
+        lm.generate(PROMPTS[:1], params, monitors=[probe])
 
 
 def test_an_abort_leaves_the_others_as_they_are(engines: tuple[Case, LM, LM]) -> None:

@@ -28,7 +28,6 @@ from ...core.step import (
     ScheduledRequest,
     SchedulerOutput,
     StepRows,
-    StepScores,
 )
 from ...hooks.bind import DeclaredLimits
 from ...hooks.bound_hooks import BoundHooks
@@ -44,9 +43,9 @@ from ...kernels.edit_codes import TokenRows
 from ...layers.edits.table import TableOps
 from ...utils.out_of_memory import within_memory
 from ...utils.upload import upload
-from ..input_batch import InputBatch, InputBuffers
+from ..input_batch import InputBuffers
 from ..request_state import RequestState
-from .stage import PassDemands, Stage
+from .stage import PassDemands, Stage, StepScores
 
 
 class DeclaredStage(Stage):
@@ -90,6 +89,7 @@ class DeclaredStage(Stage):
         self._cutting: dict[str, Declared] = {}  # live requests with knockouts, or captures of patterns
         self._monitored = set[str]()
         self.monitored: Collection[str] = self._monitored
+        self._scored: tuple[list[tuple[str, int, int]], np.ndarray] = [], np.zeros((0, 0), np.float32)
         self._host_scores: torch.Tensor | None = None  # of the pass, where ops are functions
         self._ends: list[tuple[Declared, int, int]] = []  # of the pass, with recurrent states: last position, and slot
 
@@ -348,19 +348,31 @@ class DeclaredStage(Stage):
         declared = [self._live[entry.request_id] for entry in rows.entries if entry.request_id in self._monitored]
         return max([own.hooks.num_scores for own in declared], default=0)
 
-    def scores(self, rows: InputBatch) -> StepScores | None:
+    def scores(self, rows: StepRows) -> StepScores | None:
         """The dot products of the step's monitors, in memory that later steps do not write to."""
-        if not (slots := self._num_slots(rows)):
-            return None
         parts = [
             (entry.request_id, start, start + entry.num_tokens)
             for entry, start in zip(rows.entries, rows.query_start_loc.tolist(), strict=False)
             if entry.request_id in self._monitored
         ]
-        values, self._host_scores = self._host_scores, None
-        if values is None:
-            values = self._tables.token_rows.scores[:slots, : parts[-1][2]].clone()
-        return StepScores(values, parts)
+        if not parts:
+            return None
+        if parts != self._scored[0]:
+            self._scored = parts, self._limits(parts)
+        limits, values, self._host_scores = self._scored[1], self._host_scores, None
+        slots, columns = limits.shape
+        values = (
+            self._tables.token_rows.scores[:slots, :columns].clone() if values is None else values[:slots, :columns]
+        )
+        return StepScores(values, parts, limits)
+
+    def _limits(self, parts: Sequence[tuple[str, int, int]]) -> np.ndarray:
+        """`StepScores.limits` of the parts of a step's requests; decode steps have the same ones again and again."""
+        found = [self._live[request_id].hooks.score_limits for request_id, _, _ in parts]
+        limits = np.full((max(map(len, found)), parts[-1][2]), np.inf, np.float32)
+        for own, (_, start, stop) in zip(found, parts, strict=True):
+            limits[: len(own), start:stop] = own[:, None]
+        return limits
 
     @property
     def _tables(self) -> TableOps:

@@ -17,14 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ...core.forward_batch import ForwardBatch
-from ...core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput, StepScores
+from ...core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from ..input_batch import InputBatch, InputBuffers
 from ..request_state import RequestState
+
+
+class StepScores(NamedTuple):
+    """Dot products of the monitors in a step."""
+
+    values: torch.Tensor
+    """[slots, tokens] float32, on the device."""
+    parts: list[tuple[str, int, int]]
+    """(request id, first column, stop) of each request with monitors."""
+    limits: np.ndarray
+    """[slots, tokens] float32: monitors decide where a dot product is above."""
 
 
 @dataclass(slots=True)

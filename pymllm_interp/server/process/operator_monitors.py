@@ -48,7 +48,7 @@ class MonitorCounts:
         buckets = np.bincount(np.searchsorted(SCORES, scores), minlength=len(self.counts))
         self.counts = [before + more for before, more in zip(self.counts, buckets.tolist(), strict=True)]
         self.sum += float(scores.sum(dtype=np.float64))
-        self.fires += len(found.fired)
+        self.fires += len(found.fired_at)
         self.stops += found.stopped
 
 

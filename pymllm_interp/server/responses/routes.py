@@ -114,7 +114,7 @@ class ResponseJson(Format):
                 "status": "completed" if complete else "incomplete", "completed_at": int(time.time()) if complete else None,
                 "incomplete_details": None if complete else {"reason": reason}, "output": self.output.items,
             }  # fmt: skip
-            self._end(self.response, index, end)
+            self.end(self.response, index, end)
         for name, found in piece.scores.items():
             self._scores.setdefault(name, []).extend(found)
         if self._scores and events:  # a piece without text has none

@@ -14,6 +14,7 @@ from ...hooks.declarations import Declarations
 from ...hooks.interventions.knockout import Intervention, Knockout
 from ...hooks.monitors.monitor import Monitor
 from ...hooks.site import Site
+from ...utils.arguments import shown
 from ..settings import OURS, VllmLimits
 
 MAX_BATCHED = "max_num_batched_tokens"
@@ -54,10 +55,10 @@ class VllmDeclarations(Declarations):
             ValueError: likewise. Also specs that need attention's kernels, a head that is split over ranks, or a larger ring.
         """
         for spec in specs:
-            if isinstance(spec, Monitor):
+            if isinstance(spec, Monitor) and spec.then not in ("record", "stop"):
                 raise ValueError(
-                    f"Monitor({str(spec.site)!r}): with engine='vllm' scores do not leave the ranks while a request runs: capture "
-                    f"Capture({str(spec.site)!r}, reduce=Project(directions)), and score its rows. {OURS}"
+                    f"{spec.name}: with engine='vllm' a monitor records or stops, as its scores are read after the step: then="
+                    f"{shown(spec.then)} is not served. {OURS}"
                 )
             if isinstance(spec, Knockout):
                 raise ValueError(f"{spec.name}: with engine='vllm' no edge of attention can be cut. {OURS}")

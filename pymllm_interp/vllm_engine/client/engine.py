@@ -7,8 +7,11 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from ...core.events import EngineClosedError, Event, Logprob, Subscriber, TokenEvent
 from ...core.request import Request, RequestStatus
@@ -17,12 +20,14 @@ from ...engine.callbacks import Callbacks
 from ...engine.step_results import Progress, finished_event, take
 from ...hooks.declared import Declared
 from ..payloads import TensorKey
+from ..results import SentScores
 from .core import VllmCore, closed
 from .sampling import follows, salt_of, vllm_params
 
 logger = logging.getLogger(__name__)
 CLOSING_SECONDS = 5.0
 STATS_SECONDS = 30.0
+SCORES_SECONDS = 30.0
 WATCH_SECONDS = 5.0
 
 
@@ -34,6 +39,9 @@ class _Live:
         reason: reason for its end, once requested.
         started: whether its task runs. A task that is cancelled before would never answer.
         sent: vLLM knows it.
+        dots: (first position, dot products of monitors [slots, positions]) of steps that the monitors have not taken.
+        num_scored: positions up to which dot products have come.
+        scored: set when more come.
     """
 
     def __init__(self, request: Request, subscriber: Subscriber) -> None:
@@ -42,6 +50,14 @@ class _Live:
         self.reason: str | None = None
         self.keys: list[TensorKey] = []
         self.started = self.sent = False
+        self.dots: deque[tuple[int, np.ndarray]] = deque()
+        self.num_scored, self.scored = 0, asyncio.Event()
+
+    def feed(self, num_tokens: int) -> None:
+        """Let the monitors take the dot products that are there when this many tokens are sampled."""
+        monitors = self.request.monitors
+        while monitors is not None and self.dots and monitors.num_taken < self.request.prompt_len + num_tokens - 1:
+            monitors.take(*self.dots.popleft())
 
 
 class VllmRequestEngine:
@@ -67,6 +83,8 @@ class VllmRequestEngine:
         self._released = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._steps = 0
+        if core.link is not None:
+            core.link.scored = self._scored
         self._watching = core.start(self._watch())
 
     def __repr__(self) -> str:
@@ -177,6 +195,25 @@ class VllmRequestEngine:
                 with contextlib.suppress(Exception):  # the requests get the error of an engine that has ended
                     self._steps = (await self.core.call_async("interp_stats"))[0]["steps"]
 
+    def _scored(self, sent: SentScores) -> None:
+        values = sent.values.numpy()
+        for request_id, first, start, stop in sent.parts:
+            if (one := self._live.get(request_id)) is not None and one.request.monitors is not None:
+                one.dots.append((first, values[:, start:stop]))
+                one.num_scored = max(one.num_scored, first + stop - start)
+                one.scored.set()
+
+    async def _wait_for_scores(self, one: _Live, num_tokens: int) -> None:
+        """Wait for the scores that come before this many tokens, by another way than the tokens."""
+        while one.num_scored < one.request.prompt_len + num_tokens - 1:
+            one.scored.clear()
+            try:
+                await asyncio.wait_for(one.scored.wait(), SCORES_SECONDS)
+            except TimeoutError:
+                raise RuntimeError(
+                    f"the scores of monitors have not come from rank 0 within {SCORES_SECONDS:g} s"
+                ) from None
+
     def _start(self, live: list[_Live]) -> None:
         for one in live:
             one.task = asyncio.get_running_loop().create_task(self._run(one))
@@ -248,6 +285,8 @@ class VllmRequestEngine:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 self.num_events += 1
+                if request.monitors is not None and (new := len(output.outputs[0].token_ids)):
+                    await self._wait_for_scores(one, len(request.output_token_ids) + new)
                 reason = self._take(one, output)
                 if reason is not None:
                     return reason
@@ -281,12 +320,14 @@ class VllmRequestEngine:
         for i, token in enumerate(tokens):
             if kept is not None:
                 kept.append(_logprobs(logprobs[i]))
+            one.feed(len(request.output_token_ids) + 1)
             reason = take(request, [token], ModelRunnerOutput(), [])
             if reason is not None:
                 return reason
             if request.stream and request.generates:
                 found = request.logprobs[-1] if request.logprobs else None
-                self._emit(one, TokenEvent(request.request_id, token, found))
+                scores = None if request.monitors is None else request.monitors.unsent()
+                self._emit(one, TokenEvent(request.request_id, token, found, scores))
         if completion.finish_reason is None:
             return None
         return "stop" if completion.finish_reason == "stop" else str(completion.finish_reason)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...core.step import RequestEnd
 from ...utils.stage_times import TIMES
-from ..results import SharedResults, host_name, read_block, send_at_once
+from ..results import SCORES, SentScores, SharedResults, host_name, read_block, send_at_once
 
 logger = logging.getLogger(__name__)
 LOST = "the connection to rank 0 of vLLM ended before the request's results had arrived"
@@ -23,7 +23,12 @@ class ResultsLink:
     Args:
         address, key: address and key of `Egress`.
         soon: calls a function on the loop.
+
+    Attributes:
+        scored: takes the scores of each step, on the loop.
     """
+
+    scored: Callable[[SentScores], None] | None = None
 
     def __init__(self, address: tuple[str, int], key: bytes, soon: Callable[..., None]) -> None:
         self._connection: Connection = Client((address[0], address[1]), authkey=key)
@@ -84,6 +89,10 @@ class ResultsLink:
 
     def _pass_on(self, outcomes: list[tuple[str, Any]]) -> None:
         for request_id, outcome in outcomes:
+            if request_id == SCORES:
+                if self.scored is not None:
+                    self.scored(outcome)
+                continue
             with self._lock:
                 arrived = self._waiting.pop(request_id, None)
             if arrived is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from ...hooks.declared import Declared
+from ...hooks.monitors.monitor import ScoreRead
 from ...utils.arguments import PromptError
 from ..settings import KEY
 
@@ -31,7 +32,9 @@ def check_params(params: SamplingParams, what: str) -> None:
 
 def follows(request: Request) -> bool:
     """Whether the client reads each token when it comes. Else vLLM answers once, at the end."""
-    return request.stream or request.stop_checker is not None
+    return (
+        request.stream or request.stop_checker is not None or (request.monitors is not None and request.monitors.stops)
+    )
 
 
 def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: Any) -> Any:
@@ -80,6 +83,7 @@ def salt_of(request: Request, declared: Declared | None) -> str | None:
     if declared is not None:
         if "salt" not in declared.hooks.shared:
             found = [(site, op) for site, ops in sorted(declared.hooks.ops.items()) for op in ops]
+            found = [(site, op) for site, op in found if not isinstance(op.spec, ScoreRead)]  # which changes no state
             declared.hooks.shared["salt"] = [f"{site} {op.spec.fingerprint} {op.windows}" for site, op in found]
         parts += declared.hooks.shared["salt"]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32] if parts else None

@@ -30,6 +30,7 @@ class StepBatch:
         largest_records: [reqs] int64, upper bounds of ring elements for a position.
         all_logits: [reqs] bool, whether all positions of a request have logits.
         touches_logits: whether some request has an op or a capture at the logits.
+        monitored: whether some request has monitors.
     """
 
     def __init__(self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int) -> None:
@@ -43,6 +44,7 @@ class StepBatch:
             [0 if one is None else one.layout.max_reserved_size for one in captures], dtype=np.int64
         )
         self.all_logits = np.array([one is not None and one.reads_all_logits for one in self.found], dtype=np.bool_)
+        self.monitored = any(one.declared is not None and one.declared.hooks.monitors for _, one in self.hooked)
         self.touches_logits = any(one.touches(logits_site) for _, one in self.hooked)
         self._tokens = np.zeros(len(self.ids), dtype=np.int64)
         self._met = np.zeros(len(self.ids), dtype=np.int64)

@@ -6,6 +6,7 @@ asks rank 0 itself, over a socket that takes the client's key only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 
 from ...core.step import RequestEnd
 from ...utils.stage_times import TIMES
-from ..results import TensorBlock, host_name, send_at_once
+from ..results import SCORES, SentScores, TensorBlock, host_name, send_at_once
 from .hooked_request import RankResult
 from .result_arena import ResultArena
 
@@ -38,9 +39,15 @@ class Egress:
         self, key: bytes, finish: Callable[[list[RequestEnd]], list[Future[RankResult | None]]], arena: ResultArena
     ) -> None:
         self._finish, self._arena = finish, arena
+        self._clients: list[_Answers] = []
         self._listener = Listener((_own_address(), 0), backlog=4, authkey=key)
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._accept, name="pymllm-interp-egress", daemon=True).start()
+
+    def tell(self, scores: SentScores) -> None:
+        """Send the scores of a step."""
+        for answers in self._clients:
+            answers.tell(scores)
 
     def close(self) -> None:
         """Stop accepting clients."""
@@ -63,6 +70,7 @@ class Egress:
             same_host = connection.recv() == host_name()
             connection.send((self._arena.name, self._arena.size) if same_host else None)
             answers = _Answers(connection, self._arena if connection.recv() else None)
+            self._clients = [answers]  # there is one
             while True:
                 ends, freed = pickle.loads(connection.recv_bytes())
                 with TIMES.of("egress: take blocks back"):
@@ -73,6 +81,7 @@ class Egress:
                 answers.flush()
         except (EOFError, OSError):
             connection.close()
+            self._clients = []
             self._arena.take_back()
 
 
@@ -95,6 +104,18 @@ class _Answers:
             self._arrived.append((request_id, future))
         else:
             future.add_done_callback(lambda done: (self._arrived.append((request_id, done)), self.flush()))
+
+    def tell(self, scores: SentScores) -> None:
+        """Send the scores of a step, before the results of requests that end after it."""
+        self._writer.submit(self._send_scores, scores)
+
+    def _send_scores(self, scores: SentScores) -> None:
+        if scores.copied is not None:
+            scores.copied.synchronize()
+        block = TensorBlock()
+        pickled = block.dumped([(SCORES, scores._replace(copied=None))])
+        with contextlib.suppress(OSError, ValueError):  # the client is gone
+            self._connection.send((pickled, block.sent()))
 
     def flush(self) -> None:
         """Send arrived results, from a separate thread."""

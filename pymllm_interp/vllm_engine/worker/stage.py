@@ -26,9 +26,11 @@ from ...hooks.declared import Declared
 from ...hooks.interventions.host_ops import logit_ops
 from ...kernels.edit_codes import TokenRows
 from ...layers.edits.table import TableOps
+from ...runner.async_output import copy_to_host
 from ...runner.stages.declared_stage import DeclaredStage
 from ...utils.stage_times import TIMES
 from ...utils.upload import upload
+from ..results import SentScores
 from ..settings import limits_of, uses_tables
 from .batch import StepBatch, VllmStep, step_of
 from .hooked_request import HookedRequest, RankResult
@@ -118,6 +120,7 @@ class RankStage:
         self._marked = (0.0, 0.0)
         self._held = False
         self.static = self.stage.table_ops
+        self.tell_scores: Callable[[SentScores], None] | None = None  # of the client, on rank 0
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -397,6 +400,8 @@ class RankStage:
         if self.in_tables and step.batch.captures and not self.rank:
             with TIMES.of("step: send"):
                 self._ring.send()
+        if step.batch.monitored and self.tell_scores is not None:
+            self._send_scores(step, self.tell_scores)
         if self._stream is not None:
             self._launched = torch.cuda.Event()
             self._launched.record()
@@ -404,6 +409,14 @@ class RankStage:
         self._step, self._ops = None, None
         self._let_go()
         self._mark()
+
+    def _send_scores(self, step: VllmStep, tell: Callable[[SentScores], None]) -> None:
+        found = self.stage.scores(step)
+        if found is not None:
+            first = {entry.request_id: entry.start for entry in step.entries}
+            parts = [(request_id, first[request_id], start, stop) for request_id, start, stop in found.parts]
+            (values,), copied = copy_to_host([found.values])
+            tell(SentScores(parts, values, copied))
 
     def _hold(self) -> None:
         if not self._held:

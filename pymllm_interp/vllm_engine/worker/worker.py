@@ -95,6 +95,7 @@ class InterpWorker:
         self._hooks.open(key)
         if self.rank == 0 and self.egress is None:
             self.egress = Egress(key, self._hooks.stage.finish, self._hooks.stage.arena)
+            self._hooks.stage.tell_scores = self.egress.tell
         return {
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
             "address": None if self.egress is None else self.egress.address,

@@ -19,7 +19,7 @@ from torch import nn
 
 from pymllm_interp import LM, SamplingParams, Scale, Steer
 from pymllm_interp.hooks.monitors.monitor import BoundMonitor
-from pymllm_interp.hooks.monitors.scores import ReducedScores, RequestMonitors
+from pymllm_interp.hooks.monitors.request_monitors import ReducedScores, RequestMonitors, limits_of
 from pymllm_interp.hooks.positions import Window
 from pymllm_interp.interventions import Ablate, FeatureProbe, Gate, Generated, Monitor, Probe
 from pymllm_interp.wire.specs import intervention_of, to_json
@@ -293,13 +293,14 @@ def test_a_function_is_called_beside_the_engines_thread(lm_of: Any) -> None:
 @pytest.mark.parametrize("reduce", ["mean", "max", "ewma"])
 def test_a_running_reduction_does_not_depend_on_the_chunks(reduce: Any) -> None:
     rng = np.random.default_rng(1)
-    scores = rng.normal(size=40).astype(np.float32)
-    monitor = Monitor("resid_post.0", [1.0], reduce=reduce)
-    whole = ReducedScores(monitor).take(scores)
-    parts = ReducedScores(monitor)
-    cuts = [0, 1, 1, 7, 8, 30, 40]
-    found = np.concatenate([parts.take(scores[a:b]) for a, b in pairwise(cuts)])
-    np.testing.assert_allclose(found, whole, rtol=1e-6)
+    scores = rng.normal(size=400).astype(np.float32)
+    for decay in (0.0, 0.3, 0.999):
+        monitor = Monitor("resid_post.0", [1.0], reduce=reduce, decay=decay)
+        parts = ReducedScores(monitor)
+        cuts = [0, 1, 1, 7, 8, 30, 400]
+        found = np.concatenate([parts.take(scores[a:b]) for a, b in pairwise(cuts)])
+        for values in (found, ReducedScores(monitor).take(scores)):
+            np.testing.assert_allclose(values, reduced(reduce, decay, scores.tolist()), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -422,27 +423,115 @@ def test_a_forward_pass_has_scores(lm_of: Any) -> None:
     assert len(out.monitors["resid_post.0"].scores) == 3
 
 
-def test_a_long_prompt_with_many_fires_makes_no_object_for_each() -> None:
-    """A client could hold up the engine's thread with 64 monitors that fire at each of 100,000 positions."""
-    bound = [
-        BoundMonitor(str(i), Monitor("embed", [1.0], -1.0, name=str(i)), (Window(0),), i, 1, None) for i in range(64)
+def watching(specs: list[Monitor], prompt_len: int = 0) -> RequestMonitors:
+    """Monitors at all positions."""
+    bound = [BoundMonitor(str(spec.name), spec, (Window(0),), i, 1, None) for i, spec in enumerate(specs)]
+    return RequestMonitors(bound, "r", prompt_len)
+
+
+def test_patience_is_that_of_a_loop_whatever_the_parts() -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        patience, count = rng.choice([1, 2, 3, 7]), rng.randrange(1, 40)
+        dots = np.array([[rng.choice([-1.0, 1.0, 1.0, np.nan]) for _ in range(count)]], np.float32)
+        monitors, streak, expected = watching([Monitor("embed", [1.0], 0.0, patience=patience)]), 0, []
+        for i, above in enumerate((~(dots[0] <= 0)).tolist()):
+            streak = streak + 1 if above else 0
+            expected += [i] * (streak >= patience)
+        cuts = sorted({0, count, *(rng.randrange(count) for _ in range(3))})
+        for start, stop in pairwise(cuts):
+            monitors.take(start, dots[:, start:stop], rng.random() < 0.5)
+        assert monitors.results()["embed"].fired == expected
+
+
+def test_scores_below_their_limits_decide_nothing() -> None:
+    """Dot products at the limit and a float32 above do not fire, at thresholds where roundings are as large as they get."""
+    rng = random.Random(1)
+    for _ in range(2000):
+        size, bias = rng.choice([1e-6, 1.0, 30.0, 1e6]), rng.choice([0.0, 1.0, 1e5]) * rng.uniform(-1, 1)
+        output: Any = rng.choice(["linear", "sigmoid"])
+        threshold = (
+            rng.uniform(-size, size) if output == "linear" else rng.choice([0.5, 1e-5, 1 - 1e-5, 1.0, rng.random()])
+        )
+        spec = Monitor("embed", Probe([1.0], bias, output=output), threshold, "stop", patience=rng.choice([1, 2]))
+        (bound,) = watching([spec]).bound
+        limit = limits_of([bound])[0]
+        assert (
+            output == "sigmoid" or threshold - bias - 3e-5 * (abs(threshold) + abs(bias) + 1) < limit < threshold - bias
+        )
+        if np.isfinite(limit):
+            near = np.array([[limit, limit - 1, limit - abs(limit) / 2, -np.inf]], np.float32)
+            monitors = watching([spec])
+            monitors.take(0, near)
+            assert monitors.stop_at is None, (spec, limit)
+    probe = Probe([[1.0], [2.0]], activation="relu", out_weight=[1.0, 1.0])
+    some = [
+        Monitor("embed", probe, 0.0, "stop"),
+        Monitor("embed", [1.0], 0.0, "stop", reduce="mean"),
+        Monitor("embed", probe),
     ]
-    monitors, lines = RequestMonitors(bound, "r", 100_000), 0
+    bound = [
+        BoundMonitor("", spec, (), slot, n, None) for spec, slot, n in zip(some, (0, 2, 3), (2, 1, 2), strict=True)
+    ]
+    assert limits_of(bound).tolist() == [-np.inf] * 3 + [np.inf] * 2
+
+
+def test_scores_that_decide_nothing_wait_and_are_all_there() -> None:
+    """A step of many requests whose monitors do not fire takes a few lines for each, and no arrays of its own."""
+    dots = np.random.default_rng(1).normal(size=(2, 300)).astype(np.float32)
+    specs = [Monitor("embed", [1.0], 9.0, "stop"), Monitor("embed", [1.0], 0.5, name="w", reduce="ewma")]
+    monitors, lines, before = watching(specs), 0, sys.gettrace()
 
     def count(frame: Any, event: str, arg: Any) -> Any:
         nonlocal lines
         lines += event == "line"
         return count
 
-    dots, before = np.zeros((64, 100_000), np.float32), sys.gettrace()
+    more = np.vstack([dots, dots])  # of a step with a request that has more monitors
+    monitors.take(0, dots[:, :40])
+    sys.settrace(count)
+    try:
+        for i in range(40, 100):
+            monitors.take(i, (dots, more)[i % 2][:, i : i + 1], False)
+    finally:
+        sys.settrace(before)
+    assert lines < 60 * 8
+    assert len(monitors.unsent()["w"][0]) == 100
+    for i in range(90, 300):  # some again, after a preemption
+        monitors.take(i, dots[:, i : i + 1], i % 50 == 0)
+    assert len(monitors.unsent()["w"][0]) == 200 and not monitors.unsent()
+    found = monitors.results()
+    assert found["embed"].scores.tolist() == dots[0].tolist() and found["w"].positions.tolist() == list(range(300))
+    values = reduced("ewma", 0.9, dots[1].tolist())
+    np.testing.assert_allclose(found["w"].values, values, rtol=1e-5, atol=1e-6)
+    assert found["w"].fired == [i for i, value in enumerate(values) if value > 0.5]
+
+
+def test_a_long_prompt_with_many_fires_makes_no_object_for_each() -> None:
+    """A client could hold up the engine's thread with 64 monitors that fire at each of 100,000 positions."""
+    ways: list[dict[str, Any]] = [{}, {"patience": 3}, {"reduce": "ewma"}, {"reduce": "max", "then": print}]
+    specs = [Monitor("embed", [1.0], -1.0, name=str(i), **ways[i % 4]) for i in range(64)]
+    monitors, lines = watching(specs, 100_000), 0
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    dots, before, objects = np.zeros((64, 100_000), np.float32), sys.gettrace(), sys.getallocatedblocks()
     sys.settrace(count)
     try:
         monitors.take(0, dots)
-        unsent = monitors.unsent()
+        unsent, found = monitors.unsent(), monitors.results()
     finally:
         sys.settrace(before)
-    assert lines < 5000 and all(isinstance(part, np.ndarray) for found in unsent.values() for part in found)
-    assert [len(found.fired) for found in monitors.results().values()] == [100_000] * 64
+    objects = sys.getallocatedblocks() - objects
+    assert (
+        lines < 20_000
+        and objects < 20_000
+        and all(isinstance(part, np.ndarray) for found in unsent.values() for part in found)
+    )
+    assert [len(own.fired) for own in found.values()] == [100_000, 99_998, 100_000, 100_000] * 16
 
 
 def test_states_that_are_nan_evade_no_monitor(lm_of: Any) -> None:
