@@ -27,6 +27,7 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "order_seconds": (float, 120.0),
     "engine_message_seconds": (float, 60.0), "engine_step_seconds": (float, 300.0), "engine_start_seconds": (float, 300.0),
     "replica_silence_seconds": (float, 10.0),
+    "max_image_bytes": (int, 16 << 20), "image_fetch_seconds": (float, 5.0),
     "header_seconds": (float, 10.0), "max_header_bytes": (int, 64 << 10),
 }  # fmt: skip
 """Limits of a server -> type and default, as in server/settings.py, which is not imported for --help."""
@@ -224,7 +225,7 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--reasoning-parser", metavar="NAME", help="split reasoning off: qwen3, deepseek_r1 (<think>), openai_gptoss"
     )
-    _add_http(serve.add_argument_group("HTTP, with vLLM's names"))
+    _add_http(serve.add_argument_group("HTTP and images, with vLLM's names"))
     limits = serve.add_argument_group("limits, each answered with a 4xx (docs/reference/http.md)")
     for name, (kind, default) in SERVE_LIMITS.items():
         option = f"--{name.replace('_', '-')}"
@@ -243,6 +244,23 @@ def _add_vllm(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_http(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--limit-mm-per-prompt",
+        type=json.loads,
+        metavar="JSON",
+        help="most images of a prompt: '{\"image\": 4}' (default: 256)",
+    )
+    group.add_argument(
+        "--allowed-media-domains", nargs="+", action="extend", metavar="HOST",
+        help="hosts of the public web that images are fetched from; *: all (default: none)",
+    )  # fmt: skip
+    group.add_argument(
+        "--allowed-local-media-path",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with images that requests may name by file: URLs",
+    )
+
     for name, what in (
         ("--ssl-keyfile", "private key of --ssl-certfile"),
         ("--ssl-certfile", "certificate: clients use https"),

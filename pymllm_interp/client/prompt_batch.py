@@ -52,7 +52,8 @@ def prompts_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Promp
         TypeError: several inputs.
     """
     rest = dict(kwargs)
-    encoded = {name: rest.pop(name) for name in (*ENCODED, *IMAGES) if name in rest} if rest else {}
+    read = (*ENCODED, *IMAGES, *UNUSED) if "pixel_values" in rest else ENCODED
+    encoded = {name: rest.pop(name) for name in read if name in rest} if rest else {}
     if "labels" in rest:
         raise PromptError(f"{what} has labels: compute the loss in the block, from lm.lm_head.output")
     if (embeds := rest.pop("inputs_embeds", None)) is not None:  # transformers' name, [prompts, tokens, width]

@@ -62,7 +62,7 @@ def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
         found, images = rendered(tokenizer, inner, what), images_in(prompt, what)
         return found._replace(images=ImageSources(images)) if images else found
     if not isinstance(prompt, str):
-        return RenderedPrompt(None, ids_of(prompt, what))
+        return _of_ids(prompt, what)
     return tokenized(tokenizer, prompt, what)
 
 
@@ -156,8 +156,8 @@ def names_of(prompts: Sequence[Any]) -> list[str]:
     return [f"prompt {i}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"] * len(prompts)
 
 
-def ids_of(prompt: Any, what: str) -> list[int]:
-    """Token ids of a prompt other than text: ids, a tensor, an array, or a tokenizer's dict.
+def _of_ids(prompt: Any, what: str) -> RenderedPrompt:
+    """A prompt other than text: ids, a tensor, an array, or a tokenizer's or processor's dict.
 
     Raises:
         PromptError: another type, several prompts in one, or ids that are not integers.
@@ -167,8 +167,10 @@ def ids_of(prompt: Any, what: str) -> list[int]:
     batch = split(prompt, what).prompts
     if len(batch) > 1:
         raise PromptError(f"{what} holds {len(batch)} prompts in one: one is expected here")
+    if isinstance(batch[0], RenderedPrompt):
+        return batch[0]
     (ids,) = rows_of(batch[0], what)
-    return ids
+    return RenderedPrompt(None, ids)
 
 
 def params_for(

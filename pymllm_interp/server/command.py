@@ -45,6 +45,8 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     model = {"model": args.model, "dtype": args.dtype} | {k: v for k, v in options.items() if k in model_fields}
     model["saes"] = dict(args.sae or ())
     server = {"device": args.device} | {k: v for k, v in options.items() if k in server_fields}
+    if args.limit_mm_per_prompt is not None:
+        server["limit_mm_per_prompt"] = args.limit_mm_per_prompt
     ModelConfig(**model)
     ServerConfig(**server)
     limits = {field.name: getattr(args, field.name) for field in fields(ServeLimits)}
@@ -63,6 +65,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level, log_format=args.log_format,
         otlp_traces_endpoint=args.otlp_traces_endpoint, vllm=vllm, chat_template=_template_of(args.chat_template),
         tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser,
+        allowed_media_domains=tuple(args.allowed_media_domains or ()), allowed_local_media_path=args.allowed_local_media_path,
         root_path=args.root_path, **{name: getattr(args, name) for name in HTTP_OPTIONS},
     )  # fmt: skip
 

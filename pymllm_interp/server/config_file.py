@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-JSON_OPTIONS = ("allowed-origins", "allowed-methods", "allowed-headers")
-"""Options with a JSON list as value."""
+JSON_OPTIONS = ("allowed-origins", "allowed-methods", "allowed-headers", "limit-mm-per-prompt")
+"""Options with JSON as value."""
 
 
 def arguments_of(file: Path, parser: argparse.ArgumentParser) -> list[str]:

@@ -295,6 +295,16 @@ _Lists = list[Annotated[list[T], at_most(MAX_SPECS)]]
 _FOR_EACH = "a list for each prompt, or one for all, or none"
 
 
+class ImagesField(Strict):
+    """Images of a prompt in `/v1/interp/generate`."""
+
+    bodies: checked(list[str], description="base64 of files, or of safetensors with outputs of the image processor")  # pyright: ignore[reportInvalidTypeForm]
+    text: str | None = Field(
+        None, description="the prompt's text, with an image token for each image; null: its ids have them"
+    )
+    special: bool = Field(True, description="whether the tokenizer adds special tokens to the text")
+
+
 class TokenRequest(Strict):
     """Body of `POST /v1/interp/generate`, which `LM.connect` sends. The answer is a stream of token ids."""
 
@@ -320,6 +330,9 @@ class TokenRequest(Strict):
     embeds: checked(
         list[str | None], None, description="base64 of embeddings in safetensors, or null, one for each prompt"
     ) = None  # pyright: ignore[reportInvalidTypeForm]
+    images: Annotated[list[ImagesField | None] | None, at_most(MAX_LISTED)] = Field(
+        None, description="images of each prompt, or null"
+    )
     edits: str = Field("", description="base64 of persistent edits, which are code")
 
     @model_validator(mode="after")
@@ -327,7 +340,7 @@ class TokenRequest(Strict):
         if not self.prompts:
             raise ValueError("prompts: one at least is expected")
         of_all = ("params", "interventions", "monitors", "captures")
-        for name in (*of_all, "priority", "names", "lora", "embeds"):
+        for name in (*of_all, "priority", "names", "lora", "embeds", "images"):
             value, shared = getattr(self, name), name in of_all
             if (value or name == "params") and len(value) != len(self.prompts) and not (shared and len(value) == 1):
                 raise ValueError(

@@ -62,6 +62,10 @@ class ServeLimits:
     """Seconds that a step of the engine may take. Then its process is ended."""
     replica_silence_seconds: float = 10.0
     """Seconds that a replica or front of a cluster may be silent. Then the calls between them end."""
+    max_image_bytes: int = 16 * MIB
+    """Bytes of an image's file."""
+    image_fetch_seconds: float = 5.0
+    """Seconds that fetching an image may take."""
     max_connections: int = 2048
     """Limit of connections. Beyond it, the one idle for longest is closed; 503 if all have running requests."""
     idle_seconds: float = 30.0
@@ -134,6 +138,10 @@ class ServeSettings:
     """Certificates that clients' are checked against."""
     ssl_cert_reqs: int = 0
     """Whether clients need a certificate: 0 no, 1 they may have one, 2 yes."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts that images of requests are fetched from; "*": all of the public web. None: requests send images as data URLs."""
+    allowed_local_media_path: Path | None = None
+    """Folder of this machine with files that requests may name as images; None: none."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may use the server (CORS), also one without keys; "*": of all. The next three say how."""
     allowed_methods: tuple[str, ...] = ("*",)
@@ -158,6 +166,15 @@ class ServeSettings:
         if self.otlp_traces_endpoint is not None and not self.otlp_traces_endpoint.startswith(("http://", "https://")):
             raise ValueError(
                 f"otlp_traces_endpoint={self.otlp_traces_endpoint!r}: expected a URL such as http://localhost:4318/v1/traces"
+            )
+        for host in self.allowed_media_domains:
+            if host != host.lower().strip() or not host or set("/:") & set(host):
+                raise ValueError(
+                    f"allowed_media_domains has {host!r}: expected a host such as 'images.example.com', or '*'"
+                )
+        if self.allowed_local_media_path is not None and not self.allowed_local_media_path.is_dir():
+            raise ValueError(
+                f"allowed_local_media_path={str(self.allowed_local_media_path)!r}: there is no such folder"
             )
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: expected 0 (any free one) to 65535")

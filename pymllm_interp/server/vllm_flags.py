@@ -12,7 +12,7 @@ _LOG = "--log-level sets what is logged; prompts and texts never are"
 SAME: dict[str, str] = {
     "max_model_len": "", "seed": "", "kv_cache_dtype": "", "enable_prefix_caching": "True",
     "gpu_memory_utilization": "", "async_scheduling": "True", "generation_config": "", "load_format": "",
-    "logprobs_mode": "", "attention_backend": "", "max_loras": "", "max_lora_rank": "",
+    "logprobs_mode": "", "mm_processor_cache_gb": "", "attention_backend": "", "max_loras": "", "max_lora_rank": "",
 }  # fmt: skip
 """Arguments of LM with vLLM's name, which `--option` sets -> the value of a flag without one."""
 RENAMED: dict[str, str] = {

@@ -25,16 +25,21 @@ _OTHERS = (
 )
 
 
+def format_of(body: bytes) -> str | None:
+    """Name of an image file's format, by its first bytes; None for formats that are not read."""
+    start = bytes(body[:16])
+    return next((name for name, magic in _MAGIC if re.match(magic, start, re.DOTALL)), None)
+
+
 def check_format(body: bytes, what: str) -> str:
-    """Name of an image file's format, by its first bytes.
+    """Name of an image file's format.
 
     Raises:
         PromptError: another format than those that are read.
     """
+    if (found := format_of(body)) is not None:
+        return found
     start = bytes(body[:256])
-    for name, magic in _MAGIC:
-        if re.match(magic, start, re.DOTALL):
-            return name
     known = next((name for name, magic in _OTHERS if re.match(magic, start, re.DOTALL | re.IGNORECASE)), None)
     raise PromptError(f"{what} is {known or 'no image file of a known format'}: {READ}")
 

@@ -22,6 +22,20 @@ class EngineMessage(msgspec.Struct, tag=True, omit_defaults=True):
     call: int
 
 
+class PromptImages(msgspec.Struct):
+    """Images of a prompt, one for each image token of its text or ids.
+
+    Attributes:
+        bodies: files of images, or safetensors with the outputs of the model's image processor.
+        text: text of the prompt, with an image token for each image; None: its token ids have them.
+        special: whether the tokenizer adds special tokens to the text.
+    """
+
+    bodies: list[bytes]
+    text: str | None = None
+    special: bool = True
+
+
 # -- to the engine process -----------------------------------------------------------------
 
 
@@ -50,6 +64,8 @@ class Submit(EngineMessage):
     """Whether requests without interventions and captures have receipts, too."""
     embeds: list[bytes | None] = []
     """Embeddings of each prompt as safetensors (wire/embeds.py), or None; empty: none."""
+    images: list[PromptImages | None] = []
+    """Images of each prompt, or None; empty: none."""
     edits: bytes = b""
     """Persistent edits: arbitrary code, as `RunTrace.payload`; empty: none."""
 
@@ -156,6 +172,8 @@ class Accepted(EngineMessage):
 
     params: list[dict[str, Any]]
     max_tokens: list[int]
+    prompts: list[list[int] | None] = []
+    """Token ids of prompts with images, with all image tokens; None for others; empty: no prompt has images."""
 
 
 class Token(EngineMessage):

@@ -34,8 +34,8 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT).with_suffix(""))
 
 
-SERVED = "serve"
-"""The page whose Python needs a server (test_serving_page.py)."""
+ELSEWHERE = {"serve", "images"}
+"""Pages whose Python needs a server (test_serving_page.py), or a vision-language model (test_images_page.py)."""
 OF_NIGHTS = {"libraries"}
 """Pages of libraries that have tests of their own (tests/lens, tests/evals), and whose imports take most of ten seconds."""
 NEEDS = {"libraries": ("transformer_lens", "nnterp", "lm_eval", "inspect_ai", "plotly"), "vllm": ("vllm",)}
@@ -48,7 +48,7 @@ def marked(page: Path) -> Any:
 
 @pytest.mark.usefixtures("one_demo")
 @pytest.mark.parametrize(
-    "page", [marked(page) for page in PAGES if script_of(page).strip() and page.stem != SERVED], ids=name_of
+    "page", [marked(page) for page in PAGES if script_of(page).strip() and page.stem not in ELSEWHERE], ids=name_of
 )
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     missing = [package for package in NEEDS.get(page.stem, ()) if find_spec(package) is None]

@@ -7,7 +7,7 @@ import io
 import tarfile
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,6 +39,7 @@ from ..handle import RequestHandle
 from ..pooling.pooler import Pooler
 from ..request_limits import check_embedded, max_tokens_of, truncated
 from .remote_engine import RemoteEngine
+from .remote_images import SentImages, images_to_json
 from .remote_tracer import NotDeclaredError, RemoteSession, RemoteTracer, edits_payload, run_remotely
 from .remote_vectors import RemoteVectors
 
@@ -81,7 +82,9 @@ class RemoteBackend(Backend):
         self.module: Any = tree_of(config, info["impl"], DTYPES[info["dtype"]])
         most = min(info["limits"]["max_concurrent"] // 2, MOST_IN_FLIGHT)
         self.tokenizer, pooler = _tokenizer(self.engine, info)
-        self.facts = ModelFacts.of_json(info, self.engine.url, self.module.spec, config, most, pooler)
+        images = info["images"] and SentImages(config, self.tokenizer, info["images"]["max_images"])
+        facts = ModelFacts.of_json(info, self.engine.url, self.module.spec, config, most, pooler)
+        self.facts = replace(facts, images=images)
         self.vectors = RemoteVectors(self.engine)
         self.saes = ServedSAEs(info["saes"])
         self.lowered = Lowered(self.module, lower_traces, torch.device("cpu"))
@@ -95,6 +98,8 @@ class RemoteBackend(Backend):
             return []
         sent = [self._sent(*each) for each in zip(submission.prompts, submission.params, submission.names, strict=True)]
         frames, accepted = self.engine.start(_body_of(submission, sent))
+        if expanded := accepted.get("prompts"):
+            sent = [theirs or ids for theirs, ids in zip(expanded, sent, strict=True)]
         handles: list[RequestHandle] = []
         subscribers: list[tuple[str, RequestHandle]] = []
         for i, prompt in enumerate(submission.prompts):
@@ -117,8 +122,8 @@ class RemoteBackend(Backend):
         """The token ids for the server. Ids beyond the context are refused before they are sent."""
         limits = self.limits
         params = params or self.defaults.fitting(limits.max_model_len - len(prompt.token_ids))
-        if prompt.embeds is not None:
-            check_embedded(params, name)
+        if prompt.embeds is not None or prompt.images:
+            check_embedded(params, name, "images" if prompt.images else "embeddings")
         ids = truncated(prompt.token_ids, params, limits.max_model_len)
         max_tokens_of(limits, self.tokenizer, ids, params, name, forward_only=False)
         return ids
@@ -209,6 +214,7 @@ def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]
     """The JSON of a submission of these token ids."""
     ops, captures = submission.interventions, submission.captures
     any_embeds = any(prompt.embeds is not None for prompt in submission.prompts)
+    any_images = any(prompt.images for prompt in submission.prompts)
     return {
         "prompts": prompts,
         "params": [None if params is None else _params_to_json(params) for params in submission.params],
@@ -223,6 +229,7 @@ def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]
         "prompt_logits": submission.prompt_logits,
         "receipts": submission.receipts,
         "embeds": [_embeds_to_text(prompt.embeds) for prompt in submission.prompts] if any_embeds else None,
+        "images": [images_to_json(prompt) for prompt in submission.prompts] if any_images else None,
         "edits": base64.b64encode(edits_payload(submission.edits)).decode() if submission.edits else "",
     }
 

@@ -21,6 +21,7 @@ from ..routes.tokenizer import import_library, load_tokenizer
 from ..settings import ServeSettings
 from ..store import ActivationStore
 from .errors import ApiError
+from .media import Media
 from .metrics import CallMetrics, Metrics
 from .threads import FairThreads
 from .trust import STRANGERS, Client, Trust
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .spans import Spans
 
 MakeEngine = Callable[[ServeSettings, Callable[[], Any]], Door]
+MEDIA_THREADS = 16
+"""Threads that wait for images of requests."""
 RATE_SECONDS = 5.0
 """Span that the tokens per second are measured over."""
 
@@ -46,6 +49,8 @@ class ServerState:
         tokenizer: the model's, or None.
         pooler: the model's defaults of embeddings.
         threads: threads for work on texts, shared fairly by client name.
+        media_threads: threads that wait for images, which are fetched.
+        media: reads the images of requests.
         draining: whether the server is ending, and refuses new requests.
     """
 
@@ -60,7 +65,11 @@ class ServerState:
         self.uploads = Uploads(settings.limits, self.engine.vectors)
         self.tokenizer: Any = None
         self.pooler = Pooler()
-        self.threads = FairThreads()
+        self.threads, self.media_threads = FairThreads(), FairThreads(MEDIA_THREADS, MEDIA_THREADS // 4)
+        self.media = Media(
+            settings.allowed_media_domains, settings.allowed_local_media_path, settings.limits.max_image_bytes,
+            settings.limits.image_fetch_seconds,
+        )  # fmt: skip
         self.draining = False
         self.exiting = asyncio.Event()
         self.started = time.time()

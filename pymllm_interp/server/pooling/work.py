@@ -21,6 +21,7 @@ from ...wire.failures import EngineError
 from ..http.errors import ApiError, api_error
 from ..http.state import ServerState
 from ..http.trust import Client
+from ..routes.conversations import text_only
 from ..routes.generation import Generation, Prompt
 from ..routes.lens import content_of
 from ..routes.openai_format import Format
@@ -110,7 +111,7 @@ class PooledWork:
             chat_template_kwargs=body.chat_template_kwargs,
             check=lambda text: check_length(self.state.tokenizer, len(text), self._room, "the conversation"),
         )  # fmt: skip
-        return PooledText(found.text, found.token_ids)
+        return PooledText(found.text, text_only(found).token_ids)
 
     def _pair(self, first: str, second: str, most: int | None, name: str) -> PooledText:
         """Two texts, as the tokenizer joins them."""

@@ -23,7 +23,9 @@ from safetensors.torch import load
 
 from ...client.backend import Submission
 from ...client.calls.requests import Requests
-from ...client.prompts import names_of
+from ...client.chat import RenderedPrompt
+from ...client.images.parts import ImageSources
+from ...client.prompts import checked, names_of
 from ...core.limits import MAX_CALL_TOKEN_IDS, MAX_NAMED
 from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
 from ...core.structured.structured_outputs import StructuredOutputs
@@ -32,6 +34,7 @@ from ...utils.files.checked_files import MAX_JSON_BYTES
 from ...wire import messages as m
 from ...wire.embeds import NAME, POSITIONS
 from ...wire.failures import failure_of
+from ...wire.images import check_format
 from ...wire.request_sizes import CallSizes
 from ...wire.specs import capture_of, intervention_of, monitor_of
 from ..engines.vector_orders import VectorOrder, VectorOrders
@@ -169,8 +172,11 @@ class EngineServer:
         requests = [request for own in made for request in own]
         self._calls[message.call] = [request.request_id for request in requests]
         events = CallEvents(self.outbox, message, requests, self._monitors, partial(self._ended, message.call))
+        prompts = [own[0].prompt_token_ids if own[0].images else None for own in made] if message.images else []
         self.outbox.put(
-            m.Accepted(message.call, [asdict(own[0].params) for own in made], [own[0].max_tokens for own in made])
+            m.Accepted(
+                message.call, [asdict(own[0].params) for own in made], [own[0].max_tokens for own in made], prompts
+            )
         )
         try:
             model.backend.send([(own, events) for own in made])
@@ -317,11 +323,36 @@ def _prompt_of(token_ids: list[int], embeds: bytes | None, what: str) -> Any:
     return {"prompt_token_ids": token_ids, "embeds": dict(zip(positions.tolist(), vectors, strict=True))}
 
 
+def _image_of(body: bytes, what: str) -> Any:
+    """An image's file, or outputs of the image processor, as a client sent it."""
+    if int.from_bytes(body[:8], "little") <= min(MAX_JSON_BYTES, len(body)):  # the header of safetensors
+        return _tensors_of(body, what)
+    check_format(body, what)
+    return body
+
+
+def _with_images(prompt: Any, images: m.PromptImages | None, model: ServedModel, what: str) -> Any:
+    """A client's prompt with its images read, here and not on the engine's thread."""
+    if images is None:
+        return prompt
+    if not isinstance(prompt, list):
+        raise PromptError(f"{what} has embeddings and images: one of the two is expected")
+    items = [_image_of(body, f"image {i} of {what}") for i, body in enumerate(images.bodies)]
+    given = RenderedPrompt(images.text, prompt, images=ImageSources(items, images.special))
+    return checked(model.tokenizer, given, model.backend.facts, what)
+
+
 def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
     """A client's call as a `Submission`."""
     room, prompts = model.limits.max_model_len, message.prompts
     names = message.names or names_of(prompts)
     params = _for_each([None if given is None else _params(given) for given in message.params], prompts)
+    asked = [_prompt_of(*each) for each in zip(prompts, message.embeds or [None] * len(prompts), names, strict=True)]
+    if message.images:
+        asked = [_with_images(*each, model, what) for *each, what in zip(asked, message.images, names, strict=True)]
+        prompts = [
+            one.token_ids if isinstance(one, RenderedPrompt) else ids for one, ids in zip(asked, prompts, strict=True)
+        ]
     params = [one or model.backend.defaults.fitting(room - len(ids)) for one, ids in zip(params, prompts, strict=True)]
     options: Any = dict(message.options)
     for key, given, read in (
@@ -332,9 +363,8 @@ def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
             lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
             check_names(spec for specs in lists for spec in specs)
             options[key] = _for_each(lists, prompts)
-    given = [_prompt_of(*each) for each in zip(prompts, message.embeds or [None] * len(prompts), names, strict=True)]
     return Requests(model, model.backend, model.tokenizer).submission(
-        given, params, options, message.stream, names, message.prompt_logits, message.receipts
+        asked, params, options, message.stream, names, message.prompt_logits, message.receipts
     )
 
 

@@ -37,7 +37,15 @@ class RefusalPart(Strict):
         return self.refusal
 
 
-MessagePart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+class ImagePart(Strict):
+    """A part of a message: an image."""
+
+    type: Literal["input_image"]
+    image_url: str = Field(description="a data URL, or an address that the server may fetch")
+    detail: str | None = None
+
+
+MessagePart = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]
 Content = str | Annotated[list[MessagePart], at_most(MAX_MESSAGES)]
 
 
@@ -94,7 +102,7 @@ class ReasoningItem(Strict):
 
 InputItem = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-PARTS = ("input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+PARTS = ("input_text", "input_image", "output_text", "refusal", "reasoning_text", "summary_text")
 
 
 def served_items(items: Sequence[Any]) -> list[Any]:
@@ -126,7 +134,7 @@ def _check_parts(where: str, parts: Any) -> None:
         kind = part.get("type")
         if kind is not None and kind not in PARTS:
             raise ValueError(
-                f"{where}: parts of type {str(kind)[:80]!r} are not served: the model reads text, input_text"
+                f"{where}: parts of type {str(kind)[:80]!r} are not served: input_text and input_image are read"
             )
 
 
@@ -176,10 +184,28 @@ def messages_of(
             last["content"] = _text(item.content)
         else:  # templates leave out a role that they do not know
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _text(item.content)})
+            messages.append({"role": role, "content": _content(item.content)})
     return messages
 
 
+def _content(content: Content) -> str | list[dict[str, Any]]:
+    """The text of a message, or its parts if it has images."""
+    if isinstance(content, str) or not any(isinstance(part, ImagePart) for part in content):
+        return _text(content)
+    return [
+        part.model_dump(exclude_none=True) if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+        for part in content
+    ]
+
+
 def _text(content: Content) -> str:
-    """The text of a message, its parts joined by newlines, as in chats."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    """The text of a message, its parts joined by newlines, as in chats.
+
+    Raises:
+        PromptError: it has images, which only messages of users and systems have.
+    """
+    if isinstance(content, str):
+        return content
+    if any(isinstance(part, ImagePart) for part in content):
+        raise PromptError("input: images are parts of messages; outputs of calls and answers of the assistant are text")
+    return "\n".join(part.text for part in content if not isinstance(part, ImagePart))

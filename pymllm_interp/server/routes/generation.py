@@ -26,6 +26,8 @@ class Prompt:
     params: SamplingParams
     embeds: bytes | None = None
     """Embeddings as safetensors, in place of token embeddings; None without any."""
+    images: m.PromptImages | None = None
+    """Images, or None. `token_ids` have their positions once the engine has accepted the prompt."""
 
 
 @dataclass
@@ -88,6 +90,8 @@ class Generation:
         ids = [prompt.token_ids for prompt in prompts]
         if any(prompt.embeds for prompt in prompts):
             more["embeds"] = [prompt.embeds for prompt in prompts]
+        if any(prompt.images for prompt in prompts):
+            more["images"] = [prompt.images for prompt in prompts]
         call = engine.open(lambda number: m.Submit(number, owner, ids, params, stream=stream, **more))
         try:
             accepted = await call.next()
@@ -95,6 +99,8 @@ class Generation:
             engine.close(call, abort=isinstance(error, asyncio.CancelledError))
             raise
         assert isinstance(accepted, m.Accepted)
+        for prompt, expanded in zip(prompts, accepted.prompts, strict=bool(accepted.prompts)):
+            prompt.token_ids = expanded or prompt.token_ids
         return cls(engine, tokenizer, prompts, call)
 
     async def pieces(self) -> AsyncIterator[CompletionPiece]:

@@ -25,13 +25,14 @@ from ...wire import messages as m
 from ...wire.failures import failure_of
 from ...wire.frames import frame_start, framed
 from ...wire.gate_words import TRACE_PATH
+from ...wire.images import format_of
 from ..engines.call import Call
 from ..http.body import JsonRoute
 from ..http.errors import ApiError, api_error
 from ..http.metrics import CallMetrics
 from ..http.state import ServerState, check_priority, client_of, require, require_operator
 from ..http.trust import Client, Trust
-from ..protocol import AbortRequest, EmptyRequest, LensRequest, TokenRequest
+from ..protocol import AbortRequest, EmptyRequest, ImagesField, LensRequest, TokenRequest
 from .lens import logit_lens
 from .openai_routes import DisconnectedError, while_connected
 from .orders import taken
@@ -196,8 +197,11 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         try:
             edits = await asyncio.to_thread(base64.b64decode, body.edits, validate=True) if body.edits else b""
             embeds = await asyncio.to_thread(_decoded, body.embeds) if body.embeds else []
+            images = await asyncio.to_thread(_images_of, body.images) if body.images else []
         except binascii.Error as error:
-            raise ApiError(400, f"edits or embeds: not base64 ({error})", "edits") from None
+            raise ApiError(400, f"edits, embeds or images: not base64 ({error})", "edits") from None
+        if any(format_of(one) is None for given in images if given is not None for one in given.bodies):
+            require(request, Trust.DECLARED)  # outputs of a processor, which are any numbers
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
         if body.priority is not None:
             options["priority"] = body.priority
@@ -208,7 +212,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
             return m.Submit(
                 number, client.name, body.prompts, body.params, interventions=body.interventions,
                 monitors=body.monitors, captures=body.captures, options=options, names=body.names, stream=body.stream,
-                prompt_logits=body.prompt_logits, receipts=body.receipts, embeds=embeds, edits=edits,
+                prompt_logits=body.prompt_logits, receipts=body.receipts, embeds=embeds, images=images, edits=edits,
             )  # fmt: skip
 
         state.metrics.totals["hooked_requests"] += _trust_of(body) > Trust.PLAIN
@@ -241,6 +245,15 @@ def _completions(params: dict[str, Any] | None) -> int:
 
 def _decoded(given: list[str | None]) -> list[bytes | None]:
     return [None if text is None else base64.b64decode(text, validate=True) for text in given]
+
+
+def _images_of(given: list[ImagesField | None]) -> list[m.PromptImages | None]:
+    return [
+        None
+        if one is None
+        else m.PromptImages([base64.b64decode(body, validate=True) for body in one.bodies], one.text, one.special)
+        for one in given
+    ]
 
 
 def _trust_of(body: TokenRequest) -> Trust:

@@ -26,7 +26,7 @@ from ..http.state import ServerState, check_priority, require
 from ..http.trust import Client, Trust
 from ..protocol import ChatRequest, CompletionRequest, GenerationRequest, SharedRequest
 from ..tools.messages import MessageParser
-from .conversations import conversation
+from .conversations import conversation, fetched
 from .generation import CompletionPiece, Generation, Prompt
 from .openai_format import Format, usage_of
 from .prompt_text import check_length, check_tokens, last_part
@@ -173,9 +173,9 @@ def asked_of(
 
 def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) -> Prompt:
     ids = read.token_ids  # the engine refuses to truncate embeddings
-    if read.embeds is None:
+    if read.embeds is None and not read.images:
         ids = truncated(ids, params, state.info["limits"]["max_model_len"])
-    return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params, read.embeds)
+    return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params, read.embeds, read.images or None)
 
 
 def embedded(state: ServerState, given: list[str]) -> list[RenderedPrompt]:
@@ -293,12 +293,14 @@ class Work:
             options["priority"] = [body.priority] * self._asked.prompts
         try:
             read = await self._state.threads.run(self._client.name, self._asked.read)
+            if any(one.images for one in read):
+                read = await self._state.media_threads.run(self._client.name, fetched, self._state, read)
             prompts = self._prompts = [_prompt(self._state, one, self._asked.params) for one in read]
-            lengths = [len(prompt.token_ids) for prompt in prompts]
-            self._notes |= {"prompt_tokens": sum(lengths), "hooked": body.hooked, "stream": stream}
             found = await Generation.start(
                 self._state.engine, self._state.tokenizer, prompts, self._client.name, stream, options=options, **hooks
             )
+            lengths = [len(prompt.token_ids) for prompt in prompts]
+            self._notes |= {"prompt_tokens": sum(lengths), "hooked": body.hooked, "stream": stream}
             self._metrics = self._state.call_metrics(
                 self._started, lengths, [self._n] * len(prompts), [self._asked.adapter] * len(prompts)
             )

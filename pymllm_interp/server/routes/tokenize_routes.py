@@ -11,7 +11,8 @@ from ..http.errors import ApiError
 from ..http.state import ServerState, require
 from ..http.trust import Trust
 from ..protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .openai_routes import adapter_of, conversation, texts
+from .conversations import conversation, text_only
+from .openai_routes import adapter_of, texts
 
 
 def tokenize_routes(state: ServerState) -> APIRouter:
@@ -59,4 +60,4 @@ def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
     fields = body.model_dump(
         exclude={"model", "prompt", "add_special_tokens", "return_token_strs"}, exclude_unset=True
     )  # fmt: skip
-    return conversation(state, ChatRequest.model_validate(fields)).token_ids
+    return text_only(conversation(state, ChatRequest.model_validate(fields))).token_ids
