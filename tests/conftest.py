@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, wraps
 from itertools import chain
 from pathlib import Path
@@ -357,7 +357,10 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
     made: dict[tuple, LM] = {}
     if request.config.getoption("--remote"):
         with ExitStack() as servers:
-            yield partial(_connected, servers, made, model_folder, request.config.getoption("--lower-traces"))
+            start = serving
+            if request.config.getoption("--tenth") is not None:  # the tests take less than the start of two processes
+                from helpers_served import served as start
+            yield partial(_connected, servers, made, model_folder, request.config.getoption("--lower-traces"), start)
         return
     defaults = {
         "dtype": "float32", "device": "cpu", "hook_execution": request.config.getoption("--hook-execution"),
@@ -390,6 +393,7 @@ def _connected(
     made: dict[tuple, LM],
     model_folder: Callable[[str], Path],
     lower_traces: str,
+    start: Callable[..., AbstractContextManager[Server]],
     family: str,
     **kwargs: Any,
 ) -> LM:
@@ -399,9 +403,7 @@ def _connected(
         if kwargs.keys() - {*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__}:
             pytest.skip(f"{', '.join(kwargs)}: of a local LM alone")
         options = [part for name, value in kwargs.items() for part in ("--option", f"{name}={value!r}")]
-        server = servers.enter_context(
-            serving(model_folder(family), "--allow-code-from", "anybody", *options, keys=None)
-        )
+        server = servers.enter_context(start(model_folder(family), "--allow-code-from", "anybody", *options, keys=None))
         made[key] = servers.enter_context(LM.connect(server.url, lower_traces=lower_traces))
     return made[key]
 
