@@ -384,14 +384,27 @@ def text_name(model_type: str) -> str:
     return "text_model" if model_type in ("smolvlm", "idefics3") else "language_model"
 
 
+HEADS = ("LMHeadModel", "DoubleHeadsModel", "RewardModel", "EmbeddingModel", "BertModel", "RobertaModel")
+"""Ends of the names of architectures that end in "Model", and are no decoders without a head."""
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 """Ends of the names of architectures with a classification head. Heads of the second kind have a bias."""
 
 
 def num_labels_of(config: Any) -> int | None:
-    """Labels of the classification head that a transformers config names; None without one."""
+    """Labels of the classification head that a transformers config names; None for a language modelling head.
+
+    A decoder without a head, such as `LlamaModel`, has one label: its logit is 0.
+    """
+    if lacks_head(config):
+        return 1
     name = (getattr(config, "architectures", None) or [""])[0]
     return config.num_labels if name.endswith(CLASSIFIERS) else None
+
+
+def lacks_head(config: Any) -> bool:
+    """Whether a transformers config names a decoder without a head, as embedding models do."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    return name.endswith("Model") and not name.endswith(HEADS)
 
 
 def has_head_bias(config: Any) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES, num_labels_of
+from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES, lacks_head, num_labels_of
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, UnsupportedModelError
 from ..layers.quantization.unallocated import unallocated_weights
@@ -107,6 +107,8 @@ def check_supported(config: PretrainedConfig) -> None:
         kind = "a model with sparse attention: its indexer selects blocks of keys"
     elif getattr(config, "use_bidirectional_attention", None) is True:
         kind = "an encoder: bidirectional attention is not supported"
+    elif num_labels_of(config) is not None and _is_encoder(config):
+        kind = f"an encoder: bidirectional attention is not supported ({config.architectures[0]})"
     elif architecture.endswith(NOT_GENERATIVE):
         kind = "not a generative model: it has no language modelling head"
     if kind is not None:
@@ -115,6 +117,13 @@ def check_supported(config: PretrainedConfig) -> None:
 
 def _is_multimodal(config: PretrainedConfig) -> bool:
     return any(getattr(config, part, None) is not None for part in ("vision_config", "vq_config", "audio_config"))
+
+
+def _is_encoder(config: PretrainedConfig) -> bool:
+    """Whether models of this type predict masked tokens, and are not set up as decoders."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
 
 
 def is_native(config: PretrainedConfig, impl: str) -> bool:
@@ -212,10 +221,23 @@ def load_model(
 
 
 def _tensors(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    found = iter_safetensors(folder)
-    if model.spec.num_labels is not None:  # transformers' name of the head
-        found = ((f"lm_head.{name[6:]}" if name.startswith("score.") else name, tensor) for name, tensor in found)
-    return model.parameters_of(found)
+    return model.parameters_of(_named(model, folder))
+
+
+def _named(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors by the names of the class that generates. Classifiers name the head otherwise; decoders without a head have
+    neither it nor the decoder's prefix.
+    """
+    decoder: torch.nn.Module = getattr(model, model.decoder_name)
+    own = {name for name, _ in decoder.named_children()}
+    if lacks_head(model.config):
+        yield "lm_head.weight", torch.zeros_like(model.lm_head.weight, device="cpu")
+    for name, tensor in iter_safetensors(folder):
+        if model.spec.num_labels is not None and name.startswith("score."):
+            name = f"lm_head.{name.removeprefix('score.')}"
+        elif name.partition(".")[0] in own:
+            name = f"{model.decoder_name}.{name}"
+        yield name, tensor
 
 
 def described(config: PretrainedConfig, impl: str = "auto") -> str:

@@ -16,6 +16,7 @@ import torch
 
 from ..attention.attention_backend import AttentionBackend
 from ..config import ModelConfig, ServerConfig
+from ..core.families import lacks_head
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.model_spec import ModelSpec
 from ..core.step import LogitsProcessorOutput
@@ -229,7 +230,9 @@ class RunnerParts(ABC):
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Tasks that the model can be asked for, by vLLM's names."""
         pooled = ("embed", "token_embed", "score")
-        return ("generate", *pooled) if self.model_spec.num_labels is None else ("classify", "token_classify", *pooled)
+        if self.model_spec.num_labels is None:
+            return ("generate", *pooled)
+        return pooled if lacks_head(self.get_model().config) else ("classify", "token_classify", *pooled)
 
     @property
     def is_pooling_model(self) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import held, random_model, tiny_tokenizer
+from conftest import CONFIGS, held, random_model, tiny_tokenizer
+from helpers_st import TEXTS, folder_of_modules
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -256,6 +257,36 @@ def test_a_broken_file_is_a_reason_and_no_crash(tmp_path: Path) -> None:
         found = pooler_of(tmp_path, encoder=False)
         assert found.modes == ("last",) and found.why_not.startswith(f"{tmp_path.name}/modules.json: "), text
         assert Pooler.of_json(found.to_json(), None).to_json() == found.to_json()
+
+
+def test_embeddings_equal_those_of_sentence_transformers(tmp_path: Path) -> None:
+    """A decoder without a head and without a prefix of its weights, as most checkpoints of embedding models are."""
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "embeddings.json").read_text())
+    assert golden["made_by"] == "sentence-transformers 6.2.0"
+    folder = folder_of_modules(tmp_path)
+    for impl in ("native", "transformers"):
+        lm = LM(folder, dtype="float32", impl=impl, kv_cache_tokens=256)
+        equal(data(lm.encode(TEXTS)), list(torch.tensor(golden["plain"])))
+        equal(data(lm.encode(TEXTS, prompt_name="query")), list(torch.tensor(golden["query"])))
+        equal(data(lm.encode(TEXTS, dimensions=5)), list(torch.tensor(golden["short"])))
+        assert lm.backend.facts.tasks == ("embed", "token_embed", "score")
+        with pytest.raises(PromptError, match="generates nothing"):
+            lm.generate(TEXTS)
+        with pytest.raises(PromptError, match="no classification head"):
+            lm.classify(TEXTS)
+        lm.shutdown()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox", "glm4_moe"])
+def test_a_decoder_without_a_head_embeds(family: str, tmp_path: Path) -> None:
+    """Its checkpoint names no prefix, and has no head."""
+    model = random_model(CONFIGS[family]()).base_model
+    model.save_pretrained(tmp_path)
+    for impl in ("native", "transformers"):
+        lm = LM(tmp_path, dtype="float32", impl=impl, kv_cache_tokens=256)
+        states = [hidden(model, ids) for ids in PROMPTS]
+        equal(data(lm.encode(PROMPTS, pooling="mean")), [unit(h.mean(0)) for h in states])
+        lm.shutdown()
 
 
 # -- wrong input -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -14,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ....core.families import has_head_bias
+from ....core.families import has_head_bias, lacks_head
 from ....core.model_spec import ModelSpec
 from ....core.unsupported import UnsupportedModelError
 
@@ -39,7 +40,9 @@ def model_of(config: PretrainedConfig, spec: ModelSpec) -> PreTrainedModel:
 
 
 def classifier_class(config: PretrainedConfig) -> Any:
-    """transformers' auto class of a config with a classification head."""
+    """transformers' auto class of a config with a classification head, or without a head."""
+    if lacks_head(config):
+        return AutoModel
     return AutoModelForTokenClassification if has_head_bias(config) else AutoModelForSequenceClassification
 
 
@@ -49,6 +52,14 @@ def with_head(classifier: Any, config: PretrainedConfig, spec: ModelSpec) -> Pre
     Raises:
         UnsupportedModelError: the classifier has other parts than a decoder and its head `score`.
     """
+    if lacks_head(config):
+        with torch.device("meta"):
+            served = model_of(config, spec)
+        setattr(served, served.base_model_prefix, classifier)
+        head = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False, dtype=spec.dtype)
+        torch.nn.init.zeros_(head.weight)
+        served.set_output_embeddings(head)
+        return served
     parts = {name for name, child in classifier.named_children() if not isinstance(child, torch.nn.Dropout)}
     if parts != {classifier.base_model_prefix, "score"} or not isinstance(classifier.score, torch.nn.Linear):
         raise UnsupportedModelError(f"{type(classifier).__name__} cannot be served: its head is not the module score")
