@@ -62,6 +62,8 @@ class ModelFacts:
     """Tasks that requests may ask for."""
     pooler: Pooler = field(default=Pooler(), repr=False)
     """Defaults of embeddings."""
+    pooled_site: str = "final_norm"
+    """Site of transformers' `last_hidden_state`."""
 
     # For checks of requests, in the process of the engine's client.
     names: tuple[str, ...] = field(default=(), repr=False)
@@ -96,6 +98,7 @@ class ModelFacts:
             "dtype": str(self.dtype)[6:],
             "device": self.device,
             "engine": self.engine_name,
+            "encoder": spec.encoder,
             "num_layers": spec.num_hidden_layers,
             "hidden_size": spec.hidden_size,
             "sites": {
@@ -117,6 +120,7 @@ class ModelFacts:
             "generation_config": defaults.followed,
             "logprobs_mode": self.logprobs_mode,
             "pooler": self.pooler.to_json(),
+            "pooled_site": self.pooled_site,
             "inner_sites": sorted(self.inner_sites),
             "eos_token_ids": sorted(defaults.eos_token_ids),
             "seed": self.seed,
@@ -147,5 +151,5 @@ class ModelFacts:
             device=info["device"], engine_name=info["engine"], inner_sites=frozenset(info["inner_sites"]),
             limits=limits, settings=found, hooks=info["hooks"],
             defaults=GenerationDefaults(info["generation_config"], frozenset(info["eos_token_ids"])), seed=info["seed"],
-            logprobs_mode=info["logprobs_mode"], pooler=pooler,
+            logprobs_mode=info["logprobs_mode"], pooler=pooler, pooled_site=info["pooled_site"],
         )  # fmt: skip

@@ -35,7 +35,7 @@ from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .images.families import IMAGE_FAMILIES
 from .images.reader import ImageReader
-from .pooling.folders import pooler_of
+from .pooling.folders import last_site, pooler_of
 from .request_factory import RequestFactory
 
 HOOKS = {
@@ -95,6 +95,8 @@ class LocalBackend(FactoryBackend):
         device = torch.device(runner.device)
         self.lowered = Lowered(self.module, runner.server_config.lower_traces, device)
         self.tokenizer = load_tokenizer(source)
+        if runner.model_spec.encoder:
+            self.module.set_separator(getattr(self.tokenizer, "sep_token_id", None))
         self.facts = replace(facts_of(runner), images=image_reader(source, self.tokenizer, runner.server_config))
         weights, saes, declarations, adapters = runner.model_state, runner.saes, runner.declarations, runner.adapters
         assert weights is not None and saes is not None and declarations is not None and adapters is not None
@@ -205,5 +207,5 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
         seed=config.seed, logprobs_mode=settings.logprobs_mode, tasks=runner.get_supported_tasks(), names=source.names,
         page_size=settings.page_size, longest_pass=len(runner.input_buffers.input_ids),
         keeps_scores=keeps_scores(runner.get_model(), runner.attn_backend), speculates=settings.speculative is not None,
-        pooler=pooler_of(source.root, encoder=False),
+        pooler=pooler_of(source.root, spec.encoder), pooled_site=last_site(spec),
     )  # fmt: skip

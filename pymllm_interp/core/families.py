@@ -402,9 +402,25 @@ def num_labels_of(config: Any) -> int | None:
 
 
 def lacks_head(config: Any) -> bool:
-    """Whether a transformers config names a decoder without a head, as embedding models do."""
+    """Whether a transformers config names a decoder or an encoder without a head that is served, as embedding models do."""
     name = (getattr(config, "architectures", None) or [""])[0]
+    if is_encoder(config):
+        return not name.endswith(CLASSIFIERS[0])
     return name.endswith("Model") and not name.endswith(HEADS)
+
+
+ENCODERS = frozenset({"bert", "camembert", "eurobert", "modernbert", "roberta", "xlm-roberta", "xlm-roberta-xl"})
+"""Model types of encoders."""
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether a transformers config names an encoder: attention goes both ways."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    if getattr(config, "use_bidirectional_attention", None) is True:
+        return True
+    ends = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIERS[0])
+    is_type = getattr(config, "model_type", "") in ENCODERS and not getattr(config, "is_decoder", False)
+    return is_type and name.endswith(ends) and not name.endswith("LMHeadModel")
 
 
 def has_head_bias(config: Any) -> bool:

@@ -82,6 +82,8 @@ class Request:
     """Scheduling needs of its interventions and captures (`hooks.declared.Demands`); None if it has none."""
     monitors: Any = None
     """Scores of its monitors, and their decisions (`hooks.monitors.request_monitors.RequestMonitors`); None without."""
+    one_pass: bool = False
+    """Whether attention goes both ways, so that its prompt runs in one pass and shares no KV."""
     forward_only: bool = False
     """One forward pass that computes the logits of all positions, and no generation."""
     prompt_logits: bool = False
@@ -198,6 +200,11 @@ class Request:
         if self.output_token_ids or self.finish_reason in ("stop", "length"):
             return self.prompt_len + max(len(self.output_token_ids) - 1, 0)
         return None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its prompt runs in one pass, and shares no KV."""
+        return self.one_pass or self.trace is not None
 
     @property
     def depth(self) -> int | None:

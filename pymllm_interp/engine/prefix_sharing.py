@@ -77,7 +77,7 @@ class PrefixSharing:
         return request.prefix
 
     def _prefix_of(self, request: Request) -> Prefix:
-        if self._model is None or request.trace is not None or request.exclusive or request.differentiable:
+        if self._model is None or request.is_whole or request.exclusive or request.differentiable:
             return Prefix(None, PRIVATE)
         namespaces: list[tuple[int, Any]] = []
         kind, size = PLAIN, self.tree.page_size

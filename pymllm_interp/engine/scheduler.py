@@ -237,7 +237,7 @@ class Scheduler:
         for request in sorted(prompts, key=attrgetter("arrival")):
             tokens = self.kv.chunk(request, budget)
             if tokens:
-                tokens = self._reserve_ring([(request, tokens)], whole=request.trace is not None)
+                tokens = self._reserve_ring([(request, tokens)], whole=request.is_whole)
             if tokens and request.status is RequestStatus.RUNNING and self._ensure_pages(request, tokens, step):
                 step.scheduled.append(request.scheduled(tokens))
                 budget -= tokens
@@ -273,7 +273,7 @@ class Scheduler:
             if self.kv.comes_after(request, self.running):
                 continue
             unit = request.unit
-            whole = request.trace is not None or len(unit) > 1
+            whole = request.is_whole or len(unit) > 1
             tokens = sum(r.num_tokens_left for r in unit) if whole else 0
             # Longer than any step may be: it runs without others.
             beyond = self.max_num_tokens < tokens and not step.scheduled
@@ -354,7 +354,7 @@ class Scheduler:
         """Whether the ring holds the captures of these requests: all positions of a traced prompt, else one."""
         if self.ring_admission is None:
             return True
-        return self.ring_admission.fits(unit, [1 if r.trace is None else r.num_tokens_left for r in unit])
+        return self.ring_admission.fits(unit, [r.num_tokens_left if r.is_whole else 1 for r in unit])
 
     # -- results of a step ------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES, lacks_head, num_labels_of
+from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES, is_encoder, lacks_head, num_labels_of
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, UnsupportedModelError
 from ..layers.quantization.unallocated import unallocated_weights
@@ -105,10 +105,10 @@ def check_supported(config: PretrainedConfig) -> None:
         kind = "the decoder of a speech model: audio is not supported"
     elif config.model_type in INDEXED:
         kind = "a model with sparse attention: its indexer selects blocks of keys"
-    elif getattr(config, "use_bidirectional_attention", None) is True:
-        kind = "an encoder: bidirectional attention is not supported"
+    elif is_encoder(config):
+        return
     elif num_labels_of(config) is not None and _is_encoder(config):
-        kind = f"an encoder: bidirectional attention is not supported ({config.architectures[0]})"
+        kind = "an encoder: bidirectional attention is not supported for this type"
     elif architecture.endswith(NOT_GENERATIVE):
         kind = "not a generative model: it has no language modelling head"
     if kind is not None:
@@ -132,6 +132,8 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
     Raises:
         UnsupportedModelError: `impl` is "native", and the architecture has no native implementation.
     """
+    if is_encoder(config) and impl != "native":
+        return False
     architecture, text_type = architecture_of(config), (getattr(config, "text_config", None) or config).model_type
     if impl == "native" and architecture not in NATIVE:
         raise UnsupportedModelError(

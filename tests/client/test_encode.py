@@ -16,7 +16,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer
 from pymllm_interp.client.pooling.folders import pooler_of
-from pymllm_interp.client.pooling.pooler import Pooler, Pooling
+from pymllm_interp.client.pooling.pooler import Pooler
+from pymllm_interp.client.pooling.pooling import Pooling
 from pymllm_interp.interventions import Monitor
 from pymllm_interp.utils.arguments import PromptError
 

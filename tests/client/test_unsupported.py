@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import CONFIGS
 from helpers_runner import make_runner
-from transformers import BertConfig, ElectraConfig, LlavaConfig, PretrainedConfig, Qwen4ExpTextConfig, T5Config
+from transformers import DistilBertConfig, ElectraConfig, LlavaConfig, PretrainedConfig, Qwen4ExpTextConfig, T5Config
 
 from pymllm_interp import LM, Capture, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -52,11 +52,10 @@ MODELS = [
     ),
     (
         "V14",
-        BertConfig(architectures=["BertForSequenceClassification"]),
-        "Bert.* is an encoder: bidirectional attention",
+        DistilBertConfig(architectures=["DistilBertForSequenceClassification"]),
+        "distilbert is an encoder: bidirectional attention",
     ),
     ("V14", ElectraConfig(architectures=["ElectraModel"]), "Electra.* is an encoder: bidirectional attention"),
-    ("V14", BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM is not a generative model: it has no"),
     (
         "V49",
         T5Config(architectures=["T5ForConditionalGeneration"]),

@@ -17,11 +17,10 @@ from ..calls.requests import wait_for
 from ..calls.traced_prompts import PREFILL
 from ..chat import RenderedPrompt, is_conversation, render
 from ..completion import RequestOutput
-from ..facts import ModelFacts
 from ..notebook.signatures import names_options
 from ..prompts import as_prompts, captures_for_each_prompt, names_of
 from ..request_options import RequestOptions, check_options
-from .pooler import Pooling
+from .pooling import Pooling
 
 if TYPE_CHECKING:
     from ..calls.model import ClientModel
@@ -55,12 +54,6 @@ class PooledOutput(Shown):
         rows = [("prompt", prompt), ("prompt tokens", len(self.prompt_token_ids)), ("data", list(self.data.shape))]
         rows += [("intervention", applied) for applied in self.receipt.interventions]
         return Table("embedding", ("", ""), rows)
-
-
-def site_of(facts: ModelFacts) -> str:
-    """Site of the last hidden states, as transformers' `last_hidden_state`."""
-    spec = facts.spec
-    return "final_norm" if "final_norm" in spec.family.points else f"resid_post.{spec.num_hidden_layers - 1}"
 
 
 @names_options()
@@ -103,7 +96,7 @@ def encode(
     check_options("lm.encode", options)
     facts = self.backend.facts
     how = Pooling(
-        facts.pooler, site_of(facts), facts.spec.hidden_size, facts.limits.vocab_size, pooling, normalize, dimensions,
+        facts.pooler, facts.pooled_site, facts.spec.hidden_size, facts.limits.vocab_size, pooling, normalize, dimensions,
         step_tag_id, returned_token_ids,
     )  # fmt: skip
     before = facts.pooler.prompt_text(prompt, prompt_name)

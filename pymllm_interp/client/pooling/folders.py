@@ -11,7 +11,13 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ...core.model_spec import ModelSpec
 from .pooler import ACTIVATIONS, MODES, NAMES, Dense, Pooler
+
+
+def last_site(spec: ModelSpec) -> str:
+    """Site of transformers' `last_hidden_state`."""
+    return "final_norm" if "final_norm" in spec.family.points else f"resid_post.{spec.num_hidden_layers - 1}"
 
 
 def pooler_of(folder: Path | None, encoder: bool) -> Pooler:

@@ -83,8 +83,11 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 ACTIVATIONS = {"softmax": _softmax, "sigmoid": _sigmoid, "identity": lambda x: x}
-LOGITS_CAPTURE = {"site": "logits", "positions": [-1], "dtype": "float32"}
-"""Fields of the `Capture` of a text's logits, at its last token."""
+
+
+def logits_capture(encoder: bool) -> dict[str, Any]:
+    """Fields of the `Capture` of a text's logits: at its last token, or at an encoder's first."""
+    return {"site": "logits", "positions": [0 if encoder else -1], "dtype": "float32"}
 
 
 def pair_of(tokenizer: Any, first: str, second: str, what: str, most: int | None = None) -> list[int]:

@@ -21,7 +21,7 @@ from ..notebook.signatures import names_options
 from ..prompts import as_prompts, captures_for_each_prompt, names_of
 from ..request_options import RequestOptions, check_options
 from .calls import encode, read_prompt
-from .labels import LOGITS_CAPTURE, NO_HEAD, Labels, pair_of, pairs_of
+from .labels import NO_HEAD, Labels, logits_capture, pair_of, pairs_of
 
 if TYPE_CHECKING:
     from ..calls.model import ClientModel
@@ -162,8 +162,10 @@ def _logits(
 ) -> list[RequestOutput]:
     """The outputs of prompts, with the logits at their last token."""
     captures = captures_for_each_prompt(options.get("capture"), len(read))
-    options["capture"] = [[Capture(**LOGITS_CAPTURE), *others] for others in captures]
-    outs = wait_for(lm._requests.submit(list(read), PREFILL, options), progress=progress)
+    encoder = lm.model_spec.encoder
+    options["capture"] = [[Capture(**logits_capture(encoder)), *others] for others in captures]
+    handles = lm._requests.submit(list(read), PREFILL, options, prompt_logits=encoder)
+    outs = wait_for(handles, progress=progress)
     for name, out in zip(names_of(read), outs, strict=True):
         if out.finish_reason == "timeout":
             raise TimeoutError(f"{name} ran into its timeout")

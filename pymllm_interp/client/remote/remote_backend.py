@@ -186,10 +186,12 @@ def tree_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> nn.Modul
     if impl == "native":
         model: nn.Module = NATIVE[architecture_of(config)](config, spec, "meta", spec.context_len)
     else:
-        from ...models.transformers.parts.heads import model_of  # which imports transformers' models
+        from ...models.transformers.parts.encoders import encoder_class, encoder_of  # which import transformers' models
+        from ...models.transformers.parts.heads import model_of
 
         with torch.device("meta"):
-            served = model_of(config, spec)
+            loaded = encoder_class(config).from_config(config, dtype=dtype) if spec.encoder else None
+            served: Any = model_of(config, spec) if loaded is None else encoder_of(loaded, spec)
         model = nn.Module()
         for name, child in served.named_children():
             model.add_module(name, child)

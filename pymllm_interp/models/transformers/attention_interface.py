@@ -42,6 +42,8 @@ class PagedCall(NamedTuple):
     """A query sees the keys of its chunk of positions; None: the layer's sliding window, or all."""
     copies: int = 1
     """Repetitions of each of the call's key and value heads in the pool."""
+    both_ways: bool = False
+    """Whether a query sees later keys of its request, too. The layer's sliding window then counts on each side."""
 
 
 @dataclass
@@ -87,6 +89,8 @@ def paged_attention(
             mask = hide(mask, unselected(indices, size).unsqueeze(1))
         return _eager(module, query, key, value, mask, **kwargs)
     call, width = module.paged_calls.next(), value.shape[-1]
+    if call.both_ways:
+        return _both_ways(module, call, query, key, value, batch, kwargs)
     q, k, v = (pool_rows(x, call.layer.head_dim) for x in (query, key, value))
     if call.copies > 1:
         k, v = (x.repeat_interleave(call.copies, 1) for x in (k, v))
@@ -155,6 +159,30 @@ def _by_request(
         outs.append(out)
     out = torch.cat(outs, 1)
     return _padded(out, q.shape[0]), weights if len(outs) == 1 else None
+
+
+def _both_ways(
+    module: Any, call: PagedCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: ForwardBatch,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Attention of whole requests to their own rows, one after the other. Arguments and result: see `paged_attention`."""
+    outs, weights, reach = [], None, call.layer.sliding_window
+    eager = (batch.transformers_pass is not None and batch.transformers_pass.eager) or call.layer.logit_cap is not None
+    for start, size in batch.batch_groups:
+        q, k, v = (x[:, :, start : start + size] for x in (query, key, value))
+        mask = None
+        if reach is not None:
+            at = torch.arange(size, device=q.device)
+            mask = hide(q.new_zeros(size, size), (at[:, None] - at).abs() > reach)[None, None]
+        if eager:
+            out, weights = _eager(module, q, k, v, mask, **kwargs)
+        else:
+            grouped = k.shape[1] != q.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=call.layer.scaling, enable_gqa=grouped).transpose(
+                1, 2
+            )
+        outs.append(out)
+    return _padded(torch.cat(outs, 1), query.shape[2]), weights if len(outs) == 1 else None
 
 
 def _are_single_rows(batch: ForwardBatch) -> bool:

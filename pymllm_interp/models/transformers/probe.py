@@ -53,7 +53,7 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: b
     """
     problem = "its attention goes neither through transformers' attention interface nor through its cache"
     for cached in (False, True):
-        found = ProbedModel(spec.context_len, cached)
+        found = ProbedModel(spec.context_len, cached, both_ways=spec.encoder)
         use_attention(model, CACHED if cached else PROBE)
         try:
             with torch.no_grad():
@@ -87,7 +87,7 @@ def _both_ways(
     positions = list(range(PROBE_TOKENS))
     with _recorded(model, family, found.states):
         found.logits = _run(model, found, positions, num_heads)
-    again = ProbedModel(found.context_len, found.cached, reads_rules=False)
+    again = ProbedModel(found.context_len, found.cached, reads_rules=False, both_ways=found.both_ways)
     with WaitsForDevice() as waits:
         logits = _run(model, again, positions[::-1], num_heads)
     if (
@@ -168,7 +168,7 @@ def set_paged_calls(found: ProbedModel, spec: ModelSpec) -> list[RadixAttention]
         )  # fmt: skip
         layers.append(layer)
         copies = spec.num_key_value_heads // call.num_kv_heads
-        by_module.setdefault(call.module, []).append(PagedCall(layer, call.eager, call.chunk, copies))
+        by_module.setdefault(call.module, []).append(PagedCall(layer, call.eager, call.chunk, copies, call.both_ways))
     for module, calls in by_module.items():
         module.paged_calls = PagedCalls(calls)  # pyright: ignore[reportArgumentType]
     return layers
@@ -206,7 +206,9 @@ def _probe_attention(
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError("its attention reads keys of other tokens than its own")
     rule, chunk = getattr(attention_mask, "mask_rule", None), None
-    if rule is not None:
+    if found.both_ways:
+        window = found.reach_of(rule, query.device) if rule is not None and found.reads_rules else None
+    elif rule is not None:
         window, chunk = found.pattern_of(rule, query.device)
     elif attention_mask is not None:
         raise UnsupportedModelError("it makes attention masks of its own")
@@ -220,7 +222,7 @@ def _probe_attention(
         AttentionCall(
             module, query.shape[1], key.shape[1], dims, query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             softcap, window, chunk is not None or (sinks is not None and not paged) or bool(takes), chunk,
-            sinks=sinks if paged else None, takes=takes,
+            sinks=sinks if paged else None, takes=takes, both_ways=found.both_ways,
         )
     )  # fmt: skip
     groups = query.shape[1] // value.shape[1]

@@ -32,6 +32,7 @@ class AttentionCall:
     layer_idx:    int = 0            # layer index of the cache, without an attention function
     sinks:        nn.Parameter | None = None  # [heads], if the backend applies them
     takes:        str = ""           # "indices" of each query's keys, or "position_bias"
+    both_ways:    bool = False       # a query sees later keys, too
     # fmt: on
 
 
@@ -45,12 +46,14 @@ class ProbedModel:
         logits: [1, tokens, vocab].
         cached: the family computes attention itself, over the values of its cache.
         reads_rules: evaluate the rules of masks.
+        both_ways: queries see later keys, too.
         waits: operations of a pass for which the host waits for the device.
     """
 
     context_len: int
     cached: bool = False
     reads_rules: bool = True
+    both_ways: bool = False
     calls: list[AttentionCall] = field(default_factory=list)
     states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -74,6 +77,33 @@ class ProbedModel:
         if any(call.eager for call in self.calls):
             return "its attention has sinks that are no parameter, and runs request by request"
         return f"a pass {' and '.join(self.waits)}" if self.waits else None
+
+    def reach_of(self, rule: Callable[..., Any], device: torch.device) -> int | None:
+        """Positions that a mask rule lets a query see on each side; None: all.
+
+        Raises:
+            UnsupportedModelError: another rule.
+        """
+        n = min(self.context_len, MAX_PROBED_POSITIONS)
+        zero, keys, found = (
+            torch.zeros((), dtype=torch.int64, device=device),
+            torch.arange(n, device=device),
+            set[Any](),
+        )
+        for query in (n // 2, n // 3):
+            allowed = torch.as_tensor(rule(zero, zero, torch.tensor(query, device=device), keys), device=device).expand(
+                n
+            )
+            if bool(allowed.all()):
+                found.add(None)
+                continue
+            reach = query - int(allowed.nonzero()[0, 0])
+            if not torch.equal(allowed.cpu(), ((keys - query).abs() <= reach).cpu()):
+                raise UnsupportedModelError("its attention is neither of all positions nor of a window around each")
+            found.add(reach)
+        if len(found) > 1:
+            raise UnsupportedModelError("the windows of its attention differ by position")
+        return found.pop()
 
     def pattern_of(self, rule: Callable[..., Any], device: torch.device) -> tuple[int | None, int | None]:
         """(sliding window, chunk) of a mask rule, None for neither.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from ...core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family, num_labels_of
+from ...core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family, is_encoder, num_labels_of
 from ...core.model_spec import (
     LENGTH_DEPENDENT_ROPE,
     ModelSpec,
@@ -55,6 +55,7 @@ def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
         rope_boundary=rope_boundary(ropes, context_len),
         dtype=dtype,
         num_labels=num_labels_of(config),
+        encoder=is_encoder(config),
     )
 
 
@@ -150,7 +151,7 @@ def model_spec(
         head_dim=max((max(call.head_dims) for call in found.calls), default=declared.head_dim),
         vocab_size=found.logits.shape[-1] if declared.num_labels is None else declared.vocab_size,
         sliding_windows=tuple(windows) if one_each else (None,) * num_layers,
-        cuts_edges=one_each and not found.cached and not has_states,
+        cuts_edges=one_each and not found.cached and not has_states and not declared.encoder,
         has_states=has_states,
     )
     points = {point: found.states.get((point.module.format(0), point.end)) for point in family.points.values()}

@@ -39,6 +39,7 @@ from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
 from .fused_parts import fuse_parts
 from .indexers import place_keys, serve_indexers
 from .parts.cache_names import cache_parameter
+from .parts.encoders import encoder_class, encoder_of
 from .parts.heads import classifier_class, model_of, with_head
 from .position_rules import serve_lengths, serve_positions
 from .probe import attention_configs, probe, set_paged_calls, use_attention
@@ -77,12 +78,14 @@ class TransformersModel(CausalLM):
         embedding: Any = served.get_input_embeddings()
         places = recurrent_places(self.state_layouts, spec.num_hidden_layers)
         self.spec = replace(spec, states=places, embedding_dim=embedding.weight.shape[-1])
-        self.why_no_graphs = found.why_no_graphs
+        self.why_no_graphs = "an encoder does not decode" if declared.encoder else found.why_no_graphs
         fuse_parts(served)
         self._layers = set_paged_calls(found, self.spec)
         width = self.spec.num_key_value_heads * self.spec.head_dim
         self.num_index_layers = place_keys(type(served).__name__, indexers, len(self._layers), width)
         self._by_cache = _layers_by_index(served, found, self._layers)
+        if declared.encoder and found.cached:
+            raise UnsupportedModelError(f"{type(served).__name__} cannot be served: its attention is of its own")
         self._is_cached = found.cached
         self.largest_step = LARGEST_CACHED_STEP if found.cached or any(call.takes for call in found.calls) else None
         self._attention_name = CACHED if found.cached else PAGED_INDEXED if found.is_indexed else PAGED
@@ -101,8 +104,13 @@ class TransformersModel(CausalLM):
         self._parameters.update(served._parameters)
         self._buffers.update(served._buffers)
 
+    def set_separator(self, token: int | None) -> None:
+        """Set the token between two texts, of an encoder with types of tokens."""
+        served: Any = self._served[0]
+        served.sep_token_id = token
+
     def attention_layers(self) -> list[RadixAttention]:
-        return self._layers
+        return [] if self.spec.encoder else self._layers  # which have no KV
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
@@ -260,9 +268,12 @@ def load_transformers_model(
         WeightsError: missing, unexpected or misshapen tensors.
     """
     config = copy.deepcopy(config)
-    check_has_class(config)
+    if not spec.encoder:
+        check_has_class(config)
     config._attn_implementation = "eager"  # every class has it; the model never runs it
-    if folder is None:
+    if spec.encoder:
+        served = _encoder(config, spec, device, folder, seed)
+    elif folder is None:
         with torch.device(device), no_init_weights():
             served = model_of(config, spec)
         if spec.num_labels is None:
@@ -274,6 +285,16 @@ def load_transformers_model(
         served = with_head(_from_folder(classifier_class(config), config, spec.dtype, folder), config, spec)
         served.to(device)  # pyright: ignore[reportArgumentType]
     return TransformersModel(served.eval().requires_grad_(False), spec)
+
+
+def _encoder(config: PretrainedConfig, spec: ModelSpec, device: str, folder: Path | None, seed: int) -> Any:
+    cls = encoder_class(config)
+    if folder is not None:
+        return encoder_of(_from_folder(cls, config, spec.dtype, folder).to(device), spec)  # pyright: ignore
+    with torch.device(device), no_init_weights():
+        loaded = cls.from_config(config, dtype=spec.dtype)
+    init_dummy_weights(loaded, seed)
+    return encoder_of(loaded, spec)
 
 
 def _from_folder(cls: Any, config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> PreTrainedModel:

@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...client.pooling.labels import LOGITS_CAPTURE, pairs_of
+from ...client.pooling.labels import pairs_of
 from ...client.pooling.pooler import PooledText
 from ..http.body import JsonRoute
 from ..http.state import ServerState, check_priority, require
@@ -106,7 +106,7 @@ async def _classes(work: PooledWork, body: ClassifyRequest) -> dict[str, Any]:
         }
 
     count = len(body.inputs()) or 1
-    classes = await work.rows(count, lambda: work.inputs(body, ""), lambda text: LOGITS_CAPTURE, found)
+    classes = await work.rows(count, lambda: work.inputs(body, ""), work.logits_capture, found, work.is_encoder)
     return work.envelope(data=[work.entry(i, **fields) for i, fields in enumerate(classes)])
 
 

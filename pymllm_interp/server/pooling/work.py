@@ -12,8 +12,9 @@ from fastapi import Request
 from safetensors.numpy import load
 
 from ...client.chat import render
-from ...client.pooling.labels import LOGITS_CAPTURE, NO_HEAD, Labels, pair_of
-from ...client.pooling.pooler import PooledText, Pooler, Pooling
+from ...client.pooling.labels import NO_HEAD, Labels, logits_capture, pair_of
+from ...client.pooling.pooler import PooledText, Pooler
+from ...client.pooling.pooling import Pooling
 from ...core.sampling_params import SamplingParams
 from ...utils.arguments import PromptError
 from ...wire import messages as m
@@ -58,14 +59,22 @@ class PooledWork:
     def pooling(self, **how: Any) -> Pooling:
         """The pooling of this request. Raises PromptError for values out of their range."""
         info = self.state.info
-        site = "final_norm" if "final_norm" in info["sites"] else f"resid_post.{info['num_layers'] - 1}"
-        return Pooling(self.pooler, site, info["hidden_size"], info["limits"]["vocab_size"], **how)
+        return Pooling(self.pooler, info["pooled_site"], info["hidden_size"], info["limits"]["vocab_size"], **how)
 
     def labels(self) -> Labels:
         """The model's classification head. Raises PromptError without one."""
         if (found := self._head()) is None:
             raise PromptError(NO_HEAD)
         return found
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model is one: its first token has the logits of a text."""
+        return self.state.info["encoder"]
+
+    def logits_capture(self, text: PooledText) -> dict[str, Any]:
+        """Fields of the `Capture` of a text's logits."""
+        return logits_capture(self.is_encoder)
 
     def _head(self) -> Labels | None:
         return Labels.of(self.state.info["hf_config"], self.state.info["tasks"])
@@ -165,8 +174,9 @@ class PooledWork:
             return await self.rows(
                 len(pairs),
                 lambda: [self._pair(*pair, most, f"pair {i}") for i, pair in enumerate(pairs)],
-                lambda text: LOGITS_CAPTURE,
+                self.logits_capture,
                 lambda text, rows: head.score(rows[-1], activated, pair=True),
+                self.is_encoder,
             )
         how, before = self.pooling(normalize=True), self.pooler.prompt_text(None, None)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
