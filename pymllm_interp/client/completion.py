@@ -219,6 +219,8 @@ class StreamPiece(str):
         finish_reason: set on the last piece of a completion. Its text may be empty.
         scores: name of a monitor -> (position, score) of the positions that were scored since the piece before. The score of a
             token is known one step after the token.
+        captures: rows of the captures with ``stream=True`` that were computed since the piece before, as `Activations`; None
+            without. Many rows come in several pieces, which have no text but the last.
         activations, receipt, monitors: set on the last piece, where something was captured, declared or scored; else None.
     """
 
@@ -228,6 +230,7 @@ class StreamPiece(str):
     activations: Any = None
     receipt: Any = None
     scores: Mapping[str, Scored] = MappingProxyType({})
+    captures: Any = None
     monitors: Any = None
 
     @classmethod
@@ -266,6 +269,16 @@ class Completion:
         self._emitted = self._emitted_chars = 0
         self._scores: dict[str, Scored] = {}
         self._num_scores: dict[str, int] = {}
+        self._rows: Any = None
+
+    def rows_piece(self, rows: Any) -> StreamPiece | None:
+        """Hold captured rows for the next piece. A piece without text with the rows that were held before; None without any."""
+        held, self._rows = self._rows, rows
+        if held is None:
+            return None
+        piece = StreamPiece.of("", [], self.index, None)
+        piece.captures = held
+        return piece
 
     def token_piece(
         self, token_id: int, hold: bool = True, scores: Mapping[str, Scored] | None = None
@@ -306,6 +319,7 @@ class Completion:
         ids = self._token_ids[self._emitted :]
         piece = StreamPiece.of(text[self._emitted_chars : end], ids, self.index, finish_reason)
         self._emitted, self._emitted_chars = len(self._token_ids), end
+        piece.captures, self._rows = self._rows, None
         if self._scores:
             piece.scores, self._scores = {name: found for name, found in self._scores.items() if found}, {}
             for name, found in piece.scores.items():

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
-from ..core.events import EngineClosedError, Event, FinishedEvent, TokenEvent, score_pairs
+from ..core.events import EngineClosedError, Event, FinishedEvent, RowsEvent, TokenEvent, score_pairs
 from ..core.request import Request
 from ..hooks.captures.activations import NOTHING
 from .completion import Completion, RequestOutput, StreamPiece, decoded
@@ -250,9 +250,7 @@ class RequestHandle:
                 self._refuse_fork()
                 event = self._events.get()
                 left -= isinstance(event, FinishedEvent)
-                piece = self._piece(event)
-                if piece is not None:
-                    yield piece
+                yield from self._pieces(event)
         finally:
             self.cancel()
         self._raise()
@@ -278,19 +276,22 @@ class RequestHandle:
                         await arrived.wait()
                     continue
                 left -= isinstance(event, FinishedEvent)
-                piece = self._piece(event)
-                if piece is not None:
+                for piece in self._pieces(event):
                     yield piece
         finally:
             self._on_event = None
             self.cancel()
         self._raise()
 
-    def _piece(self, event: Event) -> StreamPiece | None:
+    def _pieces(self, event: Event) -> Iterator[StreamPiece]:
         completion = self._completions[event.request_id]
-        if isinstance(event, TokenEvent):
-            return completion.token_piece(event.token_id, scores=score_pairs(event.scores))
-        return completion.last_piece(event)
+        if isinstance(event, RowsEvent):
+            found = map(completion.rows_piece, event.rows.parts())
+        elif isinstance(event, TokenEvent):
+            found = [completion.token_piece(event.token_id, scores=score_pairs(event.scores))]
+        else:
+            found = [completion.last_piece(event)]
+        yield from (piece for piece in found if piece is not None)
 
     def _check_streaming(self, call: str) -> None:
         if not self._streaming:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +38,22 @@ class TokenEvent:
     """Log probabilities of this token, if requested."""
     scores: dict[str, Any] | None = None
     """Monitor -> positions and scores since the last event, as `score_pairs` reads them; None without monitors."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsEvent:
+    """Captured rows of a request with `stream` (`Capture(stream=True)`), before its next event."""
+
+    request_id: str
+    rows: RowParts
+
+
+class RowParts(Protocol):
+    """Captured rows (`hooks.captures.streamed.StreamedRows`)."""
+
+    def parts(self) -> Iterator[Any]:
+        """`hooks.captures.activations.Activations` of bounded size, in order of position."""
+        ...
 
 
 def score_pairs(scores: dict[str, Any] | None) -> dict[str, list[tuple[int, float]]] | None:
@@ -93,7 +110,7 @@ class FinishedEvent:
     """Timestamps of the request; None in a client of another process."""
 
 
-Event = TokenEvent | FinishedEvent
+Event = RowsEvent | TokenEvent | FinishedEvent
 
 
 class Subscriber(Protocol):

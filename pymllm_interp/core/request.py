@@ -102,6 +102,8 @@ class Request:
     """Owner of the request. Only requests of one owner share KV."""
     stream: bool = False
     """Whether an event is emitted for each token."""
+    num_streamed: int | None = None
+    """Positions with captured rows in its stream; None if no capture streams. Written by the engine."""
     live_objects: Any = None
     """Freed with it (gc_threshold.LiveObjects)."""
     drafts: RequestDrafts | None = None
@@ -240,6 +242,11 @@ class Request:
         """Prompt and generated tokens that the host has read."""
         return self.prompt_token_ids + self.output_token_ids
 
+    def token_ids_between(self, start: int, stop: int) -> list[int]:
+        """The slice of `all_token_ids`, without a copy of the rest."""
+        first, last = max(start - self.prompt_len, 0), max(stop - self.prompt_len, 0)
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[first:last]
+
     @property
     def all_logits(self) -> bool:
         """Whether the logits of every position are asked for."""
@@ -333,4 +340,5 @@ class Request:
         return RequestEnd(
             self.request_id, self.prompt_token_ids, self.output_token_ids, self.computed_once, self.expected_len,
             self.num_preemptions, self.hooks, captures_lost=None if lost is None else str(lost),
+            num_streamed=self.num_streamed,
         )  # fmt: skip

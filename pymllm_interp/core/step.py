@@ -106,6 +106,8 @@ class RequestEnd:
     hooks: RequestHooks
     captures_lost: str | None = None
     """Reason that the captures are lost, or None."""
+    num_streamed: int | None = None
+    """Positions with captured rows in its stream; None if no capture streams."""
 
     @property
     def prompt_len(self) -> int:
@@ -128,6 +130,8 @@ class DeclaredResult:
     """List of `core.receipt.Captured`; empty if the captures are lost."""
     activations: Any = None
     """hooks.captures.activations.Activations, or None without captures."""
+    rows: Any = None
+    """Rows that its stream lacks (hooks.captures.streamed.StreamedRows); None if no capture streams."""
 
 
 class ScheduledRequest(NamedTuple):

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from ..core.events import Event, Subscriber, TokenEvent
+from ..core.events import Event, RowsEvent, Subscriber, TokenEvent
 from ..core.image_input import ImageError
 from ..core.request import Request
 from ..core.step import DeclaredResult, ModelRunnerOutput, SchedulerOutput
@@ -59,7 +59,7 @@ class RequestEnds:
         self.counted, self.streaming, self.constrained, self.monitored = set[str](), set[str](), set[str](), set[str]()
         self.num_flat_logits = 0
         self._events: list[tuple[Subscriber, Event]] = []
-        self._answers: list[tuple[Request, Future[DeclaredResult]]] = []
+        self._answers: list[Callable[[], None]] = []
         self._answers_lock = threading.Lock()
 
     def note(self, requests: Iterable[Request]) -> None:
@@ -138,12 +138,12 @@ class RequestEnds:
         if arrived.done():
             self.answer(request, arrived)
         else:
-            arrived.add_done_callback(partial(self._arrived, request))
+            arrived.add_done_callback(lambda results: self._arrived(partial(self.answer, request, results)))
 
-    def _arrived(self, request: Request, results: Future[DeclaredResult]) -> None:
-        """Have the engine's thread answer. Called on the ring's thread: it wakes the other once for many requests."""
+    def _arrived(self, answer: Callable[[], None]) -> None:
+        """Have the engine's thread call `answer`. Called on the ring's thread: it wakes the other once for many requests."""
         with self._answers_lock:
-            self._answers.append((request, results))
+            self._answers.append(answer)
             wakes = len(self._answers) == 1
         if wakes:
             self._call_soon(self._answer_all)
@@ -151,11 +151,11 @@ class RequestEnds:
     def _answer_all(self) -> None:
         with self._answers_lock:
             answers, self._answers = self._answers, []
-        for request, results in answers:
+        for answer in answers:
             try:
-                self.answer(request, results)
+                answer()
             except BaseException:  # the answers behind it are others'
-                logger.exception("request %s could not be answered", request.request_id)
+                logger.exception("a request could not be answered")
 
     def _finish_declared(self, request: Request) -> Future[DeclaredResult]:
         """Release the request's reservations, and have the worker complete its results."""
@@ -171,7 +171,7 @@ class RequestEnds:
         return arrived
 
     def answer(self, request: Request, arrived: Future[DeclaredResult] | None = None) -> None:
-        """Emit the request's last event.
+        """Emit the request's last event, behind the captured rows that its stream lacks.
 
         Args:
             arrived: the results of its interventions and captures.
@@ -180,7 +180,9 @@ class RequestEnds:
             error = arrived.exception()
             request.error = request.error or error
             if error is None:
-                _take_result(request, arrived.result())
+                _take_result(request, result := arrived.result())
+                if result.rows is not None:
+                    self._emit(RowsEvent(request.request_id, result.rows))
         for ids in (self.counted, self.streaming, self.constrained, self.monitored):
             ids.discard(request.request_id)
         if request.adapter_hold is not None:
@@ -188,25 +190,39 @@ class RequestEnds:
         if request.constraint is not None:
             note_masked(request)
         self.num_flat_logits += request.num_flat
-        self._emit(request.request_id, finished_event(request))
+        self._emit(finished_event(request))
         self.subscribers.pop(request.request_id, None)
 
     def emit_tokens(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Emit an event for each token of a streaming request that continues."""
+        """Emit an event for each token of a streaming request that continues, behind the rows captured before it."""
+        later: list[Event] = []
         for entry, tokens in zip(step.scheduled, output.sampled_token_ids, strict=True):
             request = self.scheduler.requests.get(entry.request_id)
             if request is None or not request.stream:
                 continue
+            events: list[Event] = []
+            if tokens and request.num_streamed is not None:
+                start, request.num_streamed = request.num_streamed, request.computed_once
+                token_ids = request.token_ids_between(start, request.num_streamed)
+                rows = self.runner.declared.rows_since(request.request_id, start, token_ids)
+                events.append(RowsEvent(request.request_id, rows))
             for i, token in enumerate(tokens, -len(tokens)):
                 logprobs = request.logprobs[i] if request.logprobs else None
                 scores = None if request.monitors is None else request.monitors.unsent()
-                self._emit(request.request_id, TokenEvent(request.request_id, token, logprobs, scores))
+                events.append(TokenEvent(request.request_id, token, logprobs, scores))
+            if request.num_streamed is None or request.declared.captures is None:
+                self._emit(*events)
+            else:  # its last event waits for the ring, too
+                later += events
+        if later:
+            self.runner.declared.when_arrived(partial(self._arrived, partial(self._emit, *later)))
 
-    def _emit(self, request_id: str, event: Event) -> None:
-        """Queue an event; `send_events` sends it."""
-        found = self.subscribers.get(request_id)
-        if found is not None:
-            self._events.append((found[1], event))
+    def _emit(self, *events: Event) -> None:
+        """Queue events; `send_events` sends them."""
+        for event in events:
+            found = self.subscribers.get(event.request_id)
+            if found is not None:
+                self._events.append((found[1], event))
 
     def send_events(self) -> None:
         events, self._events = self._events, []

@@ -115,6 +115,8 @@ def asked_of(
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
     for spec in captures:
+        if spec.stream:
+            raise ValueError(f"{spec.name}: a harvest streams nothing, its rows go to the folder: leave out stream")
         if is_state(spec.site):
             raise ValueError(f"{spec.name}: a recurrent state is not a row of a document: capture it in a generation")
         if is_pattern(spec):

@@ -65,6 +65,8 @@ class Declarations:
         request.declared = declared.demands(self._limits.device_tables)
         if bound.monitors:
             request.monitors = RequestMonitors(bound.monitors, request.request_id, request.prompt_len)
+        if request.stream and any(spec.stream for spec in captures):
+            request.num_streamed = 0
         if trace is None:
             if "fits" not in bound.shared:
                 self.check_room([request], "this request")

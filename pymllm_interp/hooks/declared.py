@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from .captures.activations import Activations, CaptureError, lost
 from .captures.layer_rows import LayerCaptures
 from .captures.layout import CaptureProgress
 from .captures.rows import CapturedRows
+from .captures.streamed import StreamedRows
 from .interventions.fires import Fires
 from .interventions.knockout import request_cuts
 from .kv_edits import KVEdits
@@ -156,6 +158,14 @@ class Declared:
                     own.add_to(found, token_ids)
         return found
 
+    def rows_since(self, start: int, token_ids: Sequence[int]) -> StreamedRows:
+        """Rows of positions from `start` on, of the captures that stream.
+
+        Args:
+            token_ids: tokens of these positions, which have been computed for good.
+        """
+        return StreamedRows(self._sources, start, token_ids)
+
     def answer(self, end: RequestEnd) -> Callable[[Future[DeclaredResult]], None]:
         """Settle it. Returns the function that sets its results, or their error, once all captured states have arrived."""
         counted = end.num_computed
@@ -167,6 +177,9 @@ class Declared:
                 result.activations = self.activations(end.all_token_ids[:counted], end.expected_len)
                 if result.activations is None or result.activations.error is None:
                     result.captured = self.captured(counted)  # which counts omitted values of results
+                if end.num_streamed is not None:
+                    rows = self.rows_since(end.num_streamed, end.all_token_ids[end.num_streamed : counted])
+                    result.rows = replace(rows, ended=result.activations)
                 arrived.set_result(result)
             except Exception as error:
                 arrived.set_exception(error)

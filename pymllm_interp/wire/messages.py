@@ -120,7 +120,7 @@ class RunTrace(EngineMessage):
 
 
 class ReadFrames(EngineMessage):
-    """The client has read frames of the call, with this many bytes: its trace may send more."""
+    """The client has read frames or captured rows of the call, with this many bytes: it may be sent more."""
 
     size: int
 
@@ -186,17 +186,6 @@ class Token(EngineMessage):
     """Monitor -> (position, score)."""
 
 
-class MonitorResult(msgspec.Struct, omit_defaults=True):
-    """`hooks.monitors.scores.MonitorScores`, as lists."""
-
-    positions: list[int]
-    scores: list[float]
-    values: list[float]
-    fired: list[int]
-    threshold: float
-    stopped: bool = False
-
-
 class CapturedStates(msgspec.Struct, omit_defaults=True):
     """Captured states, as safetensors."""
 
@@ -207,6 +196,26 @@ class CapturedStates(msgspec.Struct, omit_defaults=True):
     data: bytes | None = None
     file: str | None = None
     """Name of a file in the store, if they are too large for `data`."""
+
+
+class Rows(EngineMessage):
+    """Captured rows of a request's stream, before its next message. The client reads them (`ReadFrames`) before too many more."""
+
+    request: int
+    states: CapturedStates
+    words: list[int] = []
+    """Token ids that a lens named."""
+
+
+class MonitorResult(msgspec.Struct, omit_defaults=True):
+    """`hooks.monitors.scores.MonitorScores`, as lists."""
+
+    positions: list[int]
+    scores: list[float]
+    values: list[float]
+    fired: list[int]
+    threshold: float
+    stopped: bool = False
 
 
 class Finished(EngineMessage):
@@ -266,7 +275,7 @@ ToEngine = (
     Submit | Abort | PutVector | DropVector | LoadAdapter | UnloadAdapter | RunTrace | ReadFrames | AskStats | AskProgress
     | ResetPrefixCache | AskTokenizer | Hello | Pulse | Stop
 )  # fmt: skip
-FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed | Spread | Pulse | Gone
+FromEngine = Ready | Accepted | Rows | Token | Finished | Frame | Answer | Failed | Spread | Pulse | Gone
 
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -125,6 +125,42 @@ def test_both_texts_stream_while_a_lens_is_awaited(page: Page, server: Server) -
 
 
 @in_browser
+@pytest.mark.parametrize("of", ["steered", "plain", "none"])
+def test_a_lens_of_a_text_grows_with_its_tokens(of: str, page: Page, server: Server) -> None:
+    page.run(f"document.getElementById('live-of').value = '{of}'")
+    page.run("""(() => { window.widths = []; const table = document.getElementById('live-lens');
+        table.replaceChildren();
+        new MutationObserver(() => widths.push(table.rows[0]?.cells.length ?? 0))
+            .observe(table, { childList: true, subtree: true });
+    })()""")
+    page.run("document.getElementById('run').click()")
+    page.wait_for(done("run"))
+    cells = page.run(
+        "[...document.querySelectorAll('#live-lens tr')].map((row) => [...row.cells].map((one) => one.textContent))"
+    )
+    assert text_of(page, "error") == "" and page.problems == []
+    if of == "none":
+        assert cells == []
+        return
+    widths = [width for width in page.run("widths") if width]
+    assert widths == sorted(widths) and len(set(widths)) > 10, "columns come with their tokens"
+    assert [row[0] for row in cells] == ["layer", "2", "1", "0"] and {len(row) for row in cells} == {101}
+    words = page.run(f"[...document.querySelectorAll('#{of} .token')].map((one) => one.textContent)")
+    assert cells[0][1:12] == ["prompt", *(word.strip() for word in words[:10])]
+    if of == "plain":
+        with LM.connect(server.url, api_key=KEYS["code"]) as lm:
+            params = SamplingParams(temperature=0, repetition_penalty=1.1, max_tokens=100)
+            (out,) = lm.generate_with_lens([PROMPT], params)
+            for layer in range(3):
+                ids = out.activations.indexes[f"resid_post.{layer}"][3:, 0].tolist()
+                assert cells[3 - layer][1:] == [lm.tokenizer.decode([token]).strip() for token in ids]
+    title = page.run("document.querySelector('#live-lens td').title")
+    assert re.fullmatch(r'Layer 2, after "prompt": ("[^"]+" [\d.]+ %(, )?){3}', title)
+    page.run("document.querySelector('#live-lens td').dispatchEvent(new MouseEvent('mouseover', { bubbles: true }))")
+    assert text_of(page, "live-cell") == title
+
+
+@in_browser
 def test_the_lens_legend_has_the_colours_of_the_cells(page: Page) -> None:
     page.run("document.getElementById('lens').click()")
     page.wait_for(done("lens"))
@@ -176,6 +212,8 @@ def test_the_page_is_used_by_keyboard_alone(page: Page) -> None:
     page.press("Enter")
     page.wait_for(done("lens"))
     assert page.run("document.activeElement.id") == "lens"  # a disabled button would have lost it
+    page.press("Tab")  # the text whose lens comes with its tokens
+    assert page.run("document.activeElement.id") == "live-of"
     page.press("Tab")  # the first cell: the last layer's, of the first token
     page.press("ArrowDown")
     page.press("ArrowRight")

@@ -193,14 +193,14 @@ class ClientModel(TracedModel):
 
     @names_options("capture")
     def generate_with_lens(
-        self, prompts: Any, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        lens: Lens | None = None, **options: Unpack[RequestOptions],
-    ) -> list[RequestOutput]:  # fmt: skip
-        """`generate` with ``capture=[Capture("resid_post.*", reduce=lens or Lens())]``: the tokens that each layer predicts."""
+        self, prompts: Any, sampling_params: Any = None, *, lens: Lens | None = None, stream: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput] | Iterator[StreamPiece]:  # fmt: skip
+        """`generate`, or `stream`, with ``capture=[Capture("resid_post.*", reduce=lens or Lens(), stream=True)]``."""
         if "capture" in options:
             raise TypeError("lm.generate_with_lens() got capture: lens= says what it reads")
-        options["capture"] = [Capture("resid_post.*", reduce=lens or Lens())]
-        return self._generate(prompts, sampling_params, **options)
+        options["capture"] = [Capture("resid_post.*", reduce=lens or Lens(), stream=True)]
+        return (self.stream if stream else self._generate)(prompts, sampling_params, **options)
 
     @names_options()
     async def agenerate(

@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 
-from ...core.events import DraftCounts, EngineClosedError, Event, FinishedEvent, Logprob, TokenEvent
+from ...core.events import DraftCounts, EngineClosedError, Event, FinishedEvent, Logprob, RowsEvent, TokenEvent
 from ...engine.callbacks import Callbacks
 from ...hooks.captures.activations import Activations
+from ...hooks.captures.streamed import SentRows
 from ...hooks.monitors.scores import MonitorScores, scores_from_json
 from ...utils.arguments import PromptError
 from ...wire.failures import Failure
@@ -261,6 +262,8 @@ class RemoteEngine:
 
 def event_of(header: dict[str, Any], body: bytes, request_id: str) -> Event:
     """The event of a frame."""
+    if header["type"] == "rows":
+        return RowsEvent(request_id, SentRows(body))
     if header["type"] == "token":
         return TokenEvent(
             request_id, header["token_id"], _logprobs(header.get("logprobs")), scores_from_json(header.get("scores"))

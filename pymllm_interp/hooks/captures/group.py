@@ -51,6 +51,7 @@ class Group:
         stored_dtype: dtype that kernels store.
         in_order: positions must come in order, on one thread.
         states: whether states are kept, not values that the device computed.
+        streams: whether pieces of a stream have its rows. The one row of a pool comes with the result.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Group:
             self._sum_size = self.width * torch.float32.itemsize // dtype.itemsize
         self.states = self.probes is None and (reading is None or not reading.reduces)
         self.pool = reduction if isinstance(reduction, Pool) else None
+        self.streams = spec.stream and self.pool is None
         self.kept_dtype = self.result_dtype if reduction.of_states else self.sent_dtype
         if self.pool is not None:
             self.kept_dtype = self.sent_dtype if self.pool.narrows else torch.float64

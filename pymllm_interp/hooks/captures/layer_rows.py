@@ -10,6 +10,7 @@ import torch
 
 from ..site import Site
 from .activations import Activations
+from .by_site import SitePiece
 
 
 class LayerRows:
@@ -19,21 +20,22 @@ class LayerRows:
         wanted: [longest] bool, by position.
         size: upper bound of the values of a position.
         missing: positions that the prompt does not have.
+        stream: `Capture.stream`.
 
     Attributes:
         rows: position -> its value, on the CPU.
     """
 
-    def __init__(self, wanted: np.ndarray, size: int, dtype: torch.dtype, missing: int) -> None:
-        self.wanted, self.size, self.dtype, self.missing = wanted, size, dtype, missing
+    def __init__(self, wanted: np.ndarray, size: int, dtype: torch.dtype, missing: int, stream: bool) -> None:
+        self.wanted, self.size, self.dtype, self.missing, self.stream = wanted, size, dtype, missing, stream
         self.rows: dict[int, torch.Tensor] = {}
 
     def before(self, stop: int) -> list[int]:
         """Positions before `stop` that came, ascending."""
         return sorted(position for position in self.rows if position < stop)
 
-    def result(self, num_positions: int) -> torch.Tensor:
-        """[positions, ...], the values of `before(num_positions)`."""
+    def result(self, at: Sequence[int], num_positions: int) -> torch.Tensor:
+        """[positions, ...], the values at these of the first `num_positions` positions."""
         raise NotImplementedError
 
 
@@ -54,6 +56,23 @@ class LayerCaptures(Generic[Rows]):
     def __init__(self, kind: str, num_layers: int, prompt_len: int) -> None:
         self.kind, self.num_layers, self.prompt_len = kind, num_layers, prompt_len
         self.layers: dict[int, Rows] = {}
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the sites, by layer."""
+        return [str(site) for site, _ in self._by_site()]
+
+    @property
+    def pooled_sites(self) -> list[str]:
+        """No site: each position has a row."""
+        return []
+
+    lens_sites = pooled_sites
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Upper bound of the bytes of a position's rows in a stream."""
+        return sum(own.size * own.dtype.itemsize for own in self.layers.values() if own.stream)
 
     @property
     def num_bytes(self) -> int:
@@ -90,8 +109,19 @@ class LayerCaptures(Generic[Rows]):
         """Add the values of a request's positions to its activations."""
         tokens = torch.tensor(token_ids, dtype=torch.int64)
         for site, own in self._by_site():
-            positions = torch.tensor(own.before(len(tokens)), dtype=torch.int64)
-            found.add(str(site), own.result(len(tokens)), positions, tokens[positions])
+            positions = torch.tensor(at := own.before(len(tokens)), dtype=torch.int64)
+            found.add(str(site), own.result(at, len(tokens)), positions, tokens[positions])
+
+    def rows_since(self, start: int, stop: int, token_ids: Sequence[int]) -> list[SitePiece]:
+        """Rows of the layers that stream; see `CapturedRows.rows_since`."""
+        tokens, pieces = torch.tensor(token_ids, dtype=torch.int64), list[SitePiece]()
+        for site, own in self._by_site():
+            at = np.flatnonzero(own.wanted[start:stop]) + start if own.stream else ()
+            if found := [position for position in map(int, at) if position in own.rows]:
+                positions = torch.tensor(found, dtype=torch.int64)
+                rows = own.result(found, found[-1] + 1)
+                pieces.append(SitePiece((str(site),), rows, positions, tokens[positions - start], {}))
+        return pieces
 
     def _by_site(self) -> Iterator[tuple[Site, Rows]]:
         return ((Site(self.kind, layer), own) for layer, own in sorted(self.layers.items()))

@@ -327,7 +327,7 @@ def layout_of(
             if _is_repeated(name, bound, asked):
                 continue
             if group is None:  # else another layer of the same spec
-                alike = bound.windows, bound.spec.dtype, bound.spec.reduce, prod(shape), normed
+                alike = bound.windows, bound.spec.dtype, bound.spec.reduce, prod(shape), normed, bound.spec.stream
                 if alike not in groups:
                     if len(groups) == MAX_GROUPS:
                         raise ValueError(
@@ -436,8 +436,8 @@ def _is_repeated(name: str, bound: Bound, asked: dict[str, Bound]) -> bool:
         return False
     if _way(first) != _way(bound):
         raise ValueError(
-            f"{name} is captured twice, with different positions, dtype, heads or reduction: name it once, with all positions that "
-            "you want"
+            f"{name} is captured twice, with different positions, dtype, heads, reduction or stream: name it once, with all "
+            "positions that you want"
         )
     return True
 
@@ -445,4 +445,4 @@ def _is_repeated(name: str, bound: Bound, asked: dict[str, Bound]) -> bool:
 def _way(bound: Bound) -> tuple[Any, ...]:
     """Grouping key of a capture's options."""
     spec = bound.spec
-    return bound.windows, bound.missing, spec.dtype, spec.reduce, spec.heads
+    return bound.windows, bound.missing, spec.dtype, spec.reduce, spec.heads, spec.stream

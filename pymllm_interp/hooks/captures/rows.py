@@ -17,6 +17,7 @@ from .by_site import SitePiece
 from .egress.result_memory import FRESH, Memory
 from .group import Group
 from .layout import CapturedSite, CaptureLayout, CaptureProgress
+from .reductions.lens import Lens
 from .reductions.reduction import Reduced
 
 
@@ -254,6 +255,21 @@ class GroupRows:
         self._memory.clear(self.rows, min(count, len(self.rows)))
         return self.rows if count == len(self.rows) else self.rows[:count], positions
 
+    def between(self, start: int, stop: int, copied: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(rows, their positions) of positions from `start` to `stop`, which are settled; None for none. The rows are copies.
+
+        Rows that have not come are left out: their memory may hold another request's.
+
+        Args:
+            copied: positions before it were copied from the ring.
+        """
+        group = self.group
+        first, last = group.rows_before(start), group.rows_before(stop)
+        last = min(last, *(max(filled, group.rows_before(copied)) for filled in self._filled))
+        if self.rows is None or first >= last:
+            return None
+        return self.rows[first:last].clone(), torch.from_numpy(group.positions[first:last].copy())
+
     def _pooled(self, count: int, arrived: list[int]) -> torch.Tensor:
         """The result of a pool, [1, columns, width], or [0, columns, width] for no position."""
         pool = self.group.pool
@@ -297,6 +313,32 @@ class CapturedRows(CaptureProgress):
         self.groups = [GroupRows(group) for group in layout.groups]
         self.cut: dict[str, int] = {}
         self._copied = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return self.layout.num_layers
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Names of the sites, in the order of a forward pass."""
+        return self.layout.order
+
+    @property
+    def pooled_sites(self) -> list[str]:
+        """Sites that stream, with one row of all positions."""
+        sites = self.layout.sites
+        return [site.name for site in sites if site.group.spec.stream and not site.group.streams]
+
+    @property
+    def lens_sites(self) -> list[str]:
+        """Sites with token ids in `Activations.indexes`."""
+        return [site.name for site in self.layout.sites if isinstance(site.group.spec.reduction, Lens)]
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of a position's rows in a stream."""
+        return sum(group.row_bytes for group in self.layout.groups if group.streams)
 
     def prepare(self, memory: Memory) -> None:
         """Allocate the results; a second call does nothing.
@@ -376,19 +418,53 @@ class CapturedRows(CaptureProgress):
         try:
             for own, sites in zip(self.groups, layout.by_group, strict=True):
                 rows, positions = own.results(len(tokens), self._copied)
-                at = torch.from_numpy(tokens[positions.numpy()])
-                if layout.is_whole(sites):
-                    names = tuple(site.name for site in sites)
-                    pieces.append(SitePiece(names, own.in_columns(rows), positions, at, {}))
-                    continue
-                columns = list(own.by_column(rows))
-                for site in sites:
-                    reduced = columns[site.column]
-                    self.cut[site.name] = reduced.cut
-                    pieces.append(SitePiece((site.name,), _shaped(reduced.rows, site), positions, at, reduced.others))
+                pieces += self._pieces(
+                    own, sites, rows, positions, torch.from_numpy(tokens[positions.numpy()]), self.cut
+                )
         except (MemoryError, RuntimeError) as error:  # out of memory
             return lost(CaptureError(f"captured states are lost: {error}"))
         return Activations(layout.num_layers, pieces, layout.order)
+
+    def rows_since(self, start: int, stop: int, token_ids: Sequence[int]) -> list[SitePiece]:
+        """Rows of the sites that stream, of positions from `start` to `stop`. Any thread may call it, also after the result.
+
+        Args:
+            token_ids: tokens of these positions.
+        """
+        tokens = np.array(token_ids, dtype=np.int64)
+        pieces: list[SitePiece] = []
+        for own, sites in zip(self.groups, self.layout.by_group, strict=True):
+            if self.error is not None or not own.group.streams:
+                continue
+            if (found := own.between(start, stop, self._copied)) is not None:
+                rows, positions = found
+                pieces += self._pieces(
+                    own, sites, rows, positions, torch.from_numpy(tokens[positions.numpy() - start]), {}
+                )
+        return pieces
+
+    def _pieces(
+        self,
+        own: GroupRows,
+        sites: Sequence[CapturedSite],
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        cut: dict[str, int],
+    ) -> Iterator[SitePiece]:
+        """The result of some rows of a group.
+
+        Args:
+            cut: gets the values that limits of reductions left out, by site.
+        """
+        if self.layout.is_whole(sites):
+            yield SitePiece(tuple(site.name for site in sites), own.in_columns(rows), positions, token_ids, {})
+            return
+        columns = list(own.by_column(rows))
+        for site in sites:
+            reduced = columns[site.column]
+            cut[site.name] = reduced.cut
+            yield SitePiece((site.name,), _shaped(reduced.rows, site), positions, token_ids, reduced.others)
 
 
 def _shaped(rows: torch.Tensor, site: CapturedSite) -> torch.Tensor:

@@ -73,6 +73,8 @@ class Capture(PlacedSpec):
             position. None keeps the rows, [positions, width].
         heads: Attention heads to read, at `q`, `k`, `v` and `z`: [positions, len(heads), head_dim]. None: all.
         missing: "error", or "skip" to leave out positions that a prompt does not have; the receipt counts them.
+        stream: Whether the pieces of a stream have the rows, too, as they are computed (`StreamPiece.captures`). The one row of
+            "mean" and "last" comes with the last piece. Without a stream it changes nothing.
 
     Raises:
         ValueError: an unknown site, positions, dtype or reduction.
@@ -84,6 +86,7 @@ class Capture(PlacedSpec):
     reduce: Literal["mean", "last"] | Reduction | None = None
     heads: Heads = None
     missing: Literal["error", "skip"] = "error"
+    stream: bool = False
     reduction: Reduction = field(init=False, repr=False)
     """`reduce` as an object."""
 
@@ -94,6 +97,7 @@ class Capture(PlacedSpec):
             self._set("dtype", DTYPES[self.dtype])
         elif self.dtype is not None:
             self._check("dtype", self.dtype in DTYPES.values(), f"one of {sorted(DTYPES)}")
+        self._check("stream", isinstance(self.stream, bool), "True or False")
         self._set("reduction", self._reduction())
         if is_spelled(type(self.reduction)):
             self._set("reduce", json_name(type(self.reduction)))

@@ -7,7 +7,7 @@ transformers keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
@@ -54,13 +54,12 @@ def places_in(name: str, site: Site | str, model: ModelSpec) -> list[tuple[int, 
 class _LayerStates(LayerRows):
     """The states [*shape] of a layer."""
 
-    def __init__(self, place: StatePlace, wanted: np.ndarray, dtype: torch.dtype, missing: int) -> None:
-        super().__init__(wanted, prod(place.shape), dtype, missing)
+    def __init__(self, place: StatePlace, wanted: np.ndarray, dtype: torch.dtype, missing: int, stream: bool) -> None:
+        super().__init__(wanted, prod(place.shape), dtype, missing, stream)
         self.place = place
 
-    def result(self, num_positions: int) -> torch.Tensor:
+    def result(self, at: Sequence[int], num_positions: int) -> torch.Tensor:
         """States [positions, *shape]."""
-        at = self.before(num_positions)
         return torch.stack([self.rows[p] for p in at]) if at else torch.zeros(0, *self.place.shape, dtype=self.dtype)
 
 
@@ -92,7 +91,7 @@ class StateCaptures(LayerCaptures[_LayerStates]):
                     raise ValueError(
                         f"{STATE}.{layer} is captured twice: name it once, with all positions that you want"
                     )
-                self.layers[layer] = _LayerStates(place, selected(windows, longest), dtype, missing)
+                self.layers[layer] = _LayerStates(place, selected(windows, longest), dtype, missing, spec.stream)
 
     def due(self, position: int) -> list[tuple[int, StatePlace]]:
         """(layer, place) of each state that is to be read behind a position, and was not yet."""

@@ -6,7 +6,7 @@ in passes with gradients, ops are functions on their requests' rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from ...hooks.captures.egress.result_memory import Memory, ResultMemory
 from ...hooks.captures.egress.ring import CaptureRing, StatesOf
 from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.captures.rows import CapturedRows
+from ...hooks.captures.streamed import StreamedRows
 from ...hooks.declared import Declared
 from ...hooks.interventions.device_tables import DeviceTables
 from ...hooks.interventions.host_ops import RequestRows, host_ops, logit_ops
@@ -235,6 +236,17 @@ class DeclaredStage(Stage):
             declared = self._live.get(request_id)
             if declared is not None and declared.captures is not None:
                 declared.captures.lose(why)
+
+    def rows_since(self, request_id: str, start: int, token_ids: Sequence[int]) -> StreamedRows:
+        """Captured rows of a live request (`Declared.rows_since`). Rows of launched passes have come by `when_arrived`."""
+        return self._live[request_id].rows_since(start, token_ids)
+
+    def when_arrived(self, function: Callable[[], None]) -> None:
+        """Call `function` when the captured states of launched passes are on the host: at once, or on the ring's thread."""
+        if self.capture_ring is None:
+            function()
+        else:
+            self.capture_ring.after(function)
 
     def finish(self, end: RequestEnd) -> Future[DeclaredResult]:
         """Release the resources of an ended request.

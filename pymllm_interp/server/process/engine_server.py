@@ -71,7 +71,7 @@ class EngineServer:
         self.traces = TraceRuns(model, outbox, queued_bytes)
         model.backend.factory.grammars.guarded = True  # clients are strangers
         self._lock = threading.Lock()
-        self._calls: dict[int, list[str]] = {}
+        self._calls: dict[int, CallEvents] = {}
         self._starting: dict[int, list[m.Abort]] = {}  # calls that are being submitted -> aborts that came meanwhile
         self._submitters = ThreadPoolExecutor(SUBMITTERS, "pymllm-interp-submit")
         self._orders = ThreadPoolExecutor(1, "pymllm-interp-orders")
@@ -84,7 +84,7 @@ class EngineServer:
             m.LoadAdapter: partial(self._later, self._load_adapter),
             m.UnloadAdapter: partial(self._later, self._unload_adapter),
             m.RunTrace: self.traces.run,
-            m.ReadFrames: self.traces.was_read,
+            m.ReadFrames: self._was_read,
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
             m.AskProgress: lambda message: m.Answer(message.call, self.model.engine.progress()._asdict()),
             m.ResetPrefixCache: partial(self._later, self._reset_prefix_cache),
@@ -170,8 +170,8 @@ class EngineServer:
         model = self.model.of(message.owner, self.traces.edits_of(message.edits))
         made = model.backend.prepare(_submission_of(message, model))
         requests = [request for own in made for request in own]
-        self._calls[message.call] = [request.request_id for request in requests]
         events = CallEvents(self.outbox, message, requests, self._monitors, partial(self._ended, message.call))
+        self._calls[message.call] = events
         prompts = [own[0].prompt_token_ids if own[0].images else None for own in made] if message.images else []
         self.outbox.put(
             m.Accepted(
@@ -213,11 +213,19 @@ class EngineServer:
             if (waiting := self._starting.get(message.call)) is not None:
                 waiting.append(message)
                 return
-        ids = self._calls.get(message.call, [])
-        self.model.engine.abort(
-            ids if message.requests is None else [ids[i] for i in message.requests if 0 <= i < len(ids)]
-        )
+        if (events := self._calls.get(message.call)) is not None:
+            ids = events.request_ids
+            self.model.engine.abort(
+                ids if message.requests is None else [ids[i] for i in message.requests if 0 <= i < len(ids)]
+            )
+            if message.requests is None:
+                events.leave()
         self.traces.abort(message.call)
+
+    def _was_read(self, message: m.ReadFrames) -> None:
+        if (events := self._calls.get(message.call)) is not None:
+            events.was_read(message.size)
+        self.traces.was_read(message)
 
     def _put_vector(self, message: m.PutVector) -> m.Answer:
         vectors, what = self.model.factory(message.owner).vectors, f"vector {message.name!r}"

@@ -227,7 +227,7 @@ class TraceRuns:
     def _send_step(self, run: TraceRun, step: int, saved: Mapping[str, Any]) -> None:
         """Send the values saved so far. They are copies, which the outbox's thread packs."""
 
-        def frame() -> m.Frame:
+        def frame() -> list[m.FromEngine]:
             encoder = ValueEncoder()
             header = {
                 "type": "step",
@@ -236,7 +236,7 @@ class TraceRuns:
             }
             found = m.Frame(run.call, *pack(header, encoder.tensors))
             run.send(len(found.body), wait=False)
-            return found
+            return [found]
 
         self._outbox.put(frame)
 

@@ -106,6 +106,8 @@ class ResponseJson(Format):
         ids, logprobs, end = list(piece.token_ids), list(piece.logprobs), piece.end
         entries = self._logprobs(index, prompt, piece, ids, logprobs, False)["content"] if self.logprobs else []
         events = list(self.output.push(self._parts(index, prompt, piece), entries))
+        if piece.captures is not None:  # a piece without text has no other event
+            events.insert(0, {"type": "pymllm.captures", "captures": self.captures_json(piece.captures)})
         if end is not None:
             complete = end.finish_reason == "stop"
             events += self.output.end(complete)

@@ -39,6 +39,7 @@ class CompletionPiece:
         logprobs: log probabilities of the new tokens, if requested.
         end: end of the completion; None while it runs.
         scores: monitor -> (position, score) of those scored since the piece before.
+        captures: rows captured since the piece before; None without any.
     """
 
     prompt: int
@@ -48,6 +49,7 @@ class CompletionPiece:
     logprobs: list[m.Logprobs]
     end: m.Finished | None = None
     scores: Mapping[str, Scored] = field(default_factory=dict)
+    captures: m.Rows | None = None
 
 
 class Generation:
@@ -104,14 +106,24 @@ class Generation:
         return cls(engine, tokenizer, prompts, call)
 
     async def pieces(self) -> AsyncIterator[CompletionPiece]:
-        """A piece for each token of a stream, which may have no text yet. The last piece of each completion has its end.
+        """A piece for each token of a stream, which may have no text yet. The last piece of each completion has its end. Many
+        captured rows come in pieces without a token. Asking for the next piece says that the client has read the one before.
 
         Raises:
             Exception: the engine process ended, or the client reads too slowly.
         """
+        async for piece in self._pieces():
+            yield piece
+            if piece.captures is not None:
+                self._engine.was_read(self._call, piece.captures.states.size)
+
+    async def _pieces(self) -> AsyncIterator[CompletionPiece]:
         while self._left:
             message = await self._call.next()
-            if isinstance(message, m.Token):
+            if isinstance(message, m.Rows):
+                if (piece := self._completions[message.request].rows_piece(message)) is not None:
+                    yield self._piece(message.request, piece, [])
+            elif isinstance(message, m.Token):
                 piece = self._completions[message.request].token_piece(
                     message.token_id, hold=False, scores=message.scores
                 )
@@ -129,7 +141,7 @@ class Generation:
         self, request: int, piece: StreamPiece, logprobs: list[Any], end: m.Finished | None = None
     ) -> CompletionPiece:
         prompt, sample = self._places[request]
-        return CompletionPiece(prompt, sample, piece.text, piece.token_ids, logprobs, end, piece.scores)
+        return CompletionPiece(prompt, sample, piece.text, piece.token_ids, logprobs, end, piece.scores, piece.captures)
 
     @property
     def unfinished(self) -> bool:

@@ -279,7 +279,12 @@ async def _generated(
                     metrics = measure()
                 elif isinstance(message, m.Token) and metrics is not None:
                     metrics.tokens(message.request, 1)
-                if isinstance(message, m.Finished) and metrics is not None:
+                if isinstance(message, m.Rows):
+                    states, message.states.data = message.states.data or b"", None
+                    state.metrics.totals["captured_bytes"] += len(states)
+                    yield _frame(message, states)
+                    state.engine.was_read(call, len(states))
+                elif isinstance(message, m.Finished) and metrics is not None:
                     left -= 1
                     metrics.ended(message.request, message)
                     async for part in _finished(state, message):

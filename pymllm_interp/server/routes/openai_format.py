@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any
 
 from ...client.completion import Scored
-from ...client.detokenizer import Detokenizer, decode
+from ...client.detokenizer import Detokenizer, decode, token_text
 from ...core.events import Logprob
 from ...wire import messages as m
 from ..http.state import ServerState
@@ -78,6 +78,8 @@ class Format:
             self.end(found, index, piece.end)
         if chunk and piece.scores:
             found.setdefault("pymllm", {})["scores"] = scores_json(piece.scores)
+        if piece.captures is not None:
+            found.setdefault("pymllm", {})["captures"] = self.captures_json(piece.captures)
         return found
 
     def _message(self, index: int, prompt: Prompt, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
@@ -115,15 +117,22 @@ class Format:
         if end.warnings:
             found["warnings"] = end.warnings
 
+    def captures_json(self, rows: m.Rows) -> dict[str, Any]:
+        """Captured rows as `activations` has them, and the texts of tokens that a lens named, by id."""
+        found = _inline(rows.states)
+        if rows.words and self._state.tokenizer is not None:
+            found["tokens"] = {str(token): token_text(self._state.tokenizer, token) for token in rows.words}
+        return found
+
     def keep_activations(self, index: int, captured: m.CapturedStates) -> None:
         """Keep the captured states of a choice, before it is made. Called on the event loop, as the store is."""
         self._kept[index] = self._activations(index, captured)
 
     def _activations(self, index: int, captured: m.CapturedStates) -> dict[str, Any]:
         self._state.metrics.totals["captured_bytes"] += captured.size
-        found: dict[str, Any] = {"format": "safetensors", "bytes": captured.size, "sites": captured.sites}
+        found = _inline(captured)
         if captured.data is not None:
-            return found | {"data": base64.b64encode(captured.data).decode()}
+            return found
         name = f"{self.id}-{index}"
         stored = self._state.store.adopt(name, captured, self._client.name)
         return found | self._state.store.link(name, stored)
@@ -216,6 +225,11 @@ class TextSoFar:
         elif not is_text(own):  # the detokenizer holds parts of characters back, and invalid ones
             self._held += len(self._parts.decode(own))
         return start
+
+
+def _inline(captured: m.CapturedStates) -> dict[str, Any]:
+    found: dict[str, Any] = {"format": "safetensors", "bytes": captured.size, "sites": captured.sites}
+    return found if captured.data is None else found | {"data": base64.b64encode(captured.data).decode()}
 
 
 def usage_of(read: int, made: int) -> dict[str, Any]:

@@ -36,6 +36,8 @@ COMPLETION_TOKENS = 16
 """OpenAI's default length of a completion; a chat's is the rest of the context."""
 FEW_POSITIONS = 16
 """Most positions with log probabilities that are written on the event loop."""
+FEW_BYTES = 1 << 16
+"""Most bytes of captured rows that are written on the event loop."""
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chunks."""
 
@@ -312,14 +314,15 @@ class Work:
         return piece.prompt * self._n + piece.sample
 
     async def _choice(self, piece: CompletionPiece, chunk: bool) -> dict[str, Any]:
-        """A choice, or a chunk's part of it. Many log probabilities are written on a thread."""
+        """A choice, or a chunk's part of it. Many log probabilities, and large captured rows, are written on a thread."""
         index, end = self._index(piece), piece.end
         if end is not None and end.captured is not None:
             self._format.keep_activations(index, end.captured)
         given = index, self._prompts[piece.prompt], piece, index not in self._made, chunk
         positions = len(piece.logprobs) + len((end and end.prompt_logprobs) or ())
         positions += sum(len(found.scores) for found in ((end and end.monitors) or {}).values())
-        if positions <= FEW_POSITIONS:
+        size = 0 if piece.captures is None else piece.captures.states.size
+        if positions <= FEW_POSITIONS and size <= FEW_BYTES:
             found = self._format.choice(*given)
         else:
             found = await self._state.threads.run(self._client.name, self._format.choice, *given)
@@ -327,9 +330,12 @@ class Work:
         return found
 
     def _take(self, piece: CompletionPiece) -> None:
-        """Count a piece's tokens, and keep its end."""
+        """Count a piece's tokens and captured rows, and keep its end."""
+        if piece.captures is not None:
+            self._state.metrics.totals["captured_bytes"] += piece.captures.states.size
         if piece.end is None:
-            self._metrics.tokens(self._index(piece), len(piece.token_ids))
+            if piece.token_ids:
+                self._metrics.tokens(self._index(piece), len(piece.token_ids))
         else:
             self._metrics.ended(self._index(piece), piece.end)
             self._ends[piece.prompt, piece.sample] = piece.end

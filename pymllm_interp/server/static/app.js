@@ -102,18 +102,21 @@ function setLayers(count) {
 
 // -- vectors --------------------------------------------------------------------------------
 
-function tensorOf(base64, name) {
+const ARRAYS = { F32: Float32Array, I64: BigInt64Array };
+
+// The values of a safetensors file's tensors, by name.
+function tensorsOf(base64) {
   const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-  const size = Number(new DataView(bytes.buffer).getBigUint64(0, true));
-  const entry = JSON.parse(new TextDecoder().decode(bytes.subarray(8, 8 + size)))[name];
-  const [start, end] = entry.data_offsets;
-  return new Float32Array(bytes.slice(8 + size + start, 8 + size + end).buffer);
+  const first = 8 + Number(new DataView(bytes.buffer).getBigUint64(0, true));
+  const { __metadata__, ...entries } = JSON.parse(new TextDecoder().decode(bytes.subarray(8, first)));
+  return Object.fromEntries(Object.entries(entries).map(([name, { dtype, data_offsets: [start, end] }]) =>
+    [name, new ARRAYS[dtype](bytes.slice(first + start, first + end).buffer)]));
 }
 
 async function meanState(text, site) {
   const body = { prompt: text, max_tokens: 0, capture: [{ site, positions: "prompt", reduce: "mean", dtype: "float32" }] };
   const found = (await (await call("v1/completions", body)).json()).choices[0].activations;
-  return tensorOf(found.data, site);
+  return tensorsOf(found.data)[site];
 }
 
 async function direction(site) {
@@ -155,6 +158,7 @@ function span(text, kind) {
 // Tokens as they come. The score of a token comes a step later, and shades it: from none at the text's lowest to the highest so far.
 function show(id, prompt) {
   const text = $(id), tokens = new Map(), scores = [];
+  const lens = $("live-of").value === id ? lensTable($("live-lens")) : null;
   let position = 0;
   text.replaceChildren(span(prompt, "prompt"));
   $(`${id}-scores`).textContent = "";
@@ -173,6 +177,7 @@ function show(id, prompt) {
       scored.classList.add("scored");
     }
     if (scores.length) shade(text, $(`${id}-scores`), scores);
+    if (choice.pymllm?.captures) lens(choice.pymllm.captures, (place) => tokens.get(place)?.textContent ?? "prompt");
   };
 }
 
@@ -195,9 +200,10 @@ async function generate() {
   try {
     const vector = await direction(site), op = { op: "steer", site, vector, scale: Number($("scale").value) };
     body.monitors = [{ name: "direction", site, probe: vector, positions: "generated" }];
+    const lens = (id) => ($("live-of").value === id ? { capture: [LENS] } : {});
     await Promise.all([
-      stream(body, plain),
-      stream({ ...body, interventions: [op] }, (choice) => {
+      stream({ ...body, ...lens("plain") }, plain),
+      stream({ ...body, ...lens("steered"), interventions: [op] }, (choice) => {
         steered(choice);
         if (choice.receipt) $("receipt").textContent = receipt(choice.receipt);
       }),
@@ -215,17 +221,48 @@ function receipt(found) {
 
 // -- logit lens ---------------------------------------------------------------------------------
 
+const LENS = { site: "resid_post.*", reduce: { type: "lens", top_k: 3 }, positions: { generated: { start: -1 } }, stream: true };
+
+// A table of layers: each piece of a stream with captured rows adds a column for each position.
+function lensTable(table) {
+  table.replaceChildren();
+  return (captures, tokenAt) => {
+    const found = tensorsOf(captures.data), count = Object.keys(captures.sites).length;
+    if (!table.rows.length) {
+      const body = document.createElement("tbody");
+      body.append(...[...Array(count).keys()].reverse().map((layer) => line(cell("th", String(layer)), [])));
+      const head = document.createElement("thead");
+      head.append(line(cell("th", "layer"), []));
+      table.append(head, body);
+    }
+    found["positions.resid_post.0"].forEach((position, i) => {
+      const after = tokenAt(Number(position));
+      table.tHead.rows[0].append(cell("th", after));
+      for (let layer = 0; layer < count; layer++) {
+        const ids = found[`indexes.resid_post.${layer}`], values = found[`resid_post.${layer}`];
+        const top = [0, 1, 2].map((k) => ({ token: captures.tokens[ids[3 * i + k]], prob: Math.exp(values[3 * i + k]) }));
+        table.tBodies[0].rows[count - 1 - layer].append(lensCell(top, layer, after));
+      }
+    });
+    table.tBodies[0].rows[0].cells[1].tabIndex = 0;
+    table.parentElement.scrollLeft = table.parentElement.scrollWidth;
+  };
+}
+
+function lensCell(top, layer, after) {
+  const one = shaded(cell("td", top[0].token), top[0].prob);
+  const tops = top.map(({ token, prob }) => `${JSON.stringify(token)} ${(100 * prob).toFixed(1)} %`);
+  one.title = `Layer ${layer}, after ${JSON.stringify(after)}: ${tops.join(", ")}`;
+  one.tabIndex = -1;
+  return one;
+}
+
 async function lens() {
   const found = await (await call("v1/interp/lens", { prompt: $("prompt").value, top: 3 })).json();
   const head = document.createElement("thead"), body = document.createElement("tbody");
   head.append(line(cell("th", "layer"), found.tokens.map((token) => cell("th", token))));
-  body.append(...found.layers.map((row, layer) => line(cell("th", String(layer)), row.map((top, position) => {
-    const one = shaded(cell("td", top[0].token), top[0].prob), after = JSON.stringify(found.tokens[position]);
-    const tops = top.map(({ token, prob }) => `${JSON.stringify(token)} ${(100 * prob).toFixed(1)} %`);
-    one.title = `Layer ${layer}, after ${after}: ${tops.join(", ")}`;
-    one.tabIndex = -1;
-    return one;
-  }))).reverse());
+  body.append(...found.layers.map((row, layer) => line(cell("th", String(layer)),
+    row.map((top, position) => lensCell(top, layer, found.tokens[position])))).reverse());
   body.rows[0].cells[1].tabIndex = 0;
   $("heatmap").replaceChildren(head, body);
   $("lens-section").hidden = false;
@@ -267,13 +304,15 @@ function move(event) {
 
 function explain(event) {
   const one = event.target.closest("td");
-  if (one) $("cell").textContent = one.title;
+  if (one) $(one.closest("table").dataset.shownIn).textContent = one.title;
 }
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); once($("run"), generate); });
 $("lens").addEventListener("click", () => once($("lens"), lens));
-$("heatmap").addEventListener("keydown", move);
-for (const kind of ["focusin", "mouseover", "click"]) $("heatmap").addEventListener(kind, explain);
+for (const table of [$("heatmap"), $("live-lens")]) {
+  table.addEventListener("keydown", move);
+  for (const kind of ["focusin", "mouseover", "click"]) table.addEventListener(kind, explain);
+}
 $("layer").addEventListener("input", () => { $("layer-shown").textContent = $("layer").value; });
 $("key").addEventListener("change", () => { $("error").textContent = ""; describe(); });
 watch();

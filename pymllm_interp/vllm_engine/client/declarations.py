@@ -68,6 +68,10 @@ class VllmDeclarations(Declarations):
                     f"leave out prompt_logprobs. {OURS}"
                 )
         for spec in captures:
+            if spec.stream and request.stream:
+                raise ValueError(
+                    f"{spec.name}: with engine='vllm' rows do not leave the ranks while a request runs: leave out stream. {OURS}"
+                )
             if str(spec.site).startswith("pattern"):
                 raise ValueError(f"{spec.name}: with engine='vllm' attention patterns are not captured. {OURS}")
             if self._ranks > 1 and isinstance(spec.reduce, Lens):

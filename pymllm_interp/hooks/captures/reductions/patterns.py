@@ -35,15 +35,15 @@ class _LayerPatterns(LayerRows):
     """
 
     def __init__(
-        self, wanted: np.ndarray, heads: tuple[int, ...] | None, num_heads: int, dtype: torch.dtype, missing: int
-    ) -> None:
+        self, wanted: np.ndarray, heads: tuple[int, ...] | None, num_heads: int, dtype: torch.dtype, missing: int, stream: bool
+    ) -> None:  # fmt: skip
         self.heads, self.num_heads = heads, num_heads if heads is None else len(heads)
-        super().__init__(wanted, self.num_heads * len(wanted), dtype, missing)
+        super().__init__(wanted, self.num_heads * len(wanted), dtype, missing, stream)
 
     def is_like(self, other: _LayerPatterns) -> bool:
         """Whether both want the same rows, heads and dtype."""
-        same = (self.heads, self.dtype, self.missing) == (other.heads, other.dtype, other.missing)
-        return same and np.array_equal(self.wanted, other.wanted)
+        own, others = ((one.heads, one.dtype, one.missing, one.stream) for one in (self, other))
+        return own == others and np.array_equal(self.wanted, other.wanted)
 
     def keep(self, positions: Sequence[int], weights: torch.Tensor) -> None:
         """Keep the rows [heads, rows, keys] of these positions."""
@@ -51,11 +51,10 @@ class _LayerPatterns(LayerRows):
         for position, row in zip(positions, rows, strict=True):
             self.rows[position] = row[:, : position + 1].clone()
 
-    def result(self, num_positions: int) -> torch.Tensor:
+    def result(self, at: Sequence[int], num_positions: int) -> torch.Tensor:
         """Patterns [positions, heads, keys]."""
-        positions = self.before(num_positions)
-        padded = torch.zeros(len(positions), self.num_heads, num_positions, dtype=self.dtype)
-        for row, position in zip(padded, positions, strict=True):
+        padded = torch.zeros(len(at), self.num_heads, num_positions, dtype=self.dtype)
+        for row, position in zip(padded, at, strict=True):
             row[:, : position + 1] = self.rows[position]
         return padded
 
@@ -98,9 +97,8 @@ class PatternCaptures(LayerCaptures[_LayerPatterns]):
             wanted = selected(windows, longest)
             dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else model.dtype
             for site in sites:
-                layer = _LayerPatterns(
-                    wanted, heads, model.num_attention_heads, dtype, missing_of(spec.positions, prompt_len)
-                )
+                missing = missing_of(spec.positions, prompt_len)
+                layer = _LayerPatterns(wanted, heads, model.num_attention_heads, dtype, missing, spec.stream)
                 if not self.layers.setdefault(site.layer or 0, layer).is_like(layer):
                     raise ValueError(
                         f"{site} is captured twice, in two ways: name it once, with all positions and heads that you want"
