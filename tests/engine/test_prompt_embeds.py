@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 import torch
 from conftest import CONFIGS, VOCAB
 from helpers_declared import lms
+from helpers_devices import DEVICES
 from helpers_embeds import generated, mixed, vectors_of
+from helpers_graphs import captured_lms
 from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from pymllm_interp import LM, Capture, Patch, SamplingParams, Steer
@@ -104,6 +107,21 @@ def test_requests_of_a_small_pool_do_not_see_each_other(
         lm = load("llama", max_num_tokens=7, page_size=4, kv_cache_tokens=72, max_running_requests=4)
         check_crowd(lm, oracle("llama"), range(100, 124), 40)
         lm.engine.call(lm.engine.scheduler.check_integrity)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_behind_embeddings_are_replayed(model_folder: Callable[[str], Path], device: str) -> None:
+    """A step with embedded positions runs kernel by kernel. Each later one is a graph, as of a plain request."""
+    with captured_lms(model_folder, prefill_graph_tokens=32, max_num_tokens=32) as load:
+        lm = load(device, "llama", tables=device == "cuda")
+        table, found, replays = lm.model.embed_tokens.weight.detach(), [], []
+        params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+        for prompt in (list(range(3, 20)), {"prompt_embeds": table[3:20]}):
+            before = Counter(lm.engine.stats()["execution"])
+            found.append(lm.generate([prompt], params)[0].token_ids)
+            steps = Counter(lm.engine.stats()["execution"]) - before
+            replays.append(sum(count for how, count in steps.items() if how.startswith("replay")))
+        assert found[0] == found[1] and replays == [7, 6]
 
 
 @pytest.mark.slow
