@@ -131,6 +131,9 @@ class ServerConfig(EngineTuning):
     """Maximum token rows in one step; chunked prefill fills steps up to it. None: 2048 on a CPU, 8192 on CUDA."""
     kv_cache_tokens: int | None = None
     """Slots of the KV pool. None: derived from the free memory. More than the device holds is an error."""
+    cross_cache_tokens: int | None = None
+    """Encoder positions with cross keys and values, in an encoder-decoder model. None: the longest input of each running request,
+    within half of the memory for KV."""
     kv_cache_dtype: str = "auto"
     """The KV pool's dtype; "auto" is the model's. "fp8" is E4M3, with a checkpoint's scales, else 1."""
     state_dtype: str = "float32"
@@ -194,6 +197,7 @@ class ServerConfig(EngineTuning):
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
+        _positive(self, "cross_cache_tokens")
         _positive(self, "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes")
         _positive(self, "max_loras", "max_lora_rank")
         for kind in self.inner_sites:

@@ -30,6 +30,8 @@ class RenderedPrompt(NamedTuple):
     images: Any = ()
     """Images in the order of their places. They are sources (`ImageSources`), outputs of a processor (`EncodedPrompt`), or read
     (`core.image_input.ImageInput`)."""
+    encoder: Any = None
+    """Input of the encoder (`core.encoder_input.EncoderInput`); None in a model without one."""
 
     def part(self, start: int, stop: int) -> RenderedPrompt:
         """The positions from `start` to `stop` of a prompt without images."""

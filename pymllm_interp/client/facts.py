@@ -58,6 +58,8 @@ class ModelFacts:
     seed: int
     """Seed of requests that bring none."""
     logprobs_mode: str
+    decoder_start_ids: tuple[int, ...] = ()
+    """Token ids that a decoder behind an encoder begins with, without a prompt."""
     tasks: tuple[str, ...] = ("generate",)
     """Tasks that requests may ask for."""
     pooler: Pooler = field(default=Pooler(), repr=False)

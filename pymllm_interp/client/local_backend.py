@@ -35,6 +35,7 @@ from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .images.families import IMAGE_FAMILIES
 from .images.reader import ImageReader
+from .inputs.encoder_prompts import decoder_start_ids
 from .pooling.folders import last_site, pooler_of
 from .request_factory import RequestFactory
 
@@ -191,6 +192,8 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
     config, settings, source, spec = runner.model_config, runner.server_config, runner.source, runner.model_spec
     assert source is not None and runner.attn_backend is not None
     attention = type(runner.attn_backend).__name__
+    defaults = GenerationDefaults.of(config.generation_config, source.hf_config, source.folder)
+    cross = runner.cross_pool
     return ModelFacts(
         name=source.name, model=config.model, folder=source.folder, spec=spec, hf_config=source.hf_config,
         impl="native" if is_native(source.hf_config, config.impl) else "transformers",
@@ -200,10 +203,12 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
         limits=EngineLimits(
             runner.vocab_size, runner.context_len, runner.max_num_tokens, runner.max_total_num_tokens,
             runner.max_running_requests, not runner.is_pooling_model,
+            0 if cross is None else cross.longest,
         ),
+        decoder_start_ids=() if cross is None else decoder_start_ids(source.hf_config, defaults.values),
         settings={name: getattr(settings, name) for name in (*HOOK_LIMITS, "max_loras", "max_lora_rank")},
         hooks={"hook_execution": settings.hook_execution, **HOOKS},
-        defaults=GenerationDefaults.of(config.generation_config, source.hf_config, source.folder),
+        defaults=defaults,
         seed=config.seed, logprobs_mode=settings.logprobs_mode, tasks=runner.get_supported_tasks(), names=source.names,
         page_size=settings.page_size, longest_pass=len(runner.input_buffers.input_ids),
         keeps_scores=keeps_scores(runner.get_model(), runner.attn_backend), speculates=settings.speculative is not None,

@@ -97,7 +97,7 @@ def split(prompt: Any, what: str) -> PromptBatch:
         type(prompt) is list and prompt and type(prompt[0]) is int
     ):  # most are, so they are asked first
         return PromptBatch([prompt])
-    if has_embeds(prompt):
+    if has_embeds(prompt) or (isinstance(prompt, Mapping) and "encoder_prompt" in prompt):
         return PromptBatch([prompt])
     if isinstance(prompt, Mapping):
         inner = vllm_prompt(prompt, what)
@@ -109,7 +109,7 @@ def split(prompt: Any, what: str) -> PromptBatch:
     if (
         isinstance(prompt, list | tuple)
         and prompt
-        and (isinstance(prompt[0], str | list | tuple | torch.Tensor | np.ndarray) or _has_vectors(prompt[0]))
+        and (isinstance(prompt[0], str | list | tuple | torch.Tensor | np.ndarray) or _is_one(prompt[0]))
     ):
         if isinstance(prompt[0], torch.Tensor) and prompt[0].dim() == 0:
             return PromptBatch([[int(token) for token in prompt]])
@@ -176,11 +176,6 @@ def images_in(prompt: Any, what: str) -> list[Any]:
     return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _has_vectors(prompt: Any) -> bool:
-    """Whether an entry of a list is a prompt with embeddings or images."""
-    return has_embeds(prompt) or (isinstance(prompt, Mapping) and prompt.get(MEDIA) is not None)
-
-
 def has_embeds(prompt: Any) -> bool:
     """Whether a prompt has vectors in place of token embeddings: a dict, or an array [tokens, width] of real numbers."""
     if isinstance(prompt, Mapping):
@@ -188,6 +183,13 @@ def has_embeds(prompt: Any) -> bool:
     if isinstance(prompt, torch.Tensor):
         return prompt.is_floating_point() and prompt.ndim > 1
     return isinstance(prompt, np.ndarray) and prompt.dtype.kind == "f" and prompt.ndim > 1
+
+
+def _is_one(prompt: Any) -> bool:
+    """Whether it is one prompt: a dict with images, embeddings or an encoder's side, or an array of embeddings."""
+    return has_embeds(prompt) or (
+        isinstance(prompt, Mapping) and ("encoder_prompt" in prompt or prompt.get(MEDIA) is not None)
+    )
 
 
 def rows_of(ids: Any, what: str) -> list[list[int]]:

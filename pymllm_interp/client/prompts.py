@@ -21,6 +21,7 @@ from ..utils.caller_frames import warn_at_caller
 from .chat import PLACEHOLDER, RenderedPrompt, is_conversation, render, tokenized
 from .facts import ModelFacts
 from .images.parts import ImageSources
+from .inputs.encoder_prompts import encoded, is_of_both, refuse_both
 from .prompt_batch import EMBEDS, has_embeds, images_in, rows_of, split, vllm_prompt
 
 BYTES = bytes | bytearray | memoryview
@@ -35,6 +36,8 @@ OUTPUTS = {
 def as_prompts(prompts: Any) -> list[Any]:
     """One prompt or a list of them, as a list. A list of whole numbers, or of messages, is one prompt."""
     if isinstance(prompts, str | RenderedPrompt | BYTES) or is_conversation(prompts):
+        return [prompts]
+    if isinstance(prompts, Mapping) and is_of_both(prompts):
         return [prompts]
     if isinstance(prompts, (Mapping, torch.Tensor)) or (isinstance(prompts, np.ndarray) and has_embeds(prompts)):
         return split(prompts, "the prompt").prompts
@@ -72,7 +75,16 @@ def checked(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Render
     Raises:
         PromptError: empty, of another type, with ids outside the vocabulary, or with embeddings that the model cannot take.
     """
+    if facts.spec.encoder is not None and (not isinstance(prompt, RenderedPrompt) or prompt.encoder is None):
+        return encoded(lambda side, name: _read(tokenizer, side, facts, name), prompt, facts, what)
+    return _read(tokenizer, prompt, facts, what)
+
+
+def _read(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> RenderedPrompt:
+    """`checked` of a prompt of one side."""
     plain = isinstance(prompt, str | list) or not has_embeds(prompt)
+    if not plain or isinstance(prompt, Mapping):
+        refuse_both(prompt, what)
     found = rendered(tokenizer, prompt, what) if plain else _embedded(tokenizer, prompt, facts, what)
     if facts.images is not None:
         found = facts.images.placed(found, what)
@@ -138,9 +150,10 @@ def _vectors(given: Any, facts: ModelFacts, what: str) -> torch.Tensor:
 
 
 def only_tokens(prompt: RenderedPrompt, what: str) -> list[int]:
-    """Token ids of a prompt, for calls that take text. Raises PromptError for a prompt with embeddings or images."""
-    if prompt.embeds is not None:
-        raise PromptError(f"{what} has embeddings, which this call does not take: lm.generate and lm.forward do")
+    """Token ids of a prompt, for calls that take text. Raises PromptError for a prompt of another kind."""
+    if prompt.embeds is not None or prompt.encoder is not None:
+        kind = "embeddings" if prompt.encoder is None else "an encoder's side"
+        raise PromptError(f"{what} has {kind}, which this call does not take: lm.generate and lm.forward do")
     return without_images(prompt, what).token_ids
 
 

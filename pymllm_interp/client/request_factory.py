@@ -149,7 +149,7 @@ class RequestFactory:
                 request.live_objects = live
                 request.receipt = Receipt() if submission.receipts else None
                 request.priority, request.cache_salt = submission.priority[i], submission.cache_salt
-                request.adapter = adapters[i]
+                request.adapter, request.encoder = adapters[i], prompt.encoder
                 if edits:
                     request.trace = RequestTrace(None, list(edits), options=submission.passes)
                     request.exclusive = request.trace.options.exclusive
@@ -475,7 +475,7 @@ class RequestFactory:
             images=found.images,
         )  # fmt: skip
         request.priority, request.cache_salt = found.priority, found.cache_salt
-        request.adapter = self._known_adapter(found.adapter, what)
+        request.adapter, request.encoder = self._known_adapter(found.adapter, what), found.encoder
         return request
 
 

@@ -12,6 +12,8 @@ Two kinds of calls do not see the pass, and get a plain module. These are calls 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from .forward_batch import ForwardBatch, SiteOps
@@ -44,6 +46,16 @@ class current_pass:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _current.batch = None
+
+
+@contextmanager
+def inner_pass(batch: ForwardBatch) -> Iterator[None]:
+    """Make `batch` the thread's current pass within the block, inside another pass: an encoder's, in front of a decoder's."""
+    outer, _current.batch = _current.batch, batch
+    try:
+        yield
+    finally:
+        _current.batch = outer
 
 
 def current_batch() -> ForwardBatch | None:

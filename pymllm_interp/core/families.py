@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
-INNER_SITES = ("q", "k", "v", "z", "mlp_act", "router", "experts", "shared_out")
+INNER_SITES = ("q", "k", "v", "z", "mlp_act", "router", "experts", "shared_out", "cross_attn_out")
 """Kinds of inner sites that a layer may have."""
 SPARSE_SITES = frozenset({"router", "experts", "shared_out"})
 """Kinds of sites that only layers with experts have."""
@@ -87,6 +87,7 @@ class Family:
         resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.
         mixers: children of decoder layers that mix tokens, by layer. Their outputs are `attn_out`. A row of the table has the
             names that a layer may have. Empty: each layer has the same attention.
+        cross_attention: child of a decoder layer that attends to the encoder's output; "": there is no encoder.
         missing: kinds of sites that the family does not have.
         mlp_in_tuple: whether the MLP returns a tuple, with `mlp_out` first.
         sliding_window: whether the config's `sliding_window` counts.
@@ -115,6 +116,7 @@ class Family:
     mlp_out: str = ""
     resid_mid: str = ""
     mixers: tuple[str, ...] = ()
+    cross_attention: str = ""
     missing: frozenset[str] = frozenset()
     mlp_in_tuple: bool = False
     sliding_window: bool = True
@@ -139,6 +141,11 @@ class Family:
             "attn_out": SitePoint(
                 LayerPath(f"{layer}.", self.mixers) if self.mixers else f"{layer}.{self.attn_out or self.attention}",
                 "output",
+            ),
+            **(
+                {"cross_attn_out": SitePoint(f"{layer}.{self.cross_attention}", "output")}
+                if self.cross_attention
+                else {}
             ),
             "resid_mid": SitePoint(f"{layer}.{self.resid_mid or self.mlp_norm}", "input"),
             "mlp_in": SitePoint(f"{layer}.{self.mlp_norm}", "output"),
@@ -426,3 +433,57 @@ def is_encoder(config: Any) -> bool:
 def has_head_bias(config: Any) -> bool:
     """Whether the head has a bias: transformers' classification heads of tokens."""
     return num_labels_of(config) is not None and config.architectures[0].endswith(CLASSIFIERS[1])
+
+
+_BART: dict[str, Any] = {
+    "attention_norm": "self_attn_layer_norm",
+    "o_proj": "out_proj",
+    "mlp_norm": "final_layer_norm",
+    "mlp": "fc2",
+}
+_T5: dict[str, Any] = {
+    "attention_norm": "layer.0.layer_norm",
+    "attention": "layer.0.SelfAttention",
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "down_proj": "wo",
+}
+_POST = frozenset({"attn_in", "resid_mid", "mlp_in", "mlp_act", "final_norm"})
+"""Norms after the sums: no module reads the stream between attention and MLP, and none comes after the last layer."""
+
+ENCODER_DECODERS = {
+    family.name: family
+    for family in (
+        Family(
+            name="bart", embed="model.decoder.embed_tokens", layers="model.decoder.layers", cross_attention="encoder_attn",
+            missing=_POST, **_BART,
+        ),
+        Family(
+            name="t5", embed="decoder.embed_tokens", layers="decoder.block", final_norm="decoder.final_layer_norm",
+            cross_attention="layer.1.EncDecAttention", mlp_norm="layer.2.layer_norm", mlp="layer.2.DenseReluDense", **_T5,
+        ),
+        Family(
+            name="whisper", embed="model.decoder.embed_tokens", layers="model.decoder.layers",
+            final_norm="model.decoder.layer_norm", head="proj_out", cross_attention="encoder_attn",
+            missing=frozenset({"mlp_act"}), **_BART,
+        ),
+    )
+}  # fmt: skip
+"""Decoders of encoder-decoder models, by the config's `model_type`."""
+ENCODERS = {
+    family.name: family
+    for family in (
+        Family(name="bart", layers="model.encoder.layers", missing=_POST | {"embed"}, **_BART),
+        Family(
+            name="t5", embed="encoder.embed_tokens", layers="encoder.block", final_norm="encoder.final_layer_norm",
+            mlp_norm="layer.1.layer_norm", mlp="layer.1.DenseReluDense", **_T5,
+        ),
+        Family(
+            name="whisper", layers="model.encoder.layers", final_norm="model.encoder.layer_norm",
+            missing=frozenset({"embed", "mlp_act"}), **_BART,
+        ),
+    )
+}  # fmt: skip
+"""Their encoders. Sites of these are named with the prefix `encoder.`."""

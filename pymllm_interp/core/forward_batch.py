@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from .norm_kind import Norm
-from .pass_parts import AdapterRows, AttentionCuts, EmbeddedRows, TransformersOutputs
+from .pass_parts import AdapterRows, AttentionCuts, CrossRows, EmbeddedRows, TransformersOutputs
 
 
 class ForwardMode(IntEnum):
@@ -94,8 +94,14 @@ class PartQuery(Protocol):
         """
         ...
 
-    def serve_part(self, path: str, span: tuple[int, int] | None) -> AbstractContextManager[None]:
-        """Context of the module's call for the request with these rows; None: for the requests without hooks."""
+    def serve_part(
+        self, path: str, span: tuple[int, int] | None, num_rows: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Context of the module's call for the request with these rows; None: for the requests without hooks.
+
+        Args:
+            num_rows: rows of the call's values; None: as many as the request's.
+        """
         ...
 
 
@@ -282,6 +288,7 @@ class ForwardBatch:
     # Fields beyond pymllm's.
     state_pool:      LayerStatePool | None = None  # set by the runner; slots are `req_pool_indices`; None: no layer has states
     input_embeds:    EmbeddedRows | None = None  # rows with a vector in place of their token's embedding; not in decode passes
+    cross:           CrossRows | None = None  # encoders' sides of an encoder-decoder model's requests
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
     depth:           int | None = None           # layers that the pass runs; None: all, and the head
     mrope_positions: torch.Tensor | None = None  # [3, tokens] int64, positions that RoPE turns by; None: `positions`

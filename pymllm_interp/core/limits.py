@@ -34,6 +34,7 @@ class EngineLimits:
         kv_tokens: slots of the KV pool.
         max_running: requests of a step.
         generates: whether the model has a language modelling head.
+        max_source_len: positions of an encoder's input; 0 in a model without an encoder.
     """
 
     vocab_size: int
@@ -42,3 +43,4 @@ class EngineLimits:
     kv_tokens: int
     max_running: int
     generates: bool = True
+    max_source_len: int = 0

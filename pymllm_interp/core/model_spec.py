@@ -214,6 +214,8 @@ class ModelSpec:
     """Experts that it chooses for a token."""
     num_projected_kv_heads: int | None = None
     """Heads of the sites `k` and `v`, where attention repeats them for its queries; None: `num_key_value_heads`."""
+    encoder: ModelSpec | None = None
+    """Spec of the encoder, if the model has one. Its `context_len` counts positions of the encoder's output."""
     embedding_dim: int | None = None
     """Width of the embedding's rows; None: `hidden_size`."""
     mrope_merge: int | None = None
@@ -252,7 +254,9 @@ class ModelSpec:
             num_attention_heads=heads,
             num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            intermediate_size=_intermediate_size(text),
+            intermediate_size=getattr(text, "n_inner", None)
+            or getattr(text, "intermediate_size", None)
+            or 4 * text.hidden_size,
             vocab_size=text.vocab_size,
             context_len=int(text.max_position_embeddings * rope_growth(ropes)),
             sliding_windows=_sliding_windows(text, family),
@@ -297,11 +301,6 @@ class ModelSpec:
     def settings(self, kind: str) -> tuple[str, ...]:
         """The config's settings that make the shape."""
         return _SHAPES.get(kind, ("hidden_size",))
-
-
-def _intermediate_size(text: Any) -> int:
-    size = text.n_inner if hasattr(text, "n_inner") else text.intermediate_size  # GPT-2 and its kin; all others
-    return size or 4 * text.hidden_size
 
 
 def _sliding_windows(text: Any, family: Family) -> tuple[int | None, ...]:

@@ -1,4 +1,4 @@
-"""Parts of a `ForwardBatch` for passes that do more: embeddings, LoRA adapters, cut edges of attention, transformers' outputs."""
+"""Parts of a `ForwardBatch` for passes that do more: embeddings, encoders, LoRA adapters, cut edges, outputs of transformers."""
 
 from __future__ import annotations
 
@@ -135,6 +135,77 @@ class PromptEmbeds:
         found = hashlib.sha256(offsets.tobytes())
         found.update(vectors.reshape(-1).view(torch.uint8).numpy().data)
         return found.digest()
+
+
+# -- encoders --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderInput:
+    """Input of an encoder, which an encoder-decoder model reads before its decoder's prompt.
+
+    Attributes:
+        values: token ids [tokens] int64, or audio features [mel bins, frames], on the CPU.
+        length: positions of the encoder's output.
+        content: digest of the values.
+    """
+
+    values: torch.Tensor
+    length: int
+    content: bytes
+
+    @classmethod
+    def of(cls, values: torch.Tensor, length: int) -> EncoderInput:
+        """The input of these values."""
+        values = values.contiguous()
+        digest = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.view(-1).view(torch.uint8).numpy().data)
+        return cls(values, length, digest.digest())
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token of each position; -1 in audio."""
+        return [-1] * self.length if self.values.is_floating_point() else self.values.tolist()
+
+
+class EncoderRun(NamedTuple):
+    """The encoder's input of a request that enters the runner's table."""
+
+    # fmt: off
+    input:    EncoderInput
+    pages:    list[int]  # pages of the cross pool
+    computed: bool       # they have the keys and values already
+    # fmt: on
+
+
+class PassEncoder(NamedTuple):
+    """An encoder's pass in front of a decoder's."""
+
+    # fmt: off
+    request:  int           # index in the batch
+    input:    EncoderInput
+    slots:    torch.Tensor  # [positions] int64, slots of the cross pool
+    site_ops: Any = None    # `SiteOps` of the encoder's sites, or None
+    # fmt: on
+
+
+@dataclass(eq=False)
+class CrossRows:
+    """Encoder outputs that the requests of a pass attend to.
+
+    Attributes:
+        pool: keys and values (`mem_cache.cross_pool.CrossPool`).
+        rows: [requests] int64, rows of the pool's table.
+        lens: positions of each request's encoder output.
+        encoders: encoders that run before the decoder.
+        fresh: request -> layer -> (keys, values) [positions, heads, head_dim], in a pass with gradients.
+    """
+
+    pool: Any
+    rows: torch.Tensor
+    lens: Sequence[int]
+    encoders: Sequence[PassEncoder] = ()
+    fresh: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
 
 
 # -- LoRA adapters ------------------------------------------------------------------------

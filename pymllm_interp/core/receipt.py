@@ -166,7 +166,7 @@ def layer_ranges(sites: Iterable[str]) -> str:
     """Canonical names for people, with ranges of layers: "resid_post.0-29, logits"."""
     by_kind: dict[str, list[int]] = {}
     for site in sites:
-        kind, _, layer = site.partition(".")
+        kind, _, layer = site.rpartition(".")
         if layer.isdigit():
             by_kind.setdefault(kind, []).append(int(layer))
         else:

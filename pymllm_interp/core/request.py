@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from .events import Logprob
 from .image_input import ImageInput
-from .pass_parts import PromptEmbeds
+from .pass_parts import EncoderInput, PromptEmbeds
 from .request_drafts import RequestDrafts
 from .sampling_params import SamplingParams
 from .step import NewRequest, RequestEnd, RequestHooks, ScheduledRequest
@@ -66,6 +66,10 @@ class Request:
     """Vectors in place of some of the prompt's token embeddings; None without any. Their token ids are placeholders."""
     images: tuple[ImageInput, ...] = ()
     """Images of the prompt, in the order of their placeholders."""
+    encoder: EncoderInput | None = None
+    """Input of the encoder, in an encoder-decoder model."""
+    private_encoder: bool = False
+    """Whether hooks may change its encoder's states: its cross keys and values are its own."""
     adapter: str | None = None
     """LoRA adapter of the weights that it runs with, as part of the model's state; None: the model itself."""
     adapter_hold: Any = None
@@ -132,6 +136,8 @@ class Request:
     """The first of them belong to the prefix cache."""
     num_pages_sent: int = 0
     """Pages that launched steps sent to the runner."""
+    cross: Any = None
+    """Pages of its cross keys and values (`engine.cross_pages.HeldPages`), while it runs."""
     host_kv: Any = None
     """KV in host memory, while swapped out."""
     num_preemptions: int = 0
@@ -330,6 +336,7 @@ class Request:
             drafted=self.drafts is not None,
             embeds=self.embeds,
             images=self.images,
+            encoder=None if self.encoder is None else self.cross.run_of(self.encoder),
         )
 
     def ending(self) -> RequestEnd:

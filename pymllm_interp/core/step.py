@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .image_input import ImageInput
-from .pass_parts import PromptEmbeds
+from .pass_parts import EncoderRun, PromptEmbeds
 from .sampling_params import SamplingParams
 
 VectorRow = tuple[int, tuple[bytes, int]]
@@ -44,18 +44,23 @@ class RequestHooks:
     """`RequestTrace.key`; None without a trace."""
     single: bool = False
     """The request is one forward pass, and generates nothing."""
+    encoder: RequestHooks | None = None
+    """Hooks at sites of the encoder, without the prefix of their names."""
+    source_len: int = 0
+    """Positions of the encoder's input."""
     bound: Any = field(default=None, repr=False)
     """Binding made by the check of the specs (`hooks.declared.Declared`), for a worker of the same process. Not pickled."""
 
     @property
     def declares(self) -> bool:
         """Whether there are interventions or captures."""
-        return bool(self.interventions or self.captures)
+        return bool(self.interventions or self.captures) or self.encoder is not None
 
     @property
     def edits(self) -> bool:
         """Whether they may change hidden states: interventions, or a trace."""
-        return bool(self.interventions) or self.trace_key is not None
+        edits_encoder = self.encoder is not None and self.encoder.edits
+        return bool(self.interventions) or self.trace_key is not None or edits_encoder
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"bound": None}
@@ -89,6 +94,8 @@ class NewRequest:
     embeds: PromptEmbeds | None = None
     """Vectors in place of some of the prompt's token embeddings; None without any."""
     images: tuple[ImageInput, ...] = ()
+    encoder: EncoderRun | None = None
+    """The encoder's side, in an encoder-decoder model."""
 
 
 @dataclass(frozen=True, slots=True)

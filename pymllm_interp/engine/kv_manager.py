@@ -20,6 +20,7 @@ from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..mem_cache.radix_cache import Match, RadixCache
 from ..mem_cache.state_pool import StatePool
 from ..runner.interp_model_runner import InterpModelRunner
+from .cross_pages import CrossPages
 from .prefix_sharing import PrefixSharing
 
 
@@ -33,6 +34,7 @@ class KVManager:
         sharing: the prefix cache's sharing; None: off.
         states: recurrent states by row; None if no layer has any.
         rope_boundary: see `ModelSpec`.
+        cross: pages of encoder inputs; None in a model without an encoder.
 
     Attributes:
         sharing: the rules and counts of the prefix cache.
@@ -46,7 +48,9 @@ class KVManager:
         sharing: PrefixSharing | None = None,
         states: StatePool | None = None,
         rope_boundary: int | None = None,
+        cross: CrossPages | None = None,
     ) -> None:
+        self.cross = cross
         self.states, self.rope_boundary = states, rope_boundary
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
         self.page_size = allocator.page_size
@@ -64,7 +68,8 @@ class KVManager:
         assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
         why_off = _why_no_prefixes(runner)
         sharing = PrefixSharing(RadixCache(allocator.page_size), None if why_off else runner.model_state, why_off)
-        return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool, runner.model_spec.rope_boundary)
+        cross = None if runner.cross_pool is None else CrossPages(runner.cross_pool)
+        return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool, runner.model_spec.rope_boundary, cross)
 
     # -- pages -------------------------------------------------------------------------
 
@@ -79,6 +84,8 @@ class KVManager:
 
     def fits(self, requests: list[Request], spare: int = 0) -> bool:
         """Whether there are pages for all tokens that the requests have so far, and `spare` more."""
+        if self.cross is not None and not self.cross.fits(requests):
+            return False
         missing = sum([self.pages_for(r.num_tokens) - len(r.pages) for r in requests]) + spare
         if missing <= self.num_available_pages:
             return True
@@ -117,6 +124,8 @@ class KVManager:
         row = self.rows.alloc()
         assert row is not None, "there are as many rows as running requests"
         request.req_pool_idx, request.num_entered = row, request.num_tokens
+        if self.cross is not None:
+            self.cross.admit(request)
         match = self._match(request)
         if match is not None:
             request.prefix.node = self._tree.hold(match)
@@ -176,6 +185,8 @@ class KVManager:
         request.state_stops.clear()
         request.pages, request.num_shared_pages, request.num_pages_sent = [], 0, 0
         self._changed.pop(request.request_id, None)
+        if self.cross is not None:
+            self.cross.release(request)
         if request.req_pool_idx is not None:
             self.rows.free(request.req_pool_idx)
             request.req_pool_idx = None
@@ -298,6 +309,8 @@ class KVManager:
                 request.num_pages_sent = len(request.pages)
         self._changed = {rid: request for rid, request in self._changed.items() if request.req_pool_idx is None}
         self._unwritten.clear()
+        if self.cross is not None:
+            self.cross.sent()
 
     def resend(self, request: Request) -> None:
         """Tell the runner all pages of the request again."""
@@ -316,6 +329,8 @@ class KVManager:
         host = self.kv_pool.swap_out(self._slots(request, request.kv_len))
         if self.states is not None and request.req_pool_idx is not None:
             host = replace(host, states=self.states.swap_out(request.req_pool_idx))
+        if self.cross is not None:
+            host = replace(host, cross=self.cross.swap_out(request))
         request.host_kv = host
 
     def swap_in(self, request: Request) -> None:
@@ -327,6 +342,8 @@ class KVManager:
         self.kv_pool.swap_in(self._slots(request, request.kv_len), request.host_kv)
         if self.states is not None and request.req_pool_idx is not None:
             self.states.swap_in(request.req_pool_idx, request.host_kv.states)
+        if self.cross is not None:
+            self.cross.swap_in(request, request.host_kv.cross)
         request.host_kv = None
 
     def _slots(self, request: Request, stop: int) -> np.ndarray:
@@ -345,6 +362,8 @@ class KVManager:
             [r.prefix.node for r in running if r.prefix is not None and r.prefix.node is not None]
         )
         rows = [request.req_pool_idx for request in running]
+        if self.cross is not None:
+            self.cross.check_integrity(running)
         assert None not in rows and 0 not in rows and len(set(rows)) == len(rows), f"rows {rows}"
         assert self.rows.available_size() + len(rows) == self.rows.size, "rows leaked"
         for request in running:

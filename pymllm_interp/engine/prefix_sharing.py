@@ -5,6 +5,7 @@
 | plain | everything, with all |
 | with interventions | pages before its first edit with all; later ones with requests that make the same edits there |
 | with embeddings or images in its prompt | pages before the first one with all; later ones with requests of the same ones |
+| to an encoder-decoder model | as above, with requests of the same encoder input |
 | with an adapter | as above, with requests of the same adapter |
 | with a `cache_salt` | everything, with requests of the same salt |
 | of a server's client | as above, with requests of the same client |
@@ -89,6 +90,9 @@ class PrefixSharing:
             kind, namespaces = EMBEDDED, _joined(namespaces, request.embeds.namespaces(size))
         if request.images:
             kind, namespaces = IMAGES, _joined(namespaces, image_namespaces(request.images, size))
+        if request.encoder is not None:
+            own = request.request_id if request.private_encoder else ""
+            namespaces = _salted(namespaces, "encoder", (request.encoder.content, own))
         if (adapted := self._model.namespace(request.adapter)) is not None:
             namespaces = _salted(namespaces, "adapter", adapted)
         if request.cache_salt is not None:

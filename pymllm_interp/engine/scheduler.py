@@ -191,10 +191,8 @@ class Scheduler:
     def _schedule_exclusive(self, step: SchedulerOutput, others: bool) -> None:
         """Give the step to one exclusive request or its gang, if its turn has come."""
         turn = self._exclusive.next(others)
-        if any(request.status is RequestStatus.SWAPPED for request in turn):
-            self._schedule_swapped(step, len(turn), turn)
-        else:
-            self._schedule_decodes(step, len(turn), turn)
+        swapped = any(request.status is RequestStatus.SWAPPED for request in turn)
+        (self._schedule_swapped if swapped else self._schedule_decodes)(step, len(turn), turn)
 
     def _prompts_have_this_step(self, decoding: int, early: bool) -> bool:
         """Whether `decoding` requests sit out this step, for prompts with a pass that ends `early`. Never two steps in a row."""
@@ -275,14 +273,16 @@ class Scheduler:
             unit = request.unit
             whole = request.is_whole or len(unit) > 1
             tokens = sum(r.num_tokens_left for r in unit) if whole else 0
+            encoded = 0 if self.kv.cross is None else self.kv.cross.cost(unit)
             # Longer than any step may be: it runs without others.
-            beyond = self.max_num_tokens < tokens and not step.scheduled
+            beyond = self.max_num_tokens < tokens + encoded and not step.scheduled
             if (
-                (tokens > budget + self._beyond_target and not beyond)
+                (tokens + encoded > budget + self._beyond_target and not beyond)
                 or not self._can_admit(unit)
                 or (request.exclusive and step.scheduled)
             ):
                 return  # first come, first served
+            budget = max(budget - encoded, 1)
             for member in unit:
                 self.kv.admit(member)
             wanted = [(r, r.num_tokens_left if whole else self.kv.chunk(r, budget)) for r in unit]

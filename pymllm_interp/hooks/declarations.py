@@ -14,6 +14,7 @@ from .captures.egress.ring import CaptureRing
 from .captures.reductions.reduction import Readout
 from .captures.spec import Capture
 from .declared import Declared
+from .encoder_hooks import EncoderBindings
 from .interventions.knockout import Intervention
 from .interventions.vector_pool import VectorPool
 from .monitors.request_monitors import RequestMonitors
@@ -43,6 +44,7 @@ class Declarations:
     ) -> None:
         self._limits, self._model, self._readout, self._ring = limits, model, readout, ring
         self._bindings = Bindings(model, limits, readout, only_captures)
+        self._encoder = None if model.encoder is None else EncoderBindings(model.encoder, limits, only_captures)
         rows = limits.max_intervention_vectors
         self.pool = VectorPool(rows, model.hidden_size) if limits.device_tables else None
 
@@ -52,11 +54,17 @@ class Declarations:
         Raises:
             ValueError: something that the model lacks, or that exceeds the tables, the ring or the results.
         """
-        trace = request.trace
+        trace, encoder = request.trace, None
+        if self._encoder is not None and request.encoder is not None:
+            specs, captures, encoder = self._encoder.split(specs, captures)
         hooks = request.hooks = RequestHooks(
             specs, captures, request.max_tokens, request.logits_from, request.differentiable,
-            trace_key=None if trace is None else trace.key, single=request.forward_only,
+            trace_key=None if trace is None else trace.key, single=request.forward_only, encoder=encoder,
         )  # fmt: skip
+        if request.encoder is not None:
+            hooks.source_len, request.private_encoder = request.encoder.length, encoder is not None or trace is not None
+            if encoder is not None and self._encoder is not None:
+                self._encoder.bind(encoder, request.encoder.length)
         if not hooks.declares:
             return
         bound = self._bindings.bound(hooks, request.prompt_len)
@@ -113,4 +121,6 @@ class Declarations:
         """Let go of the ring and the model."""
         self._ring = self._readout = None
         self._bindings.close()
+        if self._encoder is not None:
+            self._encoder.close()
         self._limits = replace(self._limits, encoders=None)

@@ -24,6 +24,7 @@ from .interventions.fires import Fires
 from .interventions.knockout import request_cuts
 from .kv_edits import KVEdits
 from .positions import Window
+from .site import OF_ENCODER
 
 
 class Demands:
@@ -78,6 +79,47 @@ class Demands:
         return captured, "" if captured is None else "captured"
 
 
+class EncoderDeclared:
+    """The interventions and captures of a request at sites of its encoder, which is one pass over its input.
+
+    Args:
+        declared: state of them, bound to the encoder.
+        token_ids: tokens of the input; of audio, -1 for each position.
+    """
+
+    def __init__(self, declared: Declared, token_ids: list[int]) -> None:
+        self.declared, self.token_ids, self._ran = declared, token_ids, False
+
+    def begin(self) -> Declared:
+        """State for the encoder's next pass. After a preemption it runs again, and nothing is captured or counted."""
+        if self._ran:
+            again = Declared(self.declared.hooks)
+            again.captures = None
+            return again
+        self._ran = True
+        return self.declared
+
+    def add_to(self, result: DeclaredResult) -> None:
+        """Add its counts and states to a request's."""
+        own, counted = self.declared, len(self.token_ids) if self._ran else 0
+        result.applied += [
+            replace(each, site=OF_ENCODER + each.site) for each in own.hooks.applied(counted, own.fires, {})
+        ]
+        states = own.activations(self.token_ids[:counted])
+        if states is None or (result.activations is not None and result.activations.error is not None):
+            return
+        if states.error is not None:
+            result.activations = states
+            return
+        if result.activations is None:
+            result.activations = Activations(own.captures.layout.num_layers if own.captures is not None else 0)
+        for site in states:
+            result.activations.add(
+                OF_ENCODER + site, states[site], states.positions[site], states.token_ids[site], states.others(site)
+            )
+        result.captured += [replace(each, site=OF_ENCODER + each.site) for each in own.captured(counted)]
+
+
 class Declared:
     """The state of one request's interventions and captures.
 
@@ -91,6 +133,7 @@ class Declared:
         held: keys of these rows, until the pool's `release`.
         fires: fires of gates.
         first_fired: see `PassFlags`; on CUDA, while the request is not in the device tables.
+        encoder: the state of those at its encoder's sites; None without.
         draft_stop: positions after the last pass with drafts, until they are settled; None without.
     """
 
@@ -104,6 +147,7 @@ class Declared:
         self.fires = Fires()
         self.first_fired: dict[int, torch.Tensor] = {}
         self.draft_stop: int | None = None
+        self.encoder: EncoderDeclared | None = None
 
     def begin_draft(self, stop: int) -> None:
         """The next pass computes positions up to `stop`. Their rows and fires may be taken back, until `settle`."""
@@ -177,6 +221,8 @@ class Declared:
                 result.activations = self.activations(end.all_token_ids[:counted], end.expected_len)
                 if result.activations is None or result.activations.error is None:
                     result.captured = self.captured(counted)  # which counts omitted values of results
+                if self.encoder is not None:
+                    self.encoder.add_to(result)
                 if end.num_streamed is not None:
                     rows = self.rows_since(end.num_streamed, end.all_token_ids[end.num_streamed : counted])
                     result.rows = replace(rows, ended=result.activations)

@@ -23,19 +23,39 @@ from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, STATE, Family, 
 from ..utils.arguments import shown
 
 KINDS = (
-    "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "router", "experts",
+    "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "cross_attn_out", "resid_mid", "mlp_in", "router", "experts",
     "mlp_act", "shared_out", "mlp_out",
     "resid_post", "final_norm", "logits",
 )  # fmt: skip
 """Kinds of sites, in the order of a forward pass.
 
 `embed`: the token embeddings. `resid_pre`, `resid_mid`, `resid_post`: the residual stream before the layer, between attention
-and MLP, and after the layer. `attn_in`, `mlp_in`: the normed inputs of attention and MLP. `attn_out`, `mlp_out`: their outputs,
-which are added to the residual stream. `q`, `k`, `v`: the projections' outputs, before a query or key norm and before RoPE. `z`:
-the concatenated heads, the input of `o_proj`. `router`: the logits over the experts that a mixture of experts chooses from.
-`experts`: the ids and the scores of the chosen ones. `mlp_act`: the neurons, the input of `down_proj`. `shared_out`: what shared
-experts add to the chosen ones. `final_norm`: the output of the last norm. `logits`: the output of the LM head.
+and MLP, and after the layer. `attn_in`, `mlp_in`: the normed inputs of attention and MLP. `attn_out`, `mlp_out`: their
+outputs, which are added to the residual stream. `cross_attn_out`: the output of attention to an encoder's output. `q`, `k`,
+`v`: the projections' outputs, before a query or key norm and before RoPE. `z`: the concatenated heads, the input of `o_proj`.
+`router`: the logits over the experts that a mixture of experts chooses from. `experts`: the ids and the scores of the chosen
+ones. `mlp_act`: the neurons, the input of `down_proj`. `shared_out`: what shared experts add to the chosen ones. `final_norm`:
+the output of the last norm. `logits`: the output of the LM head.
 """
+OF_ENCODER = "encoder."
+"""Prefix of the names of an encoder's sites, such as "encoder.resid_post.3"."""
+ENCODER_KINDS = frozenset(
+    (
+        "embed",
+        "resid_pre",
+        "q",
+        "k",
+        "v",
+        "z",
+        "attn_out",
+        "resid_mid",
+        "mlp_act",
+        "mlp_out",
+        "resid_post",
+        "final_norm",
+    )
+)
+"""Kinds of sites that encoders may have."""
 WITHOUT_LAYER = frozenset({"embed", "final_norm", "logits"})
 NORMED = ("attn_in", "mlp_in")
 """Kinds of sites that no kernel stores: the norm makes their states from the stream's after the pass."""
@@ -206,6 +226,11 @@ def canonical(pattern: str | Site) -> str:
     return found
 
 
+def kind_of(name: str) -> str:
+    """The kind in a canonical name or pattern, without an encoder's prefix."""
+    return name.removeprefix(OF_ENCODER).partition(".")[0]
+
+
 def is_several(pattern: str) -> bool:
     """Whether a canonical pattern may name several sites: its layers are ``*``, or in braces."""
     return any(character in pattern for character in "*{")
@@ -223,6 +248,10 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
         ValueError: as `canonical`, a layer beyond the model's, or a kind that the family does not have.
     """
     kind, selector = _look_up(str(pattern))
+    if kind.startswith(OF_ENCODER):
+        raise ValueError(
+            f"{str(pattern)!r} is a site of an encoder: captures and ops of encoder-decoder models name it"
+        )
     if kind not in (PATTERN, STATE):  # of every family
         family.check(kind)
     written = _written(pattern)
@@ -277,6 +306,9 @@ def _path(text: str) -> str:
 @lru_cache(maxsize=1 << 14)
 def _look_up(text: str) -> tuple[str, str | None]:
     """(kind, layer selector or None)."""
+    if text.startswith(OF_ENCODER) and (rest := text.removeprefix(OF_ENCODER)).partition(".")[0] in ENCODER_KINDS:
+        kind, layers = _look_up(rest)
+        return OF_ENCODER + kind, layers
     name, layers = _split(text)
     # Users of nnsight and nnterp may write the path with the variable `model` in front.
     candidates = [name, name.removeprefix("model.")]

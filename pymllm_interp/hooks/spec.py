@@ -18,7 +18,7 @@ from ..utils.arguments import check_names, shown
 from ..utils.cached_properties import unlocked_cached_property
 from .heads import channels_of, checked_heads, heads_in, widened
 from .positions import Window, checked_positions
-from .site import Site, canonical, expand
+from .site import OF_ENCODER, Site, canonical, expand, kind_of
 from .vectors.by_layer import LayerVectors
 from .vectors.files import Source, checked_vector, content_hash
 
@@ -317,7 +317,7 @@ class PlacedSpec(Spec):
         try:
             self._set("site", canonical(self.site))
             self._set("positions", checked_positions(self.positions))
-            self._set("heads", checked_heads(self.heads, self.site.partition(".")[0]))
+            self._set("heads", checked_heads(self.heads, kind_of(self.site)))
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 
@@ -329,8 +329,8 @@ class PlacedSpec(Spec):
         - With `by_position` one more, behind the layers, is the positions.
         """
         value, most = getattr(self, name), max(dims)
-        split = self.site.partition(".")[0] in HEAD_SITES
-        several = not re.fullmatch(r"\w+(\.-?\d+)?", self.site)
+        split = kind_of(self.site) in HEAD_SITES
+        several = not re.fullmatch(r"\w+(\.-?\d+)?", self.site.removeprefix(OF_ENCODER))
         if isinstance(value, str | Mapping | LayerVectors):
             return super()._set_tensor(name, *dims, *([most + 1] if by_position else []))
         largest = most + split + several + by_position
@@ -347,7 +347,7 @@ def as_argument(value: Any, site: str) -> Any:
 
     Two dimensions are [heads, head_dim] there for a `Steer`.
     """
-    split = site.partition(".")[0] in HEAD_SITES
+    split = kind_of(site) in HEAD_SITES
     return value.unsqueeze(1) if split and isinstance(value, Tensor) and value.ndim == 2 else value
 
 

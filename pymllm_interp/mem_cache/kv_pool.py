@@ -22,10 +22,12 @@ class HostKV:
 
     Attributes:
         states: recurrent states of the request, or None.
+        cross: its cross keys and values, or None.
     """
 
     kv: torch.Tensor  # CPU tensor [layers, 2, tokens, kv_heads, head_dim]
     states: HostState | None = None
+    cross: HostKV | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -33,7 +35,8 @@ class HostKV:
 
     @property
     def nbytes(self) -> int:
-        return self.kv.nbytes + (0 if self.states is None else self.states.nbytes)
+        beside = (own.nbytes for own in (self.states, self.cross) if own is not None)
+        return self.kv.nbytes + sum(beside)
 
 
 class KVPool:

@@ -47,6 +47,7 @@ class CausalLM(nn.Module, ABC):
         state_layouts: the states of layers without KV that a request has.
         num_index_layers: layers of the KV pool that hold keys of indexers, behind the attention layers.
         tower: computes the states of images; None: the model reads text only.
+        cross_layers: (index, heads, head size) of layers that attend to an encoder's output.
         kv_scales: the checkpoint's scales of an FP8 cache, of K and of V by layer.
     """
 
@@ -59,6 +60,7 @@ class CausalLM(nn.Module, ABC):
     state_layouts: Sequence[StateLayout] = ()
     num_index_layers = 0
     tower: Any = None
+    cross_layers: Sequence[tuple[int, int, int]] = ()
     kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:

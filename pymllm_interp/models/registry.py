@@ -12,7 +12,15 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES, is_encoder, lacks_head, num_labels_of
+from ..core.families import (
+    CLASSIFIERS,
+    ENCODER_DECODERS,
+    FAMILIES,
+    TRANSFORMERS_FAMILIES,
+    is_encoder,
+    lacks_head,
+    num_labels_of,
+)
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, UnsupportedModelError
 from ..layers.quantization.unallocated import unallocated_weights
@@ -26,6 +34,7 @@ from .native.llama import LlamaForCausalLM, MistralForCausalLM
 from .native.moe import Glm4MoeForCausalLM, MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .native.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
+from .transformers.encoder_decoder.spec import decoder_spec
 from .transformers.structure import config_spec
 from .vision.vision_model import VisionLanguageForCausalLM
 from .weights.formats import METHODS, QuantizationFormat, method_of
@@ -85,7 +94,7 @@ INDEXED = frozenset({"qwen4_exp", "qwen4_exp_text"})
 """Model types with indexers that are not served: they select blocks of keys, and give masks."""
 NOT_GENERATIVE = (
     "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",
-    "BertModel", "RobertaModel",
+    "BertModel", "RobertaModel", "EncoderModel", "ForAudioClassification",
 )  # fmt: skip
 """Ends of the names of architectures that do not generate."""
 
@@ -98,7 +107,12 @@ def check_supported(config: PretrainedConfig) -> None:
     """
     architecture, kind = architecture_of(config), None
     if getattr(config, "is_encoder_decoder", False):
-        kind = "an encoder-decoder model: cross-attention is not supported"
+        if config.model_type in ENCODER_DECODERS and not architecture.endswith((*NOT_GENERATIVE, *CLASSIFIERS)):
+            return
+        names = ", ".join(sorted(ENCODER_DECODERS))
+        raise UnsupportedModelError(
+            f"{architecture} is an encoder-decoder model of a family that is not served; those with generation of {names} are"
+        )
     elif _is_multimodal(config) and not (architecture in VISION and VISION[architecture].implements(config)):
         kind = f"a multimodal model: {MULTIMODAL}; models with images: {', '.join(VISION)}"
     elif config.model_type == "whisper":
@@ -161,6 +175,9 @@ def spec_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> ModelSpe
     Raises:
         UnsupportedModelError: see `is_native`.
     """
+    if getattr(config, "is_encoder_decoder", False):
+        is_native(config, impl)  # which refuses impl="native"
+        return decoder_spec(config, dtype)
     return ModelSpec.of(config, dtype) if is_native(config, impl) else config_spec(config, dtype)
 
 
@@ -197,7 +214,12 @@ def load_model(
             config.quantization_config = {**stored.settings, "dequantize": True}
         from .transformers.transformers_model import load_transformers_model  # which imports transformers' models
 
-        return load_transformers_model(config, spec, device, folder, seed)
+        if spec.encoder is None:
+            return load_transformers_model(config, spec, device, folder, seed)
+        from .transformers.encoder_decoder.model import EncoderDecoderModel, SpeechModel
+
+        make = SpeechModel if config.model_type == "whisper" else EncoderDecoderModel
+        return load_transformers_model(config, spec, device, folder, seed, make)
     cls = NATIVE[architecture_of(config)]
     if quantize is not None and not cls.quantises:
         raise WeightsError(

@@ -21,6 +21,7 @@ from ..attention.torch_backend import TorchAttnBackend
 from ..config import ServerConfig
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import UnsupportedModelError
+from ..mem_cache.cross_pool import CrossPool
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.state_pool import StatePool, slot_bytes
 from ..models.base import CausalLM
@@ -325,6 +326,41 @@ def make_state_pool(runner: RunnerParts) -> StatePool | None:
         lambda: StatePool(layouts, size, dtype, runner.device, num_snapshots(runner, slot_bytes(layouts, dtype))),
         f"the recurrent states of {size} requests do not fit",
         "a lower max_running_requests, a lower state_cache_bytes, or state_dtype='bfloat16'",
+    )
+
+
+def make_cross_pool(runner: RunnerParts) -> CrossPool | None:
+    """The cross keys and values of encoder inputs; None in a model without an encoder.
+
+    It holds `cross_cache_tokens`. By default it holds an input of full length for each running request, within
+    `MAX_STATE_SHARE` of the memory for KV.
+
+    Raises:
+        UnsupportedModelError: speculative decoding is asked for.
+        ValueError: `cross_cache_tokens` holds no page.
+        torch.OutOfMemoryError: it does not fit.
+    """
+    model, config = runner.get_model(), runner.server_config
+    encoder, layers = model.spec.encoder, model.cross_layers
+    if encoder is None:
+        return None
+    if config.speculative is not None:
+        raise UnsupportedModelError(
+            f"speculative={config.speculative!r}: drafts are not supported in encoder-decoder models"
+        )
+    (_, heads, size), page = layers[0], config.page_size
+    longest, tokens = encoder.context_len, config.cross_cache_tokens
+    if tokens is None:
+        row_bytes = 2 * len(layers) * heads * size * runner.dtype.itemsize
+        fit = int(pool_room(runner) * MAX_STATE_SHARE // row_bytes)
+        whole = -(-longest // page) * page
+        tokens = max(min(runner.max_running_requests * whole, fit), page)
+    longest, rows = min(longest, tokens // page * page), runner.max_running_requests
+    return fitting(
+        runner,
+        lambda: CrossPool(len(layers), tokens, heads, size, runner.dtype, runner.device, page, rows, longest),
+        f"the cross keys and values of {tokens} encoder positions do not fit",
+        "a lower cross_cache_tokens",
     )
 
 

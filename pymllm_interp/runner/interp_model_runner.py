@@ -122,6 +122,8 @@ class InterpModelRunner(ModelRunner):
         self.stages = self.traced_stage, self.declared_stage, *own
         super().init_memory_pool()
         stage = self.declared_stage
+        if self.step_inputs.cross is not None:
+            self.step_inputs.cross.site_ops_of = stage.encoder_ops
         self.declarations = Declarations(stage.limits, stage.model, stage.readout, stage.capture_ring)
         if self.drafter is not None:
             self.drafter.open(self)

@@ -172,12 +172,12 @@ class ModelRunner(RunnerParts):
         assert self.req_to_token_pool is not None and self.model_state is not None
         self.step_inputs = StepInputs(
             self.req_states, self.input_buffers, self.req_to_token_pool, self.token_to_kv_pool_allocator, self.device,
-            self.adapters, VisionInputs.of(self, self.req_states, self.model_state),
+            self.adapters, VisionInputs.of(self, self.req_states, self.model_state), self.cross_pool,
         )  # fmt: skip
 
     def _init_tables(self) -> None:
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
-        self.gdn_pool = device_memory.make_state_pool(self)
+        self.gdn_pool, self.cross_pool = device_memory.make_state_pool(self), device_memory.make_cross_pool(self)
         merge = self.model_spec.mrope_merge
         self.req_states = RequestState(self.max_running_requests, self.context_len, self.device, merge)
         # A traced prompt may be longer than all other steps.
@@ -215,12 +215,12 @@ class ModelRunner(RunnerParts):
         for part in (self.model_state, self.adapters, *self.stages):
             if part is not None:
                 part.close()
-        self.model = self.model_state = self.adapters = None
-        self.attn_backend = self.execute_model_state = None
-        for pool in (self.req_to_token_pool, self.token_to_kv_pool, self.gdn_pool):
+        self.model = self.model_state = self.adapters = self.attn_backend = self.execute_model_state = None
+        for pool in (self.req_to_token_pool, self.token_to_kv_pool, self.gdn_pool, self.cross_pool):
             if pool is not None:
                 pool.close()  # the engine's scheduler holds it, too
-        self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = self.gdn_pool = None
+        self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = None
+        self.gdn_pool = self.cross_pool = None
         for name in ("req_states", "input_buffers", "step_inputs"):  # as many as there came to be
             vars(self).pop(name, None)
         return_freed_memory(self.device)

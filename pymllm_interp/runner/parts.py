@@ -20,6 +20,7 @@ from ..core.families import lacks_head
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.model_spec import ModelSpec
 from ..core.step import LogitsProcessorOutput
+from ..mem_cache.cross_pool import CrossPool
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..mem_cache.state_pool import StatePool
@@ -162,6 +163,7 @@ class RunnerParts(ABC):
         model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
             after `shutdown`.
         gdn_pool: the recurrent states of requests; None if no layer has any.
+        cross_pool: cross keys and values of encoder inputs; None in a model without an encoder.
         input_buffers: memory of inputs, made with the pools.
         adapters: loaded LoRA adapters, and their slots; None if no model is loaded.
         stages: stages that serve hooks; empty in a runner without hooks.
@@ -188,6 +190,7 @@ class RunnerParts(ABC):
         self.token_to_kv_pool: KVPool | None = None
         self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
         self.gdn_pool: StatePool | None = None
+        self.cross_pool: CrossPool | None = None
         self.attn_backend: AttentionBackend | None = None
         self.adapters: AdapterSlots | None = None
         self.draft: RunnerParts | None = None

@@ -15,6 +15,7 @@ import torch
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.pass_parts import AdapterRows, EmbeddedRows
 from ..core.step import ScheduledRequest, SchedulerOutput
+from ..mem_cache.cross_pool import CrossPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.adapters.slots import AdapterSlots
 from ..sampling import LogprobTensors, RejectionSampler, prompt_logprobs
@@ -22,6 +23,7 @@ from ..utils.upload import upload
 from .input_batch import InputBatch, InputBuffers, PassLayout
 from .parts import BatchBuilder
 from .request_state import RequestState
+from .step_encoders import StepEncoders
 from .vision_inputs import VisionInputs
 
 PAD_SLOT_ID = 0
@@ -45,6 +47,7 @@ class StepInputs:
         device: device of the passes.
         adapters: the loaded ones; None in a runner without.
         vision: images of the requests; None for models without a tower.
+        cross_pool: pool of encoder outputs; None in a model without an encoder.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class StepInputs:
         device: str,
         adapters: AdapterSlots | None = None,
         vision: VisionInputs | None = None,
+        cross_pool: CrossPool | None = None,
     ) -> None:
         self.adapters, self.vision = adapters, vision
+        self.cross = None if cross_pool is None else StepEncoders(cross_pool)
         self.states, self.buffers, self.table, self.allocator, self.device = states, buffers, table, allocator, device
 
     # -- tables ----------------------------------------------------------------------------
@@ -66,6 +71,8 @@ class StepInputs:
         """Drop finished and preempted requests from the table."""
         for req_id in step.finished_req_ids | step.preempted_req_ids:
             self.states.remove_request(req_id)
+            if self.cross is not None:
+                self.cross.drop(req_id)
 
     def add_requests(self, step: SchedulerOutput) -> None:
         """Note accepted tokens, and enter requests that are scheduled for the first time or resume."""
@@ -74,6 +81,8 @@ class StepInputs:
         for request in step.scheduled_new_reqs:
             self.table.claim(request.row)
             self.states.add_request(request)
+            if self.cross is not None:
+                self.cross.enter(request)
             if self.adapters is not None:
                 self.states.adapter_slots[request.row] = self.adapters.slot_of(request.adapter)
         if self.adapters is not None:
@@ -202,6 +211,8 @@ class StepInputs:
             (found.logits_indices,) = upload(self.device, batch.logits_indices)
         if builder.model_spec.rope_depends_on_length:
             found.rope_lens = self._rope_lens(batch, builder.model_spec.rope_boundary)
+        if self.cross is not None:
+            found.cross = self.cross.rows_of(batch, rows)
         if self.adapters is not None and self.adapters.any_loaded:
             found.adapters = self._adapter_rows(batch, self.adapters.version)
         return found

@@ -10,7 +10,14 @@ import pytest
 import torch
 from conftest import CONFIGS
 from helpers_runner import make_runner
-from transformers import DistilBertConfig, ElectraConfig, LlavaConfig, PretrainedConfig, Qwen4ExpTextConfig, T5Config
+from transformers import (
+    DistilBertConfig,
+    ElectraConfig,
+    LlavaConfig,
+    MarianConfig,
+    PretrainedConfig,
+    Qwen4ExpTextConfig,
+)
 
 from pymllm_interp import LM, Capture, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -58,8 +65,8 @@ MODELS = [
     ("V14", ElectraConfig(architectures=["ElectraModel"]), "Electra.* is an encoder: bidirectional attention"),
     (
         "V49",
-        T5Config(architectures=["T5ForConditionalGeneration"]),
-        "T5.* is an encoder-decoder model.*cross-attention",
+        MarianConfig(architectures=["MarianMTModel"]),
+        "Marian.* is an encoder-decoder model of a family that is not served; .*bart, t5, whisper",
     ),
     ("qsa", Qwen4ExpTextConfig(), "Qwen4Exp.* is a model with sparse attention: its indexer selects blocks of keys"),
 ]

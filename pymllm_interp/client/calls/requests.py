@@ -107,6 +107,10 @@ class Requests:
         """The handle of one forward pass over a prompt. See `LM._submit_prefill`."""
         self.backend.engine.check_open()
         rendered = prompt if isinstance(prompt, RenderedPrompt) else RenderedPrompt(None, prompt)
+        if rendered.encoder is None and self.backend.facts.spec.encoder is not None:
+            raise PromptError(
+                f"{what} has no encoder's side, which a model with an encoder needs: use lm.generate or lm.forward"
+            )
         asked = Submission(
             prompts=[rendered], params=[PREFILL], interventions=[list(interventions)],
             captures=[list(captures)], priority=[0], names=[what], adapters=[lora],

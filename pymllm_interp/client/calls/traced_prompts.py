@@ -18,11 +18,12 @@ PREFILL = SamplingParams(temperature=0.0, max_tokens=0)
 
 
 class TracedPrompt(NamedTuple):
-    """Prompt and parameters of a traced request. `timeout` is in seconds. `embeds` and `images`: see `RenderedPrompt`."""
+    """Prompt and parameters of a traced request. `timeout` is in seconds. Others: see `RenderedPrompt`."""
 
     token_ids: list[int]
     embeds: Any
     images: Any
+    encoder: Any
     params: SamplingParams
     timeout: float | None
     priority: int
@@ -58,11 +59,11 @@ def traced_prompt(
         PromptError, TypeError, ValueError: a prompt or keyword that no trace takes.
     """
     limits = reader.facts.limits
-    _, ids, embeds, images = checked(reader.tokenizer, prompt, reader.facts, what)
+    _, ids, embeds, images, encoder = checked(reader.tokenizer, prompt, reader.facts, what)
     # By identity: the trace holds its keywords. Errors are raised for each prompt.
     key = len(ids), lowered, *((name, id(value)) for name, value in kwargs.items())
     if (found := known.get(key)) is not None:
-        return TracedPrompt(ids, embeds, images, *found[3:])
+        return TracedPrompt(ids, embeds, images, encoder, *found[4:])
     timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
     salt, (adapter,) = checked_salt(kwargs.pop("cache_salt", None)), adapters_of(kwargs.pop("lora", None), 1)
     if mode == "trace":
@@ -84,5 +85,5 @@ def traced_prompt(
         raise PromptError(f"{what}: truncate_prompt_tokens is not for traces: cut the prompt before it is traced")
     if params.n > 1:
         raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
-    found = known[key] = TracedPrompt(ids, embeds, images, params, timeout, priority, salt, adapter)
+    found = known[key] = TracedPrompt(ids, embeds, images, encoder, params, timeout, priority, salt, adapter)
     return found

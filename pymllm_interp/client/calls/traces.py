@@ -149,7 +149,10 @@ def _submit(
             own = list(places)
             prompts, cut = [read[i] for i in own], [plans[first + i] for i in own]
             submission = Submission(
-                prompts=[RenderedPrompt(None, prompt.token_ids, prompt.embeds, prompt.images) for prompt in prompts],
+                prompts=[
+                    RenderedPrompt(None, prompt.token_ids, prompt.embeds, prompt.images, prompt.encoder)
+                    for prompt in prompts
+                ],
                 params=[prompt.params for prompt in prompts],
                 interventions=[
                     [*plan.interventions, *monitors_of(inputs[first + i])] for i, plan in zip(own, cut, strict=True)

@@ -122,6 +122,10 @@ class RemoteBackend(Backend):
         """The token ids for the server. Ids beyond the context are refused before they are sent."""
         limits = self.limits
         params = params or self.defaults.fitting(limits.max_model_len - len(prompt.token_ids))
+        if prompt.encoder is not None:
+            raise PromptError(
+                f"{name} has an encoder's side, which LM.connect does not send: use /v1/completions, or a local LM"
+            )
         if prompt.embeds is not None or prompt.images:
             check_embedded(params, name, "images" if prompt.images else "embeddings")
         ids = truncated(prompt.token_ids, params, limits.max_model_len)

@@ -121,8 +121,8 @@ class BySite(Mapping[str, torch.Tensor], Shown):
         """Kinds of sites with their layers: "embed, resid_post.{0..29}"."""
         layers: dict[str, list[int]] = {}
         for name in self._tensors:
-            kind, _, layer = name.partition(".")
-            layers.setdefault(kind, []).extend([int(layer)] if layer else [])
+            kind, layer = _parts(name)
+            layers.setdefault(kind, []).extend(layer)
         return ", ".join(f"{kind}{_selector(found)}" for kind, found in layers.items())
 
     def layers(self, kind: str) -> list[int]:
@@ -162,8 +162,8 @@ class BySite(Mapping[str, torch.Tensor], Shown):
         """Kinds of sites with their layers and shapes: ``Activations(resid_post.{0..29} [5, 576], logits [1, 49152])``."""
         layers: dict[tuple[str, str], list[int]] = {}
         for name, rows in self._tensors.items():
-            kind, _, layer = name.partition(".")
-            layers.setdefault((kind, str(list(rows.shape))), []).extend([int(layer)] if layer else [])
+            kind, layer = _parts(name)
+            layers.setdefault((kind, str(list(rows.shape))), []).extend(layer)
         parts = [f"{kind}{_selector(found)} {shape}" for (kind, shape), found in layers.items()]
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -176,6 +176,12 @@ class BySite(Mapping[str, torch.Tensor], Shown):
         error = getattr(self, "error", None)
         title = f"{type(self).__name__}: {len(self)} site{'' if len(self) == 1 else 's'}"
         return Table(title if error is None else f"{title}; {error}", ("site", "shape", "dtype", "mean", "std"), rows)
+
+
+def _parts(name: str) -> tuple[str, list[int]]:
+    """(kind, [layer], or [] without one) of a canonical name."""
+    kind, _, layer = name.rpartition(".")
+    return (kind, [int(layer)]) if layer.isdecimal() else (name, [])
 
 
 def _reason(given: str, name: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...core.model_spec import EXPERTS, PATTERN, STATE, ModelSpec
 from ...kernels.edit_codes import OpWords
 from ..saes.sae import SAE
-from ..site import EDITED_PATTERNS, Site, canonical
+from ..site import EDITED_PATTERNS, Site, canonical, kind_of
 from ..spec import PlacedSpec, Spec
 from ..vectors.files import Source
 
@@ -147,7 +147,7 @@ class Op(PlacedSpec, ABC):
 
     def _set_place(self) -> None:
         super()._set_place()
-        kind, _, layer = self.site.partition(".")
+        kind, layer = kind_of(self.site), self.site.rpartition(".")[2]
         if kind == PATTERN:
             raise ValueError(f"{self.name}: {EDITED_PATTERNS}")
         if kind == EXPERTS:

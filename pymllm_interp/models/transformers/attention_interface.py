@@ -23,6 +23,7 @@ from ...core.current_pass import current_batch
 from ...core.forward_batch import ForwardBatch
 from ...mem_cache.kv_pool import read_rows
 from .attention_method import eager_method_of
+from .encoder_decoder.cross_attention import attend_across, cross_layer_of
 
 PAGED = "pymllm_interp_paged"
 """The name of `paged_attention` in transformers. It has no mask function, so that models make no masks."""
@@ -83,11 +84,15 @@ def paged_attention(
     """
     batch, indices, bias = current_batch(), kwargs.pop("indices", None), kwargs.get("position_bias")
     if batch is None:  # a block calls the module on other states
+        if cross_layer_of(module) is not None:
+            return _eager(module, query, key, value, None, **kwargs)
         size = query.shape[2]
         mask = causal_mask(size, size, None, query)
         if indices is not None:
             mask = hide(mask, unselected(indices, size).unsqueeze(1))
         return _eager(module, query, key, value, mask, **kwargs)
+    if cross_layer_of(module) is not None:
+        return attend_across(module, query, kwargs.get("scaling"), batch), None
     call, width = module.paged_calls.next(), value.shape[-1]
     if call.both_ways:
         return _both_ways(module, call, query, key, value, batch, kwargs)
@@ -302,7 +307,7 @@ def eager_attention_of(module: nn.Module) -> Callable[..., Any] | None:
     return own or eager_method_of(module)
 
 
-def _eager(module: nn.Module, *tensors: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _eager(module: nn.Module, *tensors: torch.Tensor | None, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     eager = eager_attention_of(module)
     if eager is None:
         raise NotImplementedError(f"{type(module).__name__} has no eager attention in transformers")

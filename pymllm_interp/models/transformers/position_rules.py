@@ -13,6 +13,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ...core.current_pass import current_batch
@@ -115,6 +116,45 @@ class RelativeBias:
             return self._forward(relative_states, query_positions, _numbers(int(lens[0]), query_positions))
         farthest = torch.full_like(query_positions, extent - 1)
         return self._forward(relative_states, farthest, _numbers(extent, query_positions)).unsqueeze(0)
+
+
+class DistanceBias:
+    """Replacement of a T5 attention's `compute_bias`, of a decoder's self-attention: a bias by distance.
+
+    As `RelativeBias`, but of the positions that a pass has: all distances of its longest request.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._compute = module, module.compute_bias
+
+    def __call__(
+        self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0
+    ) -> torch.Tensor:
+        batch = current_batch()
+        if batch is None:
+            return self._compute(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+        lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        longest = int(lens.max())
+        if batch.batch_size == 1:
+            rows = batch.num_request_tokens
+            found = self._compute(rows, longest, device=device, past_seen_tokens=longest - rows)
+            return F.pad(found, (0, 0, 0, query_length - rows))
+        by_distance = self._compute(1, longest, device=device, past_seen_tokens=longest - 1)
+        return by_distance.unsqueeze(0).expand(-1, -1, -1, query_length, -1)
+
+
+def is_by_distance(module: nn.Module) -> bool:
+    """Whether an attention's `position_bias` follows from distances only."""
+    return isinstance(vars(module).get("compute_bias"), DistanceBias) or any(
+        hasattr(child, "rel_extent") for child in module.children()
+    )
+
+
+def serve_distances(decoder: nn.Module) -> None:
+    """Make T5's decoder layers see the positions of a pass's requests. The first layer's bias serves all."""
+    for module in decoder.modules():
+        if hasattr(module, "relative_attention_num_buckets"):
+            module.compute_bias = DistanceBias(module)  # pyright: ignore[reportArgumentType]
 
 
 def _numbers(count: int, like: torch.Tensor) -> torch.Tensor:

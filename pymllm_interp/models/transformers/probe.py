@@ -23,7 +23,9 @@ from ...core.unsupported import UnsupportedModelError
 from .attention_interface import PagedCall, PagedCalls
 from .cache_probe import FAILURES, ProbeCache, differ, mixed_requests_differ, recording_modules, run_flat
 from .cache_route import CACHED
+from .encoder_decoder.cross_attention import cross_layer_of
 from .graph_check import WaitsForDevice
+from .position_rules import is_by_distance
 from .probed import AttentionCall, ProbedModel
 from .recurrent import as_decoding
 
@@ -200,8 +202,10 @@ def _probe_attention(
 ) -> tuple[torch.Tensor, None]:
     found = _recording.probe
     assert found is not None, "a probe calls it"
+    if cross_layer_of(module) is not None:
+        return torch.zeros_like(query).transpose(1, 2).contiguous(), None
     takes = next((name for name in TAKEN if kwargs.get(name) is not None), "")
-    if takes == "position_bias" and not any(hasattr(child, "rel_extent") for child in module.children()):
+    if takes == "position_bias" and not is_by_distance(module):
         raise UnsupportedModelError("its attention takes position_bias")
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError("its attention reads keys of other tokens than its own")

@@ -177,10 +177,24 @@ def _is_eager(batch: ForwardBatch | None) -> bool:
     return batch is None or (batch.transformers_pass is not None and batch.transformers_pass.eager)
 
 
-def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
+def install_encoder(model: nn.Module, encoder: Any, spec: ModelSpec) -> None:
+    """`install` for the encoder of a model.
+
+    Args:
+        encoder: module of it in `model`.
+        spec: spec of the encoder.
+    """
+    install(model, spec, embedding=encoder.get_input_embeddings(), is_encoder=True)
+
+
+def install(
+    model: nn.Module, spec: ModelSpec, cached: bool = False, embedding: Any = None, is_encoder: bool = False
+) -> None:
     """Put the sites of `spec` on the model's modules. The logits' site is the model's own.
 
     Args:
+        embedding: the embedding of tokens; None: the model's.
+        is_encoder: it is an encoder, which ends no pass early.
         cached: attention modules compute attention themselves (models/transformers/cache_route.py).
     """
     num_layers, points = spec.num_hidden_layers, spec.family.points
@@ -207,7 +221,7 @@ def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
                 setattr(at(path.format(layer)), end, site)
     if "embed" not in points:
         at(points["resid_pre"].module.format(0)).input = EMBED_SITE
-    embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    embedding = embedding or model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     at(next(path for path, module in modules.items() if module is embedding)).begins_graph = True
     attentions = {path: module for path, module in modules.items() if hasattr(module, "paged_calls")}
     for path in attentions if cached else ():
@@ -217,6 +231,8 @@ def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
             module.register_forward_pre_hook(found.pre_hook, with_kwargs=True)
         if found.output is not None or found.slices or found.has_weights or found.begins_graph:
             module.register_forward_hook(found.hook)
+    if is_encoder:
+        return
     for layer in range(num_layers):
         block = modules[f"{spec.family.layers}.{layer}"]
         block.register_forward_pre_hook(_LayerInput(layer).pre_hook, with_kwargs=True)
@@ -247,7 +263,8 @@ class _LayerInput:
 def _attention_hook(module: nn.Module, args: tuple, output: Any) -> None:
     batch = current_batch()
     if batch is not None and batch.transformers_pass is not None and isinstance(output, tuple):
-        batch.transformers_pass.end_attention(output[1])
+        at = 2 if hasattr(module, "relative_attention_num_buckets") else 1  # behind T5's bias
+        batch.transformers_pass.end_attention(output[at])
 
 
 def _rows(value: torch.Tensor) -> torch.Tensor:

@@ -63,6 +63,7 @@ class TransformersModel(CausalLM):
     """
 
     fuses_ops = False
+    auto: Any = AutoModelForCausalLM  # loads such models
 
     def __init__(self, served: PreTrainedModel, declared: ModelSpec) -> None:
         super().__init__()
@@ -248,20 +249,22 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def check_has_class(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError where transformers has no causal language model for the config."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"transformers has no causal language model for {config.model_type!r} models")
 
 
 @torch.no_grad()
 def load_transformers_model(
-    config: PretrainedConfig, spec: ModelSpec, device: str, folder: Path | None, seed: int
-) -> TransformersModel:
+    config: PretrainedConfig, spec: ModelSpec, device: str, folder: Path | None, seed: int,
+    make: type[TransformersModel] = TransformersModel,
+) -> TransformersModel:  # fmt: skip
     """The model of a config, by its own class.
 
     Args:
         spec: `config_spec` of the config.
         folder: folder of safetensors, which transformers reads and converts; None: random weights.
         seed: seed of random weights.
+        make: class of the model.
 
     Raises:
         UnsupportedModelError: transformers has no causal language model for the config, or it cannot be served.
@@ -275,16 +278,16 @@ def load_transformers_model(
         served = _encoder(config, spec, device, folder, seed)
     elif folder is None:
         with torch.device(device), no_init_weights():
-            served = model_of(config, spec)
+            served = model_of(config, spec, make.auto)
         if spec.num_labels is None:
             served.tie_weights()
         init_dummy_weights(served, seed)
     elif spec.num_labels is None:
-        served = _from_folder(AutoModelForCausalLM, config, spec.dtype, folder)
+        served = _from_folder(make.auto, config, spec.dtype, folder)
     else:
         served = with_head(_from_folder(classifier_class(config), config, spec.dtype, folder), config, spec)
         served.to(device)  # pyright: ignore[reportArgumentType]
-    return TransformersModel(served.eval().requires_grad_(False), spec)
+    return make(served.eval().requires_grad_(False), spec)
 
 
 def _encoder(config: PretrainedConfig, spec: ModelSpec, device: str, folder: Path | None, seed: int) -> Any:

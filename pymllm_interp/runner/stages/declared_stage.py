@@ -18,6 +18,7 @@ from ...attention.cut_edges import PassCuts, pass_cuts
 from ...config import ServerConfig
 from ...core.forward_batch import ForwardBatch, SiteOps
 from ...core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
+from ...core.pass_parts import EncoderInput
 from ...core.step import (
     DeclaredResult,
     LogitsProcessorOutput,
@@ -36,7 +37,8 @@ from ...hooks.captures.egress.ring import CaptureRing, StatesOf
 from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.captures.rows import CapturedRows
 from ...hooks.captures.streamed import StreamedRows
-from ...hooks.declared import Declared
+from ...hooks.declared import Declared, EncoderDeclared
+from ...hooks.encoder_hooks import encoder_limits
 from ...hooks.interventions.device_tables import DeviceTables
 from ...hooks.interventions.host_ops import RequestRows, host_ops, logit_ops
 from ...hooks.saes.encoders import Encoders
@@ -205,6 +207,8 @@ class DeclaredStage(Stage):
 
     def _begin(self, request: NewRequest, hooks: RequestHooks) -> Declared:
         declared = self._live[request.request_id] = self.bind(hooks, request.prompt_len)
+        if hooks.encoder is not None and request.encoder is not None:
+            declared.encoder = self._encoder_hooks(hooks.encoder, request.encoder.input)
         if declared.hooks.knockouts or declared.patterns is not None:
             self._cutting[request.request_id] = declared
         if declared.hooks.monitors:
@@ -214,6 +218,22 @@ class DeclaredStage(Stage):
         if self.capture_ring is not None and declared.captures is not None:
             self.capture_ring.open()
         return declared
+
+    def _encoder_hooks(self, hooks: RequestHooks, given: EncoderInput) -> EncoderDeclared:
+        """The hooks at the sites of a request's encoder."""
+        assert self.model.encoder is not None
+        limits = encoder_limits(self.limits)
+        bound = BoundHooks.of_request(hooks, given.length, self.model.encoder, limits, None)
+        return EncoderDeclared(Declared(bound), given.token_ids)
+
+    def encoder_ops(self, request_id: str) -> SiteOps | None:
+        """The ops and captures of a request's encoder pass; None without any."""
+        declared = self._live.get(request_id)
+        if declared is None or declared.encoder is None:
+            return None
+        assert self.model.encoder is not None
+        rows = range(len(declared.encoder.token_ids))
+        return host_ops([RequestRows(declared.encoder.begin(), 0, rows, 0, 0)], self.model.encoder.num_hidden_layers)
 
     def bind(self, hooks: RequestHooks, prompt_len: int) -> Declared:
         """Bind the specs of a request, or take over a binding made in this process.

@@ -129,7 +129,10 @@ def test_a_site_prints_as_it_parses_and_is_a_key():
         ("blocks.3.hook_q_input", r"the stream before the norm \(resid_pre\), a copy for each head"),
         ("resid_post_5", r"unknown site 'resid_post_5'; did you mean resid_post\.5 or"),
         ("resid_post5", r"did you mean resid_post\.5 or"),
-        ("atn_in.3", r"Kinds are embed, resid_pre, q, k, v, z, attn_out, resid_mid, router, experts, mlp_act,"),
+        (
+            "atn_in.3",
+            r"Kinds are embed, resid_pre, q, k, v, z, attn_out, cross_attn_out, resid_mid, router, experts, mlp_act,",
+        ),
     ],
 )
 def test_a_name_that_is_no_site_is_refused_with_the_nearest_ones_or_the_reason(name, error):
@@ -232,7 +235,12 @@ def test_every_point_of_a_family_is_a_name_of_its_kind():
     for family in FAMILIES.values():
         lacking = {
             kind
-            for kind, part in (("router", family.router), ("experts", family.router), ("shared_out", family.shared))
+            for kind, part in (
+                ("router", family.router),
+                ("experts", family.router),
+                ("shared_out", family.shared),
+                ("cross_attn_out", family.cross_attention),
+            )
             if not part
         }
         assert set(family.points) == set(KINDS) - family.missing - lacking

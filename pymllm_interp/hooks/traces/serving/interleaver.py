@@ -284,8 +284,10 @@ class EngineInterleaver(Interleaver):
     def rows_inside(self, path: str) -> list[tuple[int, int]]:
         return rows_inside(self, f"{self._root}.{path}")
 
-    def serve_part(self, path: str, span: tuple[int, int] | None) -> AbstractContextManager[None]:
-        return serve_part(self, f"{self._root}.{path}", span)
+    def serve_part(
+        self, path: str, span: tuple[int, int] | None, num_rows: int | None = None
+    ) -> AbstractContextManager[None]:
+        return serve_part(self, f"{self._root}.{path}", span, num_rows)
 
     # -- tokens ----------------------------------------------------------------------
 

@@ -49,18 +49,21 @@ def rows_inside(interleaver: PassServer, path: str) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def serve_part(interleaver: PassServer, path: str, span: tuple[int, int] | None) -> Iterator[None]:
+def serve_part(
+    interleaver: PassServer, path: str, span: tuple[int, int] | None, num_rows: int | None = None
+) -> Iterator[None]:
     """Serve one call of the module.
 
     Args:
         span: entry of `rows_inside`; None: the call is for other requests.
+        num_rows: rows of the call's values; None: as many as the request's.
     """
     visits, place = interleaver.visits, interleaver.points.at(f"{path}.output")
     for name in [name for name in visits.counts if is_inside(path, name)]:
         del visits.counts[name]  # each call is the first of its pass
     visits.unfuse_part(place.layer, place.below)
     try:
-        with _call(interleaver, path, span):
+        with _call(interleaver, path, span, num_rows):
             yield
     finally:
         if place.layer is not None:  # its locations have passed
@@ -68,7 +71,7 @@ def serve_part(interleaver: PassServer, path: str, span: tuple[int, int] | None)
 
 
 @contextmanager
-def _call(interleaver: PassServer, path: str, span: tuple[int, int] | None) -> Iterator[None]:
+def _call(interleaver: PassServer, path: str, span: tuple[int, int] | None, num_rows: int | None) -> Iterator[None]:
     if span is None:
         thread, interleaver.thread = interleaver.thread, None
         try:
@@ -79,8 +82,9 @@ def _call(interleaver: PassServer, path: str, span: tuple[int, int] | None) -> I
     own = [trace for trace in interleaver.traces if _is_at(trace, span)]
     hidden = [_hide_others(point, own) for point in _points_inside(interleaver, path)]
     rows = [trace.rows for trace in own]
+    rows_now = span[1] if num_rows is None else num_rows
     for trace in own:
-        trace.rows = RowSpan(0, span[1], span[1], 0, 0, 0)
+        trace.rows = RowSpan(0, rows_now, rows_now, 0, 0, 0)
     try:
         yield
     finally:

@@ -23,10 +23,10 @@ NEUTRAL = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling"
 """Settings that scale the logits of a language modelling head -> values that leave a classification head's as they are."""
 
 
-def model_of(config: PretrainedConfig, spec: ModelSpec) -> PreTrainedModel:
+def model_of(config: PretrainedConfig, spec: ModelSpec, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """The class that generates, with the head of the spec, without weights."""
     if spec.num_labels is None:
-        return AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
+        return auto.from_config(config, dtype=spec.dtype)
     config = copy.deepcopy(config)
     for name in NEUTRAL.keys() & vars(config).keys():
         setattr(config, name, NEUTRAL[name])
