@@ -1,6 +1,6 @@
 """Attention with cut edges: some queries of a request do not attend to some of its keys.
 
-Patterns that requests capture are computed here, too (patterns.py).
+Edges within an image may be open in both directions (Gemma 3). Captured patterns are computed here, too (patterns.py).
 
 The kernels of the backends have no such mask. They compute all rows as usual, so that other requests keep their bits. Then the rows
 and heads with cut edges are computed again here, in plain torch over the request's pages.
@@ -8,7 +8,7 @@ and heads with cut edges are computed again here, in plain torch over the reques
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,13 +58,15 @@ class RequestCuts:
         num_rows: number of token rows.
         cuts: cut edges, unordered.
         reads: layer -> the rows for which attention patterns are captured.
+        spans: (start, stop) of positions that attend to each other in both directions, beyond a sliding window, too (Gemma 3).
     """
 
     def __init__(
-        self, index: int, first_row: int, start: int, num_rows: int, cuts: list[Cut], reads: Mapping[int, PatternRead]
-    ) -> None:
+        self, index: int, first_row: int, start: int, num_rows: int, cuts: list[Cut], reads: Mapping[int, PatternRead],
+        spans: Sequence[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
         self.index, self.first_row, self.start, self.num_rows = index, first_row, start, num_rows
-        self.cuts, self.reads = cuts, reads
+        self.cuts, self.reads, self.spans = cuts, reads, spans
         self.length = start + num_rows
         self._heads: dict[tuple[tuple[int, ...], int | None], list[CutHeads]] = {}
         self._slots: torch.Tensor | None = None
@@ -86,21 +88,33 @@ class RequestCuts:
         heads_by_cuts: dict[tuple[int, ...], list[int]] = {}
         for head in range(num_heads):
             of_head = tuple(i for i in acting if (heads := self.cuts[i].heads) is None or head in heads)
-            if of_head:
+            if of_head or self.spans:
                 heads_by_cuts.setdefault(of_head, []).append(head)
-        found = []
+        found, opened = [], self._opened()
         for of_head, heads in heads_by_cuts.items():
             cuts = [self.cuts[i] for i in of_head]
-            (queries,) = np.logical_or.reduce([cut.queries for cut in cuts]).nonzero()
+            (queries,) = np.logical_or.reduce([opened.any(1), *(cut.queries for cut in cuts)]).nonzero()
             back = (self.start + queries)[:, None] - np.arange(self.length)
             hidden = back < 0
             if window is not None:
                 hidden |= back >= window
+            hidden &= ~opened[queries]
             for cut in cuts:
                 hidden |= cut.queries[queries, None] & cut.keys
             rows = self.first_row + queries
             found.append(CutHeads(*upload(device, np.array(heads, dtype=np.int64), rows, hidden)))
         return found
+
+    def _opened(self) -> np.ndarray:
+        """The edges within spans: [rows, keys] bool."""
+        opened = np.zeros((self.num_rows, self.length), dtype=bool)
+        for start, stop in self.spans:
+            opened[max(start - self.start, 0) : stop - self.start, start:stop] = True
+        return opened
+
+    def opened(self, device: torch.device) -> torch.Tensor | None:
+        """The edges within spans [rows, keys] bool; None without spans."""
+        return upload(device, self._opened())[0] if self.spans else None
 
     def read_pattern(self, q: torch.Tensor, k: torch.Tensor, layer: RadixAttention) -> None:
         """Compute the patterns that are captured at a layer.
@@ -115,6 +129,8 @@ class RequestCuts:
         all_heads = range(layer.num_heads) if read.heads is None else read.heads
         rows, heads = upload(q.device, read.rows, np.array(all_heads, dtype=np.int64))
         hidden = hidden_keys(self.start + rows, self.length, layer.sliding_window).unsqueeze(0)
+        if (opened := self.opened(q.device)) is not None:
+            hidden = hidden & ~opened[rows]
         cut = self.hidden(layer.layer_id, layer.num_heads, layer.sliding_window, q.device)
         if cut is not None:
             hidden = hidden | cut[0][heads][:, rows]
@@ -162,8 +178,17 @@ class PassCuts:
     def act_at(self, layer: int) -> bool:
         """Whether a request cuts edges, or captures a pattern, at the layer."""
         return any(
-            layer in request.reads or any(layer in cut.layers for cut in request.cuts) for request in self.requests
+            request.spans or layer in request.reads or any(layer in cut.layers for cut in request.cuts)
+            for request in self.requests
         )
+
+    def joined(self, others: PassCuts | None) -> PassCuts:
+        """These cuts, and the spans of others."""
+        known = {request.index: request for request in self.requests}
+        for other in others.requests if others is not None else ():
+            if (own := known.setdefault(other.index, other)) is not other:
+                own.spans = other.spans
+        return PassCuts(list(known.values()))
 
     def apply(
         self,
@@ -199,6 +224,11 @@ class PassCuts:
         (request,) = self.requests
         return request.hidden(layer, num_heads, window, device)
 
+    def opened(self, device: torch.device) -> torch.Tensor | None:
+        """`RequestCuts.opened` of the only request."""
+        (request,) = self.requests
+        return request.opened(device)
+
     def keep_pattern(self, layer: int, weights: torch.Tensor) -> None:
         """`RequestCuts.keep_pattern` of the only request."""
         (request,) = self.requests
@@ -218,6 +248,7 @@ class PassCuts:
                 request.num_rows,
                 request.cuts,
                 request.reads,
+                request.spans,
             )
             for request in self.requests
             if start <= request.index < stop

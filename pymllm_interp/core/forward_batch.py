@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from .norm_kind import Norm
-from .pass_parts import AdapterRows, AttentionCuts, CrossRows, EmbeddedRows, TransformersOutputs
+from .pass_parts import AdapterRows, AttentionCuts, CrossRows, DeepStates, EmbeddedRows, TransformersOutputs
 
 
 class ForwardMode(IntEnum):
@@ -289,6 +289,7 @@ class ForwardBatch:
     state_pool:      LayerStatePool | None = None  # set by the runner; slots are `req_pool_indices`; None: no layer has states
     input_embeds:    EmbeddedRows | None = None  # rows with a vector in place of their token's embedding; not in decode passes
     cross:           CrossRows | None = None  # encoders' sides of an encoder-decoder model's requests
+    deepstack:       DeepStates | None = None    # states of images for the outputs of the first layers; None: none
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
     depth:           int | None = None           # layers that the pass runs; None: all, and the head
     mrope_positions: torch.Tensor | None = None  # [3, tokens] int64, positions that RoPE turns by; None: `positions`

@@ -4,9 +4,8 @@
     spec.num_hidden_layers, spec.head_dim, spec.shape("q")
     spec.family.points["mlp_act"]        # SitePoint("model.layers.{}.mlp.down_proj", "input")
 
-Site numbers. A forward pass adds to the residual stream at several places. Residual add 0 is the embedding, residual add
-``2 * i + 1`` follows layer i's attention, and residual add ``2 * i + 2`` follows its MLP. Each has two sites, the delta that
-is added and the sum::
+Site numbers. Residual add 0 is the embedding, residual add ``2 * i + 1`` follows layer i's attention, and ``2 * i + 2`` its MLP.
+Each has two sites, the delta that is added and the sum::
 
     site 2 * residual_add         attn_out.i, mlp_out.i
     site 2 * residual_add + 1     embed (resid_pre.0), resid_mid.i, resid_post.i (resid_pre.i+1)
@@ -224,6 +223,8 @@ class ModelSpec:
     """Whether attention goes both ways: a prompt runs in one pass, without KV."""
     num_labels: int | None = None
     """Labels of a classification head in place of the language modelling head; None: the model generates."""
+    image_span: int = 0
+    """Placeholders of an image, where they attend to each other in both directions (Gemma 3); else 0."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:
@@ -243,8 +244,7 @@ class ModelSpec:
             mixers = [linear if kind == "linear_attention" else attention for kind in text.layer_types]
             family = replace(family, mixers=tuple(mixers))
         ropes, vision = rope_scalings(text), getattr(config, "vision_config", None)
-        if vision is not None:
-            family = family.below(f"model.{text_name(config.model_type)}")
+        family = family if vision is None else family.below(f"model.{text_name(config.model_type)}")
         if family.router and (dense := getattr(text, "first_k_dense_replace", 0)):
             family = replace(family, dense_layers=dense)
         return cls(
@@ -267,6 +267,7 @@ class ModelSpec:
             cuts_edges=not family.mixers,
             has_states=bool(family.mixers),
             num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
+            image_span=getattr(config, "mm_tokens_per_image", 0) if vision is not None else 0,
             mrope_merge=vision.spatial_merge_size if vision is not None and text.model_type in MROPE_SECTIONS else None,
             num_labels=num_labels_of(config),
         )

@@ -29,6 +29,10 @@ class AttentionCuts(Protocol):
         """The hidden edges of rows with cuts, of one request: [1, heads, queries, keys] bool; None without cuts."""
         ...
 
+    def opened(self, device: torch.device) -> torch.Tensor | None:
+        """The edges of one request that are open in both directions: [queries, keys] bool; None without."""
+        ...
+
     def keep_pattern(self, layer: int, weights: torch.Tensor) -> None:
         """Keep the captured part of one request's weights [1, heads, queries, keys]."""
         ...
@@ -91,6 +95,24 @@ class EmbeddedRows(NamedTuple):
     def joined(self, others: EmbeddedRows | None) -> EmbeddedRows:
         """These rows and others."""
         return self if others is None else EmbeddedRows(*map(torch.cat, zip(self, others, strict=True)))
+
+
+class DeepStates(NamedTuple):
+    """States that are added to token rows of images behind the first layers (DeepStack, Meng et al., 2024; Qwen3-VL)."""
+
+    # fmt: off
+    rows:   torch.Tensor  # [n] int64
+    states: torch.Tensor  # [n, layers * hidden]
+    # fmt: on
+
+    def num_layers(self, hidden_size: int) -> int:
+        """Number of layers."""
+        return self.states.shape[1] // hidden_size
+
+    def added(self, h: torch.Tensor, layer: int) -> torch.Tensor:
+        """The output h [1, tokens, hidden] of a layer with its states, in fresh memory."""
+        width = h.shape[-1]
+        return h.index_add(1, self.rows, self.states[None, :, layer * width : (layer + 1) * width])
 
 
 class PromptEmbeds:

@@ -32,9 +32,9 @@ from .constraints import masks_of
 from .counters import counters
 from .drafts import Drafts
 from .kv_manager import KVManager
-from .request_ends import RequestEnds, blamed
+from .request_ends import RequestEnds
 from .scheduler import Scheduler
-from .step_results import Progress, append_logprobs, count_step, needs_tokens, out_of_memory_error
+from .step_results import Progress, append_logprobs, blamed, count_step, needs_tokens, out_of_memory_error
 from .step_times import StepPacing, StepTimes
 from .warm_up import warm_up
 

@@ -49,8 +49,9 @@ class KVManager:
         states: StatePool | None = None,
         rope_boundary: int | None = None,
         cross: CrossPages | None = None,
+        whole_images: bool = False,
     ) -> None:
-        self.cross = cross
+        self.cross, self.whole_images = cross, whole_images
         self.states, self.rope_boundary = states, rope_boundary
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
         self.page_size = allocator.page_size
@@ -66,10 +67,10 @@ class KVManager:
         """The pools of an initialised runner."""
         rows, allocator, kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
         assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
-        why_off = _why_no_prefixes(runner)
+        why_off, spec = _why_no_prefixes(runner), runner.model_spec
         sharing = PrefixSharing(RadixCache(allocator.page_size), None if why_off else runner.model_state, why_off)
-        cross = None if runner.cross_pool is None else CrossPages(runner.cross_pool)
-        return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool, runner.model_spec.rope_boundary, cross)
+        cross, whole = None if runner.cross_pool is None else CrossPages(runner.cross_pool), spec.image_span > 0
+        return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool, spec.rope_boundary, cross, whole)
 
     # -- pages -------------------------------------------------------------------------
 
@@ -240,14 +241,25 @@ class KVManager:
         is taken.
 
         Args:
-            budget: the chunk's tokens at most.
+            budget: the chunk's tokens at most. An image that is not split may exceed it.
         """
         tokens, stops = min(request.num_tokens_left, budget), request.state_stops
         while stops and stops[0] <= request.kv_len:
             if stops.pop(0) == request.kv_len:
                 self._keep_snapshot(request)
         stop = None if request.declared is None else request.declared.state_stop(request.kv_len)
-        return min([tokens, *(each - request.kv_len for each in (*stops[:1], stop) if each is not None)])
+        tokens = min([tokens, *(each - request.kv_len for each in (*stops[:1], stop) if each is not None)])
+        return self._with_whole_images(request, tokens) if self.whole_images and tokens else tokens
+
+    @staticmethod
+    def _with_whole_images(request: Request, tokens: int) -> int:
+        """Tokens of a chunk that ends in no image: before it, or behind it if the chunk begins there."""
+        start, end = request.kv_len, request.kv_len + tokens
+        for image in request.images:
+            first, stop = int(image.positions[0]), int(image.positions[-1]) + 1
+            if first < end < stop:
+                return first - start if first > start else stop - start
+        return tokens
 
     def _plan_snapshots(self, request: Request) -> None:
         """Plan snapshots of an admitted request: at the end of its cached pages, and at its prompt's last page."""

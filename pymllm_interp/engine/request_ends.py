@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from ..core.events import Event, RowsEvent, Subscriber, TokenEvent
-from ..core.image_input import ImageError
 from ..core.request import Request
 from ..core.step import DeclaredResult, ModelRunnerOutput, SchedulerOutput
 from ..hooks.traces.blocks.trace import RequestTrace
@@ -301,20 +298,3 @@ def _take_result(request: Request, result: DeclaredResult) -> None:
     request.receipt.interventions, request.receipt.captures = result.applied, result.captured
     if found is not None and found.error is not None and str(found.error) not in request.warnings:
         request.warnings.append(str(found.error))
-
-
-def blamed(step: SchedulerOutput, live: Mapping[str, Request], error: Exception) -> list[Request]:
-    """The requests of a failed step that end: the ones with an unreadable image, else traced ones.
-
-    Without any, all requests of the step end. After running out of memory, decoding requests run once again,
-    without the prompts that made the step large. A step with drafts runs again without them.
-    """
-    known = [(entry, live[entry.request_id]) for entry in step.scheduled if entry.request_id in live]
-    if isinstance(error, ImageError) and error.request_ids:
-        return [request for _, request in known if request.request_id in error.request_ids]
-    ending = [request for _, request in known if request.trace is not None]
-    if not ending and not step.drafts:
-        if isinstance(error, torch.OutOfMemoryError):
-            ending = [request for entry, request in known if not entry.decodes]
-        ending = ending or [request for _, request in known]
-    return ending

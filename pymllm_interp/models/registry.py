@@ -36,7 +36,7 @@ from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .native.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
 from .transformers.encoder_decoder.spec import decoder_spec
 from .transformers.structure import config_spec
-from .vision.vision_model import VisionLanguageForCausalLM
+from .vision.vision_model import Gemma3ForConditionalGeneration, VisionLanguageForCausalLM
 from .weights.formats import METHODS, QuantizationFormat, method_of
 from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
 from .weights.quantized import init_dummy_quantized, load_quantized, round_rows
@@ -60,7 +60,13 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
 }
 VISION: dict[str, type[DecoderForCausalLM]] = {
+    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
+    "Idefics3ForConditionalGeneration": VisionLanguageForCausalLM,
+    "LlavaForConditionalGeneration": VisionLanguageForCausalLM,
+    "LlavaOnevisionForConditionalGeneration": VisionLanguageForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": VisionLanguageForCausalLM,
+    "Qwen3VLForConditionalGeneration": VisionLanguageForCausalLM,
+    "SmolVLMForConditionalGeneration": VisionLanguageForCausalLM,
 }
 """Vision-language models: their towers are transformers', and their language models are native."""
 NATIVE |= VISION

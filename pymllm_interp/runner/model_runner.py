@@ -181,7 +181,7 @@ class ModelRunner(RunnerParts):
         merge = self.model_spec.mrope_merge
         self.req_states = RequestState(self.max_running_requests, self.context_len, self.device, merge)
         # A traced prompt may be longer than all other steps.
-        rows = max(self.max_num_tokens, self.max_decode_rows, self.context_len)
+        rows = max(self.max_num_tokens, self.max_decode_rows, self.context_len) + self.model_spec.image_span
         self.input_buffers = InputBuffers(rows, self.device, merge is not None)
         for stage in self.stages:
             stage.init_tables(self.req_states, self.input_buffers)

@@ -203,7 +203,7 @@ class StepInputs:
         if batch.embeds is not None:
             found.input_embeds = EmbeddedRows(*upload(self.device, *batch.embeds))
         if self.vision is not None:
-            self._place_images(found, batch, self.vision)
+            self._place_images(found, batch, builder, self.vision)
         found.padded_size, found.depth = batch.padded_size, batch.depth
         found.positions = self.buffers.positions[: found.num_tokens]
         found.logits_indices = None
@@ -217,7 +217,9 @@ class StepInputs:
             found.adapters = self._adapter_rows(batch, self.adapters.version)
         return found
 
-    def _place_images(self, found: ForwardBatch, batch: InputBatch, vision: VisionInputs) -> None:
+    def _place_images(
+        self, found: ForwardBatch, batch: InputBatch, builder: BatchBuilder, vision: VisionInputs
+    ) -> None:
         """Add the positions that RoPE turns by, and the rows of images."""
         found.mrope_positions = self.buffers.rope_positions(found.num_tokens)
         if batch.decodes:
@@ -231,7 +233,9 @@ class StepInputs:
                     (uploaded,) = upload(self.device, own)
                     found.mrope_positions[:, first : first + uploaded.shape[1]] = uploaded
         if parts := vision.parts(rows):
-            embedded, _ = vision.gather_mm_embeddings(parts)
+            if builder.model_spec.image_span:
+                found.attention_cuts = vision.spans(rows)
+            embedded, found.deepstack = vision.gather_mm_embeddings(parts)
             found.input_embeds = embedded.joined(found.input_embeds)
 
     def _adapter_rows(self, batch: InputBatch, version: int) -> AdapterRows | None:

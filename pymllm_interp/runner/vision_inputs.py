@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..attention.cut_edges import PassCuts, RequestCuts, pass_cuts
 from ..core.image_input import ImageError, ImageInput
-from ..core.pass_parts import EmbeddedRows
+from ..core.pass_parts import DeepStates, EmbeddedRows
 from ..core.step import ScheduledRequest
 from ..mem_cache.encoder_cache import EncoderCache
 from ..models.vision.tower import VisionTower
@@ -79,6 +80,18 @@ class VisionInputs:
                     )
         return found
 
+    def spans(self, rows: Sequence[tuple[ScheduledRequest, int]]) -> PassCuts | None:
+        """The images of a step that attend in both directions. Arguments: see `parts`."""
+        found: list[RequestCuts] = []
+        for index, (entry, first_row) in enumerate(rows):
+            request = self.states.requests[entry.row]
+            assert request is not None, "the step entered its requests"
+            ends = [(int(image.positions[0]), int(image.positions[-1]) + 1) for image in request.images]
+            stop = entry.start + entry.num_tokens
+            if own := [span for span in ends if span[0] < stop and entry.start < span[1]]:
+                found.append(RequestCuts(index, first_row, entry.start, entry.num_tokens, [], {}, own))
+        return pass_cuts(found)
+
     def execute_mm_encoder(self, parts: Sequence[ImageRows]) -> None:
         """Run the tower for images without states in the cache.
 
@@ -106,9 +119,10 @@ class VisionInputs:
         for image, states in zip(missing, found, strict=True):
             self.cache.put(image.content, states, known)
 
-    def gather_mm_embeddings(self, parts: Sequence[ImageRows]) -> tuple[EmbeddedRows, Tensor]:
-        """The rows of a step's images with their embeddings, and the states [rows, deepstack * width] of deeper layers."""
+    def gather_mm_embeddings(self, parts: Sequence[ImageRows]) -> tuple[EmbeddedRows, DeepStates | None]:
+        """The rows of a step's images with their embeddings, and with states for deeper layers, if the tower has any."""
         found = [self.cache[part.image.content][part.first : part.first + len(part.rows)] for part in parts]
         states, (rows,) = torch.cat(found), upload(self.device, torch.cat([part.rows for part in parts]))
         width = self.tower.width
-        return EmbeddedRows(rows, states[:, :width].contiguous()), states[:, width:]
+        deep = DeepStates(rows, states[:, width:]) if self.tower.num_deepstack else None
+        return EmbeddedRows(rows, states[:, :width].contiguous()), deep

@@ -19,6 +19,7 @@ from pymllm_interp.client.chat import RenderedPrompt
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import EngineTuning
 from pymllm_interp.core.image_input import ImageInput
+from pymllm_interp.interventions import Knockout
 
 Folders = Callable[[str], Path]
 Oracle = Callable[[str], PreTrainedModel]
@@ -69,7 +70,7 @@ def test_traces_see_merged_embeddings_and_the_states_of_the_fused_pass(
     with lm.trace(prompt):
         text = getattr(lm.model, path)
         embedded = text.embed_tokens.output.save()
-        inside = text.layers[1].mlp.output.save()
+        inside = getattr(text.layers[1], lm.model_spec.family.mlp_out or "mlp").output.save()
         state = text.layers[1].output.save()
         logits = lm.lm_head.output.save()
     (out,) = lm.forward([prompt], capture=["mlp_out.1", "resid_post.1"])
@@ -77,6 +78,39 @@ def test_traces_see_merged_embeddings_and_the_states_of_the_fused_pass(
     torch.testing.assert_close(state, wanted.hidden_states[2], rtol=1e-4, atol=2e-4)
     assert torch.equal(state[0], out.activations["resid_post.1"]) and torch.equal(logits[0], out.logits)
     torch.testing.assert_close(inside[0], out.activations["mlp_out.1"], rtol=1e-4, atol=1e-4)
+
+
+def test_patterns_are_the_attention_of_transformers(family: str, lm: LM, vision_oracle: Oracle) -> None:
+    """By declared captures, and by transformers' eager attention in the pass; within an image of Gemma 3 in both directions."""
+    for prompt in some_prompts(family)[1:4]:
+        wanted = reference(family, vision_oracle(family), prompt, output_attentions=True).attentions
+        (out,) = lm.forward([prompt], capture=["pattern.*"])
+        for layer, weights in enumerate(wanted):
+            torch.testing.assert_close(
+                out.activations[f"pattern.{layer}"].transpose(0, 1), weights[0], rtol=1e-4, atol=1e-4
+            )
+        with lm.trace(prompt, output_attentions=True):
+            attentions = lm.output.attentions.save()
+        for own, weights in zip(attentions, wanted, strict=True):
+            torch.testing.assert_close(own, weights, rtol=1e-4, atol=1e-4)
+
+
+def test_a_knockout_cuts_edges_between_image_and_text(family: str, lm: LM) -> None:
+    """The last token does not see the image at some layers; all other rows are as before."""
+    prompt = prompt_of(family, [1, 2, 3], 1, [4, 5, 6])
+    last, image = len(prompt.token_ids) - 1, prompt.images[0].positions.tolist()
+    for layers in ([0, 1, 2], [1]):
+        cut = Knockout(layers, from_=[last], to=image)
+        (out,) = lm.forward([prompt], interventions=[cut], capture=["pattern.*", "resid_post.*"])
+        (plain,) = lm.forward([prompt], capture=["pattern.*", "resid_post.*"])
+        for layer in range(3):
+            pattern, as_before = (each.activations[f"pattern.{layer}"] for each in (out, plain))
+            hidden = pattern[last][..., image]
+            assert bool((hidden == 0).all()) == (layer in layers)
+            torch.testing.assert_close(pattern[:last], as_before[:last], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(
+            out.activations["resid_post.1"][last], plain.activations["resid_post.1"][last], atol=1e-4
+        )
 
 
 # -- beside each other -------------------------------------------------------------------------
@@ -97,9 +131,17 @@ def check_crowd(family: str, lm: LM, model: PreTrainedModel, seeds: range) -> No
         assert own == tokens, run
 
 
-@pytest.mark.parametrize(
-    "way", ["functions", pytest.param("tables", marks=GPU or pytest.mark.slow), pytest.param("graphs", marks=GPU)]
-)
+WAYS = [(family, "functions") for family in FAMILIES] + [
+    pytest.param(
+        family, way, marks=GPU or ([] if way == "graphs" and family in ("qwen2_5_vl", "gemma3") else pytest.mark.slow)
+    )
+    for family in FAMILIES
+    for way in ("tables", "graphs")
+]
+"""Families and modes: on a CPU all by functions, and two with captured passes."""
+
+
+@pytest.mark.parametrize(("family", "way"), WAYS)
 def test_requests_of_a_small_pool_do_not_see_each_other(
     family: str, vision_folder: Folders, vision_oracle: Oracle, way: str
 ) -> None:
@@ -140,13 +182,13 @@ def test_equal_images_share_kv_and_others_never(family: str, lm: LM, vision_orac
         prompt_of(family, [1, 2, 3, 4, 5], 3, [6, 7, 8, 9]),
     )
     assert one.token_ids == other.token_ids and one.images[0].content != other.images[0].content
-    plain, cached = RenderedPrompt(None, one.token_ids), list[int]()
-    for prompt in (one, other, one, plain, other):
+    cached = list[int]()
+    for prompt in (one, other, one, other):
         (out,) = lm.generate([prompt], GREEDY)
         assert out.token_ids == continued(family, vision_oracle(family), prompt, 5)
         cached.append(out.num_cached_tokens)
     most = (len(one.token_ids) - 1) // 4 * 4
-    assert cached == [0, 4, most, 4, most]
+    assert cached == [0, 4, most, most]
 
 
 def test_the_tower_runs_once_an_image(family: str, lm: LM) -> None:

@@ -100,12 +100,18 @@ class Decoder(nn.Module):
         """The rotation of each `rotary` of the layers, without a call to a module."""
 
     def through_layers(
-        self, h: torch.Tensor, position_embeddings: Rotations, position_ids: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """The layers one by one, or several as one segment between hooks: [1, tokens, hidden] -> the same."""
+        self, h: torch.Tensor, position_embeddings: Rotations, position_ids: torch.Tensor, batch: ForwardBatch,
+        span: tuple[int, int | None] = (0, None),
+    ) -> torch.Tensor:  # fmt: skip
+        """The layers one by one, or several as one segment between hooks: [1, tokens, hidden] -> the same.
+
+        Args:
+            span: (first layer, end); None: the last layer.
+        """
         site_ops, hook_query, transformers_pass = batch.site_ops, batch.hook_query, batch.transformers_pass
         all_layers: Any = getattr(self, self.layers_name)
-        i, num_layers, aux = 0, len(all_layers), self.aux
+        (i, stop), aux = span, self.aux
+        num_layers = len(all_layers) if stop is None else stop
         read = () if aux is None else aux.layers
         while i < num_layers:
             first, waits = i, "within"

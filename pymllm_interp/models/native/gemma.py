@@ -158,7 +158,8 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         return self._capped(super().head_fused(h, forward_batch), forward_batch)
 
     def _capped(self, logits: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        cap = None if self.spec.num_labels is not None else self.config.final_logit_softcapping
+        text: Any = self.config.get_text_config()
+        cap = None if self.spec.num_labels is not None else text.final_logit_softcapping
         return apply_inner(logits if cap is None else softcap(logits, cap), batch.site_ops, 0, LOGITS)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import ModelSpec
+from ...layers.edits.base import residual_sum
 from ...layers.norm import RMSNorm, norm_heads
 from ...layers.rope import MultimodalRotaryEmbedding
+from ..base import Rotations
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 
@@ -83,9 +87,35 @@ class Qwen3VLTextAttention(Qwen3Attention):
 class Qwen3VLTextDecoderLayer(Qwen3DecoderLayer):
     attention_cls = Qwen3VLTextAttention
 
+    def forward_fused(
+        self, h: torch.Tensor, delta: torch.Tensor | None, rotation: tuple[torch.Tensor, ...], batch: ForwardBatch
+    ) -> tuple[torch.Tensor, Any]:
+        h, out = super().forward_fused(h, delta, rotation, batch)
+        deep = batch.deepstack
+        if deep is None or self.layer_idx >= deep.num_layers(h.shape[-1]):
+            return h, out
+        return deep.added(residual_sum(h, out, batch.site_ops, self._mlp_add), self.layer_idx), None
+
 
 class Qwen3VLTextModel(Qwen3Model):
+    """Qwen3's decoder. States of images are added behind the outputs of its first layers, which sites and modules show without."""
+
     layer_cls = Qwen3VLTextDecoderLayer
+
+    def through_layers(
+        self, h: torch.Tensor, position_embeddings: Rotations, position_ids: torch.Tensor, batch: ForwardBatch,
+        span: tuple[int, int | None] = (0, None),
+    ) -> torch.Tensor:  # fmt: skip
+        inputs, deep = (position_embeddings, position_ids, batch), batch.deepstack
+        if deep is None:
+            return super().through_layers(h, *inputs)
+        batch.deepstack, count = None, deep.num_layers(h.shape[-1])
+        try:
+            for i in range(count):
+                h = deep.added(super().through_layers(h, *inputs, (i, i + 1)), i)
+            return super().through_layers(h, *inputs, (count, None))
+        finally:
+            batch.deepstack = deep
 
     @staticmethod
     def rotary_of(config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> nn.Module:

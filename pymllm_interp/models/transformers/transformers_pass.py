@@ -113,6 +113,8 @@ class TransformersPass:
             self._masks[window] = self._mask(window, hidden.dtype)
         mask, cuts = self._masks[window], self._batch.attention_cuts
         if cuts is not None:
+            if (opened := cuts.opened(mask.device)) is not None:
+                mask = mask.masked_fill(opened[:, -mask.shape[-1] :], 0)
             cut = cuts.hidden(layer, self._spec.num_attention_heads, window, mask.device)
             if cut is not None:
                 mask = mask.masked_fill(cut[..., -mask.shape[-1] :], torch.finfo(mask.dtype).min)

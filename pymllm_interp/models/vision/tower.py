@@ -21,12 +21,17 @@ def without_layers(config: PretrainedConfig, dtype: torch.dtype, device: str) ->
     """transformers' model of a config, on the device, with a language model of no layers and one token. Weights are undefined."""
     from transformers import AutoModelForImageTextToText  # which imports transformers' models
     from transformers.initialization import no_init_weights
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
     config = copy.deepcopy(config)
     text: Any = config.get_text_config()
     text.num_hidden_layers, text.vocab_size, text.pad_token_id, text.layer_types = 0, 1, None, []
     with torch.device(device), no_init_weights():
-        return AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
+        found = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
+    for module in found.modules():
+        if isinstance(module, PreTrainedModel):
+            maybe_install_capturing_hooks(module)  # later on, torch's hooks are refused
+    return found
 
 
 class CheckpointNames:

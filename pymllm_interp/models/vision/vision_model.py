@@ -17,17 +17,20 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ...core.families import text_name
 from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import ModelSpec
-from ..native.decoder import Decoder
+from ..native.decoder import Decoder, DecoderForCausalLM
+from ..native.gemma import Gemma3ForCausalLM, Gemma3TextModel
 from ..native.llama import LlamaForCausalLM, LlamaModel, MistralModel
-from ..native.qwen import Qwen2_5_VLTextModel, Qwen2Model, Qwen3Model
+from ..native.qwen import Qwen2_5_VLTextModel, Qwen2Model, Qwen3Model, Qwen3VLTextModel
 from .tower import CheckpointNames, VisionTower, without_layers
 
 TEXT_MODELS: dict[str, type[Decoder]] = {
+    "gemma3_text": Gemma3TextModel,
     "llama": LlamaModel,
     "mistral": MistralModel,
     "qwen2": Qwen2Model,
     "qwen2_5_vl_text": Qwen2_5_VLTextModel,
     "qwen3": Qwen3Model,
+    "qwen3_vl_text": Qwen3VLTextModel,
 }
 """Model type of a text config -> its native decoder."""
 
@@ -85,8 +88,8 @@ def _rotated_by(position_ids: torch.Tensor, batch: ForwardBatch) -> torch.Tensor
     return position_ids if batch.mrope_positions is None else batch.mrope_positions
 
 
-class VisionLanguageForCausalLM(LlamaForCausalLM):
-    """The model with its head."""
+class WithVision(DecoderForCausalLM):
+    """The parts of a model with its head that do not depend on the language model."""
 
     decoder_cls: Any = VisionLanguageModel
     model: Any
@@ -105,3 +108,11 @@ class VisionLanguageForCausalLM(LlamaForCausalLM):
 
     def parameters_of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((self.model.checkpoint_names(name), tensor) for name, tensor in weights)
+
+
+class VisionLanguageForCausalLM(WithVision, LlamaForCausalLM):
+    """The model with its head."""
+
+
+class Gemma3ForConditionalGeneration(WithVision, Gemma3ForCausalLM):
+    """The model with Gemma 3's head."""

@@ -315,7 +315,9 @@ class DeclaredStage(Stage):
         if self.declares(rows.entries):
             self._ends = list(self._state_ends(batch, rows))
             batch.site_ops = self.site_ops(rows, batch.num_tokens, batch.fresh_kv_only)
-            batch.attention_cuts = self.attention_cuts(rows)
+            if (cuts := self.attention_cuts(rows)) is not None:
+                assert isinstance(batch.attention_cuts, PassCuts | None)
+                batch.attention_cuts = cuts.joined(batch.attention_cuts)
 
     def abandon(self) -> None:
         """Forget the pending values of a failed pass."""

@@ -32,11 +32,14 @@ class _LayerPatterns(LayerRows):
 
     Attributes:
         heads: query heads; None: all.
+        beyond: later keys of a row that may have weights (`ModelSpec.image_span`).
     """
 
     def __init__(
-        self, wanted: np.ndarray, heads: tuple[int, ...] | None, num_heads: int, dtype: torch.dtype, missing: int, stream: bool
+        self, wanted: np.ndarray, heads: tuple[int, ...] | None, num_heads: int, dtype: torch.dtype, missing: int, stream: bool,
+        beyond: int,
     ) -> None:  # fmt: skip
+        self.beyond = beyond
         self.heads, self.num_heads = heads, num_heads if heads is None else len(heads)
         super().__init__(wanted, self.num_heads * len(wanted), dtype, missing, stream)
 
@@ -49,13 +52,14 @@ class _LayerPatterns(LayerRows):
         """Keep the rows [heads, rows, keys] of these positions."""
         rows = weights.detach().to(self.dtype).cpu().unbind(1)
         for position, row in zip(positions, rows, strict=True):
-            self.rows[position] = row[:, : position + 1].clone()
+            self.rows[position] = row[:, : position + 1 + self.beyond].clone()
 
     def result(self, at: Sequence[int], num_positions: int) -> torch.Tensor:
         """Patterns [positions, heads, keys]."""
         padded = torch.zeros(len(at), self.num_heads, num_positions, dtype=self.dtype)
         for row, position in zip(padded, at, strict=True):
-            row[:, : position + 1] = self.rows[position]
+            own = self.rows[position][:, :num_positions]
+            row[:, : own.shape[1]] = own
         return padded
 
 
@@ -97,8 +101,8 @@ class PatternCaptures(LayerCaptures[_LayerPatterns]):
             wanted = selected(windows, longest)
             dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else model.dtype
             for site in sites:
-                missing = missing_of(spec.positions, prompt_len)
-                layer = _LayerPatterns(wanted, heads, model.num_attention_heads, dtype, missing, spec.stream)
+                missing, beyond = missing_of(spec.positions, prompt_len), model.image_span
+                layer = _LayerPatterns(wanted, heads, model.num_attention_heads, dtype, missing, spec.stream, beyond)
                 if not self.layers.setdefault(site.layer or 0, layer).is_like(layer):
                     raise ValueError(
                         f"{site} is captured twice, in two ways: name it once, with all positions and heads that you want"
