@@ -26,7 +26,7 @@ from safetensors.torch import save, save_file
 
 from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
 from pymllm_interp.captures import Features
-from pymllm_interp.interventions import SetFeature
+from pymllm_interp.interventions import Monitor, SetFeature
 from pymllm_interp.server.engines.roster import LinkKeys, Replica
 from pymllm_interp.wire import messages as m
 
@@ -498,3 +498,25 @@ def test_a_replica_with_other_weights_is_refused(replicas, front):
     finally:
         del replicas.live["other"]
         replicas.tell()
+
+
+def test_monitors_and_captured_rows_stream_through_fronts(front: Server) -> None:
+    """Of several requests at once, over both replicas: what streams is what the result has."""
+    site, params = "resid_post.1", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    probe = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(5))
+    with LM.connect(front.url, api_key=KEYS["declared"]) as lm:
+
+        def read(i: int) -> str:
+            monitor = Monitor(site, probe, 1e9, name="m")
+            pieces = list(
+                lm.stream(f"w{i} w3 w{i + 1}", params, capture=[Capture(site, stream=True)], monitors=[monitor])
+            )
+            whole = pieces[-1].activations[site]
+            rows = torch.cat([piece.captures[site] for piece in pieces if piece.captures is not None])
+            assert torch.equal(rows, whole) and len(rows) == 8
+            scores = torch.tensor([score for piece in pieces for _, score in piece.scores.get("m", ())])
+            torch.testing.assert_close(scores, whole.float() @ probe, rtol=CLOSE, atol=CLOSE)
+            return pieces[-1].receipt.replica
+
+        with ThreadPoolExecutor(6) as pool:
+            assert len(set(pool.map(read, range(1, 13)))) == 2, "both replicas served some"
