@@ -106,7 +106,7 @@ SECTIONS = [
     Section(
         "Plots", "`from pymllm_interp import plots` ([other libraries](../guides/libraries.md)).",
         ("plots.figure:Plot", "plots.heatmaps:attention_patterns", "plots.heatmaps:lens_heatmap", "plots.heatmaps:sweep_heatmap",
-        "plots.heatmaps:feature_activations", "plots.bars:attribution_bars"),
+        "plots.heatmaps:image_heatmap", "plots.heatmaps:feature_activations", "plots.bars:attribution_bars"),
     ),
     Section(
         "Errors", "What is raised, beside Python's own errors.",

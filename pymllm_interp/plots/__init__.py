@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from .bars import attribution_bars
 from .figure import Plot
-from .heatmaps import attention_patterns, feature_activations, lens_heatmap, sweep_heatmap
+from .heatmaps import attention_patterns, feature_activations, image_heatmap, lens_heatmap, sweep_heatmap
 
-__all__ = ["Plot", "attention_patterns", "attribution_bars", "feature_activations", "lens_heatmap", "sweep_heatmap"]
+__all__ = [
+    "Plot", "attention_patterns", "attribution_bars", "feature_activations", "image_heatmap", "lens_heatmap", "sweep_heatmap",
+]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .figure import Plot, axis, check_labels, graph_objects, matrix
-from .picture import COLUMNS
+from .picture import COLUMNS, image_source
 
 _CELL = 28
 """Pixels of a row of a heatmap."""
@@ -164,6 +164,35 @@ def sweep_heatmap(
     reach = (found - centre).nan_to_num(0.0).abs().max().item() or 1.0
     colours = {"colorscale": "RdBu_r", "zmin": centre - reach, "zmax": centre + reach}
     return _heatmap(found, _rows(layers, found.shape[0]), labels, None, title, rows, colours)
+
+
+def image_heatmap(values: Any, image: Any, *, title: str = "", opacity: float = 0.6) -> Plot:
+    """A score for each patch of an image, over the image. Blue is below 0, red above.
+
+    Args:
+        values: [rows, columns] of the patches, from the image's upper left.
+        image: a Pillow image.
+        opacity: opacity of the scores: 0 shows the image without them.
+
+    Raises:
+        ValueError: values of another shape, or an opacity outside of 0 to 1.
+    """
+    found = matrix(values, "values", 2)
+    if not 0 <= opacity <= 1:
+        raise ValueError(f"opacity={opacity}: expected 0 to 1")
+    (rows, columns), go = found.shape, graph_objects()
+    reach = found.nan_to_num(0.0).abs().max().item() or 1.0
+    hover = "row %{y}, column %{x}<br>%{z:.4g}<extra></extra>"
+    figure = go.Figure(
+        go.Heatmap(z=found.tolist(), colorscale="RdBu_r", zmin=-reach, zmax=reach, opacity=opacity, hovertemplate=hover)
+    )
+    place = {"x": -0.5, "y": -0.5, "sizex": columns, "sizey": rows, "sizing": "stretch", "xref": "x", "yref": "y"}
+    figure.add_layout_image(source=image_source(image), layer="below", **place)
+    figure.update_xaxes(range=[-0.5, columns - 0.5], visible=False)
+    figure.update_yaxes(range=[rows - 0.5, -0.5], visible=False)
+    width = 500
+    figure.update_layout(title=title, width=width + 160, height=140 + round(width * image.height / image.width))
+    return Plot(figure)
 
 
 def feature_activations(

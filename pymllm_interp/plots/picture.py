@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from html import unescape
 from importlib import import_module
+from io import BytesIO
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -76,12 +78,28 @@ def picture_of(figure: Any) -> Any:
     return drawn
 
 
+def image_source(image: Any) -> str:
+    """A Pillow image as a data URL."""
+    file = BytesIO()
+    image.convert("RGB").save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _pixels(source: str) -> Any:
+    return import_module("PIL.Image").open(BytesIO(base64.b64decode(source.partition(",")[2])))
+
+
 def _heatmap(place: Any, trace: Any, layout: Any) -> Any:
     shared = trace.coloraxis is not None
     scale = layout.coloraxis if shared else trace
     least, most = (scale.cmin, scale.cmax) if shared else (scale.zmin, scale.zmax)
     values = np.array(trace.z, dtype=float)
-    image = place.imshow(values, cmap=_colours(scale.colorscale), vmin=least, vmax=most, aspect="auto")
+    rows, columns = values.shape
+    for below in layout.images:
+        place.imshow(_pixels(below.source), extent=(-0.5, columns - 0.5, rows - 0.5, -0.5), aspect="auto")
+    image = place.imshow(
+        values, cmap=_colours(scale.colorscale), vmin=least, vmax=most, aspect="auto", alpha=trace.opacity
+    )
     if trace.texttemplate is not None:
         for row, texts in enumerate(trace.text):
             for column, text in enumerate(texts):
@@ -104,7 +122,9 @@ def _set_axes(place: Any, trace: Any, layout: Any) -> None:
     place.set_ylabel(down.title.text or "")
     if down.ticktext is not None:
         place.set_yticks(down.tickvals, [unescape(label) for label in down.ticktext], parse_math=False)
-    if trace.type == "heatmap" and down.autorange != "reversed":
+    if layout.images:
+        place.set_axis_off()
+    elif trace.type == "heatmap" and down.autorange != "reversed":
         place.invert_yaxis()
 
 

@@ -66,7 +66,7 @@ def test_a_probe_reads_from_harvested_states_what_their_texts_are_about(tmp_path
 
 def test_every_example_is_tested_and_says_how_to_use_it() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"logit_lens", "steering", "activation_patching", "streaming", "harvest"}
+    assert names == {"logit_lens", "steering", "activation_patching", "streaming", "harvest", "image_patches"}
     for name in names:
         doc = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
         assert doc and f"Usage: python examples/{name}.py" in doc
@@ -102,3 +102,12 @@ def test_examples_run_on_a_model_with_recurrent_states(
         assert 0 <= found <= 1
     else:
         assert all(found)
+
+
+def test_patches_of_a_picture_are_patched_one_by_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    effect = run("image_patches", None, str(tmp_path / "heat.png"))
+    assert effect.shape == (4, 6) and effect.abs().max() > 0.1 and effect.std() > 0.05
+    assert f"{effect[1, 2]:+.3f}" in capsys.readouterr().out
+    assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+    late = run("image_patches", None, None, 3)
+    assert late.abs().max() < 1e-5, "behind the last layer, no token reads another"

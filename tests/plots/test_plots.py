@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 pytest.importorskip("plotly", reason='plotly is not installed: pip install -e ".[plot]"')
 
@@ -114,6 +115,30 @@ def test_features_have_their_names() -> None:
     values, indexes = torch.tensor([[3.0, 1.0], [2.0, 0.5]]), torch.tensor([[7, 9], [9, 7]])
     plot = plots.feature_activations(values, indexes, ["a", "b"], names={7: "the <sea>", 8: "unseen"})
     assert labels(plot, "yaxis") == ["7 the &lt;sea&gt;", "9"]
+
+
+def test_scores_of_patches_lie_over_their_image(tmp_path: Path) -> None:
+    image = Image.new("RGB", (60, 40), "white")
+    image.paste("red", (20, 0, 40, 20))
+    plot = plots.image_heatmap([[0.0, -2.0, 0.0], [0.0, 0.0, 1.0]], image, title="patches")
+    (heatmap,), (below,) = plot.figure.data, plot.figure.layout.images
+    assert (heatmap.zmin, heatmap.zmax, heatmap.opacity) == (-2.0, 2.0, 0.6)
+    assert (below.x, below.y, below.sizex, below.sizey, below.layer) == (-0.5, -0.5, 3, 2, "below")
+    assert plot.figure.layout.yaxis.range == (1.5, -0.5), "the first row is above"
+    pytest.importorskip("matplotlib", reason='matplotlib is not installed: pip install -e ".[plot]"')
+    panel, _ = picture_of(plot.figure).axes
+    picture, scores = panel.images
+    assert [*picture.get_extent()] == [*scores.get_extent()] == [-0.5, 2.5, 1.5, -0.5]
+    assert picture.get_array()[10, 30].tolist() == [255, 0, 0] and scores.get_array().tolist() == [
+        list(row) for row in heatmap.z
+    ]
+    plot.save(tmp_path / "heat.png")
+    drawn = Image.open(tmp_path / "heat.png").convert("RGB")
+    assert len(drawn.getcolors(1 << 20) or ()) > 10
+    with pytest.raises(ValueError, match="opacity=2: expected 0 to 1"):
+        plots.image_heatmap([[1.0]], image, opacity=2)
+    with pytest.raises(ValueError, match=r"values has shape \[2\]; expected 2 dimensions"):
+        plots.image_heatmap([1.0, 2.0], image)
 
 
 # -- pictures --------------------------------------------------------------------------------
