@@ -453,24 +453,27 @@ class Engine:
             self._wake.notify()
 
     def _close(self) -> None:
-        self._end_all()
-        self._empty_inbox()  # handles that came too late still get their answer
-        self._end_all()
-        self.ends.send_events()
-        try:
-            if self.runner.capture_ring is not None:
-                self.runner.capture_ring.wait()
-        except Exception:
-            logger.exception("captured states of the closing engine are lost")
-        self._callbacks.close(CLOSING_SECONDS)
-        self._empty_inbox()
+        ring = self.runner.capture_ring
+        for part in (  # each is tried whatever became of the others: handles wait for an answer
+            self._end_all,
+            self._empty_inbox,  # handles that came too late still get their answer
+            self._end_all,
+            self.ends.send_events,
+            *(() if ring is None else (ring.wait,)),
+            partial(self._callbacks.close, CLOSING_SECONDS),
+            self._empty_inbox,
+            self._answer_all,
+            self.ends.send_events,
+            self._watchdog.close,
+        ):
+            self._run_command(part)
+        self.runner.interleaver.sync_previous_step = self.runner.interleaver.call_back = None  # which hold this engine
+        self.runner.shutdown()
+
+    def _answer_all(self) -> None:
         for request, _ in list(self.ends.subscribers.values()):  # something failed between its end and the answer
             request.error = self._closed_error(request)
             self.ends.answer(request)
-        self.ends.send_events()
-        self._watchdog.close()
-        self.runner.interleaver.sync_previous_step = self.runner.interleaver.call_back = None  # which hold this engine
-        self.runner.shutdown()
 
     def _end_all(self) -> None:
         for request in self.scheduler.live:

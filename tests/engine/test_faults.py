@@ -30,6 +30,7 @@ from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
 from pymllm_interp.attention.flashinfer_backend import WORKSPACE_BYTES
 from pymllm_interp.client.handle import RequestError
+from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.models.native.llama import LlamaForCausalLM
 from pymllm_interp.runner import model_runner
 from pymllm_interp.runner.graphs import graph_capture
@@ -506,3 +507,31 @@ def test_a_block_that_wants_more_memory_than_there_is_ends_alone(allowance):
         assert handle.result().token_ids == expected and handle.result().outputs[0].error is None
         assert ways(lm)["replay"] > 0
         assert_idle(lm)
+
+
+# -- the engine closes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["_end_all", "send_events", "_callbacks"])
+def test_a_closing_engine_answers_its_handles_whatever_fails_on_the_way(part, model_folder, monkeypatch):
+    lm = LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=512, max_running_requests=1)
+    engine, failures = lm.backend.engine, [MemoryError("no room"), SystemExit("a part of the closing")]
+    owner, name = {"send_events": (engine.ends, part), "_callbacks": (engine._callbacks, "close")}.get(
+        part, (engine, part)
+    )
+    original = getattr(owner, name)
+
+    def fails(*args: Any) -> Any:
+        if engine._closing is not None and failures:
+            raise failures.pop()
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, fails)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    handles = [lm.submit(random_ids(5, seed=i), params) for i in range(32)]
+    until(lambda: engine.num_turns > 3)
+    lm.shutdown()
+    for handle in handles[-2:]:
+        with pytest.raises(EngineClosedError, match="was ended"):
+            handle.result(timeout=10)
+    assert len(failures) < 2
