@@ -100,7 +100,7 @@ class ModelFacts:
             "dtype": str(self.dtype)[6:],
             "device": self.device,
             "engine": self.engine_name,
-            "encoder": spec.encoder,
+            "encoder": spec.bidirectional,
             "num_layers": spec.num_hidden_layers,
             "hidden_size": spec.hidden_size,
             "sites": {

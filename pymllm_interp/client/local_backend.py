@@ -96,7 +96,7 @@ class LocalBackend(FactoryBackend):
         device = torch.device(runner.device)
         self.lowered = Lowered(self.module, runner.server_config.lower_traces, device)
         self.tokenizer = load_tokenizer(source)
-        if runner.model_spec.encoder:
+        if runner.model_spec.bidirectional:
             self.module.set_separator(getattr(self.tokenizer, "sep_token_id", None))
         self.facts = replace(facts_of(runner), images=image_reader(source, self.tokenizer, runner.server_config))
         weights, saes, declarations, adapters = runner.model_state, runner.saes, runner.declarations, runner.adapters
@@ -212,5 +212,5 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
         seed=config.seed, logprobs_mode=settings.logprobs_mode, tasks=runner.get_supported_tasks(), names=source.names,
         page_size=settings.page_size, longest_pass=len(runner.input_buffers.input_ids),
         keeps_scores=keeps_scores(runner.get_model(), runner.attn_backend), speculates=settings.speculative is not None,
-        pooler=pooler_of(source.root, spec.encoder), pooled_site=last_site(spec),
+        pooler=pooler_of(source.root, spec.bidirectional), pooled_site=last_site(spec),
     )  # fmt: skip

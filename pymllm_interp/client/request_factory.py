@@ -225,7 +225,7 @@ class RequestFactory:
                     else None,
                     eos_token_id=None if params.ignore_eos else self.eos_token_id,
                     forward_only=forward_only,
-                    one_pass=self.facts.spec.encoder,
+                    one_pass=self.facts.spec.bidirectional,
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
                     stop_checker=StopStrings(self.tokenizer, params, prompt_token_ids) if params.stop_strings else None,

@@ -219,7 +219,7 @@ class ModelSpec:
     """Width of the embedding's rows; None: `hidden_size`."""
     mrope_merge: int | None = None
     """Patches of an image that merge into one token along each side, in models with mrope; else None."""
-    encoder: bool = False
+    bidirectional: bool = False
     """Whether attention goes both ways: a prompt runs in one pass, without KV."""
     num_labels: int | None = None
     """Labels of a classification head in place of the language modelling head; None: the model generates."""

@@ -161,9 +161,7 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
             f"families: {', '.join(sorted(NATIVE))}"
         )
     if impl == "transformers" and architecture in VISION:
-        raise UnsupportedModelError(
-            f"{architecture} runs with a native language model: impl='transformers' is not supported"
-        )
+        raise UnsupportedModelError(f"{architecture} has a native language model: impl='transformers' is refused")
     if impl == "transformers" or architecture not in NATIVE or getattr(config, "use_bidirectional_attention", False):
         return False
     cls = NATIVE[architecture]

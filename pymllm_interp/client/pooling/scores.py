@@ -162,7 +162,7 @@ def _logits(
 ) -> list[RequestOutput]:
     """The outputs of prompts, with the logits at their last token."""
     captures = captures_for_each_prompt(options.get("capture"), len(read))
-    encoder = lm.model_spec.encoder
+    encoder = lm.model_spec.bidirectional
     options["capture"] = [[Capture(**logits_capture(encoder)), *others] for others in captures]
     handles = lm._requests.submit(list(read), PREFILL, options, prompt_logits=encoder)
     outs = wait_for(handles, progress=progress)

@@ -194,7 +194,7 @@ def tree_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> nn.Modul
         from ...models.transformers.parts.heads import model_of
 
         with torch.device("meta"):
-            loaded = encoder_class(config).from_config(config, dtype=dtype) if spec.encoder else None
+            loaded = encoder_class(config).from_config(config, dtype=dtype) if spec.bidirectional else None
             served: Any = model_of(config, spec) if loaded is None else encoder_of(loaded, spec)
         model = nn.Module()
         for name, child in served.named_children():

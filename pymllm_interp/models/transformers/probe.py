@@ -55,7 +55,7 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: b
     """
     problem = "its attention goes neither through transformers' attention interface nor through its cache"
     for cached in (False, True):
-        found = ProbedModel(spec.context_len, cached, both_ways=spec.encoder)
+        found = ProbedModel(spec.context_len, cached, both_ways=spec.bidirectional)
         use_attention(model, CACHED if cached else PROBE)
         try:
             with torch.no_grad():

@@ -55,7 +55,7 @@ def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
         rope_boundary=rope_boundary(ropes, context_len),
         dtype=dtype,
         num_labels=num_labels_of(config),
-        encoder=is_encoder(config),
+        bidirectional=is_encoder(config),
     )
 
 

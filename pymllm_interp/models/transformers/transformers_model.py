@@ -111,7 +111,7 @@ class TransformersModel(CausalLM):
         served.sep_token_id = token
 
     def attention_layers(self) -> list[RadixAttention]:
-        return [] if self.spec.encoder else self._layers  # which have no KV
+        return [] if self.spec.bidirectional else self._layers  # which have no KV
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
@@ -271,10 +271,10 @@ def load_transformers_model(
         WeightsError: missing, unexpected or misshapen tensors.
     """
     config = copy.deepcopy(config)
-    if not spec.encoder:
+    if not spec.bidirectional:
         check_has_class(config)
     config._attn_implementation = "eager"  # every class has it; the model never runs it
-    if spec.encoder:
+    if spec.bidirectional:
         served = _encoder(config, spec, device, folder, seed)
     elif folder is None:
         with torch.device(device), no_init_weights():
