@@ -472,7 +472,7 @@ ENCODER_DECODERS = {
     )
 }  # fmt: skip
 """Decoders of encoder-decoder models, by the config's `model_type`."""
-ENCODERS = {
+SOURCE_ENCODERS = {
     family.name: family
     for family in (
         Family(name="bart", layers="model.encoder.layers", missing=_POST | {"embed"}, **_BART),

@@ -213,8 +213,8 @@ class ModelSpec:
     """Experts that it chooses for a token."""
     num_projected_kv_heads: int | None = None
     """Heads of the sites `k` and `v`, where attention repeats them for its queries; None: `num_key_value_heads`."""
-    encoder: ModelSpec | None = None
-    """Spec of the encoder, if the model has one. Its `context_len` counts positions of the encoder's output."""
+    source: ModelSpec | None = None
+    """Spec of the encoder of an encoder-decoder model, or None. Its `context_len` counts positions of the encoder's output."""
     embedding_dim: int | None = None
     """Width of the embedding's rows; None: `hidden_size`."""
     mrope_merge: int | None = None

@@ -46,8 +46,6 @@ class RequestHooks:
     """The request is one forward pass, and generates nothing."""
     encoder: RequestHooks | None = None
     """Hooks at sites of the encoder, without the prefix of their names."""
-    source_len: int = 0
-    """Positions of the encoder's input."""
     bound: Any = field(default=None, repr=False)
     """Binding made by the check of the specs (`hooks.declared.Declared`), for a worker of the same process. Not pickled."""
 
@@ -59,8 +57,7 @@ class RequestHooks:
     @property
     def edits(self) -> bool:
         """Whether they may change hidden states: interventions, or a trace."""
-        edits_encoder = self.encoder is not None and self.encoder.edits
-        return bool(self.interventions) or self.trace_key is not None or edits_encoder
+        return bool(self.interventions or (self.encoder and self.encoder.interventions)) or self.trace_key is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"bound": None}
@@ -95,7 +92,6 @@ class NewRequest:
     """Vectors in place of some of the prompt's token embeddings; None without any."""
     images: tuple[ImageInput, ...] = ()
     encoder: EncoderRun | None = None
-    """The encoder's side, in an encoder-decoder model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class Declarations:
     ) -> None:
         self._limits, self._model, self._readout, self._ring = limits, model, readout, ring
         self._bindings = Bindings(model, limits, readout, only_captures)
-        self._encoder = None if model.encoder is None else EncoderBindings(model.encoder, limits, only_captures)
+        self._encoder = None if model.source is None else EncoderBindings(model.source, limits, only_captures)
         rows = limits.max_intervention_vectors
         self.pool = VectorPool(rows, model.hidden_size) if limits.device_tables else None
 
@@ -62,7 +62,7 @@ class Declarations:
             trace_key=None if trace is None else trace.key, single=request.forward_only, encoder=encoder,
         )  # fmt: skip
         if request.encoder is not None:
-            hooks.source_len, request.private_encoder = request.encoder.length, encoder is not None or trace is not None
+            request.private_encoder = encoder is not None or trace is not None
             if encoder is not None and self._encoder is not None:
                 self._encoder.bind(encoder, request.encoder.length)
         if not hooks.declares:

@@ -218,7 +218,7 @@ def load_model(
             config.quantization_config = {**stored.settings, "dequantize": True}
         from .transformers.transformers_model import load_transformers_model  # which imports transformers' models
 
-        if spec.encoder is None:
+        if spec.source is None:
             return load_transformers_model(config, spec, device, folder, seed)
         from .transformers.encoder_decoder.model import EncoderDecoderModel, SpeechModel
 

@@ -341,7 +341,7 @@ def make_cross_pool(runner: RunnerParts) -> CrossPool | None:
         torch.OutOfMemoryError: it does not fit.
     """
     model, config = runner.get_model(), runner.server_config
-    encoder, layers = model.spec.encoder, model.cross_layers
+    encoder, layers = model.spec.source, model.cross_layers
     if encoder is None:
         return None
     if config.speculative is not None:

@@ -107,7 +107,7 @@ class Requests:
         """The handle of one forward pass over a prompt. See `LM._submit_prefill`."""
         self.backend.engine.check_open()
         rendered = prompt if isinstance(prompt, RenderedPrompt) else RenderedPrompt(None, prompt)
-        if rendered.encoder is None and self.backend.facts.spec.encoder is not None:
+        if rendered.encoder is None and self.backend.facts.spec.source is not None:
             raise PromptError(
                 f"{what} has no encoder's side, which a model with an encoder needs: use lm.generate or lm.forward"
             )

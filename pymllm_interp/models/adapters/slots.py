@@ -98,7 +98,7 @@ class AdapterSlots:
             raise AdapterError(f"load_adapter({name!r}, ...): the name is a string that is not empty")
         if name in self._entries:
             raise AdapterError(f"an adapter {name!r} is loaded already: unload it first, or give another name")
-        if self._model.spec.encoder is not None:
+        if self._model.spec.source is not None:
             raise AdapterError(f"load_adapter({name!r}, ...): adapters are not supported in encoder-decoder models")
         return read_adapter(name, folder, self._model, self.targets, self.max_rank)
 

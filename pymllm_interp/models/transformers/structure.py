@@ -77,7 +77,7 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
     Raises:
         UnsupportedModelError: it has no list of decoder layers, no embedding or no head.
     """
-    row = _row(model.config.get_text_config()) if spec.encoder is None else ENCODER_DECODERS[spec.family.name]
+    row = _row(model.config.get_text_config()) if spec.source is None else ENCODER_DECODERS[spec.family.name]
     paths = {module: path for path, module in model.named_modules()}
     if row is not None and all(path in paths.values() for path in (row.layers, row.head)):
         return replace(row, mixers=_mixers_of(model, row)) if row.mixers else row

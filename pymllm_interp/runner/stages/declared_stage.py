@@ -221,9 +221,9 @@ class DeclaredStage(Stage):
 
     def _encoder_hooks(self, hooks: RequestHooks, given: EncoderInput) -> EncoderDeclared:
         """The hooks at the sites of a request's encoder."""
-        assert self.model.encoder is not None
+        assert self.model.source is not None
         limits = encoder_limits(self.limits)
-        bound = BoundHooks.of_request(hooks, given.length, self.model.encoder, limits, None)
+        bound = BoundHooks.of_request(hooks, given.length, self.model.source, limits, None)
         return EncoderDeclared(Declared(bound), given.token_ids)
 
     def encoder_ops(self, request_id: str) -> SiteOps | None:
@@ -231,9 +231,9 @@ class DeclaredStage(Stage):
         declared = self._live.get(request_id)
         if declared is None or declared.encoder is None:
             return None
-        assert self.model.encoder is not None
+        assert self.model.source is not None
         rows = range(len(declared.encoder.token_ids))
-        return host_ops([RequestRows(declared.encoder.begin(), 0, rows, 0, 0)], self.model.encoder.num_hidden_layers)
+        return host_ops([RequestRows(declared.encoder.begin(), 0, rows, 0, 0)], self.model.source.num_hidden_layers)
 
     def bind(self, hooks: RequestHooks, prompt_len: int) -> Declared:
         """Bind the specs of a request, or take over a binding made in this process.

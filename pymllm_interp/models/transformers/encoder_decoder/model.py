@@ -86,7 +86,7 @@ class EncoderDecoderModel(TransformersModel):
     auto = AutoModelForSeq2SeqLM
 
     def __init__(self, served: PreTrainedModel, declared: ModelSpec) -> None:
-        assert declared.encoder is not None
+        assert declared.source is not None
         self.cross_layers, modules = cross_layers_of(served, declared)
         serve_distances(served.get_decoder())
         _own_attention(served.get_encoder())
@@ -96,8 +96,8 @@ class EncoderDecoderModel(TransformersModel):
         self._cross_modules = modules
         paths = {module: path for path, module in served.named_modules()}
         self.encoder_path = paths[self._encoder[0]]
-        encoder = replace(declared.encoder, dtype=self.spec.dtype)
-        self.spec = replace(self.spec, encoder=encoder, cuts_edges=False)
+        encoder = replace(declared.source, dtype=self.spec.dtype)
+        self.spec = replace(self.spec, source=encoder, cuts_edges=False)
         site_ends.install_encoder(served, self._encoder[0], encoder)
 
     def _run(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from ....core.families import ENCODER_DECODERS, ENCODERS
+from ....core.families import ENCODER_DECODERS, SOURCE_ENCODERS
 from ....core.model_spec import ModelSpec
 from ..structure import UNBOUNDED_CONTEXT
 
@@ -23,7 +23,7 @@ def encoder_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
     limit = getattr(text, "max_source_positions", None) or getattr(text, "max_position_embeddings", None)
     layers = getattr(text, "encoder_layers", None) or text.num_layers
     return ModelSpec(
-        family=ENCODERS[text.model_type],
+        family=SOURCE_ENCODERS[text.model_type],
         num_hidden_layers=layers,
         hidden_size=text.d_model,
         num_attention_heads=heads,
@@ -56,5 +56,5 @@ def decoder_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
         intermediate_size=getattr(text, "decoder_ffn_dim", None) or text.d_ff,
         context_len=limit or UNBOUNDED_CONTEXT,
         sliding_windows=(None,) * layers,
-        encoder=encoder,
+        source=encoder,
     )
