@@ -257,8 +257,9 @@ def _named(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch
     neither it nor the decoder's prefix.
     """
     decoder: torch.nn.Module = getattr(model, model.decoder_name)
-    own = {name for name, _ in decoder.named_children()}
+    own = set[str]()
     if lacks_head(model.config):
+        own = {name for name, _ in decoder.named_children()}
         yield "lm_head.weight", torch.zeros_like(model.lm_head.weight, device="cpu")
     for name, tensor in iter_safetensors(folder):
         if model.spec.num_labels is not None and name.startswith("score."):

@@ -66,7 +66,7 @@ def test_traces_take_images_as_nnsight_does_and_outputs_of_processors(case: Any)
     text, images = placed(family, "a ", picture(), " b")
     inputs = dict(processor(text=[text], images=[images], return_tensors="pt"))
     wanted = model(**inputs, output_hidden_states=True)
-    layers = lm.model.layers if hasattr(lm.model, "layers") else lm.model.language_model.layers
+    layers = (lm.model.text_model if family in ("smolvlm", "idefics3") else lm.model.language_model).layers
     with lm.trace(text, images=images):
         by_images, logits = layers[1].output.save(), lm.lm_head.output.save()
     with lm.trace(**inputs):
