@@ -264,7 +264,7 @@ def _named(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch
     for name, tensor in iter_safetensors(folder):
         if model.spec.num_labels is not None and name.startswith("score."):
             name = f"lm_head.{name.removeprefix('score.')}"
-        elif name.partition(".")[0] in own:
+        elif model.tower is None and name.partition(".")[0] in own:
             name = f"{model.decoder_name}.{name}"
         yield name, tensor
 
