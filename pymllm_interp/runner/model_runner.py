@@ -166,9 +166,8 @@ class ModelRunner(RunnerParts):
         if (longest := device_memory.num_served_tokens(self)) < self.context_len:
             self.update_max_model_len(longest)
         self.token_to_kv_pool = device_memory.make_kv_pool(self)
-        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
-            self.max_total_num_tokens, self.server_config.page_size
-        )
+        tokens, page = self.max_total_num_tokens, self.server_config.page_size
+        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(tokens, page)
         assert self.req_to_token_pool is not None and self.model_state is not None
         self.step_inputs = StepInputs(
             self.req_states, self.input_buffers, self.req_to_token_pool, self.token_to_kv_pool_allocator, self.device,
@@ -216,9 +215,8 @@ class ModelRunner(RunnerParts):
             if part is not None:
                 part.close()
         self.model = self.model_state = self.adapters = self.attn_backend = self.execute_model_state = None
-        for pool in (self.req_to_token_pool, self.token_to_kv_pool, self.gdn_pool, self.cross_pool):
-            if pool is not None:
-                pool.close()  # the engine's scheduler holds it, too
+        for pool in filter(None, (self.req_to_token_pool, self.token_to_kv_pool, self.gdn_pool, self.cross_pool)):
+            pool.close()  # the engine's scheduler holds it, too
         self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = None
         self.gdn_pool = self.cross_pool = None
         for name in ("req_states", "input_buffers", "step_inputs"):  # as many as there came to be
