@@ -151,7 +151,7 @@ def model_spec(
         head_dim=max((max(call.head_dims) for call in found.calls), default=declared.head_dim),
         vocab_size=found.logits.shape[-1] if declared.num_labels is None else declared.vocab_size,
         sliding_windows=tuple(windows) if one_each else (None,) * num_layers,
-        cuts_edges=one_each and not found.cached and not has_states and not declared.encoder,
+        cuts_edges=one_each and not found.cached and not has_states and not declared.bidirectional,
         has_states=has_states,
     )
     points = {point: found.states.get((point.module.format(0), point.end)) for point in family.points.values()}

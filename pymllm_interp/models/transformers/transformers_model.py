@@ -79,13 +79,13 @@ class TransformersModel(CausalLM):
         embedding: Any = served.get_input_embeddings()
         places = recurrent_places(self.state_layouts, spec.num_hidden_layers)
         self.spec = replace(spec, states=places, embedding_dim=embedding.weight.shape[-1])
-        self.why_no_graphs = "an encoder does not decode" if declared.encoder else found.why_no_graphs
+        self.why_no_graphs = "an encoder does not decode" if declared.bidirectional else found.why_no_graphs
         fuse_parts(served)
         self._layers = set_paged_calls(found, self.spec)
         width = self.spec.num_key_value_heads * self.spec.head_dim
         self.num_index_layers = place_keys(type(served).__name__, indexers, len(self._layers), width)
         self._by_cache = _layers_by_index(served, found, self._layers)
-        if declared.encoder and found.cached:
+        if declared.bidirectional and found.cached:
             raise UnsupportedModelError(f"{type(served).__name__} cannot be served: its attention is of its own")
         self._is_cached = found.cached
         self.largest_step = LARGEST_CACHED_STEP if found.cached or any(call.takes for call in found.calls) else None
