@@ -233,9 +233,8 @@ class ModelRunner(RunnerParts):
             raise ValueError(f"max_model_len={asked}, but the model's positions end at {spec.context_len}")
         device_default = device_memory.DEFAULT_NUM_TOKENS[self.device.partition(":")[0]]
         self.max_num_tokens = self.server_config.max_num_tokens or device_default
-        self.context_len = min(
-            asked or spec.context_len, self.max_num_tokens if spec.bidirectional else spec.context_len
-        )
+        most = self.max_num_tokens if spec.bidirectional else spec.context_len
+        self.context_len = min(asked or spec.context_len, most)
         if self.model is not None and self.model.largest_step is not None:
             self.max_num_tokens = min(self.max_num_tokens, self.model.largest_step[1])
 

@@ -286,7 +286,7 @@ def load_transformers_model(
         served = _from_folder(make.auto, config, spec.dtype, folder)
     else:
         served = with_head(_from_folder(classifier_class(config), config, spec.dtype, folder), config, spec)
-        served.to(device)  # pyright: ignore[reportArgumentType]
+    served.to(device)  # pyright: ignore[reportArgumentType]
     return make(served.eval().requires_grad_(False), spec)
 
 
