@@ -228,8 +228,7 @@ class ModelRunner(RunnerParts):
         self.num_hidden_layers, self.num_attention_heads = spec.num_hidden_layers, spec.num_attention_heads
         self.num_kv_heads, self.head_dim = spec.num_key_value_heads, spec.head_dim
         self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size
-        asked = self.server_config.max_model_len
-        if asked is not None and asked > spec.context_len:
+        if (asked := self.server_config.max_model_len) is not None and asked > spec.context_len:
             raise ValueError(f"max_model_len={asked}, but the model's positions end at {spec.context_len}")
         device_default = device_memory.DEFAULT_NUM_TOKENS[self.device.partition(":")[0]]
         self.max_num_tokens = self.server_config.max_num_tokens or device_default
