@@ -464,11 +464,6 @@ ENCODER_DECODERS = {
             name="t5", embed="decoder.embed_tokens", layers="decoder.block", final_norm="decoder.final_layer_norm",
             cross_attention="layer.1.EncDecAttention", mlp_norm="layer.2.layer_norm", mlp="layer.2.DenseReluDense", **_T5,
         ),
-        Family(
-            name="whisper", embed="model.decoder.embed_tokens", layers="model.decoder.layers",
-            final_norm="model.decoder.layer_norm", head="proj_out", cross_attention="encoder_attn",
-            missing=frozenset({"mlp_act"}), **_BART,
-        ),
     )
 }  # fmt: skip
 """Decoders of encoder-decoder models, by the config's `model_type`."""
@@ -479,10 +474,6 @@ SOURCE_ENCODERS = {
         Family(
             name="t5", embed="encoder.embed_tokens", layers="encoder.block", final_norm="encoder.final_layer_norm",
             mlp_norm="layer.1.layer_norm", mlp="layer.1.DenseReluDense", **_T5,
-        ),
-        Family(
-            name="whisper", layers="model.encoder.layers", final_norm="model.encoder.layer_norm",
-            missing=frozenset({"embed", "mlp_act"}), **_BART,
         ),
     )
 }  # fmt: skip

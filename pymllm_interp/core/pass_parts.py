@@ -167,7 +167,7 @@ class EncoderInput:
     """Input of an encoder, which an encoder-decoder model reads before its decoder's prompt.
 
     Attributes:
-        values: token ids [tokens] int64, or audio features [mel bins, frames], on the CPU.
+        values: token ids [tokens] int64, on the CPU.
         length: positions of the encoder's output.
         content: digest of the values.
     """
@@ -186,8 +186,8 @@ class EncoderInput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Token of each position; -1 in audio."""
-        return [-1] * self.length if self.values.is_floating_point() else self.values.tolist()
+        """Token of each position."""
+        return self.values.tolist()
 
 
 class EncoderRun(NamedTuple):

@@ -84,7 +84,7 @@ class EncoderDeclared:
 
     Args:
         declared: state of them, bound to the encoder.
-        token_ids: tokens of the input; of audio, -1 for each position.
+        token_ids: tokens of the input.
     """
 
     def __init__(self, declared: Declared, token_ids: list[int]) -> None:

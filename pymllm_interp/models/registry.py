@@ -112,7 +112,9 @@ def check_supported(config: PretrainedConfig) -> None:
         UnsupportedModelError: an encoder-decoder, multimodal, recurrent or pooling model, by its name and kind.
     """
     architecture, kind = architecture_of(config), None
-    if getattr(config, "is_encoder_decoder", False):
+    if config.model_type == "whisper":
+        kind = "a speech model: audio is not supported"
+    elif getattr(config, "is_encoder_decoder", False):
         if config.model_type in ENCODER_DECODERS and not architecture.endswith((*NOT_GENERATIVE, *CLASSIFIERS)):
             return
         names = ", ".join(sorted(ENCODER_DECODERS))
@@ -121,8 +123,6 @@ def check_supported(config: PretrainedConfig) -> None:
         )
     elif _is_multimodal(config) and not (architecture in VISION and VISION[architecture].implements(config)):
         kind = f"a multimodal model: {MULTIMODAL}; models with images: {', '.join(VISION)}"
-    elif config.model_type == "whisper":
-        kind = "the decoder of a speech model: audio is not supported"
     elif config.model_type in INDEXED:
         kind = "a model with sparse attention: its indexer selects blocks of keys"
     elif is_encoder(config):
@@ -220,10 +220,9 @@ def load_model(
 
         if spec.source is None:
             return load_transformers_model(config, spec, device, folder, seed)
-        from .transformers.encoder_decoder.model import EncoderDecoderModel, SpeechModel
+        from .transformers.encoder_decoder.model import EncoderDecoderModel
 
-        make = SpeechModel if config.model_type == "whisper" else EncoderDecoderModel
-        return load_transformers_model(config, spec, device, folder, seed, make)
+        return load_transformers_model(config, spec, device, folder, seed, EncoderDecoderModel)
     cls = NATIVE[architecture_of(config)]
     if quantize is not None and not cls.quantises:
         raise WeightsError(

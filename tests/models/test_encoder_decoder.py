@@ -1,4 +1,4 @@
-"""T5, BART and Whisper by transformers' classes: tokens, states and ops are those of transformers, in any company."""
+"""T5 and BART by transformers' classes: tokens, states and ops are those of transformers, in any company."""
 
 from __future__ import annotations
 

@@ -674,7 +674,7 @@ def test_v47_the_copy_of_the_tokens_is_queued_before_what_follows_sampling(monke
     steps, order = Steps(make_runner(CONFIGS["llama"]())), []
     steps.add([1, 2, 3], 2, **ASKING)
     sample, feed = ModelRunner._sample, RequestState.feed
-    copy, prompts = async_output._copy_to_host, StepInputs.prompt_logprobs
+    copy, prompts = async_output.copy_to_host, StepInputs.prompt_logprobs
 
     def noted(name: str, real: Any) -> Any:
         return lambda *args: order.append(name) or real(*args)
@@ -682,7 +682,7 @@ def test_v47_the_copy_of_the_tokens_is_queued_before_what_follows_sampling(monke
     monkeypatch.setattr(ModelRunner, "_sample", noted("sample", sample))
     monkeypatch.setattr(StepInputs, "prompt_logprobs", noted("prompt logprobs", prompts))
     monkeypatch.setattr(RequestState, "feed", noted("feed", feed))
-    monkeypatch.setattr(async_output, "_copy_to_host", noted("copy", copy))
+    monkeypatch.setattr(async_output, "copy_to_host", noted("copy", copy))
     steps.step()
     assert order == ["prompt logprobs", "sample", "copy", "feed"]
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     BartConfig,
     PretrainedConfig,
     PreTrainedModel,
     T5Config,
-    WhisperConfig,
 )
 
 VOCAB = 97
@@ -31,12 +29,6 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         vocab_size=VOCAB, d_model=36, d_kv=12, d_ff=40, num_layers=2, num_decoder_layers=3, num_heads=3,
         feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0, initializer_factor=2.0,
     ),
-    "whisper": lambda: WhisperConfig(
-        vocab_size=VOCAB, d_model=36, encoder_layers=2, decoder_layers=3, encoder_attention_heads=3, decoder_attention_heads=4,
-        encoder_ffn_dim=40, decoder_ffn_dim=44, max_source_positions=50, max_target_positions=64, num_mel_bins=8,
-        decoder_start_token_id=5, bos_token_id=6, eos_token_id=7, pad_token_id=8, init_std=0.3, suppress_tokens=None,
-        begin_suppress_tokens=None,
-    ),
 }  # fmt: skip
 PARTS = {
     "bart": ("model.encoder.layers", "model.decoder.layers", ("self_attn", "fc2"), ("self_attn", "fc2", "encoder_attn")),
@@ -45,19 +37,18 @@ PARTS = {
         ("layer.0.SelfAttention", "layer.2.DenseReluDense", "layer.1.EncDecAttention"),
     ),
 }  # fmt: skip
-PARTS["whisper"], PARTS["t5_gated"] = PARTS["bart"], PARTS["t5"]
+PARTS["t5_gated"] = PARTS["t5"]
 
 
 def saved(kind: str, folder: Path) -> PreTrainedModel:
     """A model of a kind with random weights, saved in a folder."""
     torch.manual_seed(0)
-    auto: Any = AutoModelForSpeechSeq2Seq if kind == "whisper" else AutoModelForSeq2SeqLM
-    model = auto.from_config(CONFIGS[kind]()).eval()
+    model = AutoModelForSeq2SeqLM.from_config(CONFIGS[kind]()).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
-    return auto.from_pretrained(folder).eval()
+    return AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
 
 
 def modules_of(kind: str, model: PreTrainedModel) -> dict[str, str]:
@@ -70,16 +61,13 @@ def modules_of(kind: str, model: PreTrainedModel) -> dict[str, str]:
             for site, part in zip(("attn_out", "mlp_out", "cross_attn_out"), parts, strict=False):
                 found[f"{prefix}{site}.{i}"] = f"{layers}.{i}.{part}"
     if kind != "bart":
-        norm = "layer_norm" if kind == "whisper" else "final_layer_norm"
         for prefix, layers in (("encoder.", encoder), ("", decoder)):
-            found[f"{prefix}final_norm"] = f"{layers.rpartition('.')[0]}.{norm}"
+            found[f"{prefix}final_norm"] = f"{layers.rpartition('.')[0]}.final_layer_norm"
     return found
 
 
-def inputs_of(source: list[int] | torch.Tensor) -> dict[str, torch.Tensor]:
+def inputs_of(source: list[int]) -> dict[str, torch.Tensor]:
     """transformers' arguments of an encoder's input."""
-    if isinstance(source, torch.Tensor):
-        return {"input_features": source[None]}
     return {"input_ids": torch.tensor([source])}
 
 

@@ -130,7 +130,7 @@ class _Always(Mapping[int, bool]):
         return True
 
     def __setitem__(self, layer: int, value: bool) -> None:
-        """Whisper's modules say so of their layer."""
+        """Some modules say so of their layer."""
 
     def __iter__(self) -> Any:
         return iter(())

@@ -1,4 +1,4 @@
-"""T5, BART and Whisper by their own classes: the encoder runs once a request, the decoder as any other.
+"""T5 and BART by their own classes: the encoder runs once a request, the decoder as any other.
 
     model = EncoderDecoderModel(served, decoder_spec)
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ....core.current_pass import inner_pass
@@ -131,8 +131,6 @@ class EncoderDecoderModel(TransformersModel):
     def _encoded(self, run: PassEncoder) -> torch.Tensor:
         """The encoder's output [1, positions, hidden]."""
         encoder, values = self._encoder[0], run.input.values.to(next(self.parameters()).device)[None]
-        if values.is_floating_point():
-            return encoder(input_features=values.to(self.spec.dtype))[0]
         return encoder(input_ids=values)[0]
 
     def _write(self, run: PassEncoder, h: torch.Tensor, batch: ForwardBatch) -> None:
@@ -149,12 +147,6 @@ class EncoderDecoderModel(TransformersModel):
                 cross.pool.kv.set_kv(layer, run.slots, keys, values)
         if cross.fresh is not None:
             cross.fresh[run.request] = fresh
-
-
-class SpeechModel(EncoderDecoderModel):
-    """An encoder-decoder model of audio: Whisper."""
-
-    auto = AutoModelForSpeechSeq2Seq
 
 
 def cross_layers_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[list[CrossLayer], list[nn.Module]]:
