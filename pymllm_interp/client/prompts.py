@@ -75,7 +75,7 @@ def checked(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Render
     Raises:
         PromptError: empty, of another type, with ids outside the vocabulary, or with embeddings that the model cannot take.
     """
-    if facts.spec.source is not None and (not isinstance(prompt, RenderedPrompt) or prompt.encoder is None):
+    if facts.limits.max_source_len and (not isinstance(prompt, RenderedPrompt) or prompt.encoder is None):
         return encoded(lambda side, name: _read(tokenizer, side, facts, name), prompt, facts, what)
     return _read(tokenizer, prompt, facts, what)
 

@@ -336,7 +336,7 @@ def make_cross_pool(runner: RunnerParts) -> CrossPool | None:
     `MAX_STATE_SHARE` of the memory for KV.
 
     Raises:
-        UnsupportedModelError: speculative decoding is asked for.
+        UnsupportedModelError: a CUDA device, or speculative decoding.
         ValueError: `cross_cache_tokens` holds no page.
         torch.OutOfMemoryError: it does not fit.
     """
@@ -348,6 +348,8 @@ def make_cross_pool(runner: RunnerParts) -> CrossPool | None:
         raise UnsupportedModelError(
             f"speculative={config.speculative!r}: drafts are not supported in encoder-decoder models"
         )
+    if runner.device.startswith("cuda"):
+        raise UnsupportedModelError("encoder-decoder models are served on a CPU only: LM(..., device='cpu')")
     (_, heads, size), page = layers[0], config.page_size
     longest, tokens = encoder.context_len, config.cross_cache_tokens
     if tokens is None:
