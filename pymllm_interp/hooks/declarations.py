@@ -75,6 +75,16 @@ class Declarations:
             request.monitors = RequestMonitors(bound.monitors, request.request_id, request.prompt_len)
         if request.stream and any(spec.stream for spec in captures):
             request.num_streamed = 0
+        if (
+            request.images
+            and self._model.image_span
+            and self._ring is not None
+            and request.declared.captures is not None
+        ):
+            # The ring may end a chunk anywhere, and an image's positions attend to each other.
+            raise ValueError(
+                "captures of a prompt with images are not supported on CUDA in a model that attends in both directions"
+            )
         if trace is None:
             if "fits" not in bound.shared:
                 self.check_room([request], "this request")
