@@ -166,7 +166,7 @@ _SHAPES = {
     "mlp_act": ("intermediate_size",),
     "router": ("num_experts",),
     EXPERTS: ("num_experts_per_tok",),
-    "logits": ("num_logits",),
+    "logits": ("vocab_size",),
 }
 """Kind of site -> the config's settings that make the shape of its state; hidden_size for all others."""
 
@@ -301,6 +301,8 @@ class ModelSpec:
 
     def settings(self, kind: str) -> tuple[str, ...]:
         """The config's settings that make the shape."""
+        if kind == LOGITS and self.num_labels is not None:
+            return ("num_labels",)
         return _SHAPES.get(kind, ("hidden_size",))
 
 

@@ -373,7 +373,7 @@ def test_limits_and_facts_are_the_oracles(lm: LM, oracle: LM, engine: str) -> No
         name: value for name, value in wanted.items() if name != "limits"
     }
     assert told["limits"] | wanted["limits"] == told["limits"]
-    assert told["tasks"] == ["generate"] and told["sliding_window_size"] is None
+    assert told["tasks"] == ["generate", "embed", "token_embed", "score"] and told["sliding_window_size"] is None
     assert lm.to_str_tokens(PROMPT) == oracle.to_str_tokens(PROMPT)
 
 

@@ -15,7 +15,7 @@ from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 
 from pymllm_interp import LM
-from pymllm_interp.runner.async_output import _copy_to_host
+from pymllm_interp.runner.async_output import copy_to_host
 from pymllm_interp.runner.graphs import graph_capture
 
 PROMPTS = [random_ids(n, seed=n) for n in (5, 9, 3, 7)]
@@ -83,7 +83,7 @@ def test_v5_a_copy_to_the_host_waits_for_what_was_launched_before_it() -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(10**8)  # cycles: some 50 ms
     value.fill_(7)
-    (host,), copied = _copy_to_host([value])
+    (host,), copied = copy_to_host([value])
     torch.cuda._sleep(10**9)
     behind = torch.cuda.Event()
     behind.record()

@@ -331,7 +331,7 @@ def test_health_metrics_capabilities_and_documents(server):
         assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
         found = client.get("/v1/interp/capabilities").json()
         assert found["trust"] == "declared" and found["num_layers"] == 3 and "steer" in found["ops"]
-        assert found["tasks"] == ["generate"]
+        assert found["tasks"] == ["generate", "embed", "token_embed", "score"]
         assert found["sites"]["z"]["shape"] == [9, 8] and found["limits"]["inline_bytes"] == 20000
         document = httpx.get(f"{server.url}/openapi.json").json()
         assert {"Steer", "Ablate", "Clamp", "Scale", "Patch", "Knockout", "Gate"} <= document["components"][

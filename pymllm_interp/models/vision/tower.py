@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from ...core.image_input import ImageError, ImageInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MAX_PIXEL_VALUES = 1 << 25
 """Most pixel values of images that the tower computes at once. A larger image is computed by itself."""
@@ -19,7 +22,7 @@ MAX_PIXEL_VALUES = 1 << 25
 
 def without_layers(config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """transformers' model of a config, on the device, with a language model of no layers and one token. Weights are undefined."""
-    from transformers import AutoModelForImageTextToText  # which imports transformers' models
+    from transformers import AutoModelForImageTextToText, PreTrainedModel  # which imports transformers' models
     from transformers.initialization import no_init_weights
     from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
