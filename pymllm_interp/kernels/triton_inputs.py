@@ -64,4 +64,4 @@ def lay_out(
         tokens, last_sampled_tokens, edited, req_to_token, buffers.input_ids, buffers.positions, buffers.out_cache_loc,
         buffers.rows, buffers.op_rows, buffers.seq_lens,
     )  # fmt: skip
-    _launch((triton.cdiv(count, BLOCK), 1, 1), tensors, (count, req_to_token.shape[1]), (BLOCK,), WARPS)
+    _launch((-(-count // BLOCK), 1, 1), tensors, (count, req_to_token.shape[1]), (BLOCK,), WARPS)

@@ -96,7 +96,7 @@ def test_rewards_equal_transformers_with_hooks_and_traces(folder_of) -> None:
     close(lm.score(PROMPTS, interventions=[op]), steered)
     close(lm.score(PROMPTS, interventions=[Scale("logits", 2.0)]), [2 * reward for reward in expected])
     with lm.trace(PROMPTS[1]):
-        lm.model.layers[1].output = lm.model.layers[1].output + vector
+        lm.model.layers[1].output = lm.model.layers[1].output + vector.to(lm.backend.facts.device)
         head = lm.lm_head.output.save()
     close(float(head[0, -1]), steered[1])
     states = lm.encode(PROMPTS, normalize=False)
