@@ -173,7 +173,9 @@ def test_rows_of_drafts_are_those_that_were_accepted(way: str, model_folder: Any
         assert lm.engine.stats()["speculation"]["drafted"] > before
     check(pieces, pieces[-1].activations)
     drafted, alone = (out.activations["resid_post.1"] for out in (pieces[-1], plain))
-    torch.testing.assert_close(drafted, alone, atol=1e-4, rtol=1e-4)  # several rows a pass, and one: other kernels on CUDA
+    torch.testing.assert_close(
+        drafted, alone, atol=1e-4, rtol=1e-4
+    )  # several rows a pass, and one: other kernels on CUDA
 
 
 def test_prompt_rows_come_behind_a_prefix_hit_and_a_stop_has_no_rows_behind_it(lm_of: Callable[..., LM]) -> None:
