@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 
 from ..utils.arguments import PromptError
@@ -55,7 +54,7 @@ def body_of_data_url(url: str, what: str) -> bytes:
         raise PromptError(f"{what}: expected a data URL such as data:image/png;base64,...")
     try:
         body = base64.b64decode(text, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise PromptError(f"{what}: its data URL is not base64 ({error})") from None
     check_format(body, what)
     return body

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+import threading
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_vision import encoded, picture, placed, reference_processor, save_vision_model
+from helpers_waits import until
 from PIL import Image
 from test_image_prompts import Model
 
@@ -228,6 +231,29 @@ def test_the_cache_forgets_the_least_recently_used() -> None:
     for _ in range(2):
         with pytest.raises(PromptError, match="broken"):
             cache.get(b"x", fail)
+    entered, leave, outcomes, hits = threading.Event(), threading.Event(), list[Any](), cache.hits
+
+    def interrupted() -> ProcessedImage:
+        entered.set()
+        leave.wait(10)
+        raise SystemExit("of the thread that reads")
+
+    def first() -> None:
+        with contextlib.suppress(SystemExit):
+            cache.get(b"y", interrupted)
+
+    threads = [
+        threading.Thread(target=first),
+        threading.Thread(target=lambda: outcomes.append(cache.get(b"y", lambda: make(b"y")))),
+    ]
+    threads[0].start()
+    assert entered.wait(10)
+    threads[1].start()
+    until(lambda: cache.hits > hits)
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert [image.content for image in outcomes] == [b"y"], "an error of one reader is not another's"
     none = ProcessedImages(0)
     assert none.get(b"a", lambda: make(b"a")).content == b"a" and none.num_bytes == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import random
 import socket
 import threading
@@ -246,6 +247,14 @@ class Host(BaseHTTPRequestHandler):
         name = self.path.partition("?")[0]
         if name == "/slow":
             time.sleep(2)
+        if name == "/heads":
+            with contextlib.suppress(OSError):
+                self.wfile.write(b"HTTP/1.0 200 OK\r\nX-Slow: ")
+                for _ in range(60):
+                    self.wfile.write(b"a")
+                    time.sleep(0.05)
+                self.wfile.write(b"\r\n\r\n" + encoded(FIRST))
+            return
         if name.startswith("/to/"):
             self.send_response(302)
             self.send_header("Location", self.path.removeprefix("/to/"))
@@ -297,7 +306,8 @@ def test_addresses_are_fetched_within_bounds(host: tuple[int, list[str]]) -> Non
     assert reader.read(f"{base}/to/{base}/a.png", "it") == encoded(FIRST) and reader.read(f"{base}/to//a.png", "it")
     for path, message in (
         ("/none", "its host answered 404"), ("/svg", "it is SVG"), ("/slow", "more than 0.5 s"), ("/drip", "more than 0.5 s"),
-        ("/endless", "more than 65536 bytes"), (f"/to/http://moved.test:{port}/a.png", "images of 'moved.test' are not fetched"),
+        ("/heads", "more than 0.5 s"), ("/endless", "more than 65536 bytes"),
+        (f"/to/http://moved.test:{port}/a.png", "images of 'moved.test' are not fetched"),
         ("/to/http://127.0.0.1/a", "images of '127.0.0.1' are not"), ("/to/file:///etc/passwd", "is no address of the form"),
         ("/to/http://private.test/a", "'private.test' is not an address of the public web"),
         ("/to//to//to//to//to//a.png", "more than 3 redirects"), ("/ä", "is no address"), ("/a b", "is no address"),

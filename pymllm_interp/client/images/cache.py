@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from ...utils.arguments import PromptError
-
 
 class ProcessedImage(NamedTuple):
     """An image as the vision tower reads it.
@@ -58,11 +56,8 @@ class ProcessedImages:
             else:
                 self.misses += 1
                 self._images[key] = own
-        if found is not None:
-            try:
-                return found.result()
-            except PromptError:  # the message names the image of another prompt
-                return make()
+        if found is not None:  # an error names the image of another prompt, or is of another thread alone
+            return found.result() if found.exception() is None else make()
         try:
             image = make()
         except BaseException as error:

@@ -116,7 +116,7 @@ class VisionTower:
         counts = [image.num_tokens for image in images]
         if len(states) != sum(counts):
             raise ImageError(f"{len(images)} images have {sum(counts)} placeholders, and {len(states)} states")
-        return list(states.to(self._dtype).split(counts))
+        return [part.clone() for part in states.to(self._dtype).split(counts)]  # a part that is kept keeps no other
 
     def _inputs(self, features: Mapping[str, Tensor]) -> dict[str, Any]:
         """Arguments of `get_image_features`, on the device."""

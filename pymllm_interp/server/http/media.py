@@ -6,10 +6,12 @@ Each redirect is checked like the first address.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,8 +110,13 @@ class Media:
     def _answer(self, url: SplitResult, deadline: float, what: str) -> bytes | str:
         """The body of an answer, or the address that it redirects to."""
         connection: http.client.HTTPConnection | None = None
+        guard: threading.Timer | None = None
         try:
             connection = _connection(url, deadline, what)
+            guard = threading.Timer(max(deadline - time.monotonic(), 0), _hang_up, (connection.sock,))
+            guard.start()  # the socket's own time limit begins anew with each byte
+            if isinstance(connection.sock, ssl.SSLSocket):
+                connection.sock.do_handshake()
             path = (url.path or "/") + (f"?{url.query}" if url.query else "")
             connection.request("GET", path, headers={"Accept": "image/*", "User-Agent": "pymllm-interp"})
             _limit(connection, deadline)
@@ -126,6 +133,8 @@ class Media:
             reason = f"it took more than {self.seconds:g} s (image_fetch_seconds)" if late else type(error).__name__
             raise PromptError(f"{what} could not be fetched: {reason}") from None
         finally:
+            if guard is not None:
+                guard.cancel()
             if connection is not None:
                 connection.close()
 
@@ -137,6 +146,7 @@ class Media:
             _limit(connection, deadline)
             part = answer.read1(PART)
             if not part:
+                _limit(connection, deadline)
                 return bytes(body)
             body += part
             if len(body) > self.max_bytes:
@@ -150,6 +160,12 @@ def _limit(connection: http.client.HTTPConnection, deadline: float) -> None:
         raise TimeoutError
     if connection.sock is not None:
         connection.sock.settimeout(left)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """End the reads and writes of a socket that another thread waits for."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _connection(url: SplitResult, deadline: float, what: str) -> http.client.HTTPConnection:
@@ -166,7 +182,10 @@ def _connection(url: SplitResult, deadline: float, what: str) -> http.client.HTT
     sock = socket.create_connection((str(addresses[0][0]), port), timeout=left)
     connection = http.client.HTTPConnection(host, port)
     try:
-        connection.sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host) if secure else sock
+        connection.sock = sock
+        if secure:
+            context = ssl.create_default_context()
+            connection.sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
     except BaseException:
         sock.close()
         raise
