@@ -57,11 +57,25 @@ class StreamOptions(Strict):
         return bool(self.include_usage or self.continuous_usage_stats)
 
 
-class SharedRequest(Strict):
-    """Fields of all requests that generate."""
+class HookableRequest(Strict):
+    """A request with interventions, monitors and captures, which also names fields of other servers."""
 
     REFUSED: ClassVar[Mapping[str, Refused]] = REFUSED
     """Fields of other servers."""
+
+    @classmethod
+    def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """Name the alternatives of other servers' fields."""
+        return without_neutral(given, cls.model_fields, cls.REFUSED)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the request has interventions, monitors or captures."""
+        return any(getattr(self, name) for name in ("interventions", "monitors", "capture"))
+
+
+class SharedRequest(HookableRequest):
+    """Fields of all requests that generate."""
 
     model: str | None = None
     temperature: float | None = None
@@ -116,16 +130,6 @@ class SharedRequest(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-
-    @classmethod
-    def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Name the alternatives of other servers' fields."""
-        return without_neutral(given, cls.model_fields, cls.REFUSED)
-
-    @property
-    def hooked(self) -> bool:
-        """Whether the request has interventions, monitors or captures."""
-        return bool(self.interventions or self.monitors or self.capture)
 
 
 class GenerationRequest(SharedRequest):

@@ -10,8 +10,8 @@ from pydantic import Field, StrictBool, StrictInt, model_validator
 from ...core.limits import MAX_LISTED, MAX_SPECS
 from ...wire.strict import Strict
 from ..http.body import at_most, checked
-from ..protocol import MAX_MESSAGES, CaptureField, InterventionField, Message, MonitorField
-from ..routes.refused_fields import REFUSED, Refused, without_neutral
+from ..protocol import MAX_MESSAGES, CaptureField, HookableRequest, InterventionField, Message, MonitorField
+from ..routes.refused_fields import REFUSED, Refused
 
 _BYTES = "values are float32, little-endian"
 OF_POOLING: dict[str, Refused] = REFUSED | {
@@ -24,7 +24,7 @@ OF_POOLING: dict[str, Refused] = REFUSED | {
 """`REFUSED` for these routes."""
 
 
-class PooledRequest(Strict):
+class PooledRequest(HookableRequest):
     """Fields of all routes that pool."""
 
     REFUSED: ClassVar[Mapping[str, Refused]] = OF_POOLING
@@ -48,16 +48,6 @@ class PooledRequest(Strict):
         None, description="sites, or captures; the states are each entry's activations"
     )
     user: str | None = Field(None, description="of OpenAI's, without effect")
-
-    @classmethod
-    def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Name the alternatives of other servers' fields."""
-        return without_neutral(given, cls.model_fields, cls.REFUSED)
-
-    @property
-    def hooked(self) -> bool:
-        """Whether the request has interventions, monitors or captures."""
-        return bool(self.interventions or self.monitors or self.capture)
 
 
 class InputsRequest(PooledRequest):
