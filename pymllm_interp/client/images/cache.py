@@ -56,7 +56,7 @@ class ProcessedImages:
             else:
                 self.misses += 1
                 self._images[key] = own
-        if found is not None:  # an error names the image of another prompt, or is of another thread alone
+        if found is not None:  # an error names the image of another prompt, or ends another thread
             return found.result() if found.exception() is None else make()
         try:
             image = make()
