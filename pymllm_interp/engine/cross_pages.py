@@ -1,6 +1,6 @@
 """`CrossPages`: hands pages of the cross pool to requests of an encoder-decoder model.
 
-Requests with equal encoder inputs share pages, and one of them runs the encoder. A request with hooks in the encoder has pages
+Requests with equal encoder inputs, and equal salts of the prefix cache, share pages, and one of them runs the encoder. A request with hooks in the encoder has pages
 for itself. Pages are freed with their last request.
 """
 
@@ -116,4 +116,6 @@ class CrossPages:
 
 def _key(request: Request) -> Any:
     assert request.encoder is not None
-    return request.request_id if request.private_encoder else request.encoder.content
+    if request.private_encoder:
+        return request.request_id
+    return request.encoder.content, request.cache_salt, request.cache_owner

@@ -5,11 +5,15 @@ Otherwise the first requests wait for the compiler. On an H200, the first 512 re
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ..core.pass_parts import EncoderInput
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..runner.interp_model_runner import InterpModelRunner
+from .cross_pages import CrossPages
 from .kv_manager import KVManager
 from .scheduler import Scheduler
 
@@ -30,7 +34,8 @@ def warm_up(runner: InterpModelRunner) -> None:
     """
     rows, allocator, kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
     assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
-    kv, num_layers = KVManager(rows, allocator, kv_pool), runner.model_spec.num_hidden_layers
+    cross, num_layers = runner.cross_pool, runner.model_spec.num_hidden_layers
+    kv = KVManager(rows, allocator, kv_pool, cross=None if cross is None else CrossPages(cross))
     scheduler = Scheduler(runner.server_config, runner.max_num_tokens, num_layers, kv)
     most = min(runner.max_num_tokens, runner.max_total_num_tokens, runner.context_len) - NEW_TOKENS
     if most < 2 * SHORT or runner.max_running_requests < 2:
@@ -38,7 +43,7 @@ def warm_up(runner: InterpModelRunner) -> None:
     for params in (GREEDY, SAMPLED):
         long = min(runner.server_config.prefill_graph_tokens + 1, most - SHORT)
         for lengths in ([long], [SHORT, SHORT]):
-            scheduler.add(_request(i, length, params) for i, length in enumerate(lengths))
+            scheduler.add(_request(i, length, params, cross is not None) for i, length in enumerate(lengths))
             while scheduler.has_work():
                 _step(runner, scheduler)
     _step(runner, scheduler)  # the last requests are dropped
@@ -51,10 +56,10 @@ def warm_up(runner: InterpModelRunner) -> None:
     runner.forward_pass_id = 0
 
 
-def _request(index: int, length: int, params: SamplingParams) -> Request:
-    return Request(
-        f"warm-up-{index}", [0] * length, params, NEW_TOKENS, seed=0, logprobs=[] if params.logprobs else None
-    )
+def _request(index: int, length: int, params: SamplingParams, encodes: bool) -> Request:
+    encoder = EncoderInput.of(torch.zeros(1, dtype=torch.int64), 1) if encodes else None
+    logprobs: list[Any] | None = [] if params.logprobs else None
+    return Request(f"warm-up-{index}", [0] * length, params, NEW_TOKENS, seed=0, logprobs=logprobs, encoder=encoder)
 
 
 def _step(runner: InterpModelRunner, scheduler: Scheduler) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,35 +14,48 @@ from transformers import PreTrainedModel
 
 from pymllm_interp import LM, Ablate, Capture, Patch, SamplingParams, Steer
 from pymllm_interp.core.unsupported import UnsupportedModelError
+from pymllm_interp.engine.warm_up import warm_up
 from pymllm_interp.interventions import Monitor
+from pymllm_interp.runner import device_memory
+from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 from pymllm_interp.utils.arguments import PromptError
 
 PAGE = 4
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [pytest.mark.gpu] if CUDA else []
 KINDS = ["bart", "t5", pytest.param("t5_gated", marks=pytest.mark.slow)]
+WAYS = [(kind, "functions") for kind in ("bart", "t5")] + [("t5", "tables")]
+"""Kinds, and how hooks run (`helpers_declared.WAYS`). On CUDA both are tables."""
 TEXT = {"bart": [2], "t5": [0], "t5_gated": [0]}
 """The decoder's first tokens."""
 SMALL: dict[str, Any] = {
-    "dtype": "float32", "device": "cpu", "page_size": PAGE, "max_model_len": 64, "max_num_tokens": 24,
-    "max_running_requests": 4, "kv_cache_tokens": 256, "cross_cache_tokens": 96,
+    "dtype": "float32", "device": DEVICE, "page_size": PAGE, "max_model_len": 64, "max_num_tokens": 24,
+    "max_running_requests": 4, "kv_cache_tokens": 256, "cross_cache_tokens": 96, "inner_sites": ("cross_attn_out",),
 }  # fmt: skip
 """Settings with few pages, so that requests wait and are preempted."""
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 Both = tuple[LM, PreTrainedModel]
+Pair = Callable[..., Both]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Both]]:
-    """The engine's model and transformers', of a kind."""
-    made: dict[str, Both] = {}
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """The engine's model and transformers', of a kind. Hooks run in a way."""
+    made: dict[tuple[str, str], Both] = {}
 
-    def load(kind: str) -> Both:
-        if kind not in made:
+    def load(kind: str, way: str = "functions") -> Both:
+        if (kind, way) not in made:
             folder = tmp_path_factory.mktemp(kind)
             model = saved(kind, folder)
-            made[kind] = LM(str(folder), **SMALL), model
-        return made[kind]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(DeclaredStage, "has_tables", CUDA or way == "tables")
+                made[kind, way] = LM(str(folder), **SMALL), model
+        return made[kind, way]
 
-    yield load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_memory, "CROSS_ON_CUDA", True)
+        yield load
     for lm, _ in made.values():
         lm.shutdown()
 
@@ -55,9 +69,9 @@ def engine_of(lm: LM) -> Any:
     return lm.backend.engine
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_generations_are_those_of_transformers(both: Callable[[str], Both], kind: str) -> None:
-    lm, model = both(kind)
+@pytest.mark.parametrize(("kind", "way"), [*WAYS, pytest.param("t5_gated", "functions", marks=pytest.mark.slow)])
+def test_generations_are_those_of_transformers(both: Pair, kind: str, way: str) -> None:
+    lm, model = both(kind, way)
     given = sources(1, 1, PAGE, PAGE + 1, 33, 16, 7)
     outs = lm.generate(given, GREEDY)
     for source, out in zip(given, outs, strict=True):
@@ -66,7 +80,7 @@ def test_generations_are_those_of_transformers(both: Callable[[str], Both], kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoder_prompts_of_mixed_lengths_run_in_chunks(both: Callable[[str], Both], kind: str) -> None:
+def test_decoder_prompts_of_mixed_lengths_run_in_chunks(both: Pair, kind: str) -> None:
     lm, model = both(kind)
     given, starts = sources(2, 5, 30, 2, 12), [TEXT[kind] + ids for ids in sources(3, 1, 30, 8, 27)]
     prompts = [{"encoder_prompt": source, "decoder_prompt": start} for source, start in zip(given, starts, strict=True)]
@@ -75,7 +89,7 @@ def test_decoder_prompts_of_mixed_lengths_run_in_chunks(both: Callable[[str], Bo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_small_pool_preempts_and_changes_nothing(both: Callable[[str], Both], kind: str, tmp_path: Path) -> None:
+def test_a_small_pool_preempts_and_changes_nothing(both: Pair, kind: str, tmp_path: Path) -> None:
     _, model = both(kind)
     model.save_pretrained(tmp_path)
     lm = LM(str(tmp_path), **{**SMALL, "kv_cache_tokens": 40, "cross_cache_tokens": 64})
@@ -93,7 +107,49 @@ def test_a_small_pool_preempts_and_changes_nothing(both: Callable[[str], Both], 
         lm.shutdown()
 
 
-def test_samples_follow_their_seed_in_any_company(both: Callable[[str], Both]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warm_engine_holds_no_pages(both: Pair, kind: str) -> None:
+    lm, model = both(kind)
+    engine, (source,) = engine_of(lm), sources(18, 9)
+    cross = engine.scheduler.kv.cross
+    lm.engine.call(lambda: warm_up(lm.runner))
+    lm.engine.call(engine.scheduler.check_integrity)
+    assert cross.num_free_tokens == SMALL["cross_cache_tokens"]
+    assert lm.generate([source], GREEDY)[0].token_ids == greedy(model, source, TEXT[kind], 14)
+
+
+@pytest.mark.parametrize("mixes", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_mixes_with_aborts_leave_no_pages(both: Pair, tmp_path: Path, mixes: int) -> None:
+    """Requests of few encoder inputs, plain and edited, some of which are cancelled, in an engine with few pages."""
+    _, model = both("t5")
+    model.save_pretrained(tmp_path)
+    rng, vector = random.Random(19), torch.randn(36, generator=torch.Generator().manual_seed(19))
+    with LM(str(tmp_path), **{**SMALL, "kv_cache_tokens": 48, "cross_cache_tokens": 64}) as lm:
+        scheduler, wanted = engine_of(lm).scheduler, {}
+        for _ in range(mixes):
+            given = [sources(rng.randrange(20, 24), rng.randrange(1, 33))[0] for _ in range(rng.randrange(1, 7))]
+            params = SamplingParams(temperature=0, max_tokens=rng.randrange(1, 18), ignore_eos=True)
+            ops = [[Steer("encoder.resid_post.0", vector)] if rng.random() < 0.3 else [] for _ in given]
+            salt = rng.choice([None, None, "a", "b"])
+            handles = [
+                lm.submit(each, params, interventions=own, cache_salt=salt)
+                for each, own in zip(given, ops, strict=True)
+            ]
+            for source, own, handle in zip(given, ops, handles, strict=True):
+                if rng.random() < 0.3:
+                    handle.cancel()
+                elif found := handle.result().token_ids:
+                    key = tuple(source)
+                    if not own and key not in wanted:
+                        wanted[key] = greedy(model, source, TEXT["t5"], 18)
+                    assert own or found == wanted[key][: len(found)]
+        lm.generate([[5, 6]], GREEDY)
+        assert scheduler.num_preempted > 0
+        lm.engine.call(scheduler.check_integrity)
+        assert scheduler.kv.cross.num_free_tokens == 64
+
+
+def test_samples_follow_their_seed_in_any_company(both: Pair) -> None:
     lm, _ = both("t5")
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=9, n=3)
     (alone,) = lm.generate(sources(5, 9), params)
@@ -101,9 +157,9 @@ def test_samples_follow_their_seed_in_any_company(both: Callable[[str], Both]) -
     assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in together[0].outputs]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_captures_at_every_site_are_those_of_hooks(both: Callable[[str], Both], kind: str) -> None:
-    lm, model = both(kind)
+@pytest.mark.parametrize(("kind", "way"), [*WAYS, pytest.param("t5_gated", "functions", marks=pytest.mark.slow)])
+def test_captures_at_every_site_are_those_of_hooks(both: Pair, kind: str, way: str) -> None:
+    lm, model = both(kind, way)
     given, sites = sources(7, 17, 6), list(modules_of(kind, model))
     outs = lm.generate(given, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), capture=sites)
     for source, out in zip(given, outs, strict=True):
@@ -117,9 +173,9 @@ def test_captures_at_every_site_are_those_of_hooks(both: Callable[[str], Both], 
     assert "encoder.resid_post.{0" in text and "cross_attn_out.{0" in text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ops_are_those_of_edited_hooks(both: Callable[[str], Both], kind: str) -> None:
-    lm, model = both(kind)
+@pytest.mark.parametrize(("kind", "way"), [*WAYS, pytest.param("t5_gated", "functions", marks=pytest.mark.slow)])
+def test_ops_are_those_of_edited_hooks(both: Pair, kind: str, way: str) -> None:
+    lm, model = both(kind, way)
     generator = torch.Generator().manual_seed(8)
     first, second, rows = (torch.randn(shape, generator=generator) for shape in ((36,), (36,), (2, 36)))
 
@@ -158,7 +214,7 @@ def test_ops_are_those_of_edited_hooks(both: Callable[[str], Both], kind: str) -
     assert applied["encoder.resid_post.0"] == 2 and applied["encoder.mlp_out.1"] == 2
 
 
-def test_a_preempted_request_captures_and_edits_its_encoder_once(both: Callable[[str], Both], tmp_path: Path) -> None:
+def test_a_preempted_request_captures_and_edits_its_encoder_once(both: Pair, tmp_path: Path) -> None:
     _, model = both("t5")
     model.save_pretrained(tmp_path)
     lm = LM(str(tmp_path), **{**SMALL, "kv_cache_tokens": 40})
@@ -178,7 +234,7 @@ def test_a_preempted_request_captures_and_edits_its_encoder_once(both: Callable[
         lm.shutdown()
 
 
-def test_decoder_prompts_of_different_sources_share_no_kv(both: Callable[[str], Both]) -> None:
+def test_decoder_prompts_of_different_sources_share_no_kv(both: Pair) -> None:
     lm, model = both("bart")
     one, other = sources(11, 9, 9)
     start = TEXT["bart"] + sources(12, 20)[0]
@@ -192,9 +248,7 @@ def test_decoder_prompts_of_different_sources_share_no_kv(both: Callable[[str], 
     assert lm.generate([prompts[0]], GREEDY)[0].token_ids == outs[0].token_ids
 
 
-def test_equal_sources_share_one_run_of_the_encoder(
-    both: Callable[[str], Both], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_sources_share_one_run_of_the_encoder(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, _ = both("t5")
     ran: list[int] = []
     model = engine_of(lm).runner.get_model()
@@ -207,7 +261,7 @@ def test_equal_sources_share_one_run_of_the_encoder(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_traces_read_and_edit_both_sides(both: Callable[[str], Both], kind: str) -> None:
+def test_traces_read_and_edit_both_sides(both: Pair, kind: str) -> None:
     lm, model = both(kind)
     (source,), vector = sources(14, 13), torch.randn(36, generator=torch.Generator().manual_seed(15))
     with lm.trace(source):
@@ -215,7 +269,7 @@ def test_traces_read_and_edit_both_sides(both: Callable[[str], Both], kind: str)
         encoder = root.encoder.layers if kind == "bart" else root.encoder.block
         decoder = root.decoder.layers if kind == "bart" else root.decoder.block
         out = encoder[0].output
-        (out[0] if isinstance(out, tuple) else out)[:, 2] += vector
+        (out[0] if isinstance(out, tuple) else out)[:, 2] += vector.to(DEVICE)
         after = encoder[1].output.save()
         last = decoder[1].output.save()
         logits = lm.lm_head.output.save()
@@ -229,12 +283,12 @@ def test_traces_read_and_edit_both_sides(both: Callable[[str], Both], kind: str)
     for got, site in ((after, "encoder.resid_post.1"), (last, "resid_post.1")):
         state = got[0] if isinstance(got, tuple) else got
         scale = wanted[site].abs().max()
-        torch.testing.assert_close(state[0] / scale, wanted[site] / scale, rtol=0, atol=2e-5)
+        torch.testing.assert_close(state[0].cpu() / scale, wanted[site] / scale, rtol=0, atol=2e-5)
     bias = getattr(model, "final_logits_bias", torch.zeros(1, 1))
-    torch.testing.assert_close(logits[0] + bias, of_transformers, rtol=1e-4, atol=5e-4)
+    torch.testing.assert_close(logits[0].cpu() + bias, of_transformers, rtol=1e-4, atol=5e-4)
 
 
-def test_two_traced_generations_see_their_own_encoders(both: Callable[[str], Both]) -> None:
+def test_two_traced_generations_see_their_own_encoders(both: Pair) -> None:
     lm, model = both("t5")
     first, second = sources(16, 7, 18)
     with lm.generate(max_new_tokens=5, ignore_eos=True) as tracer:
@@ -245,10 +299,10 @@ def test_two_traced_generations_see_their_own_encoders(both: Callable[[str], Bot
     for source, state in ((first, one), (second, two)):
         wanted, _ = states_of("t5", model, source, [0])
         scale = wanted["encoder.resid_post.1"].abs().max()
-        torch.testing.assert_close(state[0] / scale, wanted["encoder.resid_post.1"] / scale, rtol=0, atol=2e-5)
+        torch.testing.assert_close(state[0].cpu() / scale, wanted["encoder.resid_post.1"] / scale, rtol=0, atol=2e-5)
 
 
-def test_gradients_reach_the_encoder(both: Callable[[str], Both]) -> None:
+def test_gradients_reach_the_encoder(both: Pair) -> None:
     lm, model = both("t5")
     (source,) = sources(17, 9)
     with lm.trace(source):
@@ -271,7 +325,7 @@ def test_gradients_reach_the_encoder(both: Callable[[str], Both]) -> None:
     handle.remove()
     assert kept[0].grad is not None
     scale = kept[0].grad.abs().max()
-    torch.testing.assert_close(grad / scale, kept[0].grad / scale, rtol=0, atol=1e-4)
+    torch.testing.assert_close(grad.cpu() / scale, kept[0].grad / scale, rtol=0, atol=1e-4)
     model.zero_grad()
 
 
@@ -289,7 +343,7 @@ def test_gradients_reach_the_encoder(both: Callable[[str], Both]) -> None:
         ({"encoder_prompt": "text"}, "no tokenizer"),
     ],
 )
-def test_prompts_that_cannot_be_served_are_refused(both: Callable[[str], Both], prompt: Any, message: str) -> None:
+def test_prompts_that_cannot_be_served_are_refused(both: Pair, prompt: Any, message: str) -> None:
     lm, _ = both("bart")
     with pytest.raises(PromptError, match=message):
         lm.generate([prompt], GREEDY)
@@ -297,7 +351,7 @@ def test_prompts_that_cannot_be_served_are_refused(both: Callable[[str], Both], 
 
 
 @pytest.mark.parametrize("site", ["encoder.resid_post.3", "encoder.pattern.0", "encoder.logits", "encoder.router.0"])
-def test_sites_that_the_encoder_lacks_are_refused(both: Callable[[str], Both], site: str) -> None:
+def test_sites_that_the_encoder_lacks_are_refused(both: Pair, site: str) -> None:
     lm, _ = both("bart")
     with pytest.raises(ValueError, match="encoder"):
         lm.generate([[5, 6]], GREEDY, capture=[Capture(site)])
@@ -313,7 +367,7 @@ def test_a_model_without_an_encoder_says_so(lm_of: Callable[..., LM]) -> None:
         lm.generate([[5]], capture=["cross_attn_out.0"])
 
 
-def test_adapters_and_knockouts_are_refused_by_name(both: Callable[[str], Both], tmp_path: Path) -> None:
+def test_adapters_and_knockouts_are_refused_by_name(both: Pair, tmp_path: Path) -> None:
     lm, _ = both("t5")
     with pytest.raises(ValueError, match="adapters are not supported in encoder-decoder models"):
         lm.adapters.load("one", str(tmp_path))
