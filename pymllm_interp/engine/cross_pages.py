@@ -1,7 +1,7 @@
 """`CrossPages`: hands pages of the cross pool to requests of an encoder-decoder model.
 
-Requests with equal encoder inputs, and equal salts of the prefix cache, share pages, and one of them runs the encoder. A request with hooks in the encoder has pages
-for itself. Pages are freed with their last request.
+Requests with equal encoder inputs and cache salts share pages. One of them runs the encoder. A request with hooks in the
+encoder has pages for itself. Pages are freed with their last request.
 """
 
 from __future__ import annotations
