@@ -57,6 +57,10 @@ class Declarations:
         trace, encoder = request.trace, None
         if self._encoder is not None and request.encoder is not None:
             specs, captures, encoder = self._encoder.split(specs, captures)
+        if request.images:
+            images = tuple(tuple(image.positions.tolist()) for image in request.images)
+            specs = [spec.located(images, request.prompt_len) for spec in specs]
+            captures = [spec.located(images, request.prompt_len) for spec in captures]
         hooks = request.hooks = RequestHooks(
             specs, captures, request.max_tokens, request.logits_from, request.differentiable,
             trace_key=None if trace is None else trace.key, single=request.forward_only, encoder=encoder,

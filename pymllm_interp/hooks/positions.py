@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.limits import MAX_LISTED, MAX_POSITION
 from ..utils.arguments import is_whole, shown
+from .image_words import Images, Located, has_words, is_word, numbers_of
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,15 @@ class Generated:
             )
 
 
-Positions = Literal["all", "prompt", "generated"] | int | Sequence[int] | slice | Generated | Tensor
+Positions = (
+    Literal["all", "prompt", "generated", "image", "text"] | int | Sequence[int | str] | slice | Generated | Tensor
+)
 """Selected positions of input tokens, from 0. A request has prompt + generated - 1 positions.
 
 - ``"all"``: every position.
 - ``"prompt"``: the positions of the prompt. The last one yields the first new token.
 - ``"generated"``: the positions after the prompt.
+- ``"image"``, ``"image[0]"``, ``"text"``: the prompt's images, its first image, its other positions. A list may mix them.
 - a whole number, or a list, tuple, range or tensor of them: positions of the prompt. Negative numbers count from the prompt's
   end. Each position must exist, but with ``missing="skip"`` those that a prompt does not have are left out.
 - a mask, a bool for each position of the prompt: a tensor, an array or a list.
@@ -67,6 +71,7 @@ at `logits` ignores its other positions; a `Capture` at `logits` reads ``"all"``
 
 
 _Indexes = tuple[int, ...] | range
+_Words = tuple[int | str, ...]
 
 
 class Masked(tuple[int, ...]):
@@ -118,7 +123,7 @@ def windows_of(positions: Positions, prompt_len: int, missing: str = "error") ->
     Raises:
         ValueError: unknown positions, positions beyond the prompt, a position named twice, or an empty slice.
     """
-    positions = checked_positions(positions)
+    positions = located(positions, (), prompt_len, missing)
     if positions == "all":
         return (Window(0),)
     if positions == "prompt":
@@ -141,9 +146,26 @@ def windows_of(positions: Positions, prompt_len: int, missing: str = "error") ->
 
 
 def missing_of(positions: Positions, prompt_len: int) -> int:
-    """Number of named positions that a prompt does not have."""
+    """Number of named positions that a prompt does not have. A word for an image counts as one."""
+    if has_words(positions):
+        positions = located(positions, (), prompt_len, "skip")
     indexes = positions if isinstance(positions, tuple | range) else ()
-    return len(indexes) - len(existing(indexes, prompt_len))
+    return len(indexes) - len(existing(indexes, prompt_len)) + (indexes.missing if isinstance(indexes, Located) else 0)
+
+
+def located(
+    positions: Positions, images: Images, prompt_len: int, missing: str = "error"
+) -> Literal["all", "prompt", "generated"] | _Indexes | slice | Generated:
+    """Checked positions with numbers in place of words for images.
+
+    Args:
+        missing: "skip" leaves out images that the prompt does not have.
+
+    Raises:
+        ValueError: unknown positions, or an image that the prompt does not have.
+    """
+    checked: Any = checked_positions(positions)
+    return numbers_of(checked, images, prompt_len, missing) if has_words(checked) else checked
 
 
 def existing(indexes: _Indexes, prompt_len: int) -> _Indexes:
@@ -195,13 +217,15 @@ def selected(windows: Iterable[Window], stop: int, first: int = 0) -> np.ndarray
     return found
 
 
-def checked_positions(positions: Positions) -> Literal["all", "prompt", "generated"] | _Indexes | slice | Generated:
+def checked_positions(positions: Positions) -> str | _Indexes | _Words | slice | Generated:
     """`positions` in an immutable form: a list becomes a tuple, a number a tuple of one.
 
     Raises:
         ValueError: unknown positions, or none.
     """
-    if isinstance(positions, Generated) or (isinstance(positions, str) and positions in ("all", "prompt", "generated")):
+    if isinstance(positions, Generated | Located):
+        return positions
+    if isinstance(positions, str) and (positions in ("all", "prompt", "generated") or is_word(positions)):
         return positions
     if isinstance(positions, slice):
         parts = (positions.start, positions.stop, positions.step)
@@ -212,20 +236,22 @@ def checked_positions(positions: Positions) -> Literal["all", "prompt", "generat
     if isinstance(positions, range):
         return _checked_range(positions)
     indexes = _listed(positions)
-    if not all(is_whole(index) for index in indexes):
+    words = [index for index in indexes if is_word(index)]
+    numbers = [index for index in indexes if not isinstance(index, str)] if words else indexes
+    if len(words) + len(numbers) < len(indexes) or not all(is_whole(index) for index in numbers):
         hint = "; the last one of the prompt is -1" if isinstance(positions, str) and positions == "last" else ""
         raise ValueError(
-            f"positions={shown(positions)}: expected 'all', 'prompt', 'generated', whole numbers or a mask [positions], a range, "
-            f"a slice, or Generated(...){hint}"
+            f"positions={shown(positions)}: expected 'all', 'prompt', 'generated', 'image', 'image[0]', 'text', whole numbers or a "
+            f"mask [positions], a range, a slice, or Generated(...){hint}"
         )
     if not len(indexes):
         raise ValueError(f"positions={shown(positions)} selects nothing")
     if isinstance(indexes, Masked):
         return indexes
-    largest = max(map(abs, indexes))
+    largest = max(map(abs, numbers), default=0)
     if largest > MAX_POSITION:
         raise ValueError(f"positions={shown(positions)}: {largest} is too large; positions go up to {MAX_POSITION}")
-    return tuple(int(index) for index in indexes)
+    return tuple(index if isinstance(index, str) else int(index) for index in indexes)
 
 
 def _checked_range(positions: range) -> range:

@@ -17,7 +17,8 @@ from ..core.model_spec import HEAD_SITES, ModelSpec
 from ..utils.arguments import check_names, shown
 from ..utils.cached_properties import unlocked_cached_property
 from .heads import channels_of, checked_heads, heads_in, widened
-from .positions import Window, checked_positions
+from .image_words import Images, has_words
+from .positions import Window, checked_positions, located
 from .site import OF_ENCODER, Site, canonical, expand, kind_of
 from .vectors.by_layer import LayerVectors
 from .vectors.files import Source, checked_vector, content_hash
@@ -218,6 +219,8 @@ class PlacedSpec(Spec):
     missing: Any = "error"
     channels: Tensor | None = None
     """[width] bool, the channels of the heads, where `whole` made the spec for them."""
+    places = ("positions",)
+    """Fields that hold positions."""
 
     @property
     def name(self) -> str:
@@ -227,6 +230,25 @@ class PlacedSpec(Spec):
     def written(self) -> Iterator[tuple[str, float]]:
         """(description, largest magnitude) of the numbers written into any state; the model's dtype must hold them."""
         yield from ()
+
+    def located(self, images: Images, prompt_len: int) -> Self:
+        """The spec with numbers in place of words for a prompt's images. Cached, as `whole`: requests often share an image.
+
+        Raises:
+            ValueError: an image that the prompt does not have.
+        """
+        words = [name for name in self.places if has_words(getattr(self, name))]
+        if not words:
+            return self
+        found = self.__dict__.get("_located")
+        if found is None or found[0] != (images, prompt_len):
+            try:
+                changes = {name: located(getattr(self, name), images, prompt_len, self.missing) for name in words}
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}") from None
+            found = (images, prompt_len), replace(self, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            self._set("_located", found)
+        return found[1]
 
     def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
         """The spec for the windows that its positions select in a prompt.

@@ -23,6 +23,7 @@ from ..hooks.captures.lens_files import JacobianLens, TunedLens
 from ..hooks.captures.reductions.reduction import Reduction
 from ..hooks.captures.spec import Capture
 from ..hooks.catalogue import ops, reductions
+from ..hooks.image_words import WORD
 from ..hooks.interventions.set_feature import MAX_FEATURES, FeatureTargets
 from ..hooks.monitors.monitor import Monitor, Then
 from ..hooks.monitors.probe import FeatureProbe, Probe, ProbeSource
@@ -84,16 +85,19 @@ Vector = Annotated[
     str | InlineVector | LayersVector | VectorValues,
     Field(description="the name of a stored vector, or values: inline as base64, by layer, or as lists of numbers"),
 ]
+ImageWord = Annotated[str, Field(pattern=f"^({WORD.pattern})$")]
 PositionsField = Annotated[
     Literal["all", "prompt", "generated"]
+    | ImageWord
     | StrictInt
-    | list[StrictInt]
+    | list[StrictInt | ImageWord]
     | list[StrictBool]
     | GeneratedPositions
     | SlicePositions
     | RangePositions,
     Field(
-        description="positions of input tokens; numbers address the prompt, negative ones from its end; booleans are a mask"
+        description="positions of input tokens; numbers address the prompt, negative ones from its end; booleans are a mask; "
+        "image, image[0] and text are the positions of the prompt's images, of its first one, and of all else in it"
     ),
 ]
 

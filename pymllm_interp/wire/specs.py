@@ -150,7 +150,7 @@ def positions_of(value: Any, what: str) -> Any:
         PromptError: it has no known form.
     """
     if not isinstance(value, Mapping):
-        return value  # checked by the object: a string, a number, or a list of numbers or booleans
+        return value  # checked by the object: a string, a number, or a list of numbers and words, or of booleans
     try:
         if set(value) == {"generated"}:
             return Generated(**value["generated"])
@@ -161,8 +161,8 @@ def positions_of(value: Any, what: str) -> Any:
     except (TypeError, ValueError) as error:
         raise PromptError(f"{what}: {error}") from None
     raise PromptError(
-        f"{what}: expected 'all', 'prompt', 'generated', whole numbers, a mask, {{'generated': {{'start', 'stop', 'step'}}}}, "
-        "{'slice': [start, stop, step]} or {'range': [start, stop, step]}"
+        f"{what}: expected 'all', 'prompt', 'generated', 'image', 'image[0]', 'text', whole numbers, a mask, "
+        "{'generated': {'start', 'stop', 'step'}}, {'slice': [start, stop, step]} or {'range': [start, stop, step]}"
     )
 
 

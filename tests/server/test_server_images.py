@@ -23,10 +23,12 @@ from openai import OpenAI
 from safetensors.torch import save
 from transformers import PreTrainedModel
 
-from pymllm_interp import LM, SamplingParams
+from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp.interventions import Knockout
 from pymllm_interp.server.http import media
 from pymllm_interp.server.http.media import Media, is_public
 from pymllm_interp.utils.arguments import PromptError
+from pymllm_interp.wire.specs import to_json
 
 FAMILY = "qwen2_5_vl"
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -155,6 +157,45 @@ def test_a_connected_lm_sends_pictures_and_outputs_of_processors(
         assert lm.generate(media_prompt, GREEDY)[0].token_ids == tokens
         with pytest.raises(PermissionError):
             lm.generate(dict(inputs), GREEDY)
+
+
+def test_words_for_image_positions_over_http_and_connect(server: Server, vision_folder: Callable[[str], Path]) -> None:
+    """Captures, ops and knockouts at "image" are those of a local LM; an image that a prompt lacks is refused by name."""
+    vector, said = torch.linspace(-2, 2, 32), [{"role": "user", "content": [{"type": "image", "image": FIRST}]}]
+    hooks: dict[str, Any] = {
+        "interventions": [
+            Steer("resid_post.0", vector, positions="image[0]"),
+            Knockout([1], from_="text", to=["image"]),
+        ],
+        "capture": [Capture("resid_post.1", ["image", -1])],
+    }
+    with LM(vision_folder(FAMILY), device="cpu", dtype="float32", kv_cache_tokens=2048) as lm:
+        (local,) = lm.chat(said, GREEDY, **hooks)
+        (plain,) = lm.chat(said, GREEDY)
+    with LM.connect(server.url, api_key=KEYS["declared"]) as lm:
+        (far,) = lm.chat(said, GREEDY, **hooks)
+        with pytest.raises(PromptError, match=r"the prompt has 1 images, image\[0\] to image\[0\]"):
+            lm.chat(said, GREEDY, capture=[Capture("embed", "image[3]")])
+        with pytest.raises(PromptError, match="has no images"):
+            lm.generate(["text"], GREEDY, capture=[Capture("embed", "image")])
+        with pytest.raises(ValueError, match="positions"):
+            lm.chat(said, GREEDY, capture=[Capture("embed", "image[x]")])
+    assert far.token_ids == local.token_ids != plain.token_ids
+    assert torch.equal(far.activations["resid_post.1"], local.activations["resid_post.1"])
+    assert torch.equal(far.activations.positions["resid_post.1"], local.activations.positions["resid_post.1"])
+    fields = {name: [to_json(spec) for spec in specs] for name, specs in hooks.items()}
+    choice = chat(server, asked(FIRST), "declared", **fields).json()["choices"][0]
+    assert choice["token_ids"] == local.token_ids and choice["receipt"]["spec"] == local.receipt.spec
+    for words, message in (
+        ("image[3]", "the prompt has 1 images"),
+        ("pixels", "expected 'all'"),
+        (["image", "image"], "twice"),
+    ):
+        answer = chat(server, asked(FIRST), "declared", capture=[{"site": "embed", "positions": words}])
+        assert answer.status_code == 400 and message in answer.text, answer.text
+    with server.client("declared") as client:
+        text = client.get("/openapi.json").text
+        assert r"^(text|image(?:\\[(-?\\d{1,6})\\])?)$" in text
 
 
 BAD = {

@@ -67,7 +67,7 @@ class Capture(PlacedSpec):
 
     Args:
         site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
-        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         dtype: Floating dtype of the rows after the reduction, or its name. None: the model's, or float32 for a `Reduction`.
         reduce: "mean" over the captured positions, "last" for the last position, or a `Project`, `Features` or `Lens` of each
             position. None keeps the rows, [positions, width].

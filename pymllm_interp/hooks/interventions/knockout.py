@@ -50,13 +50,14 @@ class Knockout(PlacedSpec):
     from_: Positions
     to: Positions
     heads: int | Sequence[int] | None = None
+    places = ("from_", "to")
 
     def __post_init__(self) -> None:
         if self.layer != "*":
             self._set_numbers("layer", 'a layer, a list of layers, or "*"')
         if self.heads is not None:
             self._set_numbers("heads", "a head, a list of heads, or None")
-        for name in ("from_", "to"):
+        for name in self.places:
             try:
                 self._set(name, checked_positions(getattr(self, name)))
             except ValueError as error:
@@ -115,7 +116,7 @@ class BoundKnockout:
         layers = _indexes(spec, "layer", model.num_hidden_layers, "layers (num_hidden_layers)")
         heads = _indexes(spec, "heads", model.num_attention_heads, "heads (num_attention_heads)")
         ends: list[tuple[Window, ...]] = []
-        for name in ("from_", "to"):
+        for name in spec.places:
             try:
                 ends.append(windows_of(getattr(spec, name), prompt_len))
             except ValueError as error:
@@ -173,8 +174,7 @@ def bind_knockouts(specs: Iterable[Knockout], model: ModelSpec, prompt_len: int,
         )
     if len(specs) > MAX_KNOCKOUTS:
         raise ValueError(f"interventions has {len(specs)} knockouts; a request takes at most {MAX_KNOCKOUTS}")
-    bound: list[BoundKnockout] = []
-    runs = 0
+    bound, runs = list[BoundKnockout](), 0
     for spec in specs:
         bound.append(found := BoundKnockout.of(spec, model, prompt_len))
         runs += len(found.queries) + len(found.keys)

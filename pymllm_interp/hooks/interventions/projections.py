@@ -35,7 +35,7 @@ class Ablate(Op):
     Args:
         site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
         directions: Tensor [rank, width], or [width] for one direction, of any length; or a name in `lm.vectors`.
-        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         when: A `Gate` that decides row by row; None acts on every row.
         heads: Attention heads, at `q`, `k`, `v` and `z`. Vectors then have len(heads) * head_dim values. None: whole states.
         missing: "error" or "skip", for positions that a prompt does not have.
@@ -107,7 +107,7 @@ class Clamp(Op):
         direction: Tensor [width] of any length, or a name in `lm.vectors`.
         low: Lower bound of the projection, or None.
         high: Upper bound of the projection, or None.
-        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         when: A `Gate` that decides row by row; None acts on every row.
         heads: Attention heads, at `q`, `k`, `v` and `z`. Vectors then have len(heads) * head_dim values. None: whole states.
         missing: "error" or "skip", for positions that a prompt does not have.

@@ -33,7 +33,7 @@ class Reconstruct(SAEOp):
         sae: An `SAE`, or a name in `lm.saes`.
         error: Whether the reconstruction error is kept.
         site: A site's name, or None: the site that the SAE writes.
-        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         when: A `Gate` that decides row by row; None acts on every row.
         missing: "error" or "skip", for positions that a prompt does not have.
 

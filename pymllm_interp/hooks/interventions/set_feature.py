@@ -50,7 +50,7 @@ class SetFeature(SAEOp):
         features: {feature: value}; with mode="clamp" {feature: (low, high)}, either of which may be None.
         mode: Target of a feature a: "set": the value; "add": a + value; "scale": a * value; "clamp": a within the bounds.
         site: A site's name, or None: the site that the SAE reads, or that a transcoder writes.
-        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         when: A `Gate` that decides row by row; None acts on every row.
         missing: "error" or "skip", for positions that a prompt does not have.
 

@@ -47,7 +47,7 @@ class Steer(Op):
             [heads, head_dim], and three are [positions, heads, head_dim]. At a pattern of sites the first of two dimensions is
             the layers, and three are [layers, positions, width].
         scale: Factor of the vector, one number. A strength a position is multiplied into the rows of `vector`.
-        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         norm: "preserve" rescales the sum to the norm of the old state. "match" first rescales the vector to the state's norm,
             ``state + scale * |state| * vector / |vector|``; the sum is not rescaled.
         when: A `Gate` that decides row by row; None acts on every row.
@@ -141,7 +141,7 @@ class Scale(Op):
     Args:
         site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
         factor: Number that multiplies the state.
-        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         when: A `Gate` that decides row by row; None acts on every row.
         heads: Attention heads, at `q`, `k`, `v` and `z`. Vectors then have len(heads) * head_dim values. None: whole states.
         missing: "error" or "skip", for positions that a prompt does not have.
@@ -184,7 +184,7 @@ class Patch(Op):
             written. A tensor [width] replaces the state at each position. At `q`, `k`, `v` and `z` also
             [positions, heads, head_dim], as captured.
             At `state.i`: the recurrent state as one row, with ``positions=-1``; it is replaced behind the prompt.
-        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         when: A `Gate` that decides row by row; None acts on every row.
         heads: Attention heads, at `q`, `k`, `v` and `z`. Vectors then have len(heads) * head_dim values. None: whole states.
         missing: "error" or "skip", for positions that a prompt does not have.

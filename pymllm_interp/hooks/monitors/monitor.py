@@ -19,6 +19,7 @@ from ...core.model_spec import HEAD_SITES, LOGITS, PATTERN, STATE, ModelSpec, si
 from ...kernels import edit_codes as codes
 from ...kernels.edit_codes import MAX_SCORES, OpWords
 from ...utils.arguments import is_whole, shown
+from ..image_words import Images
 from ..interventions.op import Missing, Op, row_dots
 from ..positions import Positions, Window
 from ..registry import op
@@ -54,7 +55,7 @@ class Monitor(PlacedSpec):
             ``decay * before + (1 - decay) * score``.
         decay: Weight of earlier scores in "ewma", from 0 to 1.
         patience: Number of positions in a row that must be above the threshold.
-        positions: "all", "prompt", "generated", indexes, a mask, a range, a slice, or `Generated(start, stop, step)`.
+        positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         missing: "error" or "skip", for positions that a prompt does not have.
 
     Raises:
@@ -136,6 +137,9 @@ class Monitor(PlacedSpec):
         """A copy with other specs in place of each of `ops`; itself without any."""
         made = tuple(found for acting in self.ops for found in change(acting))
         return self if made == self.ops else replace(self, then=made)
+
+    def located(self, images: Images, prompt_len: int) -> Self:
+        return super().located(images, prompt_len).with_ops(lambda op: [op.located(images, prompt_len)])
 
     def _hash_of(self, name: str, value: Any) -> Any:
         if name == "then":

@@ -1,0 +1,63 @@
+"""Words for the positions of a prompt's images: "image", "image[0]", "image[-1]" and "text"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+Images = Sequence[Sequence[int]]
+"""Positions of each image of a prompt, ascending."""
+WORD = re.compile(r"text|image(?:\[(-?\d{1,6})\])?")
+
+
+class Located(tuple[int, ...]):
+    """Positions that words select in one prompt. It may be empty.
+
+    Attributes:
+        missing: number of words for images that the prompt does not have.
+    """
+
+    missing = 0
+
+
+def is_word(value: Any) -> bool:
+    """Whether a value is one of the words."""
+    return isinstance(value, str) and WORD.fullmatch(value) is not None
+
+
+def has_words(positions: Any) -> bool:
+    """Whether checked positions are or hold words."""
+    return any(map(is_word, positions)) if type(positions) is tuple else is_word(positions)
+
+
+def numbers_of(words: str | Sequence[int | str], images: Images, prompt_len: int, missing: str) -> Located:
+    """Numbers in place of words, in the order given.
+
+    Args:
+        missing: "skip" leaves out images that the prompt does not have.
+
+    Raises:
+        ValueError: an image that the prompt does not have.
+    """
+    found: list[int] = []
+    absent = 0
+    for part in (words,) if isinstance(words, str) else words:
+        own = [part] if isinstance(part, int) else _of_word(part, images, prompt_len)
+        if own is None and missing != "skip":
+            known = f"{len(images)} images, image[0] to image[{len(images) - 1}]" if images else "no images"
+            raise ValueError(f"positions {part!r}: the prompt has {known}; missing='skip' leaves others out")
+        absent += own is None
+        found += own or ()
+    made = Located(found)
+    made.missing = absent
+    return made
+
+
+def _of_word(word: str, images: Images, prompt_len: int) -> Sequence[int] | None:
+    """The positions of a word, or None for an image that the prompt does not have."""
+    index = word.removeprefix("image").strip("[]")
+    if index not in ("", "text"):
+        return images[int(index)] if -len(images) <= int(index) < len(images) else None
+    every = [place for image in images for place in image]
+    return sorted({*range(prompt_len)}.difference(every)) if index == "text" else every or None
