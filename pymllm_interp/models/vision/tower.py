@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ...core.image_input import ImageError, ImageInput
+from ...utils.upload import upload
+from .packed import use_packed_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,6 +73,8 @@ class VisionTower:
         self._model, self.width, self._dtype, self._device = model, width, dtype, device
         vision = model.config.vision_config
         self._packs = hasattr(vision, "spatial_merge_size")  # patches of all images are one sequence
+        if self._packs:
+            use_packed_parts(model.visual)
         self.num_deepstack = len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     @torch.no_grad()
@@ -103,8 +107,7 @@ class VisionTower:
 
     def _states(self, images: Sequence[ImageInput]) -> list[Tensor]:
         try:
-            joined = {name: torch.cat([image.features[name] for image in images]) for name in images[0].features}
-            output = self._model.get_image_features(**self._inputs(joined))
+            output = self._model.get_image_features(**self._inputs(images))
         except (RuntimeError, ValueError, TypeError, LookupError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -118,11 +121,12 @@ class VisionTower:
             raise ImageError(f"{len(images)} images have {sum(counts)} placeholders, and {len(states)} states")
         return [part.clone() for part in states.to(self._dtype).split(counts)]  # a part that is kept keeps no other
 
-    def _inputs(self, features: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _inputs(self, images: Sequence[ImageInput]) -> dict[str, Any]:
         """Arguments of `get_image_features`, on the device."""
-        return {
-            name: x.to(self._device, self._dtype if x.is_floating_point() else None) for name, x in features.items()
-        }
+        names, count = list(images[0].features), len(images)
+        parts = upload(self._device, *(image.features[name] for name in names for image in images))
+        joined = {name: torch.cat(parts[i * count : (i + 1) * count]) for i, name in enumerate(names)}
+        return {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in joined.items()}
 
 
 def _flat(states: Any) -> Tensor:

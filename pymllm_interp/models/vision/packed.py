@@ -1,0 +1,74 @@
+"""Parts of towers that read the patches of all images as one sequence (Qwen2.5-VL, Qwen3-VL).
+
+Patches of an image, or of one of its windows, attend to each other. Without flash attention, transformers calls attention once
+for each of these segments. An image of one megapixel has 100 of them, and the host waits for the device in each layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+NAME = "packed_flash"
+"""Name of the implementation in a config. With "flash" in it, transformers passes the bounds of segments."""
+
+
+class PatchProjection(nn.Conv3d):
+    """Convolution of patches with a kernel of one patch, as a matrix product. cuDNN's may take seconds (transformers #45750)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[patches, channels, frames, height, width] -> [patches, width of the tower, 1, 1, 1]."""
+        return linear(input.flatten(1), self.weight.flatten(1), self.bias)[:, :, None, None, None]
+
+
+def use_packed_parts(tower: Any) -> None:
+    """Give transformers' tower `packed_attention` and `PatchProjection`. Its parameters stay."""
+    from transformers import AttentionInterface  # which imports transformers' models
+
+    AttentionInterface.register(NAME, packed_attention)
+    tower.config._attn_implementation_internal = NAME
+    projection = tower.patch_embed.proj
+    if projection.kernel_size == projection.stride:
+        projection.__class__ = PatchProjection
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention within each segment.
+
+    Args:
+        query, key, value: [1, heads, patches, head_dim].
+        scaling: factor of the scores, head_dim ** -0.5.
+        cu_seq_lens_q: [segments + 1] int32, bounds of the segments.
+        max_length_q: patches of the longest segment.
+
+    Returns:
+        [1, patches, heads, head_dim], and None, in the place of weights.
+    """
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = int(max_length_q)
+        out: Any = varlen_attn(rows[0], rows[1], rows[2], cu_seq_lens_q, cu_seq_lens_q, longest, longest)
+        return out[None], None
+    out, lengths = torch.empty_like(rows[0]), cu_seq_lens_q.diff()
+    for length in lengths.unique().tolist():
+        firsts = cu_seq_lens_q[:-1][lengths == length]
+        index = firsts[:, None] + torch.arange(length, device=firsts.device)  # [segments, length]
+        q, k, v = (x[index].transpose(1, 2) for x in rows)
+        out[index] = scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2)
+    return out[None], None
