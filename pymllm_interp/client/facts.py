@@ -116,6 +116,7 @@ class ModelFacts:
                 "kv_tokens": limits.kv_tokens,
                 "max_running_requests": limits.max_running,
                 "vocab_size": limits.vocab_size,
+                "max_source_len": limits.max_source_len,
                 **self.settings,
             },
             "sampling_defaults": {name: getattr(defaults.sampling_params, name) for name in SAMPLING_DEFAULTS},
@@ -125,6 +126,7 @@ class ModelFacts:
             "pooled_site": self.pooled_site,
             "inner_sites": sorted(self.inner_sites),
             "eos_token_ids": sorted(defaults.eos_token_ids),
+            "decoder_start_ids": list(self.decoder_start_ids),
             "seed": self.seed,
             "hf_config": json.loads(self.hf_config.to_json_string(use_diff=False)),
         }
@@ -146,6 +148,7 @@ class ModelFacts:
         limits = EngineLimits(
             found.pop("vocab_size"), found.pop("max_model_len"), found.pop("max_num_tokens"), found.pop("kv_tokens"),
             min(found.pop("max_running_requests"), max_running), "generate" in info["tasks"],
+            found.pop("max_source_len"),
         )  # fmt: skip
         return cls(
             name=f"{info['model']} at {where}", model=info["model"], folder=None, spec=spec, hf_config=hf_config,
@@ -154,4 +157,5 @@ class ModelFacts:
             limits=limits, settings=found, hooks=info["hooks"],
             defaults=GenerationDefaults(info["generation_config"], frozenset(info["eos_token_ids"])), seed=info["seed"],
             logprobs_mode=info["logprobs_mode"], pooler=pooler, pooled_site=info["pooled_site"],
+            decoder_start_ids=tuple(info["decoder_start_ids"]),
         )  # fmt: skip

@@ -185,6 +185,11 @@ class EncoderInput:
         return cls(values, length, digest.digest())
 
     @property
+    def kind(self) -> str:
+        """transformers' name of the values."""
+        return "input_ids"
+
+    @property
     def token_ids(self) -> list[int]:
         """Token of each position."""
         return self.values.tolist()

@@ -234,7 +234,7 @@ class RunnerParts(ABC):
         """Tasks that the model can be asked for, by vLLM's names."""
         pooled = ("embed", "token_embed", "score")
         if self.model_spec.num_labels is None:
-            return ("generate", *pooled)
+            return ("generate", *pooled) if self.model_spec.source is None else ("generate",)
         return pooled if lacks_head(self.get_model().config) else ("classify", "token_classify", *pooled)
 
     @property

@@ -337,6 +337,9 @@ class TokenRequest(Strict):
     images: Annotated[list[ImagesField | None] | None, at_most(MAX_LISTED)] = Field(
         None, description="images of each prompt, or null"
     )
+    encoders: checked(
+        list[str | None], None, description="base64 of encoders' inputs in safetensors, or null, one for each prompt"
+    ) = None  # pyright: ignore[reportInvalidTypeForm]
     edits: str = Field("", description="base64 of persistent edits, which are code")
 
     @model_validator(mode="after")
@@ -344,7 +347,7 @@ class TokenRequest(Strict):
         if not self.prompts:
             raise ValueError("prompts: one at least is expected")
         of_all = ("params", "interventions", "monitors", "captures")
-        for name in (*of_all, "priority", "names", "lora", "embeds", "images"):
+        for name in (*of_all, "priority", "names", "lora", "embeds", "images", "encoders"):
             value, shared = getattr(self, name), name in of_all
             if (value or name == "params") and len(value) != len(self.prompts) and not (shared and len(value) == 1):
                 raise ValueError(

@@ -66,6 +66,8 @@ class Submit(EngineMessage):
     """Embeddings of each prompt as safetensors (wire/embeds.py), or None; empty: none."""
     images: list[PromptImages | None] = []
     """Images of each prompt, or None; empty: none."""
+    encoders: list[bytes | None] = []
+    """Encoder's input of each prompt, as safetensors with transformers' name of it; None, or empty: the prompt is that input."""
     edits: bytes = b""
     """Persistent edits: arbitrary code, as `RunTrace.payload`; empty: none."""
 
@@ -173,7 +175,8 @@ class Accepted(EngineMessage):
     params: list[dict[str, Any]]
     max_tokens: list[int]
     prompts: list[list[int] | None] = []
-    """Token ids of prompts with images, with all image tokens; None for others; empty: no prompt has images."""
+    """Token ids of prompts with images, with all image tokens, or of a decoder behind an encoder; None for others. Empty: there
+    are only others."""
 
 
 class Token(EngineMessage):

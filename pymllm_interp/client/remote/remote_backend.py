@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ... import __version__
 from ...config import LOWER_TRACES
-from ...core.pass_parts import PromptEmbeds
+from ...core.pass_parts import EncoderInput, PromptEmbeds
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from ...core.structured.structured_outputs import StructuredOutputs
@@ -122,10 +122,6 @@ class RemoteBackend(Backend):
         """The token ids for the server. Ids beyond the context are refused before they are sent."""
         limits = self.limits
         params = params or self.defaults.fitting(limits.max_model_len - len(prompt.token_ids))
-        if prompt.encoder is not None:
-            raise PromptError(
-                f"{name} has an encoder's side, which LM.connect does not send: use /v1/completions, or a local LM"
-            )
         if prompt.embeds is not None or prompt.images:
             check_embedded(params, name, "images" if prompt.images else "embeddings")
         ids = truncated(prompt.token_ids, params, limits.max_model_len)
@@ -190,12 +186,10 @@ def tree_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> nn.Modul
     if impl == "native":
         model: nn.Module = NATIVE[architecture_of(config)](config, spec, "meta", spec.context_len)
     else:
-        from ...models.transformers.parts.encoders import encoder_class, encoder_of  # which import transformers' models
-        from ...models.transformers.parts.heads import model_of
+        from ...models.transformers.transformers_model import without_weights  # which imports transformers' models
 
         with torch.device("meta"):
-            loaded = encoder_class(config).from_config(config, dtype=dtype) if spec.bidirectional else None
-            served: Any = model_of(config, spec) if loaded is None else encoder_of(loaded, spec)
+            served: Any = without_weights(config, spec)
         model = nn.Module()
         for name, child in served.named_children():
             model.add_module(name, child)
@@ -220,6 +214,7 @@ def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]
     """The JSON of a submission of these token ids."""
     ops, captures = submission.interventions, submission.captures
     any_embeds = any(prompt.embeds is not None for prompt in submission.prompts)
+    encoders = [prompt.encoder for prompt in submission.prompts]
     any_images = any(prompt.images for prompt in submission.prompts)
     return {
         "prompts": prompts,
@@ -236,6 +231,7 @@ def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]
         "receipts": submission.receipts,
         "embeds": [_embeds_to_text(prompt.embeds) for prompt in submission.prompts] if any_embeds else None,
         "images": [images_to_json(prompt) for prompt in submission.prompts] if any_images else None,
+        "encoders": [encoder_to_text(encoder) for encoder in encoders] if any(encoders) else None,
         "edits": base64.b64encode(edits_payload(submission.edits)).decode() if submission.edits else "",
     }
 
@@ -246,6 +242,11 @@ def _embeds_to_text(embeds: PromptEmbeds | None) -> str | None:
         return None
     tensors = {NAME: embeds.vectors, POSITIONS: torch.from_numpy(embeds.positions)}
     return base64.b64encode(save(tensors)).decode()
+
+
+def encoder_to_text(encoder: EncoderInput | None) -> str | None:
+    """Base64 of an encoder's input in safetensors; None without one."""
+    return None if encoder is None else base64.b64encode(save({encoder.kind: encoder.values})).decode()
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:

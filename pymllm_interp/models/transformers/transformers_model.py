@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -63,7 +63,6 @@ class TransformersModel(CausalLM):
     """
 
     fuses_ops = False
-    auto: Any = AutoModelForCausalLM  # loads such models
 
     def __init__(self, served: PreTrainedModel, declared: ModelSpec) -> None:
         super().__init__()
@@ -278,12 +277,12 @@ def load_transformers_model(
         served = _encoder(config, spec, device, folder, seed)
     elif folder is None:
         with torch.device(device), no_init_weights():
-            served = model_of(config, spec, make.auto)
+            served = without_weights(config, spec)
         if spec.num_labels is None:
             served.tie_weights()
         init_dummy_weights(served, seed)
     elif spec.num_labels is None:
-        served = _from_folder(make.auto, config, spec.dtype, folder)
+        served = _from_folder(auto_class(spec), config, spec.dtype, folder)
     else:
         served = with_head(_from_folder(classifier_class(config), config, spec.dtype, folder), config, spec)
     served.to(device)  # pyright: ignore[reportArgumentType]
@@ -298,6 +297,18 @@ def _encoder(config: PretrainedConfig, spec: ModelSpec, device: str, folder: Pat
         loaded = cls.from_config(config, dtype=spec.dtype)
     init_dummy_weights(loaded, seed)
     return encoder_of(loaded, spec)
+
+
+def without_weights(config: PretrainedConfig, spec: ModelSpec) -> Any:
+    """The model of a config by its own class, with memory of weights on torch's current device."""
+    if spec.bidirectional:
+        return encoder_of(encoder_class(config).from_config(config, dtype=spec.dtype), spec)
+    return model_of(config, spec, auto_class(spec))
+
+
+def auto_class(spec: ModelSpec) -> Any:
+    """transformers' auto class of a model that generates."""
+    return AutoModelForCausalLM if spec.source is None else AutoModelForSeq2SeqLM
 
 
 def _from_folder(cls: Any, config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> PreTrainedModel:

@@ -103,6 +103,12 @@ class ServerState:
             raise EngineDiedError("the engine is starting; try again in some seconds")
         return self.engine.info
 
+    @property
+    def max_prompt_len(self) -> int:
+        """Most tokens of a prompt, which an encoder reads if the model has one."""
+        limits = self.info["limits"]
+        return limits["max_source_len"] or limits["max_model_len"]
+
     async def stats(self) -> dict[str, Any] | None:
         """The engine's counters, of all replicas together; None while it is not ready. `/metrics` has the counts of monitors."""
         found = await self.stats_by_replica()

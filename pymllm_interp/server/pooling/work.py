@@ -44,6 +44,8 @@ class PooledWork:
     """
 
     def __init__(self, state: ServerState, body: PooledRequest, request: Request, client: Client, kind: str) -> None:
+        if "score" not in state.info["tasks"]:
+            raise ApiError(400, f"{state.info['architecture']} is an encoder-decoder model, of which nothing is pooled")
         self.state, self.body, self.client = state, body, client
         self.pooler: Pooler = state.pooler
         self._adapter = adapter_of(state, body.model)

@@ -166,13 +166,14 @@ class EngineServer:
             self._abort(abort)
 
     def _submit(self, message: m.Submit) -> None:
-        self._check_sizes(message, self.model.limits.max_model_len)
+        self._check_sizes(message, max(self.model.limits.max_model_len, self.model.limits.max_source_len))
         model = self.model.of(message.owner, self.traces.edits_of(message.edits))
         made = model.backend.prepare(_submission_of(message, model))
         requests = [request for own in made for request in own]
         events = CallEvents(self.outbox, message, requests, self._monitors, partial(self._ended, message.call))
         self._calls[message.call] = events
-        prompts = [own[0].prompt_token_ids if own[0].images else None for own in made] if message.images else []
+        expanded = bool(message.images or model.limits.max_source_len)
+        prompts = [own[0].prompt_token_ids if own[0].images or own[0].encoder else None for own in made if expanded]
         self.outbox.put(
             m.Accepted(
                 message.call, [asdict(own[0].params) for own in made], [own[0].max_tokens for own in made], prompts
@@ -350,6 +351,17 @@ def _with_images(prompt: Any, images: m.PromptImages | None, model: ServedModel,
     return checked(model.tokenizer, given, model.backend.facts, what)
 
 
+def _with_encoder(prompt: Any, body: bytes | None, model: ServedModel, what: str) -> Any:
+    """A client's prompt with its encoder's input read. Without one, the prompt is that input."""
+    if body is not None:
+        found = _tensors_of(body, f"the encoder's input of {what}")
+        ids = found.get("input_ids")
+        if ids is None or len(found) != 1 or ids.dim() != 1 or ids.dtype is not torch.int64:
+            raise PromptError(f"the encoder's input of {what}: one tensor input_ids [tokens] int64 is expected")
+        prompt = {"encoder_prompt": ids.tolist(), "decoder_prompt": prompt}
+    return checked(model.tokenizer, prompt, model.backend.facts, what)
+
+
 def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
     """A client's call as a `Submission`."""
     room, prompts = model.limits.max_model_len, message.prompts
@@ -358,6 +370,10 @@ def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
     asked = [_prompt_of(*each) for each in zip(prompts, message.embeds or [None] * len(prompts), names, strict=True)]
     if message.images:
         asked = [_with_images(*each, model, what) for *each, what in zip(asked, message.images, names, strict=True)]
+    if message.encoders or model.limits.max_source_len:
+        inputs = message.encoders or [None] * len(prompts)
+        asked = [_with_encoder(*each, model, what) for *each, what in zip(asked, inputs, names, strict=True)]
+    if message.images or model.limits.max_source_len:
         prompts = [
             one.token_ids if isinstance(one, RenderedPrompt) else ids for one, ids in zip(asked, prompts, strict=True)
         ]

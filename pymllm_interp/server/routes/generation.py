@@ -28,6 +28,13 @@ class Prompt:
     """Embeddings as safetensors, in place of token embeddings; None without any."""
     images: m.PromptImages | None = None
     """Images, or None. `token_ids` have their positions once the engine has accepted the prompt."""
+    num_encoded: int = 0
+    """Tokens that an encoder reads. Once the engine has accepted the prompt, the decoder reads `token_ids`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, for the encoder and the decoder."""
+        return self.num_encoded + len(self.token_ids)
 
 
 @dataclass
@@ -102,6 +109,8 @@ class Generation:
             raise
         assert isinstance(accepted, m.Accepted)
         for prompt, expanded in zip(prompts, accepted.prompts, strict=bool(accepted.prompts)):
+            if expanded and not prompt.images:
+                prompt.num_encoded = len(prompt.token_ids)
             prompt.token_ids = expanded or prompt.token_ids
         return cls(engine, tokenizer, prompts, call)
 

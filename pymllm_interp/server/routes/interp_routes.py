@@ -197,9 +197,10 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         try:
             edits = await asyncio.to_thread(base64.b64decode, body.edits, validate=True) if body.edits else b""
             embeds = await asyncio.to_thread(_decoded, body.embeds) if body.embeds else []
+            encoders = await asyncio.to_thread(_decoded, body.encoders) if body.encoders else []
             images = await asyncio.to_thread(_images_of, body.images) if body.images else []
         except binascii.Error as error:
-            raise ApiError(400, f"edits, embeds or images: not base64 ({error})", "edits") from None
+            raise ApiError(400, f"edits, embeds, images or encoders: not base64 ({error})", "edits") from None
         if any(format_of(one) is None for given in images if given is not None for one in given.bodies):
             require(request, Trust.DECLARED)  # outputs of a processor, which are any numbers
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
@@ -212,7 +213,8 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
             return m.Submit(
                 number, client.name, body.prompts, body.params, interventions=body.interventions,
                 monitors=body.monitors, captures=body.captures, options=options, names=body.names, stream=body.stream,
-                prompt_logits=body.prompt_logits, receipts=body.receipts, embeds=embeds, images=images, edits=edits,
+                prompt_logits=body.prompt_logits, receipts=body.receipts, embeds=embeds, images=images, encoders=encoders,
+                edits=edits,
             )  # fmt: skip
 
         state.metrics.totals["hooked_requests"] += _trust_of(body) > Trust.PLAIN

@@ -53,7 +53,7 @@ async def logit_lens(state: ServerState, body: LensRequest, client: Client) -> b
 def _prompt(state: ServerState, body: LensRequest) -> Prompt:
     text, ids = None, body.prompt
     if isinstance(ids, str):
-        check_length(state.tokenizer, len(ids), state.info["limits"]["max_model_len"], "the prompt")
+        check_length(state.tokenizer, len(ids), state.max_prompt_len, "the prompt")
         text, ids, *_ = tokenized(state.tokenizer, ids, "the prompt")
     layers = state.info["num_layers"]
     if layers * len(ids) * body.top > MAX_CELLS:

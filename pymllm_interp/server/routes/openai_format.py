@@ -139,7 +139,7 @@ class Format:
 
     def usage(self, prompts: Sequence[Prompt], ends: Mapping[Any, m.Finished]) -> dict[str, Any]:
         """Token counts of the request."""
-        read = sum(len(prompt.token_ids) for prompt in prompts)
+        read = sum(prompt.num_tokens for prompt in prompts)
         made = sum(len(end.token_ids) for end in ends.values())
         cached = sum(end.num_cached_tokens for (_, sample), end in ends.items() if sample == 0)
         found = usage_of(read, made) | {"prompt_tokens_details": {"cached_tokens": cached}}

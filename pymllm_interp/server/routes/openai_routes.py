@@ -38,6 +38,7 @@ FEW_POSITIONS = 16
 """Most positions with log probabilities that are written on the event loop."""
 FEW_BYTES = 1 << 16
 """Most bytes of captured rows that are written on the event loop."""
+NOT_ENCODED = "not supported with an encoder-decoder model, whose prompts are the encoder's"
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of chunks."""
 
@@ -93,6 +94,8 @@ def openai_routes(state: ServerState) -> APIRouter:
             body.prompt_logprobs = body.logprobs
         if body.echo and body.stream and logprobs:
             raise ApiError(400, "echo with logprobs is not streamed: leave out stream, or one of them", param="echo")
+        if body.echo and state.info["limits"]["max_source_len"]:
+            raise ApiError(400, f"echo: {NOT_ENCODED}", "echo")
         given, embeds = body.prompts(), body.embeds()
         asked = asked_of(
             state,
@@ -165,6 +168,8 @@ def asked_of(
         ApiError: another model, or more prompts than a request may have.
     """
     adapter = adapter_of(state, body.model)
+    if body.truncate_prompt_tokens is not None and state.info["limits"]["max_source_len"]:
+        raise ApiError(400, f"truncate_prompt_tokens: {NOT_ENCODED}", "truncate_prompt_tokens")
     params = body.sampling_params(state.info["sampling_defaults"], max_tokens)
     if count * params.n > state.limits.max_prompts:
         raise ApiError(
@@ -199,7 +204,7 @@ def texts(
     Args:
         limited: refuse the first prompt that the context cannot hold.
     """
-    found, room = [], state.info["limits"]["max_model_len"]
+    found, room = [], state.max_prompt_len
     for i, prompt in enumerate(given):
         name = f"prompt {i}" if len(given) > 1 else "the prompt"
         if isinstance(prompt, str):
@@ -301,7 +306,7 @@ class Work:
             found = await Generation.start(
                 self._state.engine, self._state.tokenizer, prompts, self._client.name, stream, options=options, **hooks
             )
-            lengths = [len(prompt.token_ids) for prompt in prompts]
+            lengths = [prompt.num_tokens for prompt in prompts]
             self._notes |= {"prompt_tokens": sum(lengths), "hooked": body.hooked, "stream": stream}
             self._metrics = self._state.call_metrics(
                 self._started, lengths, [self._n] * len(prompts), [self._asked.adapter] * len(prompts)
@@ -393,7 +398,7 @@ class Work:
         index, options = self._index(piece), self.body.stream_options
         chunk = self._format.envelope([await self._choice(piece, chunk=True)], chunk=True)
         if options is not None and options.usage:
-            read = len(self._prompts[piece.prompt].token_ids)
+            read = self._prompts[piece.prompt].num_tokens
             chunk["usage"] = usage_of(read, self._made[index]) if options.continuous_usage_stats else None
         return [_data(chunk)]
 

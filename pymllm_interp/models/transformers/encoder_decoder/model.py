@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ....core.current_pass import inner_pass
@@ -82,8 +82,6 @@ class EncoderDecoderModel(TransformersModel):
     Attributes:
         cross_layers: its cross-attention layers.
     """
-
-    auto = AutoModelForSeq2SeqLM
 
     def __init__(self, served: PreTrainedModel, declared: ModelSpec) -> None:
         assert declared.source is not None
