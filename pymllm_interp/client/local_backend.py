@@ -98,7 +98,7 @@ class LocalBackend(FactoryBackend):
         self.tokenizer = load_tokenizer(source)
         if runner.model_spec.bidirectional:
             self.module.set_separator(getattr(self.tokenizer, "sep_token_id", None))
-        self.facts = replace(facts_of(runner), images=image_reader(source, self.tokenizer, runner.server_config))
+        self.facts = replace(facts_of(runner), images=image_reader(source, self.tokenizer, runner))
         weights, saes, declarations, adapters = runner.model_state, runner.saes, runner.declarations, runner.adapters
         assert weights is not None and saes is not None and declarations is not None and adapters is not None
         self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes, adapters.hold))
@@ -176,15 +176,16 @@ class LocalBackend(FactoryBackend):
         self.engine.post(command)
 
 
-def image_reader(source: ModelSource, tokenizer: Any, config: ServerConfig) -> ImageReader | None:
+def image_reader(source: ModelSource, tokenizer: Any, runner: InterpModelRunner) -> ImageReader | None:
     """Reader of a model's images; None for text models."""
+    config = runner.server_config
     if source.hf_config.model_type not in IMAGE_FAMILIES:
         return None
     most, cached = (
         (config.limit_mm_per_prompt or {}).get("image", MAX_IMAGES),
         int(config.mm_processor_cache_gb * 2**30),
     )
-    return ImageReader(source.hf_config, tokenizer, source.tokenizer_path or source.folder, most, cached)
+    return ImageReader(source.hf_config, tokenizer, source.tokenizer_path or source.folder, most, cached, runner.dtype)
 
 
 def facts_of(runner: InterpModelRunner) -> ModelFacts:

@@ -22,12 +22,14 @@ from helpers_vision import (
 from PIL import Image
 from transformers import AutoConfig, PreTrainedTokenizerFast, ProcessorMixin
 
+from pymllm_interp.client.calls.requests import read_each
 from pymllm_interp.client.chat import RenderedPrompt, render
 from pymllm_interp.client.images.reader import ImageReader
 from pymllm_interp.client.prompt_batch import prompts_of, split
 from pymllm_interp.client.prompts import as_prompts, checked
 from pymllm_interp.core.image_input import ImageInput
 from pymllm_interp.core.limits import EngineLimits
+from pymllm_interp.utils.arguments import PromptError
 
 NAMES = {
     "qwen2_5_vl": ("pixel_values", "image_grid_thw"), "qwen3_vl": ("pixel_values", "image_grid_thw"), "llava": ("pixel_values",),
@@ -157,3 +159,44 @@ def test_outputs_of_transformers_processors_are_prompts_as_they_are(model: Model
     found = [checked(model.tokenizer, one, model.facts, "it") for one in split(dict(together), "them").prompts]
     for one, outputs, own in zip(found, each, groups, strict=True):
         check_equal(one, outputs, model, len(own))
+
+
+def test_prompts_of_a_call_are_read_beside_each_other(model: Model) -> None:
+    """Each is what it is alone, images that two prompts share are read once, and the first error in the call's order is raised."""
+    images, names = pictures(6), [f"prompt {i}" for i in range(9)]
+    asked: list[Any] = [
+        {"prompt": text, "multi_modal_data": {"image": own}}
+        for text, own in (placed(model.family, f"{i} ", images[i % 6], " what?") for i in range(8))
+    ]
+    asked.append("text alone")
+    alone = [model.read(prompt) for prompt in asked]
+    reader = ImageReader(model.config, model.tokenizer, model.folder, 8, 1 << 26)
+    facts: Any = SimpleNamespace(images=reader, limits=model.facts.limits)
+
+    def read(prompt: Any, what: str) -> RenderedPrompt:
+        return checked(model.tokenizer, prompt, facts, what)
+
+    for found, one in zip(read_each(read, facts, asked, names), alone, strict=True):
+        assert found.token_ids == one.token_ids
+        assert [image.content for image in found.images or ()] == [image.content for image in one.images or ()]
+    assert (reader.cache.hits, reader.cache.misses) == (2, 6)
+    for i in (3, 5):
+        asked[i] = {**asked[i], "multi_modal_data": {"image": encoded(images[i])[:-40]}}
+    with pytest.raises(PromptError, match="image 0 of prompt 3"):
+        read_each(read, facts, asked, names)
+
+
+def test_features_have_the_dtype_of_the_tower(model: Model) -> None:
+    """They are rounded once, on the host, and outputs of processors like pictures."""
+    reader = ImageReader(model.config, model.tokenizer, model.folder, 8, 0, torch.bfloat16)
+    facts: Any = SimpleNamespace(images=reader, limits=model.facts.limits)
+    text, images = placed(model.family, "a ", *pictures(1))
+    prompt = {"prompt": text, "multi_modal_data": {"image": images}}
+    read = model.read(prompt)
+    (whole,), (found,) = read.images, checked(model.tokenizer, prompt, facts, "it").images
+    outputs = {"prompt_token_ids": read.token_ids, "multi_modal_data": {"image": [dict(whole.features)]}}
+    (again,) = checked(model.tokenizer, outputs, facts, "it").images
+    for name, tensor in whole.features.items():
+        wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(found.features[name], wanted) and torch.equal(again.features[name], wanted)
+    assert found.content == again.content != whole.content

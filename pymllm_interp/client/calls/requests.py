@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from ...core.sampling_params import SamplingParams
 from ...hooks.captures.spec import Capture
@@ -17,6 +19,7 @@ from ...utils.arguments import PromptError
 from ..backend import Backend, Submission
 from ..chat import RenderedPrompt
 from ..completion import RequestOutput
+from ..facts import ModelFacts
 from ..handle import RequestHandle, results_of
 from ..notebook.progress import CallProgress
 from ..prompts import (
@@ -31,6 +34,21 @@ from ..prompts import (
 )
 from ..request_options import RequestOptions, adapters_of, check_options, checked_salt, priorities_of
 from .traced_prompts import PREFILL
+
+T = TypeVar("T")
+
+
+def read_each(read: Callable[..., T], facts: ModelFacts, *columns: Sequence[Any]) -> list[T]:
+    """`read` of each prompt. Prompts that may have images are read on several threads.
+
+    Args:
+        read: raises the error of its prompt. The first one of them is raised here.
+        columns: prompts, and further arguments of each call.
+    """
+    if facts.images is None or len(columns[0]) < 2 or all(isinstance(one, str) for one in columns[0]):
+        return [read(*own) for own in zip(*columns, strict=True)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # decoders and processors release the interpreter's lock
+        return list(threads.map(read, *columns))
 
 
 @dataclass(frozen=True)
@@ -75,7 +93,7 @@ class Requests:
             captures = [[*own, *outputs] for own in captures]
         edits = self.tree._edits_of(options.get("edits"))
         return Submission(
-            prompts=[self.read(prompt, name) for prompt, name in zip(prompts, names, strict=True)],
+            prompts=read_each(self.read, self.backend.facts, prompts, names),
             params=own, interventions=declared, captures=captures, names=names, stream=stream, prompt_logits=prompt_logits,
             priority=priorities_of(options.get("priority"), count), cache_salt=checked_salt(options.get("cache_salt")),
             adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits,

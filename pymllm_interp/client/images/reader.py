@@ -33,13 +33,20 @@ class ImageReader:
         folder: folder with preprocessor_config.json, or None.
         max_images: most images of a prompt.
         cache_bytes: bytes of images that are kept for later prompts.
+        dtype: dtype of the vision tower. The features of images have it, for smaller copies and caches.
     """
 
     def __init__(
-        self, config: PretrainedConfig, tokenizer: Any, folder: Path | None, max_images: int, cache_bytes: int
+        self,
+        config: PretrainedConfig,
+        tokenizer: Any,
+        folder: Path | None,
+        max_images: int,
+        cache_bytes: int,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.family: ImageFamily = IMAGE_FAMILIES[config.model_type](config, tokenizer)
-        self.max_images, self.cache = max_images, ProcessedImages(cache_bytes)
+        self.max_images, self.cache, self._dtype = max_images, ProcessedImages(cache_bytes), dtype
         self._tokenizer, self._folder, self._loading = tokenizer, folder, Lock()
 
     @property
@@ -96,7 +103,12 @@ class ImageReader:
             raise PromptError(
                 f"{what}: the image processor refuses it ({image.width} x {image.height}): {error}"
             ) from error
-        made = ImageInput.of([], {name: tensor.clone() for name, tensor in features.items()})
+        return self._kept(features, tokens, text)
+
+    def _kept(self, features: Mapping[str, torch.Tensor], tokens: int, text: str) -> ProcessedImage:
+        """An image with features in memory of their own, in the dtype of the tower."""
+        dtypes = {name: self._dtype if x.is_floating_point() else x.dtype for name, x in features.items()}
+        made = ImageInput.of([], {name: x.to(dtypes[name], copy=True) for name, x in features.items()})
         return ProcessedImage(dict(made.features), made.content, tokens, text)
 
     def _of_features(self, outputs: Mapping[str, Any], what: str) -> ProcessedImage:
@@ -108,8 +120,7 @@ class ImageReader:
                 raise ValueError(f"{len(images)} images in one")
         except ValueError as error:
             raise PromptError(f"{what}: these are no outputs of this model's processor: {error}") from error
-        made = ImageInput.of([], images[0])
-        return ProcessedImage(dict(made.features), made.content, tokens, self.word * tokens)
+        return self._kept(images[0], tokens, self.word * tokens)
 
     @cached_property
     def _loaded(self) -> Any:

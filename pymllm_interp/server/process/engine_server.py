@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from ...client.backend import Submission
-from ...client.calls.requests import Requests
+from ...client.calls.requests import Requests, read_each
 from ...client.chat import RenderedPrompt
 from ...client.images.parts import ImageSources
 from ...client.prompts import checked, names_of
@@ -369,7 +369,8 @@ def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
     params = _for_each([None if given is None else _params(given) for given in message.params], prompts)
     asked = [_prompt_of(*each) for each in zip(prompts, message.embeds or [None] * len(prompts), names, strict=True)]
     if message.images:
-        asked = [_with_images(*each, model, what) for *each, what in zip(asked, message.images, names, strict=True)]
+        models = [model] * len(asked)
+        asked = read_each(_with_images, model.backend.facts, asked, message.images, models, names)
     if message.encoders or model.limits.max_source_len:
         inputs = message.encoders or [None] * len(prompts)
         asked = [_with_encoder(*each, model, what) for *each, what in zip(asked, inputs, names, strict=True)]
