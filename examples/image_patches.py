@@ -1,8 +1,8 @@
 """Image patching: which patches of a picture carry the answer?
 
-A clean picture and one without its square give different answers. The second one runs once for each patch, with the state at
-that patch's token replaced by the clean picture's. Where the clean answer returns, the patch carries it. All runs are requests of
-one call, so the engine batches them, and the vision tower runs once for each picture.
+A clean picture and one without its square give different answers. `lm.patch_sweep` runs the second one once for each patch, with
+the state at that patch's token replaced by the clean picture's. Where the clean answer returns, the patch carries it. The vision
+tower runs once for each picture. A knockout cuts the last token's view of the image: how much of the answer passes there?
 
 The model is tiny and random, so the script runs anywhere and shows how, not what. Give the folder of a Qwen2.5-VL for a real one.
 
@@ -19,7 +19,8 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
-from pymllm_interp import LM, Patch, plots
+from pymllm_interp import LM, plots
+from pymllm_interp.interventions import Knockout
 
 START, END, PAD = 30, 31, 32
 """Token ids of the tiny model around an image, and of an image."""
@@ -54,14 +55,14 @@ def save_tiny_model(folder: str) -> None:
 
 def patched(lm: LM, clean: Any, corrupted: Any, layer: int) -> torch.Tensor:
     """Change of the clean answer's logit by the state of each of the image's tokens: [tokens]."""
-    site, pad = f"resid_post.{layer}", lm.cfg.image_token_id
-    (whole,) = lm.forward([clean], capture=[site])
-    (without,) = lm.forward([corrupted])
-    places = [place for place, token in enumerate(whole.prompt_token_ids) if token == pad]
-    states, answer = whole.activations[site], int((whole.logits[-1] - without.logits[-1]).argmax())
-    edits = [[Patch(site, states[place], positions=[place])] for place in places]
-    runs = lm.forward([corrupted] * len(places), interventions=edits)
-    return torch.stack([run.logits[-1, answer] for run in runs]) - without.logits[-1, answer]
+    whole, without = lm.forward([clean, corrupted])
+    answer = int((whole.logits[-1] - without.logits[-1]).argmax())
+    sweep = lm.patch_sweep(
+        corrupted, clean, site="resid_post", layers=[layer], positions="image", metric=lambda logits: logits[:, answer]
+    )
+    (blind,) = lm.forward([clean], interventions=[Knockout("*", from_=-1, to="image")])
+    print(f"logit of the answer: {sweep.source:+.3f}; last token blind to the image: {blind.logits[-1, answer]:+.3f}")
+    return sweep.effects[0]
 
 
 def main(folder: str | None = None, save: str | None = None, layer: int = 0) -> torch.Tensor:
@@ -90,7 +91,7 @@ def main(folder: str | None = None, save: str | None = None, layer: int = 0) -> 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", nargs="?")
-    parser.add_argument("--save", metavar="FILE", help="a heat map over the picture: .html or .png")
+    parser.add_argument("--save", dest="file", metavar="FILE", help="a heat map over the picture: .html or .png")
     parser.add_argument("--layer", type=int, default=0)
     given = parser.parse_args()
-    main(given.folder, given.save, given.layer)
+    main(given.folder, given.file, given.layer)

@@ -29,7 +29,7 @@ from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
 from .client.pooling.calls import encode
 from .client.pooling.scores import classify, score
-from .client.prompts import captures_for_each_prompt, for_each_prompt, without_images
+from .client.prompts import captures_for_each_prompt, for_each_prompt
 from .config import EngineTuning, ModelConfig, ServerConfig
 from .harvest.corpus_calls import generate_corpus, harvest
 from .harvest.on_ray.address import SCHEME, url_of
@@ -206,8 +206,8 @@ class LM(ClientModel):
         return self.backend.resolve(captures_for_each_prompt(capture, 1)[0], for_each_prompt(interventions, 1)[0])
 
     def _read(self, prompt: Any, what: str) -> RenderedPrompt:
-        """Token ids and embeddings of a prompt. Raises PromptError, also for images."""
-        return without_images(self._requests.read(prompt, what), what)
+        """Token ids, embeddings and images of a prompt. Raises PromptError."""
+        return self._requests.read(prompt, what)
 
     def _submit_prefill(
         self,
@@ -260,8 +260,8 @@ class LM(ClientModel):
         failed: it skips the documents in whole shards, and deletes all other files of the run.
 
         Args:
-            inputs: an iterable of documents (texts or token ids), which may be lazy and endless. Or one stream of tokens: a tensor
-                [n], an array, an iterable of integers. It is cut into documents of `max_length` tokens.
+            inputs: an iterable of documents (texts, token ids, or prompts with images), which may be lazy and endless. Or one
+                stream of tokens: a tensor [n], an array, an iterable of integers. It is cut into documents of `max_length` tokens.
             capture: sites and `Capture`s. Positions and reductions apply to one pass.
             out: a new folder, or a folder of the same harvest.
             interventions: applied to each document.

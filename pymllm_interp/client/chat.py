@@ -34,9 +34,10 @@ class RenderedPrompt(NamedTuple):
     """Input of the encoder (`core.encoder_input.EncoderInput`); None in a model without one."""
 
     def part(self, start: int, stop: int) -> RenderedPrompt:
-        """The positions from `start` to `stop` of a prompt without images."""
+        """The positions from `start` to `stop`. Raises ValueError if an image is partly there."""
         embeds = None if self.embeds is None else self.embeds.part(start, stop)
-        return RenderedPrompt(None, self.token_ids[start:stop], embeds)
+        images = tuple(part for image in self.images if (part := image.part(start, stop)) is not None)
+        return RenderedPrompt(None, self.token_ids[start:stop], embeds, images)
 
 
 def is_conversation(prompt: Any) -> bool:

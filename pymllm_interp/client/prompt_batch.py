@@ -97,7 +97,11 @@ def split(prompt: Any, what: str) -> PromptBatch:
         type(prompt) is list and prompt and type(prompt[0]) is int
     ):  # most are, so they are asked first
         return PromptBatch([prompt])
-    if has_embeds(prompt) or (isinstance(prompt, Mapping) and "encoder_prompt" in prompt):
+    if (
+        isinstance(prompt, RenderedPrompt)
+        or has_embeds(prompt)
+        or (isinstance(prompt, Mapping) and "encoder_prompt" in prompt)
+    ):
         return PromptBatch([prompt])
     if isinstance(prompt, Mapping):
         inner = vllm_prompt(prompt, what)

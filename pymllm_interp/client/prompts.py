@@ -151,17 +151,14 @@ def _vectors(given: Any, facts: ModelFacts, what: str) -> torch.Tensor:
 
 def only_tokens(prompt: RenderedPrompt, what: str) -> list[int]:
     """Token ids of a prompt, for calls that take text. Raises PromptError for a prompt of another kind."""
-    if prompt.embeds is not None or prompt.encoder is not None:
-        kind = "embeddings" if prompt.encoder is None else "an encoder's side"
+    kinds = (
+        (prompt.embeds is not None, "embeddings"),
+        (prompt.encoder is not None, "an encoder's side"),
+        (prompt.images, "images"),
+    )
+    if kind := next((kind for has, kind in kinds if has), None):
         raise PromptError(f"{what} has {kind}, which this call does not take: lm.generate and lm.forward do")
-    return without_images(prompt, what).token_ids
-
-
-def without_images(prompt: RenderedPrompt, what: str) -> RenderedPrompt:
-    """The prompt, for calls that take text and embeddings. Raises PromptError for a prompt with images."""
-    if prompt.images:
-        raise PromptError(f"{what} has images, which this call does not take: lm.generate and lm.forward do")
-    return prompt
+    return prompt.token_ids
 
 
 def names_of(prompts: Sequence[Any]) -> list[str]:

@@ -50,6 +50,13 @@ class ImageInput:
         """Number of placeholders."""
         return len(self.positions)
 
+    def part(self, start: int, stop: int) -> ImageInput | None:
+        """The image in a prompt's part from `start` to `stop`; None if it is elsewhere. Raises ValueError if it is partly there."""
+        first, end = self.within(start, stop)
+        if 0 < end - first < self.num_tokens:
+            raise ValueError(f"an image has tokens on both sides of position {start if first else stop}")
+        return ImageInput(self.positions - start, self.features, self.content) if first < end else None
+
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """First and last + 1 of its placeholders, counted in the image, among the prompt's positions from `start` to `stop`."""
         first, end = torch.searchsorted(self.positions, torch.tensor((start, stop))).tolist()

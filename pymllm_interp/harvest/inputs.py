@@ -52,10 +52,12 @@ class Settings:
         count, most = len(prompt.token_ids), self.max_length
         if count <= most:
             yield 0, prompt
-        elif self.too_long == "truncate":
-            yield 0, prompt.part(0, most)
-        elif self.too_long == "split":
-            yield from ((start, prompt.part(start, start + most)) for start in range(0, count, most))
+        elif self.too_long in ("truncate", "split"):
+            starts = range(0, count, most) if self.too_long == "split" else (0,)
+            try:
+                yield from [(start, prompt.part(start, start + most)) for start in starts]
+            except ValueError as error:
+                raise PromptError(f"{what} has {count} tokens, and a pass {most} (max_length): {error}") from None
         else:
             raise PromptError(
                 f"{what} has {count} tokens, and a pass takes {self.max_length} (max_length, at most max_model_len): "
@@ -80,6 +82,8 @@ def document_key(item: Any, read: Callable[[], RenderedPrompt]) -> bytes:
     found = hashlib.sha256(b"tokens " + np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
     if prompt.embeds is not None:
         found.update(b"embeddings " + prompt.embeds.digest(0, len(prompt.token_ids)))
+    for image in prompt.images:
+        found.update(b"image " + image.content + image.positions.numpy().tobytes())
     return found.digest()
 
 

@@ -60,7 +60,7 @@ class HarvestModel(Protocol):
         ...
 
     def _read(self, prompt: Any, what: str) -> RenderedPrompt:
-        """Token ids and embeddings of a document. Raises PromptError."""
+        """Token ids, embeddings and images of a document. Raises PromptError."""
         ...
 
     def _resolve_specs(

@@ -165,6 +165,10 @@ def write_jsonl(documents: Iterable[Any], path: Path) -> None:
 
 def _plain(document: Any, number: int) -> Any:
     if isinstance(document, dict) and "input_ids" in document:
+        if document.get("pixel_values") is not None:
+            raise TypeError(
+                f"document {number} has images: units of a corpus hold text and token ids; call lm.harvest, or lm.imap"
+            )
         document = document["input_ids"]
     if isinstance(document, str):
         return document

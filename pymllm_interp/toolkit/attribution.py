@@ -23,6 +23,7 @@ from ..hooks.site import Site
 from ..utils.arguments import PromptError, is_whole
 from .attribution_result import Attribution, Completeness
 from .metrics import Metric, RowMetric, metric_of
+from .read_prompts import ReadPrompt
 
 
 def attribute(
@@ -40,22 +41,25 @@ def attribute(
     chosen = [site for site in select_traced_sites(sites, spec) if site.kind != LOGITS]
     if not chosen:
         raise ValueError(f"sites={sites!r} selects no site; 'resid_post.*' selects one in each layer")
-    clean_ids, corrupted_ids = lm.token_ids(clean, "the clean prompt"), lm.token_ids(corrupted, "the corrupted prompt")
+    first, second = ReadPrompt.of(lm, clean, "the clean prompt"), ReadPrompt.of(lm, corrupted, "the corrupted prompt")
+    clean_ids, corrupted_ids = first.token_ids, second.token_ids
     if len(clean_ids) != len(corrupted_ids):
         raise PromptError(
             f"the clean prompt has {len(clean_ids)} tokens and the corrupted prompt {len(corrupted_ids)}: their states are "
             "subtracted position by position, so both need equally many; reword one"
         )
     places = [_place(site, spec) for site in chosen]
-    wanted, measured_clean = _states(lm, clean_ids, places, measure, lora)
-    gradients, found, measured = _gradients(lm, corrupted_ids, places, measure, lora)
+    wanted, measured_clean = _states(lm, first.prompt, places, measure, lora)
+    gradients, found, measured = _gradients(lm, second.prompt, places, measure, lora)
     values, completeness = dict[str, torch.Tensor](), dict[str, Completeness]()
     with CallProgress(progress, len(places), "sites") as shown:
         for place, target, start, gradient in zip(places, wanted, found, gradients, strict=True):
             name, change = str(place.point.site), target.float() - start.float()
             reached = measured
             if steps > 1:
-                gradient, reached = _along(lm, corrupted_ids, place, start, target, steps, measure, lora)
+                gradient, reached = _along(
+                    lm, second.prompt, len(corrupted_ids), place, start, target, steps, measure, lora
+                )
             products = change * gradient.float()
             if steps > 1:
                 completeness[name] = Completeness(products.sum().item(), reached - measured)
@@ -85,10 +89,10 @@ def _value(lm: Any, place: PlacedHooks) -> torch.Tensor:
 
 
 def _states(
-    lm: Any, ids: list[int], places: Sequence[PlacedHooks], metric: RowMetric, lora: str | None
+    lm: Any, prompt: Any, places: Sequence[PlacedHooks], metric: RowMetric, lora: str | None
 ) -> tuple[list[torch.Tensor], float]:
     """The states [tokens, ...] of a run at each place, and its metric."""
-    with lm.trace(ids, lora=lora):
+    with lm.trace(prompt, lora=lora):
         states = _read(lm, places).save()  # pyright: ignore[reportAttributeAccessIssue]
         logits = lm.output.logits[:, -1].save()
     return states, metric(logits.float()).item()
@@ -99,10 +103,10 @@ def _read(lm: Any, places: Sequence[PlacedHooks]) -> list[torch.Tensor]:
 
 
 def _gradients(
-    lm: Any, ids: list[int], places: Sequence[PlacedHooks], metric: RowMetric, lora: str | None
+    lm: Any, prompt: Any, places: Sequence[PlacedHooks], metric: RowMetric, lora: str | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
     """The metric's gradients at each place, the states there, [tokens, ...] each, and the metric."""
-    with lm.trace(ids, grad=True, lora=lora):
+    with lm.trace(prompt, grad=True, lora=lora):
         found = _differentiated(lm, places, metric).save()
     gradients, states, value = found
     return gradients, states, value.item()
@@ -121,7 +125,8 @@ def _differentiated(lm: Any, places: Sequence[PlacedHooks], metric: RowMetric) -
 
 def _along(
     lm: Any,
-    ids: list[int],
+    prompt: Any,
+    length: int,
     place: PlacedHooks,
     start: torch.Tensor,
     target: torch.Tensor,
@@ -131,11 +136,11 @@ def _along(
 ) -> tuple[torch.Tensor, float]:
     """The mean gradient at the middle of each of `steps` parts of the way, and the metric at its end."""
     points = [(step + 0.5) / steps for step in range(steps)] + [1.0]
-    most = max(1, lm.limits.max_num_tokens // len(ids))
+    most = max(1, lm.limits.max_num_tokens // length)
     total, reached = torch.zeros(start.shape), 0.0
     for first in range(0, len(points), most):
         part = points[first : first + most]
-        with lm.trace([ids] * len(part), grad=True, lora=lora):
+        with lm.trace([prompt] * len(part), grad=True, lora=lora):
             found = _from(lm, place, start, target, part, metric).save()  # pyright: ignore[reportAttributeAccessIssue]
         gradients, values = found
         total += gradients[: steps - first].sum(0)  # the end counts only for the metric

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product, repeat
 from typing import Any
@@ -14,11 +14,13 @@ from ..client.notebook.progress import CallProgress
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.heads import Heads, channels_of, checked_heads, heads_in
+from ..hooks.image_words import has_words
 from ..hooks.interventions.specs import Patch
-from ..hooks.positions import Positions, windows_of
+from ..hooks.positions import Positions, checked_positions, windows_of
 from ..hooks.site import Site, expand
 from ..utils.arguments import PromptError, shown
 from .metrics import Metric, RowMetric, metric_of
+from .read_prompts import ReadPrompt
 from .sweep_result import PatchSweep
 from .wavefront import WaveCell, Wavefront
 
@@ -40,7 +42,7 @@ class Plan:
     metric: RowMetric
     token_ids: list[int]
     prompt: Any
-    """The base prompt: its token ids, or a dict of them and its embeddings."""
+    """The base prompt (`ReadPrompt.prompt`)."""
     kind: str
     layers: list[int]
     positions: list[int]
@@ -100,8 +102,8 @@ def patch_sweep(
         raise ValueError(f"how={how!r}: expected 'auto', 'wavefront' or 'requests'")
     if lm._edits_of(None):
         raise NotImplementedError("this model has edits (lm.edit), and a sweep does not apply them: clear them first")
-    base_ids, base = _read(lm, base, "the base prompt")
-    source_ids, source = _read(lm, source, "the source prompt")
+    first, second = ReadPrompt.of(lm, base, "the base prompt"), ReadPrompt.of(lm, source, "the source prompt")
+    base_ids, source_ids = first.token_ids, second.token_ids
     if len(base_ids) != len(source_ids):
         raise PromptError(
             f"the base prompt has {len(base_ids)} tokens and the source prompt {len(source_ids)}: states are patched position by "
@@ -113,22 +115,23 @@ def patch_sweep(
             "them, or raise max_model_len"
         )
     sites = _sites(site, layers, spec)
-    kind, count = sites[0].kind, len(base_ids)
-    found = _positions("prompt" if positions is None else positions, count)
+    kind = sites[0].kind
+    found = _positions("prompt" if positions is None else positions, lm, sites[0], first, second)
     chosen = None if heads is None else _heads(heads, kind, spec)
-    embedded = any(isinstance(prompt, dict) for prompt in (base, source))
-    why = _why_requests(lm, lora, embedded) if how != "requests" else "asked for"
+    why = _why_requests(lm, lora, (first, second)) if how != "requests" else "asked for"
     if why and how == "wavefront":
         raise NotImplementedError(f"how='wavefront': {why}; how='requests' runs a request for each cell")
-    states, logits = _both_runs(lm, [base, source], sites, found, lora)
+    states, logits = _both_runs(lm, [first.prompt, second.prompt], sites, found, lora)
     baselines = measure(logits).tolist()
     where = [one.layer or 0 for one in sites]
     pairs = enumerate(zip(base_ids, source_ids, strict=True))
-    first_change = 0 if embedded else next((i for i, (one, other) in pairs if one != other), 0)
-    plan = Plan(lm, measure, base_ids, base, kind, where, found, chosen, first_change, (states[0], states[1]), lora)
+    changes = (i for i, (one, other) in pairs if one != other) if first.ids_only and second.ids_only else iter(())
+    plan = Plan(
+        lm, measure, base_ids, first.prompt, kind, where, found, chosen, next(changes, 0), (states[0], states[1]), lora
+    )  # fmt: skip
     cells = _shown(_by_requests(plan) if why else _by_wavefront(plan), len(plan.cells()), progress)
     equal = zip(plan.equal_cells(), repeat(baselines[0]), strict=False)
-    texts = _texts(lm, base_ids, base), _texts(lm, source_ids, source)
+    texts = _texts(lm, first), _texts(lm, second)
     result = PatchSweep(
         kind, plan.layers, found, chosen, (baselines[0], baselines[1]), texts,
         f"requests ({why})" if why else "wavefront", chain(equal, cells),
@@ -166,8 +169,16 @@ def _layers(layers: Iterable[int] | None, count: int) -> list[int]:
     return resolved
 
 
-def _positions(positions: Positions, count: int) -> list[int]:
-    """Ascending positions of a prompt of `count` tokens."""
+def _positions(positions: Positions, lm: Any, site: Site, base: ReadPrompt, source: ReadPrompt) -> list[int]:
+    """Ascending positions of both prompts."""
+    count = len(base.token_ids)
+    if has_words(checked_positions(positions)) and (base.has_images or source.has_images):
+        found, others = (prompt.places(lm, site, positions) for prompt in (base, source))
+        if found != others:
+            raise PromptError(
+                f"positions={shown(positions)} are {found} in the base prompt, and {others} in the source prompt"
+            )
+        return found
     windows = windows_of(positions, count)
     if any(window.start >= count for window in windows):
         raise ValueError(
@@ -186,20 +197,12 @@ def _heads(heads: Heads | str, kind: str, spec: Any) -> list[int]:
     return list(heads_in(checked_heads(heads, kind) or (), spec, kind))
 
 
-def _read(lm: Any, prompt: Any, what: str) -> tuple[list[int], Any]:
-    """(token ids, the prompt for `lm.generate`: these ids, or a dict of them and embeddings). Raises PromptError."""
-    found = lm._read(prompt, what)
-    ids = found.token_ids
-    if found.embeds is None:
-        return ids, ids
-    vectors = dict(zip(found.embeds.positions.tolist(), found.embeds.vectors, strict=True))
-    return ids, {"prompt_token_ids": ids, "embeds": vectors}
-
-
-def _why_requests(lm: Any, lora: str | None, embedded: bool) -> str:
+def _why_requests(lm: Any, lora: str | None, prompts: Sequence[ReadPrompt]) -> str:
     """Reason that the cells run as requests; "" if the wavefront runs them."""
-    if embedded:
+    if any(prompt.embedded for prompt in prompts):
         return "the prompts have embeddings"
+    if any(prompt.has_images for prompt in prompts):
+        return "the prompts have images"
     if lora is not None:
         return "they have an adapter"
     if not lm.backend.in_process:
@@ -220,10 +223,10 @@ def _both_runs(
     return states, torch.cat([out.activations["logits"] for out in outs]).float()
 
 
-def _texts(lm: Any, ids: list[int], prompt: Any) -> list[str]:
+def _texts(lm: Any, prompt: ReadPrompt) -> list[str]:
+    ids = prompt.token_ids
     texts = [str(token) for token in ids] if lm.tokenizer is None else lm.to_str_tokens(ids)
-    embedded = prompt["embeds"] if isinstance(prompt, dict) else ()
-    return ["[vector]" if i in embedded else text for i, text in enumerate(texts)]
+    return ["[vector]" if i in prompt.embedded else text for i, text in enumerate(texts)]
 
 
 # -- how it runs -----------------------------------------------------------------------------

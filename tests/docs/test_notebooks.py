@@ -1,6 +1,6 @@
 """The notebooks of examples/notebooks run from top to bottom, each cell twice, as in a session in which a cell is run again.
 
-They run in this process, since seven kernels would each import torch; one runs in a kernel, too.
+They run in this process, since eight kernels would each import torch; one runs in a kernel, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("demo_tokenizer")
 FOLDER = ROOT / "examples" / "notebooks"
 NEEDS = {
     "activation_patching": ["plotly"], "attribution": ["plotly"], "evaluation": ["inspect_ai", "ipywidgets", "lm_eval"],
+    "image_patches": ["plotly"],
     "logit_lens": ["plotly"], "sae_features": ["plotly"], "steering": [], "transformer_lens_names": ["plotly", "transformer_lens"],
 }  # fmt: skip
 """Notebook -> packages of extras that it imports."""

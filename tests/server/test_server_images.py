@@ -169,11 +169,20 @@ def test_words_for_image_positions_over_http_and_connect(server: Server, vision_
         ],
         "capture": [Capture("resid_post.1", ["image", -1])],
     }
+    pictures, two_sizes = (
+        [{"prompt": placed(FAMILY, "a ", image, "b")[0], "multi_modal_data": {"image": image}} for image in images]
+        for images in ((FIRST, picture(40, 28, seed=9)), (FIRST, picture(90, 28)))
+    )
+    asked_sweep: dict[str, Any] = {"metric": (7, 11), "positions": ["image[0]", -1], "layers": [1], "progress": False}
     with LM(vision_folder(FAMILY), device="cpu", dtype="float32", kv_cache_tokens=2048) as lm:
         (local,) = lm.chat(said, GREEDY, **hooks)
+        sweep = lm.patch_sweep(*pictures, **asked_sweep)
         (plain,) = lm.chat(said, GREEDY)
     with LM.connect(server.url, api_key=KEYS["declared"]) as lm:
         (far,) = lm.chat(said, GREEDY, **hooks)
+        far_sweep = lm.patch_sweep(*pictures, **asked_sweep)
+        with pytest.raises(PromptError, match="equally many"):
+            lm.patch_sweep(*two_sizes, **asked_sweep)
         with pytest.raises(PromptError, match=r"the prompt has 1 images, image\[0\] to image\[0\]"):
             lm.chat(said, GREEDY, capture=[Capture("embed", "image[3]")])
         with pytest.raises(PromptError, match="has no images"):
@@ -181,6 +190,8 @@ def test_words_for_image_positions_over_http_and_connect(server: Server, vision_
         with pytest.raises(ValueError, match="positions"):
             lm.chat(said, GREEDY, capture=[Capture("embed", "image[x]")])
     assert far.token_ids == local.token_ids != plain.token_ids
+    assert far_sweep.positions == sweep.positions and len(sweep.positions) > 4 and far_sweep.tokens == sweep.tokens
+    torch.testing.assert_close(far_sweep.values, sweep.values, rtol=1e-4, atol=1e-4)
     assert torch.equal(far.activations["resid_post.1"], local.activations["resid_post.1"])
     assert torch.equal(far.activations.positions["resid_post.1"], local.activations.positions["resid_post.1"])
     fields = {name: [to_json(spec) for spec in specs] for name, specs in hooks.items()}
