@@ -416,7 +416,12 @@ def lacks_head(config: Any) -> bool:
     return name.endswith("Model") and not name.endswith(HEADS)
 
 
-ENCODERS = frozenset({"bert", "camembert", "eurobert", "modernbert", "roberta", "xlm-roberta", "xlm-roberta-xl"})
+ENCODERS = frozenset(
+    {
+        "bert", "camembert", "deberta-v2", "distilbert", "electra", "eurobert", "modernbert", "mpnet", "roberta",
+        "xlm-roberta", "xlm-roberta-xl",
+    }
+)  # fmt: skip
 """Model types of encoders."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS, held, random_model, tiny_tokenizer
+from helpers_devices import DEVICES, lm_on
 from helpers_st import TEXTS, folder_of_modules
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedModel
@@ -21,6 +22,7 @@ from pymllm_interp.client.pooling.pooling import Pooling
 from pymllm_interp.interventions import Monitor
 from pymllm_interp.utils.arguments import PromptError
 
+CLOSE = 1e-4 if torch.cuda.is_available() else 1e-5
 GENERATOR = torch.Generator().manual_seed(7)
 PROMPTS = [torch.randint(0, 95, (n,), generator=GENERATOR).tolist() for n in (1, 17, 40, 3, 16)]
 MODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -50,17 +52,18 @@ def data(outs: list[Any]) -> list[torch.Tensor]:
 
 def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(one, other, atol=CLOSE, rtol=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize(
     ("family", "modes"),
     [("llama", list(MODES)), ("gemma2", ["last", "mean"]), ("gpt2", ["mean"]), ("glm4_moe", ["last"])],
 )
-def test_embeddings_equal_transformers_and_the_formula(family, modes, impl, lm_of, oracle) -> None:
+def test_embeddings_equal_transformers_and_the_formula(family, modes, impl, device, lm_of, oracle) -> None:
     """Prompts of one token, of several chunks, and of a page and one; batches of a step with parts of several prompts."""
-    lm, model = lm_of(family, impl=impl, max_num_tokens=16), oracle(family)
+    lm, model = lm_of(family, impl=impl, max_num_tokens=16, device=device), oracle(family)
     states = [hidden(model, ids) for ids in PROMPTS]
     for mode in modes:
         equal(data(lm.encode(PROMPTS, pooling=mode)), [unit(MODES[mode](h)) for h in states])
@@ -84,9 +87,10 @@ def test_a_cached_prefix_changes_no_embedding(lm_of, oracle) -> None:
     assert out.num_cached_tokens >= 64, "what an embedding computed, a generation takes"
 
 
-def test_preempted_embeddings_are_those_of_an_empty_engine(model_folder, oracle) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_preempted_embeddings_are_those_of_an_empty_engine(device, model_folder, oracle) -> None:
     """A pool that holds a few of the requests: long generations and embeddings push each other out."""
-    lm, model = LM(model_folder("llama"), dtype="float32", kv_cache_tokens=192, max_model_len=128), oracle("llama")
+    lm, model = lm_on(device, model_folder("llama"), kv_cache_tokens=192, max_model_len=128), oracle("llama")
     ids = [torch.randint(0, 95, (60,), generator=GENERATOR).tolist() for _ in range(6)]
     handles = [lm.submit(one, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for one in ids]
     for mode in ("mean", "last"):
@@ -120,8 +124,9 @@ def test_an_embedding_beside_others_changes_no_bit_of_them(lm_of) -> None:
         assert ids == ids2 and logprobs == logprobs2 and torch.equal(rows, rows2)
 
 
-def test_hooks_act_on_embeddings_and_read_beside_them(lm_of, oracle) -> None:
-    lm, model = lm_of("llama"), oracle("llama")
+@pytest.mark.parametrize("device", DEVICES)
+def test_hooks_act_on_embeddings_and_read_beside_them(device, lm_of, oracle) -> None:
+    lm, model = lm_of("llama", device=device), oracle("llama")
     vector = torch.randn(72, generator=GENERATOR)
 
     def steered(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers_devices import DEVICES, lm_on
 from helpers_tokenizers import wordpiece
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
+    AutoModelForPreTraining,
     AutoModelForSequenceClassification,
     BertConfig,
+    DebertaV2Config,
+    DistilBertConfig,
+    ElectraConfig,
     Gemma3TextConfig,
     ModernBertConfig,
+    MPNetConfig,
     PretrainedConfig,
     XLMRobertaConfig,
 )
 
 from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.core.unsupported import UnsupportedModelError
 from pymllm_interp.interventions import Knockout, Monitor
+from pymllm_interp.models.weights.loading import WeightsError
 from pymllm_interp.utils.arguments import PromptError
 
+CLOSE = 1e-4 if torch.cuda.is_available() else 1e-5
 GENERATOR = torch.Generator().manual_seed(3)
 PROMPTS = [torch.randint(5, 95, (n,), generator=GENERATOR).tolist() for n in (1, 17, 30, 3, 16)]
 SIZES: dict[str, Any] = {
@@ -33,6 +44,18 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "bert": lambda: BertConfig(**SIZES),
     "xlm-roberta": lambda: XLMRobertaConfig(**SIZES, pad_token_id=1),
+    "mpnet": lambda: MPNetConfig(**SIZES),
+    "electra": lambda: ElectraConfig(**SIZES, embedding_size=20),
+    "distilbert": lambda: DistilBertConfig(
+        vocab_size=97, dim=36, hidden_dim=40, n_layers=3, n_heads=3, max_position_embeddings=64
+    ),
+    "deberta-v3": lambda: DebertaV2Config(
+        **SIZES, relative_attention=True, position_buckets=8, norm_rel_ebd="layer_norm", share_att_key=True,
+        pos_att_type=["p2c", "c2p"], position_biased_input=False, type_vocab_size=0,
+    ),
+    "deberta-v2": lambda: DebertaV2Config(
+        **SIZES, relative_attention=True, max_relative_positions=20, pos_att_type=["p2c", "c2p"], type_vocab_size=2
+    ),
     "modernbert": lambda: ModernBertConfig(
         **SIZES, global_attn_every_n_layers=2, local_attention=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         cls_token_id=1, sep_token_id=2, classifier_pooling="cls",
@@ -71,17 +94,20 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=CLOSE, rtol=1e-4)
 
 
-@pytest.mark.parametrize("cls", [AutoModel, AutoModelForMaskedLM])
-@pytest.mark.parametrize("family", list(CONFIGS))
-def test_embeddings_equal_transformers(family: str, cls: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("family", "cls"),
+    [(family, AutoModel) for family in CONFIGS]
+    + [(family, AutoModelForMaskedLM) for family in ("bert", "mpnet", "distilbert", "deberta-v3")]
+    + [(family, AutoModelForPreTraining) for family in ("bert", "electra")],
+)
+def test_embeddings_equal_transformers(family: str, cls: Any, tmp_path: Path, device: str) -> None:
     """Several texts in a step, whole ones only; the same text twice takes nothing from the other."""
-    if family == "gemma3_text" and cls is AutoModelForMaskedLM:
-        pytest.skip("transformers has no such class")
     model = saved(family, tmp_path, cls)
-    lm = LM(tmp_path, dtype="float32", kv_cache_tokens=256, max_num_tokens=48)
+    lm = lm_on(device, tmp_path, kv_cache_tokens=256, max_num_tokens=48)
     states = [hidden(model, ids) for ids in PROMPTS]
     for _ in range(2):
         close([out.data for out in lm.encode(PROMPTS)], [unit(h[0]) for h in states])
@@ -97,12 +123,14 @@ def test_embeddings_equal_transformers(family: str, cls: Any, tmp_path: Path) ->
     lm.shutdown()
 
 
-@pytest.mark.parametrize("family", ["bert", "modernbert", "xlm-roberta"])
-def test_hooks_act_on_encoders(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["bert", "modernbert", "xlm-roberta", "mpnet", "deberta-v3", "distilbert"])
+def test_hooks_act_on_encoders(family: str, tmp_path: Path, device: str) -> None:
     model = saved(family, tmp_path)
-    lm = LM(tmp_path, dtype="float32", kv_cache_tokens=256)
+    lm = lm_on(device, tmp_path, kv_cache_tokens=256)
     vector = torch.randn(36, generator=GENERATOR)
-    layers = model.encoder.layer if hasattr(model, "encoder") else model.layers
+    path = next(each for each in ("encoder.layer", "transformer.layer", "layers") if hasattr(model, each.split(".")[0]))
+    layers = model.get_submodule(path)
     states: list[torch.Tensor] = []
 
     def steered(module: Any, inputs: Any, output: Any) -> Any:
@@ -124,7 +152,6 @@ def test_hooks_act_on_encoders(family: str, tmp_path: Path) -> None:
     assert [len(out.monitors["watch"].scores) for out in outs] == [len(ids) for ids in PROMPTS]
     with pytest.raises(ValueError, match=r"[Kk]nockout|attention"):
         lm.encode(PROMPTS, interventions=[Knockout(1, from_=[-1], to=[0])])
-    path = "encoder.layer" if family != "modernbert" else "layers"
     with lm.trace(PROMPTS[1]):
         base = getattr(lm, model.base_model_prefix)
         module = base
@@ -135,14 +162,74 @@ def test_hooks_act_on_encoders(family: str, tmp_path: Path) -> None:
     lm.shutdown()
 
 
-@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "modernbert"])
-def test_classifiers_equal_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "gemma3_text"])
+def test_classifiers_equal_transformers(family: str, tmp_path: Path, device: str) -> None:
     model = saved(family, tmp_path, AutoModelForSequenceClassification, num_labels=3)
-    lm = LM(tmp_path, dtype="float32", kv_cache_tokens=256)
+    lm = lm_on(device, tmp_path, kv_cache_tokens=256)
     with torch.no_grad():
         expected = [model(torch.tensor([ids])).logits[0] for ids in PROMPTS]
     close([out.logits for out in lm.classify(PROMPTS)], expected)
     lm.shutdown()
+
+
+def test_traces_of_several_texts_read_and_edit_an_attention_that_runs_for_each(tmp_path: Path) -> None:
+    """Texts with blocks and without in one step; inside of DeBERTa's and MPNet's attention, too."""
+    for family, inner in (("mpnet", "attn.v"), ("deberta-v3", "self.value_proj")):
+        folder = tmp_path / family
+        model = saved(family, folder)
+        lm = LM(folder, dtype="float32", kv_cache_tokens=256)
+        seen: list[torch.Tensor] = []
+
+        def doubled(module: Any, inputs: Any, output: torch.Tensor, seen: list[torch.Tensor] = seen) -> torch.Tensor:
+            if output.shape[1] != 16:  # DeBERTa projects its relative positions by the same module
+                seen.append(output[0])
+            return output * 2 if output.shape[1] == 17 else output
+
+        handle = model.get_submodule(f"encoder.layer.1.attention.{inner}").register_forward_hook(doubled)
+        expected = [hidden(model, ids) for ids in PROMPTS[1:4]]
+        handle.remove()
+        found: list[Any] = []
+        with lm.trace() as tracer:
+            for ids in PROMPTS[1:4]:
+                with tracer.invoke(ids):
+                    base: Any = getattr(lm, model.base_model_prefix)
+                    layer = base.encoder.layer[1].attention
+                    value = layer.attn.v if family == "mpnet" else layer.self.value_proj
+                    rows = value.output.clone().save()
+                    if len(ids) == 17:
+                        value.output = value.output * 2
+                    found.append((rows, base.encoder.layer[2].output[0].save()))
+        for (rows, last), own, states in zip(found, seen, expected, strict=True):
+            close(rows.reshape(own.shape), own)
+            close(last.reshape(states.shape), states)
+        lm.shutdown()
+
+
+def test_a_deberta_with_a_convolution_is_refused(tmp_path: Path) -> None:
+    saved("deberta-v2", tmp_path, conv_kernel_size=3, conv_act="tanh")
+    with pytest.raises(UnsupportedModelError, match="conv_kernel_size cannot be served"):
+        LM(tmp_path, dtype="float32")
+
+
+def test_weights_that_an_encoder_lacks_are_an_error_and_other_heads_are_not(tmp_path: Path) -> None:
+    """A folder of sentence-transformers has the encoder's own tensors beside the config of a class with a head."""
+    model = saved("mpnet", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["MPNetForMaskedLM"]}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    other = {"lm_head.bias": torch.zeros(3), "embeddings.position_ids": torch.arange(64)[None]}
+    save_file(tensors | other, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    lm = LM(tmp_path, dtype="float32", kv_cache_tokens=256)
+    close(lm.encode([PROMPTS[1]])[0].data, unit(hidden(model, PROMPTS[1])[0]))
+    lm.shutdown()
+    for changed, message in (
+        ({name: value for name, value in tensors.items() if "layer.1.attention.attn.q" not in name}, "missing keys"),
+        (tensors | {"encoder.layer.7.attention.attn.q.weight": torch.zeros(36, 36)}, "unexpected keys"),
+    ):
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(WeightsError, match=message):
+            LM(tmp_path, dtype="float32", kv_cache_tokens=256)
 
 
 def test_a_cross_encoder_types_the_tokens_of_a_pair(tmp_path: Path) -> None:

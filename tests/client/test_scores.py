@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS, tiny_tokenizer
+from helpers_devices import DEVICES, lm_on
 from helpers_pooling import classifier
 from transformers import PreTrainedModel
 
@@ -17,6 +18,7 @@ from pymllm_interp.captures import Lens
 from pymllm_interp.interventions import Monitor
 from pymllm_interp.utils.arguments import PromptError
 
+CLOSE = 1e-4 if torch.cuda.is_available() else 1e-5
 GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(0, 95, (n,), generator=GENERATOR).tolist() for n in (1, 17, 40, 3, 16)]
 
@@ -38,15 +40,16 @@ def logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 
 def close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=CLOSE, rtol=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
-def test_labels_equal_transformers(family: str, impl: str, folder_of) -> None:
+def test_labels_equal_transformers(family: str, impl: str, device: str, folder_of) -> None:
     """Without a soft-cap, a tied head or another's bias; in chunks."""
     model = classifier(family, 3)
-    lm = LM(folder_of(model), dtype="float32", impl=impl, max_num_tokens=16, kv_cache_tokens=512, max_model_len=64)
+    lm = lm_on(device, folder_of(model), impl=impl, max_num_tokens=16, kv_cache_tokens=512, max_model_len=64)
     expected = [logits(model, ids) for ids in PROMPTS]
     outs = lm.classify(PROMPTS)
     close([out.logits for out in outs], expected)
@@ -68,9 +71,10 @@ def test_labels_of_tokens_have_a_bias_and_stand_at_each_position(folder_of) -> N
         lm.shutdown()
 
 
-def test_rewards_equal_transformers_with_hooks_and_traces(folder_of) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_rewards_equal_transformers_with_hooks_and_traces(device: str, folder_of) -> None:
     model = classifier("llama", 1)
-    lm = LM(folder_of(model), dtype="float32", kv_cache_tokens=512, max_model_len=64)
+    lm = lm_on(device, folder_of(model), kv_cache_tokens=512, max_model_len=64)
     expected = [float(logits(model, ids)) for ids in PROMPTS]
     close(lm.score(PROMPTS), expected)
     close(lm.score(PROMPTS, activation=True), torch.tensor(expected).sigmoid().tolist())

@@ -11,12 +11,12 @@ import torch
 from conftest import CONFIGS
 from helpers_runner import make_runner
 from transformers import (
-    DistilBertConfig,
-    ElectraConfig,
+    AlbertConfig,
     MarianConfig,
     PaliGemmaConfig,
     PretrainedConfig,
     Qwen4ExpTextConfig,
+    RoFormerConfig,
     WhisperConfig,
 )
 
@@ -60,10 +60,10 @@ MODELS = [
     ),
     (
         "V14",
-        DistilBertConfig(architectures=["DistilBertForSequenceClassification"]),
-        "distilbert is an encoder: bidirectional attention",
+        AlbertConfig(architectures=["AlbertForSequenceClassification"]),
+        "albert is an encoder: bidirectional attention",
     ),
-    ("V14", ElectraConfig(architectures=["ElectraModel"]), "Electra.* is an encoder: bidirectional attention"),
+    ("V14", RoFormerConfig(architectures=["RoFormerModel"]), "RoFormer.* is an encoder: bidirectional attention"),
     (
         "V49",
         MarianConfig(architectures=["MarianMTModel"]),

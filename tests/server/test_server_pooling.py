@@ -164,6 +164,11 @@ def test_hooks_act_and_their_results_stand_in_each_entry(app: App, lm: LM) -> No
         ({"input": "w1", "temperature": 1}, "unknown field"),
         ({"input": "w1", "model": "other"}, "there is no model 'other'"),
         ({"input": "w1", "capture": ["resid_post.9"]}, "resid_post.9"),
+        ({"input": ["w1"] * 100_000}, "100000 inputs; at most 8"),
+        ({"input": "w1", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: they are of messages"),
+        ({"input": "w1", "normalize": True, "use_activation": False}, "one field by two names"),
+        ({"input": [1, 2], "prompt_name": "query"}, "prompt_name: it stands before texts"),
+        ({"input": "w1", "prompt": "w1 " * 1_000_000, "truncate_prompt_tokens": -1}, "prompt has 3000000 characters"),
         ({"input": "w1", "interventions": [{"op": "no"}]}, "op"),
     ],
 )
@@ -232,11 +237,61 @@ def test_pairs_have_the_cosine_of_their_embeddings(app: App, lm: LM) -> None:
         ("/rerank", {"query": "w1", "documents": []}, "documents"),
         ("/rerank", {"query": "w1", "documents": ["w1"], "max_tokens_per_doc": 3}, "max_tokens_per_doc: use truncate"),
         ("/rerank", {"query": "w1", "documents": [f"w{i}" for i in range(2, 11)]}, "at most 8"),
+        ("/rerank", {"query": "w1", "documents": ["w2"] * 100_000}, "100000 inputs; at most 8"),
+        ("/score", {"text_1": "w1", "text_2": ["w1"] * 100_000}, "100000 inputs; at most 8"),
     ],
 )
 def test_wrong_pairs_are_refused_by_name(path: str, body: dict[str, Any], message: str, app: App) -> None:
     answer = post(app, path, **body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+def test_a_long_text_is_cut_before_it_is_tokenized(app: App, lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer reads the whole of what it is given, and keeps it, before it cuts."""
+    tokenizer, read = app.state.tokenizer, list[int]()
+    own = type(tokenizer).__call__
+
+    def counted(self: Any, *texts: Any, **how: Any) -> Any:
+        read.append(max(len(text) for text in texts))
+        return own(self, *texts, **how)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    long = "w7 w8 w9 " * 100_000
+    expected = lm.encode([([7, 8, 9] * 17)[:50]])
+    close(values(post(app, "/v1/embeddings", input=long, truncate_prompt_tokens=-1)), expected)
+    tokenizer.truncation_side = "left"
+    try:
+        close(
+            values(post(app, "/v1/embeddings", input=long, truncate_prompt_tokens=50)),
+            lm.encode([([7, 8, 9] * 17)[-50:]]),
+        )
+    finally:
+        tokenizer.truncation_side = "right"
+    assert 0 < max(read) < 2000
+
+
+def test_an_answer_of_too_many_numbers_is_refused_before_the_engine_works(app: App, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pymllm_interp.server.pooling.work.MAX_VALUES", 16 * 20)
+    assert post(app, "/pooling", input=list(range(20)), task="token_embed").status_code == 200
+    answer = post(app, "/pooling", input=list(range(21)), task="token_embed")
+    assert answer.status_code == 400 and "the answer has 336 numbers; at most 320" in answer.json()["error"]["message"]
+    step = {"pooling": "step", "step_tag_id": 6, "returned_token_ids": list(range(97))}
+    assert post(app, "/pooling", input=[6] * 3, **step).status_code == 200
+    assert post(app, "/pooling", input=[6] * 4, **step).status_code == 400
+
+
+def test_pairs_of_embeddings_have_the_results_of_their_second_texts(app: App) -> None:
+    """Equal texts, too."""
+    monitor = {"site": "resid_post.0", "probe": [1.0] * 72, "threshold": 1e6, "name": "m"}
+    texts = ["w5", "w6 w7 w8", "w5"]
+    answer = post(app, "/score", text_1="w5", text_2=texts, monitors=[monitor], capture=["resid_post.1"])
+    assert answer.status_code == 200, answer.text
+    for text, entry in zip(texts, answer.json()["data"], strict=True):
+        assert len(entry["pymllm"]["monitors"]["m"]["scores"]) == len(text.split()) and "activations" in entry
+    ranked = post(app, "/rerank", query="w5", documents=texts, monitors=[monitor]).json()["results"]
+    for entry in ranked:
+        assert len(entry["pymllm"]["monitors"]["m"]["scores"]) == len(texts[entry["index"]].split())
+    assert len(list(app.state.store._folder.iterdir())) == app.state.store.num_files
 
 
 def test_each_route_needs_a_key(app: App) -> None:

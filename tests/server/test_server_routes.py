@@ -85,6 +85,18 @@ def test_a_long_unknown_route_is_cut() -> None:
     assert len(message) < 200 and message.endswith("/docs lists the routes")
 
 
+def test_the_pages_name_every_route_that_is_served(client: httpx.Client) -> None:
+    """By its whole path, or its last part beside others of the same beginning."""
+    pages = [ROOT / "docs" / "use" / "serve.md", *sorted((ROOT / "docs" / "reference").glob("*.md"))]
+    text = re.sub(r"\{\w+\}", "{}", "".join(page.read_text() for page in pages))
+    missing = [
+        path
+        for path in (re.sub(r"\{\w+\}", "{}", path) for path in client.get("/openapi.json").json()["paths"])
+        if not re.search(rf"({re.escape(path)}|[` ]{re.escape(path[path.rindex('/') :])})(?![\w/])", text)
+    ]
+    assert not missing
+
+
 def test_the_page_lists_the_kinds_of_routes_that_are_refused() -> None:
     page = (ROOT / "docs" / "use" / "serve.md").read_text()
     for route in ("/sleep", "/v1/audio/..."):

@@ -102,6 +102,8 @@ def encode(
     before = facts.pooler.prompt_text(prompt, prompt_name)
     most = facts.pooler.most_tokens(truncate_prompt_tokens, facts.limits.max_model_len)
     given = as_prompts(prompts)
+    if not (prompt is None and prompt_name is None) and not all(isinstance(one, str) for one in given):
+        raise PromptError("prompt and prompt_name stand before texts: token ids and conversations are read as they are")
     read = [read_prompt(self, one, before, most, name) for one, name in zip(given, names_of(given), strict=True)]
     return pooled_outputs(self, how, read, options, progress)
 

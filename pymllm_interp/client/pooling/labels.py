@@ -90,18 +90,21 @@ def logits_capture(encoder: bool) -> dict[str, Any]:
     return {"site": "logits", "positions": [0 if encoder else -1], "dtype": "float32"}
 
 
-def pair_of(tokenizer: Any, first: str, second: str, what: str, most: int | None = None) -> list[int]:
+def pair_of(
+    tokenizer: Any, first: str, second: str, what: str, most: int | None = None, special: bool = True
+) -> list[int]:  # fmt: skip
     """Token ids of two texts, as the tokenizer joins them.
 
     Args:
         most: tokens to keep, of the second text if it is the longer one; None: all.
+        special: whether the tokenizer adds its special tokens.
 
     Raises:
         PromptError: no tokenizer.
     """
     if tokenizer is None:
         raise PromptError(f"{what} is a pair of texts, but this model has no tokenizer: classify token ids of the pair")
-    how = {} if most is None else {"truncation": True, "max_length": most}
+    how = {"add_special_tokens": special} | ({} if most is None else {"truncation": True, "max_length": most})
     return tokenizer(first, second, **how)["input_ids"]
 
 

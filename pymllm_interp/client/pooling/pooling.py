@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +94,22 @@ class Pooling:
             positions = list(range(skipped, count))
         if more:
             positions = "prompt" if not skipped else list(range(skipped, count))
-        elif mode == "mean":
-            reduce = "mean"
+        elif mode in ("mean", "max"):
+            reduce = mode
         if not positions:
             what = f"no token {self.step_tag_id}" if mode == "step" else "no token behind the prompt's text"
             raise PromptError(f"there is {what} to pool")
         site = "logits" if self.reads_logits else self.site
         return {"site": site, "positions": positions, "reduce": reduce, "dtype": "float32"}
+
+    def num_values(self, capture: Mapping[str, Any], count: int) -> int:
+        """Numbers in the result of a prompt of `count` tokens with this `capture`."""
+        if self.returned_token_ids is not None:
+            return len(capture["positions"]) * len(self.returned_token_ids)
+        width = self.dimensions or self.size
+        if self.modes[0] not in ("step", "all"):
+            return width
+        return (count if capture["positions"] == "prompt" else len(capture["positions"])) * width
 
     def pooled(self, rows: np.ndarray, skipped: int = 0) -> np.ndarray:
         """The result for the captured rows [positions, width]: [size], or [rows, size] with "step" and "all"."""

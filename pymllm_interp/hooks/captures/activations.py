@@ -29,8 +29,8 @@ class CaptureError(RuntimeError):
 class Activations(BySite):
     """Captured states of one completion, by site, on the CPU.
 
-    A tensor has shape [positions, width]; `q`, `k`, `v` and `z` have [positions, heads, head_dim]. With `reduce="mean"` and
-    `reduce="last"` it has [1, width], with `Project` [positions, directions] or [positions, top_k]. With `Features` and `Lens` it
+    A tensor has shape [positions, width]; `q`, `k`, `v` and `z` have [positions, heads, head_dim]. With `reduce="mean"`,
+    "max" or "last" it has [1, width], with `Project` [positions, directions] or [positions, top_k]. With `Features` and `Lens` it
     has [positions, top_k].
 
     Each tensor is contiguous, in separate memory without states of other requests. Equal captures of several sites share one

@@ -23,7 +23,7 @@ class Group:
 
     - with a `StateReading`: its result;
     - with the `probes` of a reduction: the state's dot products with them;
-    - with a reduction that `sums`: the float32 sum over a pass's prompt positions, and states of generated positions;
+    - with a reduction that `sums`: the float32 fold of a pass's prompt positions, and states of generated positions;
     - else the state, if it is `needed`; in `spec.dtype` if that is narrower than the model's, and the reduction `narrows`.
 
     Args:
@@ -218,10 +218,10 @@ class Group:
             Elements written.
         """
         summed, whole, _ = self.summed_and_whole(first, sizes)
-        width = len(self.sites) * self.width
-        sums = into[: self.sums_size].view(torch.float32)[:width].zero_() if self._sum_size else into[:0]
-        for records in selected(runs, summed):
-            sums += self._states(records).sum(0, dtype=torch.float32)
+        if self._sum_size and self.pool is not None:
+            sums = into[: self.sums_size].view(torch.float32)[: len(self.sites) * self.width].fill_(self.pool.initial)
+            for records in selected(runs, summed):
+                self.pool.fold_rows(sums, self._states(records))
         start = self.sums_size
         for records in selected(runs, whole):
             stop = start + len(records) * self.packed_size

@@ -69,12 +69,12 @@ class Capture(PlacedSpec):
         site: A site's name, a pattern of sites such as "resid_post.*", or a `Site`.
         positions: "all", "prompt", "generated", "image", "image[0]", "text", indexes, a mask, a range, a slice, or `Generated`.
         dtype: Floating dtype of the rows after the reduction, or its name. None: the model's, or float32 for a `Reduction`.
-        reduce: "mean" over the captured positions, "last" for the last position, or a `Project`, `Features` or `Lens` of each
-            position. None keeps the rows, [positions, width].
+        reduce: "mean" or "max" over the positions, "last" for the last one, or a `Project`, `Features` or `Lens` of each. None
+            keeps the rows, [positions, width].
         heads: Attention heads to read, at `q`, `k`, `v` and `z`: [positions, len(heads), head_dim]. None: all.
         missing: "error", or "skip" to leave out positions that a prompt does not have; the receipt counts them.
         stream: Whether the pieces of a stream have the rows, too, as they are computed (`StreamPiece.captures`). The one row of
-            "mean" and "last" comes with the last piece. Without a stream it changes nothing.
+            "mean", "max" and "last" comes with the last piece. Without a stream it changes nothing.
 
     Raises:
         ValueError: an unknown site, positions, dtype or reduction.
@@ -83,7 +83,7 @@ class Capture(PlacedSpec):
     site: Site | str
     positions: Positions = "all"
     dtype: torch.dtype | str | None = None
-    reduce: Literal["mean", "last"] | Reduction | None = None
+    reduce: Literal["mean", "max", "last"] | Reduction | None = None
     heads: Heads = None
     missing: Literal["error", "skip"] = "error"
     stream: bool = False

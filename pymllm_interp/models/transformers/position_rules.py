@@ -40,13 +40,14 @@ def serve_positions(model: nn.Module) -> int:
             module.forward = RelativeBias(module)  # pyright: ignore[reportAttributeAccessIssue]
         elif any(getattr(child, "rel_extent", None) for child in module.children()) and parameters.keys() & set(CACHES):
             module.register_forward_pre_hook(_with_offsets, with_kwargs=True)
-        if "position_ids" in parameters and parameters.keys() & CACHE_LENGTHS:
-            padding = getattr(module, "padding_idx", None)
-            if padding is not None and hasattr(module, "create_position_ids_from_input_ids"):
-                module.register_forward_pre_hook(_behind_padding, with_kwargs=True)
-                unused = padding + 1
-            else:
-                module.register_forward_pre_hook(_with_positions, with_kwargs=True)
+        if "position_ids" not in parameters:
+            continue
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None and hasattr(module, "create_position_ids_from_inputs_embeds"):
+            module.register_forward_pre_hook(_behind_padding, with_kwargs=True)
+            unused = padding + 1
+        elif parameters.keys() & CACHE_LENGTHS:
+            module.register_forward_pre_hook(_with_positions, with_kwargs=True)
     return unused
 
 

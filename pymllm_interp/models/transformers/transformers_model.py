@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -39,8 +39,9 @@ from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
 from .fused_parts import fuse_parts
 from .indexers import place_keys, serve_indexers
 from .parts.cache_names import cache_parameter
-from .parts.encoders import encoder_class, encoder_of
+from .parts.encoders import encoder_class, encoder_of, without_heads
 from .parts.heads import classifier_class, model_of, with_head
+from .parts.relative_attention import serve_relative
 from .position_rules import serve_lengths, serve_positions
 from .probe import attention_configs, probe, set_paged_calls, use_attention
 from .probed import ProbedModel
@@ -70,6 +71,7 @@ class TransformersModel(CausalLM):
         family = family_of(served, declared)
         declared = replace(declared, context_len=declared.context_len - serve_positions(served))
         serve_methods(served)
+        serve_relative(served)
         serve_biases(served)
         recurrent, indexers = serve_states(served), serve_indexers(served)
         found = probe(served, family, declared, bool(recurrent))
@@ -292,7 +294,8 @@ def load_transformers_model(
 def _encoder(config: PretrainedConfig, spec: ModelSpec, device: str, folder: Path | None, seed: int) -> Any:
     cls = encoder_class(config)
     if folder is not None:
-        return encoder_of(_from_folder(cls, config, spec.dtype, folder).to(device), spec)  # pyright: ignore
+        loaded: Any = _from_folder(cls, config, spec.dtype, folder, any_head=cls is AutoModel)
+        return encoder_of(loaded.to(device), spec)
     with torch.device(device), no_init_weights():
         loaded = cls.from_config(config, dtype=spec.dtype)
     init_dummy_weights(loaded, seed)
@@ -311,7 +314,9 @@ def auto_class(spec: ModelSpec) -> Any:
     return AutoModelForCausalLM if spec.source is None else AutoModelForSeq2SeqLM
 
 
-def _from_folder(cls: Any, config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+def _from_folder(
+    cls: Any, config: PretrainedConfig, dtype: torch.dtype, folder: Path, any_head: bool = False
+) -> PreTrainedModel:  # fmt: skip
     load: Any = cls.from_pretrained
     served, report = load(
         folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
@@ -321,6 +326,7 @@ def _from_folder(cls: Any, config: PretrainedConfig, dtype: torch.dtype, folder:
             if parameter.dtype is torch.bfloat16:
                 parameter.data = parameter.data.to(dtype)
     problems = {name: sorted(map(str, report[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    problems = without_heads(served, problems) if any_head else problems
     if any(problems.values()):
         found = "; ".join(
             f"{name.replace('_', ' ')}: {', '.join(keys[:10])}" for name, keys in problems.items() if keys

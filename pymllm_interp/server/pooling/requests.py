@@ -65,6 +65,8 @@ class InputsRequest(PooledRequest):
             raise ValueError("input: a text, token ids, or a list of them is expected; or messages, a conversation")
         if isinstance(self.input, list) and not self.input:
             raise ValueError("input is an empty list: one at least is expected")
+        if self.messages is None and self.chat_template_kwargs is not None:
+            raise ValueError("chat_template_kwargs: they are of messages, and input has none")
         return self
 
     def inputs(self) -> list[Any]:
@@ -85,6 +87,15 @@ class EmbeddingRequest(InputsRequest):
     pooling: str | None = Field(None, description='"last", "mean", "cls", ...; null: as the model says')
     prompt_name: str | None = Field(None, description='name of a text of the model before each input, such as "query"')
     prompt: str | None = Field(None, description="that text itself")
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> EmbeddingRequest:
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            raise ValueError("normalize and use_activation are one field by two names: give one of them")
+        for name in ("prompt", "prompt_name"):
+            if getattr(self, name) is not None and not all(isinstance(one, str) for one in self.inputs() or [None]):
+                raise ValueError(f"{name}: it stands before texts; token ids and messages are read as they are")
+        return self
 
     @property
     def normalized(self) -> bool | None:

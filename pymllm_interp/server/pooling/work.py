@@ -27,10 +27,12 @@ from ..routes.generation import Generation, Prompt
 from ..routes.lens import content_of
 from ..routes.openai_format import Format
 from ..routes.openai_routes import adapter_of
-from ..routes.prompt_text import check_length, check_tokens, num_characters
+from ..routes.prompt_text import check_length, check_tokens, num_characters, truncatable
 from .requests import InputsRequest, PooledRequest
 
 READ_ONLY = SamplingParams(temperature=0.0, max_tokens=0)
+MAX_VALUES = 1 << 22
+"""Most numbers in an answer. A row for each token of each input may have billions."""
 
 
 class PooledWork:
@@ -56,6 +58,7 @@ class PooledWork:
         self._started, self._notes = request.state.started, request.state.record.notes
         self._prompts: list[Prompt] = []
         self._ends: dict[tuple[int, int], m.Finished] = {}
+        self._of_entries: list[int] = []  # input of each entry's hooks; empty: the entry's own
         self._room: int = state.info["limits"]["max_model_len"]
 
     def pooling(self, **how: Any) -> Pooling:
@@ -86,6 +89,7 @@ class PooledWork:
     def inputs(self, body: InputsRequest, before: str) -> list[PooledText]:
         """The inputs with their token ids. Takes long."""
         most = self.pooler.most_tokens(body.truncate_prompt_tokens, self._room)
+        check_length(self.state.tokenizer, len(before), self._room, "prompt")
         if body.messages is not None:
             return [self._fitting(self._conversation(body), most, "the conversation")]
         given = body.inputs()
@@ -95,11 +99,25 @@ class PooledWork:
     def text(self, given: str | list[int], before: str, most: int | None, name: str) -> PooledText:
         """A text, or token ids, as pooling reads them."""
         if isinstance(given, str):
-            if most is None:
-                check_length(self.state.tokenizer, len(before) + len(given), self._room, name)
-            special = self.body.add_special_tokens is not False
-            return self._fitting(self.pooler.read(self.state.tokenizer, given, before, name, most, special), most, name)
+            given = self._measured(given, most, name, len(before))
+            read = self.pooler.read(self.state.tokenizer, given, before, name, most, self._special)
+            return self._fitting(read, most, name)
         return self._fitting(PooledText(None, given), most, name)
+
+    @property
+    def _special(self) -> bool:
+        return self.body.add_special_tokens is not False
+
+    def _measured(self, text: str, most: int | None, name: str, others: int) -> str:
+        """The part of a text that has its first or last `most` tokens. None refuses a text that is too long.
+
+        Args:
+            others: characters beside it.
+        """
+        if most is not None:
+            return truncatable(self.state.tokenizer, text, most)
+        check_length(self.state.tokenizer, len(text) + others, self._room, name)
+        return text
 
     def _fitting(self, read: PooledText, most: int | None, name: str) -> PooledText:
         """The input cut to `most` tokens. Raises PromptError for one that is empty or too long."""
@@ -126,40 +144,49 @@ class PooledWork:
 
     def _pair(self, first: str, second: str, most: int | None, name: str) -> PooledText:
         """Two texts, as the tokenizer joins them."""
-        if most is None:
-            check_length(self.state.tokenizer, len(first) + len(second), self._room, name)
-        return self._fitting(PooledText(None, pair_of(self.state.tokenizer, first, second, name, most)), most, name)
+        first, second = (self._measured(*pair) for pair in ((first, most, name, len(second)), (second, most, name, 0)))
+        ids = pair_of(self.state.tokenizer, first, second, name, most, self._special)
+        return self._fitting(PooledText(None, ids), most, name)
 
     # -- the engine ----------------------------------------------------------------------------
 
     async def rows(
         self, count: int, read: Callable[[], list[PooledText]], how: Callable[[PooledText], dict[str, Any]],
         result: Callable[[PooledText, np.ndarray], Any], prompt_logits: bool = False,
+        num_values: Callable[[PooledText, dict[str, Any]], int] = lambda text, capture: 1,
     ) -> list[Any]:  # fmt: skip
         """The results of all inputs.
 
         Args:
             count: inputs of the request.
             read: makes them; called on another thread.
-            how: fields of the `Capture` of an input.
+            how: fields of the `Capture` of an input; called there, too.
             result: result of an input and its captured rows [positions, width]; called on another thread.
+            num_values: numbers in the result of an input with this capture.
 
         Raises:
-            ApiError: too many inputs, or an engine's error.
+            ApiError: too many inputs or numbers, or an engine's error.
         """
-        if count > self.state.limits.max_prompts:
-            raise ApiError(400, f"{count} inputs; at most {self.state.limits.max_prompts} (max_prompts)", "input")
+        self._check_count(count)
         with self.state.admitted(self.client, count):
             try:
-                texts = await self.state.threads.run(self.client.name, read)
-                generation = await self._start(texts, how, prompt_logits)
+
+                def prepared() -> tuple[list[PooledText], list[dict[str, Any]]]:
+                    texts = read()
+                    captures = [how(text) for text in texts]
+                    _check_values(sum(map(num_values, texts, captures)))
+                    return texts, captures
+
+                texts, captures = await self.state.threads.run(self.client.name, prepared)
+                generation = await self._start(texts, captures, prompt_logits)
             except Exception as error:
                 raise api_error(error, refused=True) from error
             try:
                 async for piece in generation.pieces():
                     if piece.end is not None:
                         self._ended(piece.prompt, piece.end)
-                return [await self._result(i, texts[i], how, result) for i in range(len(texts))]
+                sites = [capture["site"] for capture in captures]
+                return [await self._result(i, texts[i], sites[i], result) for i in range(len(texts))]
             except Exception as error:
                 raise api_error(error, refused=False) from error
             finally:
@@ -168,8 +195,16 @@ class PooledWork:
                 self._metrics.close()
                 generation.close()
 
+    def _check_count(self, count: int) -> None:
+        if count > self.state.limits.max_prompts:
+            raise ApiError(400, f"{count} inputs; at most {self.state.limits.max_prompts} (max_prompts)", "input")
+
     async def pair_scores(self, pairs: list[tuple[str, str]], activated: bool | None) -> list[float]:
-        """Scores of pairs of texts: of the classification head, or the cosines of their embeddings."""
+        """Scores of pairs of texts: of the classification head, or the cosines of their embeddings.
+
+        Results of hooks are of the pairs. Without a head they are of second texts.
+        """
+        self._check_count(len(pairs))  # of which many may have equal texts
         most, head = self.pooler.most_tokens(self.body.truncate_prompt_tokens, self._room), self._head()
         if head is not None:
             head.check_one()
@@ -181,21 +216,24 @@ class PooledWork:
                 self.is_encoder,
             )
         how, before = self.pooling(normalize=True), self.pooler.prompt_text(None, None)
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        flat = [text for pair in pairs for text in pair]
+        texts = flat if self.body.hooked else list(dict.fromkeys(flat))  # equal ones once, unless they have results
+        number = {text: i for i, text in enumerate(texts)}
+        places = [*range(len(flat))] if self.body.hooked else [number[text] for text in flat]
+        self._of_entries = places[1::2]
         found = await self.rows(
             len(texts),
             lambda: [self.text(text, before, most, f"text {i}") for i, text in enumerate(texts)],
             lambda text: how.capture(text.token_ids, text.skipped),
             lambda text, rows: how.pooled(rows, text.skipped),
         )
-        vectors = dict(zip(texts, found, strict=True))
-        return [float(vectors[first] @ vectors[second]) for first, second in pairs]
+        return [float(found[a] @ found[b]) for a, b in zip(places[::2], places[1::2], strict=True)]
 
     async def _start(
-        self, texts: list[PooledText], how: Callable[[PooledText], dict[str, Any]], prompt_logits: bool
-    ) -> Generation:
+        self, texts: list[PooledText], pooled: list[dict[str, Any]], prompt_logits: bool
+    ) -> Generation:  # fmt: skip
         body, own = self.body, list(self.body.capture or ())
-        captures = [[how(text), *own] for text in texts]
+        captures = [[capture, *own] for capture in pooled]
         given = {"interventions": body.interventions, "monitors": body.monitors}
         hooks: dict[str, Any] = {name: [field] for name, field in given.items() if field}  # once for all inputs
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
@@ -222,16 +260,13 @@ class PooledWork:
         if end.finish_reason == "timeout":
             raise ApiError(408, f"input {index} ran into its timeout", code="timeout")
 
-    async def _result(
-        self, index: int, text: PooledText, how: Callable[[PooledText], dict[str, Any]], result: Callable[..., Any]
-    ) -> Any:
+    async def _result(self, index: int, text: PooledText, site: str, result: Callable[..., Any]) -> Any:
         captured = self._ends[index, 0].captured
         assert captured is not None, "each input has a capture"
         body = await asyncio.to_thread(content_of, captured, self.state.engine.store)
         if self.body.capture:
             self._format.keep_activations(index, captured)
             self._ends[index, 0].captured = None  # the store has it
-        site = how(text)["site"]
         return await self.state.threads.run(self.client.name, lambda: result(text, load(body)[site]))
 
     # -- answers -------------------------------------------------------------------------------
@@ -248,5 +283,14 @@ class PooledWork:
         """An input's part of the answer, with results of its hooks."""
         found = {"index": index, **fields}
         if self.body.hooked:
-            self._format.end(found, index, self._ends[index, 0])
+            of = self._of_entries[index] if self._of_entries else index
+            self._format.end(found, of, self._ends[of, 0])
         return found
+
+
+def _check_values(count: int) -> None:
+    """Raise ApiError for an answer of too many numbers."""
+    if count > MAX_VALUES:
+        raise ApiError(
+            400, f"the answer has {count} numbers; at most {MAX_VALUES}: send fewer inputs at a time", "input"
+        )

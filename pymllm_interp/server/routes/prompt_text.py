@@ -52,6 +52,13 @@ def last_part(tokenizer: Any, text: str, max_model_len: int) -> str:
     return text if tokenizer is None else text[-2 * max_model_len * (longest_token(tokenizer) + 1) :]
 
 
+def truncatable(tokenizer: Any, text: str, most: int) -> str:
+    """The part of a text that has its first `most` tokens, or its last ones, by the tokenizer's side."""
+    if getattr(tokenizer, "truncation_side", "right") == "left":
+        return last_part(tokenizer, text, most)
+    return text if tokenizer is None else text[: 2 * most * (longest_token(tokenizer) + 1)]
+
+
 @lru_cache(4)
 def longest_token(tokenizer: Any) -> int:
     """Characters of the longest token."""

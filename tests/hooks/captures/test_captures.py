@@ -244,6 +244,7 @@ def test_captures_select_convert_and_reduce(lm_of: Any) -> None:
     torch.testing.assert_close(
         capture(Capture("resid_post.1", reduce="mean"))["resid_post.1"], whole.mean(0, keepdim=True)
     )
+    assert torch.equal(capture(Capture("resid_post.1", reduce="max"))["resid_post.1"], whole.amax(0, keepdim=True))
     end = capture(Capture("resid_post.1", reduce="last"))
     assert torch.equal(end["resid_post.1"], whole[-1:]) and end.positions["resid_post.1"].tolist() == [10]
     for directions in (probes, vector(lm.hf_config.hidden_size, 3, 40)):  # on the device, and too many for that
@@ -332,8 +333,9 @@ def test_a_mean_and_a_last_row_are_those_of_the_whole_states(ahead: bool, lm_of:
         return found, 0 if lm.runner.capture_ring is None else ring_of(lm).bytes_sent - before[1]
 
     (wholes, all_bytes), (means, mean_bytes), (lasts, last_bytes) = (activations(how) for how in (None, "mean", "last"))
-    for whole, mean, last in zip(wholes, means, lasts, strict=True):
-        assert list(whole) == list(mean) == list(last)
+    largest, max_bytes = activations("max")
+    for whole, mean, most, last in zip(wholes, means, largest, lasts, strict=True):
+        assert list(whole) == list(mean) == list(most) == list(last)
         for site, rows in whole.items():
             assert torch.equal(mean.positions[site], whole.positions[site])
             assert torch.equal(last.positions[site], whole.positions[site][-1:])
@@ -341,7 +343,9 @@ def test_a_mean_and_a_last_row_are_those_of_the_whole_states(ahead: bool, lm_of:
             wanted = rows.mean(0, keepdim=True)[: len(rows)]
             torch.testing.assert_close(mean[site], wanted, rtol=1e-5, atol=1e-5, msg=site)
             torch.testing.assert_close(last[site], rows[-1:], rtol=1e-5, atol=1e-5, msg=site)
-    assert lm.runner.capture_ring is None or max(mean_bytes, last_bytes) < all_bytes
+            largest_rows = rows.amax(0, keepdim=True) if len(rows) else rows
+            torch.testing.assert_close(most[site], largest_rows, rtol=1e-5, atol=1e-5, msg=site)
+    assert lm.runner.capture_ring is None or max(mean_bytes, max_bytes, last_bytes) < all_bytes
 
 
 @pytest.mark.parametrize("reduce", ["mean", "last"])
@@ -817,7 +821,7 @@ def random_captures(rng: random.Random) -> list[Any]:
         ["embed", "resid_post.{0,1}", "attn_out.*", "mlp_out.2", "final_norm", "resid_mid.1"], rng.randrange(1, 5)
     )
     positions: list[Any] = ["all", "prompt", "generated", [0, -1], slice(1, None, 2), Generated(1, 5, 2), [0, 2, 3]]
-    reduce: list[Any] = [None, None, "mean", "last", *PROJECTIONS]
+    reduce: list[Any] = [None, None, "mean", "max", "last", *PROJECTIONS]
     dtypes = [None, None, torch.float16, torch.bfloat16, torch.float32]
     return [
         Capture(kind, positions=rng.choice(positions), dtype=rng.choice(dtypes), reduce=rng.choice(reduce))
@@ -833,7 +837,7 @@ def what_leaves(spec: Capture, state: torch.Tensor) -> torch.Tensor:
     if isinstance(spec.reduce, Project):
         if len(spec.reduce.directions) <= 16:
             state = spec.reduce.directions @ state.float()
-    elif isinstance(spec.dtype, torch.dtype) and spec.dtype.itemsize < state.itemsize and spec.reduce != "mean":
+    elif isinstance(spec.dtype, torch.dtype) and spec.dtype.itemsize < state.itemsize and spec.reduction.narrows:
         state = state.to(spec.dtype)
     return state.view(torch.uint8)
 
@@ -890,7 +894,9 @@ def test_records_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, m
             whole = whole if spec.reduce.top_k is None else whole.topk(2).values
             torch.testing.assert_close(found[site], rows)
         else:
-            whole = whole.double().mean(0, keepdim=True)[: len(whole)] if spec.reduce == "mean" else whole
+            if spec.reduce in ("mean", "max") and len(whole):
+                whole = whole.double()
+                whole = (whole.mean(0) if spec.reduce == "mean" else whole.amax(0))[None]
             if spec.reduce == "mean":  # of sums in float32, in another order
                 torch.testing.assert_close(found[site], rows, rtol=1e-5, atol=1e-5)
             else:
@@ -913,19 +919,21 @@ def test_records_that_are_kept_as_they_were_sent_are_copied_as_blocks() -> None:
     for spec in (
         Capture("resid_post.0", dtype=torch.float32),
         Capture("resid_post.0", reduce="mean"),
+        Capture("resid_post.0", reduce="max"),
         Capture("resid_post.0", reduce="last"),
     ):
         assert not captures_of([spec, "mlp_out.0"], 5, 9, torch.bfloat16).layout.copied, spec
 
 
-@pytest.mark.parametrize("reduce", ["mean", "last"])
+@pytest.mark.parametrize("reduce", ["mean", "max", "last"])
 def test_a_request_that_ends_before_what_is_kept_has_nothing_of_it(reduce: Any) -> None:
     """It was preempted, and finished before it had recomputed all. The extra row of an overlapped step is left out."""
     captures = captures_of([Capture("resid_post.0", reduce=reduce)], 8, 14)
     states, (site,) = vector(INFO.hidden_size, 1, 10), captures.layout.by_site
     captures.put(0, site, states)
     for count in (10, 9):
-        wanted = states[:count].mean(0) if reduce == "mean" else states[count - 1]
+        own = states[:count]
+        wanted = {"mean": own.mean(0), "max": own.amax(0), "last": own[-1]}[reduce]
         found = captures.result(range(count))
         torch.testing.assert_close(found["resid_post.0"], wanted[None])
         assert found.positions["resid_post.0"].tolist() == list(range(count))[-1 if reduce == "last" else 0 :]
@@ -1293,6 +1301,9 @@ def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str,
     ring.close()
 
 
+REDUCED: tuple[Any, ...] = (None, "mean", "max", "last")
+
+
 class Capturing(Simulation):
     """The scheduler's simulation with a ring beside the pools: many requests capture, and the model writes `state_of`.
 
@@ -1320,7 +1331,7 @@ class Capturing(Simulation):
                 positions = self.random.choice(["all", "all", "prompt", "generated", [-1]])
                 specs = [
                     Capture("resid_post.0", positions=positions),
-                    Capture("resid_post.{1,2}", positions=positions, reduce=self.random.choice([None, "mean", "last"])),
+                    Capture("resid_post.{1,2}", positions=positions, reduce=self.random.choice(REDUCED)),
                 ]
                 captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
                 request.declared = Declared(BoundHooks({}, captures.layout, prompt_len)).demands()
@@ -1394,6 +1405,8 @@ class Capturing(Simulation):
                     continue
                 if reduce == "mean":
                     rows = [torch.stack(rows).mean(0)]
+                elif reduce == "max":
+                    rows = [torch.stack(rows).amax(0)]
                 elif reduce == "last":
                     wanted, rows = wanted[-1:], rows[-1:]
                 assert found.positions[name].tolist() == wanted.tolist(), (request.request_id, name)
@@ -1431,7 +1444,7 @@ def test_random_traffic_through_a_small_ring(policy: str, seed: int) -> None:
                 sim.abort(victim)
     sim.run(3 * sim.limit())
     sim.finish()
-    assert sim.compared.keys() == {None, "mean", "last"}
+    assert sim.compared.keys() == set(REDUCED)
     assert sim.refused, "a ring in which everybody finds room shows little"
 
 

@@ -19,7 +19,7 @@ from helpers_server import CLOSE, serving
 from pymllm_interp import Capture
 from pymllm_interp.captures import Lens
 from pymllm_interp.hooks.captures.activations import Activations
-from pymllm_interp.hooks.captures.reductions.pools import Last, Mean
+from pymllm_interp.hooks.captures.reductions.pools import Last, Max, Mean
 from pymllm_interp.hooks.catalogue import ops, reductions
 from pymllm_interp.hooks.interventions.op import Gate, Op
 from pymllm_interp.hooks.registry import is_spelled, op
@@ -100,10 +100,10 @@ def test_new_classes_are_in_the_documents(client: httpx.Client) -> None:
     assert fields["sign"]["enum"] == ["keep", "flip"] and fields["op"]["const"] == "damp"
     assert "ref" in str(schemas["Intervention"]) and "/Damp" in str(schemas["Intervention"])
     spelled = next(form["enum"] for form in schemas["Capture"]["properties"]["reduce"]["anyOf"] if "enum" in form)
-    assert set(spelled) == {"mean", "last", "largest"}
+    assert set(spelled) == {"mean", "max", "last", "largest"}
 
 
-@pytest.mark.parametrize(("cls", "name"), [(Mean, "mean"), (Last, "last")])
+@pytest.mark.parametrize(("cls", "name"), [(Mean, "mean"), (Max, "max"), (Last, "last")])
 def test_a_reduction_without_fields_and_its_name_are_one(cls: type[Any], name: str) -> None:
     spelled, made = Capture("embed", reduce=name), Capture("embed", reduce=cls())  # pyright: ignore[reportArgumentType]
     assert spelled == made and spelled.fingerprint == made.fingerprint and made.reduce == name
@@ -114,10 +114,10 @@ def test_a_reduction_without_fields_and_its_name_are_one(cls: type[Any], name: s
 
 def test_a_reduction_with_fields_has_no_string() -> None:
     with pytest.raises(
-        ValueError, match=r"reduce='lens'; expected 'mean', 'last', a Project or another .*Features, Lens"
+        ValueError, match=r"reduce='lens'; expected 'mean', 'max', 'last', a Project or another .*Features, Lens"
     ):
         Capture("embed", reduce="lens")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"reduce=\['mean'\]; expected 'mean', 'last'"):
+    with pytest.raises(ValueError, match=r"reduce=\['mean'\]; expected 'mean', 'max', 'last'"):
         Capture("embed", reduce=["mean"])  # pyright: ignore[reportArgumentType]
     assert Capture("embed", reduce=Lens()).reduction == Lens()
 

@@ -1,10 +1,11 @@
-"""Reductions of states to states: `States`, which reduces nothing, and pools over the positions, `Mean` and `Last`."""
+"""Reductions of states to states: `States`, which reduces nothing, and pools over the positions: `Mean`, `Max` and `Last`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...registry import reduction
@@ -34,6 +35,10 @@ class Pool(States):
         """
         raise NotImplementedError
 
+    def fold_rows(self, before: Tensor, states: Tensor) -> None:
+        """Fold states [n, width] into `before` [width] float32, in place. It runs on the device if the reduction `sums`."""
+        raise NotImplementedError
+
     def finished(self, folded: Tensor, count: int) -> Tensor:
         """The result [sites, width] of `count` folded states."""
         return folded
@@ -51,8 +56,27 @@ class Mean(Pool):
         with np.errstate(invalid="ignore"):  # infinities give NaN, as they do in torch
             before += state
 
+    def fold_rows(self, before: Tensor, states: Tensor) -> None:
+        before += states.sum(0, dtype=torch.float32)
+
     def finished(self, folded: Tensor, count: int) -> Tensor:
         return folded / max(count, 1)
+
+
+@reduction
+@dataclass(frozen=True, eq=False)
+class Max(Pool):
+    """The largest of each value over the captured positions; NaN if one is."""
+
+    narrows = False
+    sums = True
+    initial = float("-inf")
+
+    def fold(self, before: np.ndarray, state: np.ndarray) -> None:
+        np.maximum(before, state, out=before)
+
+    def fold_rows(self, before: Tensor, states: Tensor) -> None:
+        torch.maximum(before, states.amax(0).float(), out=before)
 
 
 @reduction

@@ -1,9 +1,9 @@
 """`Reduction`: the values that a capture returns for a state. Define a new one as a subclass.
 
-    Mean, Last  one state of all positions          (pools.py)
-    Project     dot products with directions        (spec.py)
-    Features    features of a sparse autoencoder    (features.py)
-    Lens        log probabilities of next tokens    (lens.py)
+    Mean, Max, Last  one state of all positions          (pools.py)
+    Project          dot products with directions        (spec.py)
+    Features         features of a sparse autoencoder    (features.py)
+    Lens             log probabilities of next tokens    (lens.py)
 
 A reduction of rows has two halves. `sent` runs on the device, beside the model, on the rows of many requests at once. `results`
 runs on the host, on all rows of one request. A pool folds the states of the positions, in order (`Pool`).
@@ -70,7 +70,7 @@ class Reduction(Spec):
     pools = False
     """Whether it is a `Pool`: one row of all positions, which are captured in order."""
     sums = False
-    """Whether a pool adds up states, so that the device adds up the states of a prompt."""
+    """Whether the device folds the states of a prompt (`Pool.fold_rows`), such as to their sum."""
 
     @property
     def joined(self) -> bool:

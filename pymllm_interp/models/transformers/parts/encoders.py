@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import AutoModel, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from ....core.current_pass import current_batch
@@ -94,7 +94,7 @@ class EncoderHead(nn.Module):
 
 
 class _FirstToken(nn.Module):
-    """ModernBERT's head on first tokens."""
+    """A head of ModernBERT or DistilBERT on first tokens."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -105,11 +105,23 @@ class _FirstToken(nn.Module):
 
 
 def encoder_class(config: PretrainedConfig) -> Any:
-    """transformers' auto class of an encoder's config."""
-    name = (config.architectures or ["Model"])[0]
-    if name.endswith(CLASSIFIERS[0]):
-        return AutoModelForSequenceClassification
-    return AutoModelForMaskedLM if name.endswith("ForMaskedLM") else AutoModel
+    """transformers' auto class of an encoder's config. Heads that do not classify are not loaded."""
+    is_classifier = (config.architectures or [""])[0].endswith(CLASSIFIERS[0])
+    return AutoModelForSequenceClassification if is_classifier else AutoModel
+
+
+def without_heads(served: nn.Module, problems: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The names of tensors that an encoder lacks, or has too many. A checkpoint may have other heads, and no pooler.
+
+    Args:
+        problems: kind of problem -> names, in the checkpoint's or in the encoder's own form.
+    """
+    own = {name for name, _ in served.named_children()} - {"pooler"}
+    prefix = f"{getattr(served, 'base_model_prefix', '')}."
+    return {
+        kind: [name for name in names if name.removeprefix(prefix).partition(".")[0] in own]
+        for kind, names in problems.items()
+    }
 
 
 def encoder_of(loaded: Any, spec: ModelSpec) -> Any:
@@ -119,13 +131,18 @@ def encoder_of(loaded: Any, spec: ModelSpec) -> Any:
         UnsupportedModelError: a head that reads other rows than the first token's.
     """
     base, name = loaded.base_model, type(loaded).__name__
+    pooler = getattr(base, "pooler", None)
+    if pooler is not None:
+        base.pooler = None  # it would read the first row of a pass, of some request
     if not name.endswith(CLASSIFIERS[0]):
         head = nn.Linear(spec.hidden_size, 1, bias=False, dtype=spec.dtype, device=next(base.parameters()).device)
         nn.init.zeros_(head.weight)
         return Encoder(base, head)
     parts = {part: child for part, child in loaded.named_children() if not isinstance(child, nn.Dropout)}
-    pooler, classifier = getattr(base, "pooler", None), parts.get("classifier")
-    extra = parts.keys() - {loaded.base_model_prefix, "classifier"}
+    classifier, pooler = parts.get("classifier"), parts.get("pooler", pooler)
+    extra = parts.keys() - {loaded.base_model_prefix, "classifier", "pooler"}
+    if "pre_classifier" in extra:  # DistilBERT's
+        pooler, extra = _FirstToken(nn.Sequential(parts["pre_classifier"], nn.ReLU())), extra - {"pre_classifier"}
     if "head" in extra and getattr(loaded.config, "classifier_pooling", "") == "cls":
         pooler, extra = _FirstToken(parts["head"]), extra - {"head"}
     if classifier is None or extra or (pooler is None and isinstance(classifier, nn.Linear)):
