@@ -106,15 +106,20 @@ def path_names(family: Family) -> dict[str, str]:
 
 
 NAMES = _names()
-BY_FAMILY = frozenset(
-    name
-    for family in _ALIKE
-    for other in _ALIKE
-    if family.layers == other.layers
-    for name in path_names(other)
-    if path_names(family).get(name) != path_names(other)[name]
-)
-"""Module paths that are sites of some families, and another state in others."""
+
+
+def _by_family() -> frozenset[str]:
+    """Module paths that are sites of some families, and another state in others with layers at the same path."""
+    found: set[str] = set()
+    for layers in {family.layers for family in _ALIKE}:
+        alike = [path_names(family) for family in _ALIKE if family.layers == layers]
+        for name in set().union(*alike):
+            if len({names.get(name) for names in alike}) > 1:
+                found.add(name)
+    return frozenset(found)
+
+
+BY_FAMILY = _by_family()
 _NORMALIZED = (
     "TransformerLens reads it before the norm's weight multiplies; {} is after it, as in transformers. Divide that by the weight, "
     "{}.weight"

@@ -26,13 +26,18 @@ assert not {"transformers.modeling_utils", "transformers.core_model_loading", "t
 import pymllm_interp.plots, pymllm_interp.lens, pymllm_interp.evals
 assert not {"plotly", "transformer_lens", "nnterp", "lm_eval", "inspect_ai", "datasets"} & set(sys.modules)
 
-from pymllm_interp.utils.light_imports import import_generation
+from transformers import AutoConfig
+from pymllm_interp.utils.light_imports import import_generation, import_validators
 import_generation()
+import_validators()
+AutoConfig.for_model("llama", initializer_range=0.5)
 assert "sklearn" not in sys.modules and "transformers.generation.candidate_generator" in sys.modules
+assert not {"transformers.activations", "transformers.core_model_loading", "torch._dynamo", "sympy"} & set(sys.modules)
 """
-SCIKIT = """
-from pymllm_interp.utils.light_imports import import_generation
+LATER = """
+from pymllm_interp.utils.light_imports import import_generation, import_validators
 import_generation()
+import_validators()
 from transformers.generation import candidate_generator
 from transformers.utils import is_sklearn_available
 assert candidate_generator.is_sklearn_available is is_sklearn_available
@@ -40,19 +45,28 @@ if is_sklearn_available():
     found = candidate_generator.roc_curve([0, 1, 1, 0], [0.1, 0.9, 0.4, 0.5])
     from sklearn.metrics import roc_curve
     assert all((one == other).all() for one, other in zip(found, roc_curve([0, 1, 1, 0], [0.1, 0.9, 0.4, 0.5])))
+
+from transformers.utils.type_validators import activation_fn_key
+activation_fn_key("gelu")
+try:
+    activation_fn_key("nothing")
+except ValueError as error:
+    assert "quick_gelu" in str(error)
+from transformers.activations import ACT2CLS, ACT2FN
+assert ACT2CLS and ACT2FN["silu"](3.0 * __import__("torch").ones(1)) > 2.8
 """
 
 
 def test_an_import_brings_what_is_needed_and_the_rest_when_it_is_used() -> None:
     """transformers' models and what they import take longer than all else: a native model without a tokenizer needs none.
-    An engine starts without scikit-learn.
+    An engine starts without scikit-learn, and reads Llama's configuration without models.
     """
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
 
 
 @pytest.mark.slow
-def test_transformers_assisted_generation_still_finds_scikit_learn() -> None:
-    subprocess.run([sys.executable, "-c", SCIKIT], check=True)
+def test_transformers_still_finds_what_was_left_out() -> None:
+    subprocess.run([sys.executable, "-c", LATER], check=True)
 
 
 def test_a_method_of_a_cache_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def served(
 def heap_stays_frozen() -> Iterator[None]:
     """That of the tests: each engine's end collects what is not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_process, "gc", SimpleNamespace(collect=int, freeze=int, unfreeze=int))
+        patch.setattr(engine_process, "gc", SimpleNamespace(collect=int, freeze=int))
         yield
 
 

@@ -22,7 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from ...config import ModelConfig
-from ...utils.light_imports import import_generation
+from ...utils.light_imports import import_generation, import_validators
 from .formats import QuantizationFormat
 from .loading import safetensors_files
 
@@ -87,6 +87,7 @@ def resolve_model(config: ModelConfig, quantised: bool = False) -> ModelSource:
         ValueError: a load_format that does not fit the model, unreadable weights (WeightsError), or a quantised model.
     """
     import_generation()
+    import_validators()
     dummy = config.load_format == "dummy"
     if config.hf_config is not None:
         return _from_config(config)

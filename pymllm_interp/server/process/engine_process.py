@@ -45,9 +45,8 @@ def _load_adapters(served: ServedModel, adapters: dict[str, str], restarted: boo
 def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
     """Load the model, say that it is ready, and answer messages until told to stop, or the parent is gone."""
     end: DoorEnd = ProcessEnd(settings) if settings.get("replica") is None else FrontsEnd(settings)
-    outbox = Outbox(
-        end.send, Path(settings["store"]), settings["inline_bytes"], settings.get("replica", {}).get("name", "")
-    )
+    replica = settings.get("replica", {}).get("name", "")
+    outbox = Outbox(end.send, Path(settings["store"]), settings["inline_bytes"], replica)
     try:
         served = ServedModel(
             ModelConfig(**settings["model"]),
@@ -86,7 +85,6 @@ def serve(settings: dict[str, Any], lifeline: Lifeline) -> None:
         served.engine.shutdown()
         outbox.close()
         end.close()
-        gc.unfreeze()  # frozen objects are never freed, and nanobind's modules report that as leaks at the end
 
 
 def run(settings: dict[str, Any], lifeline: Lifeline) -> None:
