@@ -249,11 +249,12 @@ class KVManager:
                 self._keep_snapshot(request)
         stop = None if request.declared is None else request.declared.state_stop(request.kv_len)
         tokens = min([tokens, *(each - request.kv_len for each in (*stops[:1], stop) if each is not None)])
-        return self._with_whole_images(request, tokens) if self.whole_images and tokens else tokens
+        return self.with_whole_images(request, tokens)
 
-    @staticmethod
-    def _with_whole_images(request: Request, tokens: int) -> int:
-        """Tokens of a chunk that ends in no image: before it, or behind it if the chunk begins there."""
+    def with_whole_images(self, request: Request, tokens: int) -> int:
+        """Tokens of a chunk that splits no image with attention in both directions. It may end behind one that it begins with."""
+        if not (self.whole_images and tokens):
+            return tokens
         start, end = request.kv_len, request.kv_len + tokens
         for image in request.images:
             first, stop = int(image.positions[0]), int(image.positions[-1]) + 1

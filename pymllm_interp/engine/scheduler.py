@@ -332,9 +332,10 @@ class Scheduler:
 
     def _reserve_ring(self, wanted: list[tuple[Request, int]], whole: bool = True) -> int:
         """`RingAdmission.take`, where any of the requests captures."""
-        if self.ring_admission is None or not any(self.ring_admission.concerns(request) for request, _ in wanted):
+        ring = self.ring_admission
+        if ring is None or not any(ring.concerns(request) for request, _ in wanted):
             return wanted[0][1]
-        return self.ring_admission.take(wanted, whole)
+        return ring.take(wanted) if whole else ring.take(wanted, False, self.kv.with_whole_images)
 
     def _without_ring(self, decoding: list[Request]) -> set[Request]:
         """Requests, with their gangs, with captures of the next rows that do not fit in the ring."""

@@ -79,25 +79,16 @@ class Declarations:
             request.monitors = RequestMonitors(bound.monitors, request.request_id, request.prompt_len)
         if request.stream and any(spec.stream for spec in captures):
             request.num_streamed = 0
-        if (
-            request.images
-            and self._model.image_span
-            and self._ring is not None
-            and request.declared.captures is not None
-        ):
-            # The ring may end a chunk anywhere, and an image's positions attend to each other.
-            raise ValueError(
-                "captures of a prompt with images are not supported on CUDA in a model that attends in both directions"
-            )
         if trace is None:
-            if "fits" not in bound.shared:
+            if request.images or "fits" not in bound.shared:
                 self.check_room([request], "this request")
-                bound.shared["fits"] = True
+                bound.shared["fits"] = not request.images
         elif not trace.grad:
             self.check_room([request], "this request")
 
     def check_room(self, together: Sequence[Request], what: str) -> None:
         """Check that the ring can hold the captures of requests that run in the same steps. A traced prompt runs in one step.
+        An image with attention in both directions does, too.
 
         Args:
             what: description of the requests, for the message.
@@ -107,11 +98,19 @@ class Declarations:
         """
         if self._ring is not None:
             wanted = [
-                (request.declared.captures, 0 if request.trace is None else request.prompt_len)
+                (request.declared.captures, self._undivided(request))
                 for request in together
                 if request.declared is not None and request.declared.captures is not None
             ]
             self._ring.admission.check(wanted, what)
+
+    def _undivided(self, request: Request) -> list[tuple[int, int]]:
+        """(first, number) of tokens that one step computes."""
+        if request.trace is not None:
+            return [(0, request.prompt_len)]
+        images = request.images if self._model.image_span else ()
+        ends = [(int(image.positions[0]), int(image.positions[-1]) + 1) for image in images]
+        return [(first, stop - first) for first, stop in ends]
 
     def hold(self, request: Request) -> None:
         """Reserve rows of the pool for a declared request's vectors, and open the ring: its error is the caller's.

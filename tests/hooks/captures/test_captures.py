@@ -1336,7 +1336,7 @@ class Capturing(Simulation):
                 captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
                 request.declared = Declared(BoundHooks({}, captures.layout, prompt_len)).demands()
                 self.captures[request.request_id] = captures
-                self.ring.admission.check([(captures, prompt_len if traced else 0)], "a request")
+                self.ring.admission.check([(captures, [(0, prompt_len)] if traced else [])], "a request")
                 self.capturing.append(request)
         return requests
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from ....core.request import Request
 from ..layout import CaptureProgress
 from .ring_allocator import RingAllocator
 
+Fit = Callable[[Request, int], int]
 PROMPTS_SHARE = 4
 """Prompts reserve at most 1 / PROMPTS_SHARE of the ring in one step.
 
@@ -55,19 +56,22 @@ class RingAdmission:
         self._free, self.refused = self._allocator.largest_free, False
         self._of_prompts = 0
 
-    def take(self, wanted: Sequence[tuple[Request, int]], whole: bool = True) -> int:
+    def take(
+        self, wanted: Sequence[tuple[Request, int]], whole: bool = True, fit: Fit = lambda _, tokens: tokens
+    ) -> int:
         """Reserve space for the next tokens of requests that must run in the same step.
 
         Args:
             wanted: (request, number of tokens) of each request.
             whole: reserve space for all tokens or none. Otherwise `wanted` is one request. It reserves space for as many tokens as
                 the prompts' share of the ring holds. If no prompt has reserved any yet, it reserves at least one.
+            fit: tokens of a part that splits nothing. It may return more than were asked, if the first cannot be by itself.
 
         Returns:
             Tokens of the first request that may be computed; 0 if it was refused.
         """
         if not whole:
-            return self._take_part(*wanted[0])
+            return self._take_part(*wanted[0], fit)
         needed = sum([_reserved_size(request, tokens) for request, tokens in wanted])
         if needed <= self._free:
             self._free -= needed
@@ -99,17 +103,20 @@ class RingAdmission:
         """Whether `take` would not refuse `tokens` tokens of each request."""
         return self._when_full == "fail" or sum(map(_reserved_size, requests, tokens)) <= self._free
 
-    def check(self, wanted: Sequence[tuple[CaptureProgress, int]], what: str) -> None:
+    def check(self, wanted: Sequence[tuple[CaptureProgress, Sequence[tuple[int, int]]]], what: str) -> None:
         """Check that an empty ring can hold the requests' captures of one step.
 
         Args:
-            wanted: (captures, number of tokens that one step must compute) of each request of the step.
+            wanted: captures of each request of the step, and (first, number) of tokens that one step must compute.
             what: description of the requests, for the message.
 
         Raises:
             ValueError: the ring is too small.
         """
-        sizes = [max(captures.reserved_size(0, n), captures.layout.max_reserved_size) for captures, n in wanted]
+        sizes = [
+            max(captures.layout.max_reserved_size, *(captures.reserved_size(*span) for span in spans), 0)
+            for captures, spans in wanted
+        ]
         needed = sum(sizes) * self._itemsize
         if needed > self._size_bytes:
             raise ValueError(
@@ -122,13 +129,15 @@ class RingAdmission:
         for request_id in request_ids:
             self.lost.pop(request_id, None)
 
-    def _take_part(self, request: Request, tokens: int) -> int:
+    def _take_part(self, request: Request, tokens: int, fit: Fit) -> int:
         captures = ring_captures(request)
         sizes = 0 if captures is None else captures.reserved_sizes(request.kv_len, tokens)
         ends = np.cumsum(np.broadcast_to(sizes, tokens))
-        first, share = int(ends[0]), self._allocator.size // PROMPTS_SHARE
+        first, share = int(ends[fit(request, 1) - 1]), self._allocator.size // PROMPTS_SHARE
         limit = min(self._free, max(share - self._of_prompts, 0) if self._of_prompts else max(share, first))
         count = int(np.searchsorted(ends, limit, side="right"))
+        if 0 < count < tokens:
+            count = fitting if (fitting := fit(request, count)) <= count else 0
         if count:
             self._free -= int(ends[count - 1])
             self._of_prompts += int(ends[count - 1])
