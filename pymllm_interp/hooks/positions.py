@@ -147,9 +147,8 @@ def windows_of(positions: Positions, prompt_len: int, missing: str = "error") ->
 
 def missing_of(positions: Positions, prompt_len: int) -> int:
     """Number of named positions that a prompt does not have. A word for an image counts as one."""
-    if has_words(positions):
-        positions = located(positions, (), prompt_len, "skip")
-    indexes = positions if isinstance(positions, tuple | range) else ()
+    found: Any = located(positions, (), prompt_len, "skip") if has_words(positions) else positions
+    indexes: _Indexes = found if isinstance(found, tuple | range) else ()
     return len(indexes) - len(existing(indexes, prompt_len)) + (indexes.missing if isinstance(indexes, Located) else 0)
 
 
