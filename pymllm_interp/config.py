@@ -106,10 +106,13 @@ class EngineTuning:
     encoder_cache_tokens: int | None = None
     """Size of the encoder cache, which keeps the vision tower's states of images, in tokens. The least recently used ones are
     evicted. None: the tokens of the largest step, at least 8192."""
+    max_num_encoder_tokens: int | None = None
+    """Most image tokens that the vision tower computes at once; a step with more computes them in parts. A larger image is
+    computed by itself. None: the tokens of the largest step."""
 
     def __post_init__(self) -> None:
         _positive(self, "capture_ring_bytes", "capture_kept_bytes", "max_segments", "torch_compile_max_bs")
-        _positive(self, "encoder_cache_tokens")
+        _positive(self, "encoder_cache_tokens", "max_num_encoder_tokens")
         for name in ("prefill_graph_tokens", "state_cache_bytes"):
             if getattr(self, name) != 0:
                 _positive(self, name)

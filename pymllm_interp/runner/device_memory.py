@@ -1,7 +1,8 @@
 """Device memory of a runner: how many KV slots and requests it has room for. Dummy passes measure that.
 
-The KV pool gets what `gpu_memory_utilization` leaves after the weights, the largest step, the attention workspace and the
-CUDA graphs. The largest step is run once, without attention, and its peak stays with the allocator.
+The KV pool gets what `gpu_memory_utilization` leaves after the weights, the largest step, the attention workspace and CUDA graphs.
+In models with images it leaves room for the encoder cache, too. The largest step is run once, without attention, and its peak
+stays with the allocator.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..models.base import CausalLM
 from ..utils.device import resolve_dtype
 from ..utils.out_of_memory import within_memory
 from .parts import RunnerParts
+from .vision_inputs import image_tokens
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -261,7 +263,7 @@ def _profiled_kv_tokens(runner: RunnerParts) -> int:
     gc.collect()
     torch.cuda.empty_cache()  # memory that loading, or an earlier engine, left cached is free for the pool
     within_memory(
-        runner.profile_run,
+        lambda: _profile(runner),
         f"the largest step does not fit on {runner.device} beside the weights{memory_left(runner.device, runner.gpu_id)}; "
         f"what helps: a lower max_num_tokens (now {runner.max_num_tokens}), a lower max_running_requests (now "
         f"{runner.max_running_requests}), or a smaller model",
@@ -271,11 +273,20 @@ def _profiled_kv_tokens(runner: RunnerParts) -> int:
     return int(room // kv_bytes_per_token(runner))
 
 
+def _profile(runner: RunnerParts) -> None:
+    """Run the most images that are computed at once, then the largest step."""
+    if (tower := runner.get_model().tower) is not None:
+        tower.profile_run(image_tokens(runner)[0])
+    runner.profile_run()
+
+
 def _bytes_beside_kv(runner: RunnerParts) -> int:
-    """Bytes allocated after the KV pool, for a draft model, too: the workspace of attention, and graphs."""
+    """Bytes allocated after the KV pool, for a draft model, too: the workspace of attention, graphs, and states of images."""
     name = runner.server_config.attention_backend
     own = attention_workspace_bytes(name, runner.device, runner.dtype, runner.head_dim)
     own += runner.profile_cudagraph_memory()
+    if (tower := runner.get_model().tower) is not None:
+        own += image_tokens(runner)[1] * tower.row_bytes
     if runner.draft is not None:
         runner.draft.max_running_requests = runner.max_running_requests
         own += _bytes_beside_kv(runner.draft)

@@ -23,6 +23,12 @@ LEAST_BUDGET = 8192
 """Least tokens of the encoder cache, unless it is configured."""
 
 
+def image_tokens(runner: RunnerParts) -> tuple[int, int]:
+    """Tokens of images that the tower computes at once, and tokens of the encoder cache, at most."""
+    config, step = runner.server_config, runner.max_num_tokens
+    return config.max_num_encoder_tokens or step, config.encoder_cache_tokens or max(step, LEAST_BUDGET)
+
+
 class ImageRows(NamedTuple):
     """A part of an image among the token rows of a step."""
 
@@ -41,6 +47,7 @@ class VisionInputs:
         tower: the model's tower.
         states: request table.
         model_state: an edit of the weights drops the cache.
+        most: tokens of images that the tower computes at once.
         budget: tokens of the encoder cache.
         device: device of the passes.
 
@@ -49,9 +56,9 @@ class VisionInputs:
     """
 
     def __init__(
-        self, tower: VisionTower, states: RequestState, model_state: ModelState, budget: int, device: str
+        self, tower: VisionTower, states: RequestState, model_state: ModelState, most: int, budget: int, device: str
     ) -> None:
-        self.tower, self.states, self.model_state, self.device = tower, states, model_state, device
+        self.tower, self.states, self.model_state, self._most, self.device = tower, states, model_state, most, device
         self.cache = EncoderCache(budget)
         self._version = model_state.version
 
@@ -59,8 +66,7 @@ class VisionInputs:
     def of(cls, runner: RunnerParts, states: RequestState, model_state: ModelState) -> VisionInputs | None:
         """The inputs of a runner's model; None if it has no tower."""
         tower = runner.get_model().tower
-        budget = runner.server_config.encoder_cache_tokens or max(runner.max_num_tokens, LEAST_BUDGET)
-        return None if tower is None else cls(tower, states, model_state, budget, runner.device)
+        return None if tower is None else cls(tower, states, model_state, *image_tokens(runner), runner.device)
 
     def parts(self, rows: Sequence[tuple[ScheduledRequest, int]]) -> list[ImageRows]:
         """The images, or their parts, in a step.
@@ -107,17 +113,19 @@ class VisionInputs:
         missing = [image for content, image in known.items() if content not in self.cache]
         self.cache.num_hits += len(known) - len(missing)
         try:
-            found = self.tower.encode(missing)
+            found = self.tower.encode(missing, self._most)
         except ImageError:
-            for image in missing:
-                try:
-                    self.tower.encode([image])
-                except ImageError as error:
-                    error.request_ids = tuple(part.request_id for part in parts if part.image.content == image.content)
-                    raise
-            raise
+            found = [self._alone(image, parts) for image in missing]
         for image, states in zip(missing, found, strict=True):
             self.cache.put(image.content, states, known)
+
+    def _alone(self, image: ImageInput, parts: Sequence[ImageRows]) -> Tensor:
+        """States of one image. An error has the requests that have it."""
+        try:
+            return self.tower.encode([image], self._most)[0]
+        except ImageError as error:
+            error.request_ids = tuple(part.request_id for part in parts if part.image.content == image.content)
+            raise
 
     def gather_mm_embeddings(self, parts: Sequence[ImageRows]) -> tuple[EmbeddedRows, DeepStates | None]:
         """The rows of a step's images with their embeddings, and with states for deeper layers, if the tower has any."""

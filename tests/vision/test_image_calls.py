@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_devices import DEVICES
 from helpers_images import PICTURES
 from helpers_vision import encoded, generated, picture, placed, reference_processor
 from transformers import PreTrainedModel
@@ -19,15 +20,21 @@ FAMILIES = list(PICTURES)
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(
     request: pytest.FixtureRequest,
+    device: str,
     vision_folder: Callable[[str], Path],
     vision_oracle: Callable[[str], PreTrainedModel],
 ) -> Iterator[tuple[str, LM, Any, PreTrainedModel]]:
     family = request.param
     folder = vision_folder(family)
-    with LM(folder, device="cpu", dtype="float32", kv_cache_tokens=2048) as lm:
+    with LM(folder, device=device, dtype="float32", kv_cache_tokens=2048) as lm:
         yield family, lm, reference_processor(family, folder), vision_oracle(family)
 
 
@@ -74,10 +81,8 @@ def test_traces_take_images_as_nnsight_does_and_outputs_of_processors(case: Any)
     with lm.generate(text=text, images=images[0], max_new_tokens=3) as tracer:
         tokens = tracer.result.save()
     hidden = by_images[0] if isinstance(by_images, tuple) else by_images
-    torch.testing.assert_close(
-        hidden.reshape(-1, hidden.shape[-1]), wanted.hidden_states[2][0].detach(), rtol=1e-4, atol=2e-4
-    )
-    torch.testing.assert_close(logits.reshape(-1, logits.shape[-1]), wanted.logits[0].detach(), rtol=1e-4, atol=2e-4)
+    for found, own in ((hidden, wanted.hidden_states[2]), (logits, wanted.logits)):
+        torch.testing.assert_close(found.reshape(-1, found.shape[-1]).cpu(), own[0].detach(), rtol=1e-4, atol=2e-4)
     other = by_outputs[0] if isinstance(by_outputs, tuple) else by_outputs
     assert torch.equal(hidden, other)
     assert tokens.reshape(-1)[-3:].tolist() == generated(model, inputs, 3)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from helpers_devices import DEVICES
+from helpers_images import PICTURES, prompt_of
 from torch.nn.functional import conv3d, scaled_dot_product_attention
 
+from pymllm_interp import LM
+from pymllm_interp.config import EngineTuning
 from pymllm_interp.models.vision.packed import PatchProjection, packed_attention
+from pymllm_interp.models.vision.tower import VisionTower
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Largest error of attention of values about 1, by dtype."""
@@ -41,3 +49,45 @@ def test_a_patch_is_projected_as_by_the_convolution(device: str) -> None:
     wanted = conv3d(patches.double(), projection.weight.double(), stride=(2, 4, 4))
     projection.__class__ = PatchProjection
     torch.testing.assert_close(projection(patches).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", PICTURES)
+def test_a_burst_of_images_is_computed_in_parts(
+    family: str, device: str, vision_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call of the tower has more tokens than the bound, or than one image; the values are those of one call for all."""
+    calls, states_of = list[list[int]](), VisionTower._states
+
+    def counted(self: VisionTower, images: Any, *rest: Any) -> list[torch.Tensor]:
+        calls.append([image.num_tokens for image in images])
+        return states_of(self, images, *rest)
+
+    prompts = [prompt_of(family, [i + 1], i % 9, [7]) for i in range(24)]
+    found = list[list[torch.Tensor]]()
+    for most in (None, 8):
+        tuning = EngineTuning(max_num_encoder_tokens=most)
+        with LM(
+            vision_folder(family), device=device, dtype="float32", kv_cache_tokens=2048, tuning=tuning
+        ) as lm, monkeypatch.context() as patch:  # fmt: skip
+            patch.setattr(VisionTower, "_states", counted)
+            found.append([out.activations["embed"] for out in lm.forward(prompts, capture=["embed"])])
+            vision = lm.runner.step_inputs.vision
+            assert vision is not None and vision.cache.num_computed == 9, "images that return are computed once"
+            sizes, calls = calls, []
+    assert len(sizes) > 1 and all(len(call) == 1 or sum(call) <= 8 for call in sizes) and sum(map(len, sizes)) == 9
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", PICTURES)
+def test_a_profile_run_has_the_most_tokens(family: str, device: str, vision_folder: Callable[[str], Path]) -> None:
+    """The images that it makes up are read by each family, and are as many as one call may have."""
+    with LM(vision_folder(family), device=device, dtype="float32", kv_cache_tokens=64) as lm:
+        tower = lm.runner.get_model().tower
+        one = tower.profile_run(1)
+        assert one >= 1
+        for tokens in (one, 5 * one, 2500):
+            assert tokens - one < tower.profile_run(tokens) <= tokens
+        assert tower.row_bytes == 4 * lm.hidden_size * (1 + tower.num_deepstack)

@@ -18,8 +18,8 @@ from .packed import use_packed_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MAX_PIXEL_VALUES = 1 << 25
-"""Most pixel values of images that the tower computes at once. A larger image is computed by itself."""
+DUMMY_TOKENS = 1024
+"""Tokens of an image in a profile run, where images have any size."""
 
 
 def without_layers(config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
@@ -77,40 +77,82 @@ class VisionTower:
             use_packed_parts(model.visual)
         self.num_deepstack = len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the states of one token."""
+        return self.width * (1 + self.num_deepstack) * self._dtype.itemsize
+
     @torch.no_grad()
-    def encode(self, images: Sequence[ImageInput]) -> list[Tensor]:
+    def encode(self, images: Sequence[ImageInput], most: int) -> list[Tensor]:
         """The states [tokens, width * (1 + num_deepstack)] of each image's placeholders. Images of one shape are one call.
 
+        Args:
+            most: tokens of the images of a call, at most. A larger image is computed by itself.
+
         Raises:
-            ImageError: features that do not fit the tower, or another number of states than placeholders.
+            ImageError: features that do not fit the tower or its memory, or another number of states than placeholders.
         """
         found: dict[int, Tensor] = {}
-        for group in self._groups(images):
+        for group in self._groups(images, most):
             states = self._states([images[i] for i in group])
             found |= zip(group, states, strict=True)
         return [found[i] for i in range(len(images))]
 
-    def _groups(self, images: Sequence[ImageInput]) -> list[list[int]]:
+    @torch.no_grad()
+    def profile_run(self, tokens: int) -> int:
+        """Compute made-up images of `tokens` tokens, or of one square if that has more. Returns the tokens that they have."""
+        if self._packs:
+            sizes = [DUMMY_TOKENS] * (tokens // DUMMY_TOKENS) + [tokens % DUMMY_TOKENS]
+            return self._num_states(self._patches([size for size in sizes if size]))
+        one = self._num_states(self._squares(1))
+        return self._num_states(self._squares(max(tokens // one, 1)))
+
+    def _num_states(self, features: dict[str, Tensor]) -> int:
+        inputs = self._inputs([ImageInput(torch.arange(0), features, b"")])
+        return len(_flat(self._model.get_image_features(**inputs).pooler_output))
+
+    def _patches(self, sizes: Sequence[int]) -> dict[str, Tensor]:
+        """Features of images of these numbers of tokens, for towers that read the patches of all images as one sequence."""
+        vision = self._model.config.vision_config
+        merge = vision.spatial_merge_size
+        width = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(sum(sizes) * merge**2, width, dtype=self._dtype),
+            "image_grid_thw": torch.tensor([[1, merge, merge * size] for size in sizes]),
+        }
+
+    def _squares(self, count: int) -> dict[str, Tensor]:
+        """Features of images, or tiles, of the one size that the tower reads."""
+        kind, size = self._model.config.model_type, int(self._model.config.vision_config.image_size)
+        pixels = torch.ones(count, 3, size, size, dtype=self._dtype)
+        if kind in ("idefics3", "smolvlm"):
+            return {"pixel_values": pixels[None]}
+        if kind != "llava_onevision":
+            return {"pixel_values": pixels}
+        sizes = {
+            "image_sizes": torch.tensor([[size, size]] * count),
+            "batch_num_images": torch.tensor([count + 1]),
+        }  # of a prompt with several
+        return {"pixel_values": pixels[:, None], **sizes}
+
+    def _groups(self, images: Sequence[ImageInput], most: int) -> list[list[int]]:
         """Indices of images that are computed together."""
         groups: list[list[int]] = []
         open_groups: dict[Any, tuple[int, list[int]]] = {}
         for i, image in enumerate(images):
-            pixels = image.features["pixel_values"]
             shape = None if self._packs else tuple((name, x.shape) for name, x in sorted(image.features.items()))
             size, group = open_groups.get(shape, (0, []))
-            if not group or size + pixels.numel() > MAX_PIXEL_VALUES:
+            if not group or size + image.num_tokens > most:
                 size, group = 0, []
                 groups.append(group)
             group.append(i)
-            open_groups[shape] = size + pixels.numel(), group
+            open_groups[shape] = size + image.num_tokens, group
         return groups
 
     def _states(self, images: Sequence[ImageInput]) -> list[Tensor]:
         try:
             output = self._model.get_image_features(**self._inputs(images))
-        except (RuntimeError, ValueError, TypeError, LookupError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:  # with too little memory, too
             shapes = {name: list(x.shape) for image in images for name, x in image.features.items()}
             raise ImageError(f"the vision tower of this model cannot read {shapes}: {error}") from error
         states = _flat(output.pooler_output)
