@@ -113,6 +113,7 @@ class Backend(ABC):
             "adapters": self.adapters if self.in_process else {},
             "tokenizer": self.tokenizer is not None,
             "chat": bool(getattr(self.tokenizer, "chat_template", None)),
+            "audio": None if self.facts.audio is None else self.facts.audio.to_json(),
             "images": None if self.facts.images is None else self.facts.images.to_json(),
         }
 

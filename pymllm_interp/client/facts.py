@@ -76,6 +76,8 @@ class ModelFacts:
     """Most tokens of traced prompts that run in one pass."""
     keeps_scores: bool = field(default=False, repr=False)
     """Whether attention keeps all scores of a pass in memory."""
+    audio: Any = field(default=None, repr=False, compare=False)
+    """Reads audio for the encoder (`inputs.audio.AudioReader`); None: the model takes none."""
     images: Any = field(default=None, repr=False, compare=False)
     """Reads images of prompts (`images.reader.ImageReader`); None: the model takes text only."""
     speculates: bool = field(default=False, repr=False)

@@ -35,7 +35,9 @@ from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .images.families import IMAGE_FAMILIES
 from .images.reader import ImageReader
+from .inputs.audio import AudioReader
 from .inputs.encoder_prompts import decoder_start_ids
+from .inputs.speech import SpeechTokens
 from .pooling.folders import last_site, pooler_of
 from .request_factory import RequestFactory
 
@@ -194,7 +196,12 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
     assert source is not None and runner.attn_backend is not None
     attention = type(runner.attn_backend).__name__
     defaults = GenerationDefaults.of(config.generation_config, source.hf_config, source.folder)
-    cross = runner.cross_pool
+    cross, audio, start = runner.cross_pool, None, tuple[int, ...]()
+    if spec.source is not None:
+        start = decoder_start_ids(source.hf_config, defaults.values)
+    if spec.source is not None and spec.source.family.hears:
+        tokens = SpeechTokens.of(start[0] if start else 0, defaults.values)
+        audio, start = AudioReader.of(source.hf_config, source.folder, tokens), tuple(tokens.ids())
     return ModelFacts(
         name=source.name, model=config.model, folder=source.folder, spec=spec, hf_config=source.hf_config,
         impl="native" if is_native(source.hf_config, config.impl) else "transformers",
@@ -206,7 +213,7 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
             runner.max_running_requests, not runner.is_pooling_model,
             0 if cross is None else cross.longest,
         ),
-        decoder_start_ids=() if cross is None else decoder_start_ids(source.hf_config, defaults.values),
+        decoder_start_ids=start, audio=audio,
         settings={name: getattr(settings, name) for name in (*HOOK_LIMITS, "max_loras", "max_lora_rank")},
         hooks={"hook_execution": settings.hook_execution, **HOOKS},
         defaults=defaults,

@@ -28,6 +28,8 @@ EMBEDS = ("prompt_embeds", "embeds")
 """Keys of a prompt dict with vectors in place of token embeddings."""
 MEDIA = "multi_modal_data"
 """Key of vLLM's prompt dict with images."""
+FEATURES = "input_features"
+"""Key of an encoding with features of audio."""
 IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images", "num_crops")
 """Keys of an encoding that describe its images."""
 
@@ -58,6 +60,8 @@ def prompts_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Promp
         raise PromptError(f"{what} has labels: compute the loss in the block, from lm.lm_head.output")
     if (embeds := rest.pop("inputs_embeds", None)) is not None:  # transformers' name, [prompts, tokens, width]
         args = (*args, list(embeds) if isinstance(embeds, torch.Tensor) and embeds.dim() == 3 else embeds)
+    if FEATURES in rest:
+        args = (*args, {FEATURES: rest.pop(FEATURES)})
     if "images" in rest:  # transformers' and nnsight's name
         args = _with_images(args, rest, what)
     if not args and "input_ids" not in encoded:
@@ -103,6 +107,10 @@ def split(prompt: Any, what: str) -> PromptBatch:
         or (isinstance(prompt, Mapping) and "encoder_prompt" in prompt)
     ):
         return PromptBatch([prompt])
+    if is_audio(prompt):
+        features = prompt.get(FEATURES)
+        several = getattr(features, "ndim", 0) == 3 and len(prompt) == 1
+        return PromptBatch([{FEATURES: each} for each in features] if several else [prompt])
     if isinstance(prompt, Mapping):
         inner = vllm_prompt(prompt, what)
         if inner is None:
@@ -192,8 +200,17 @@ def has_embeds(prompt: Any) -> bool:
 def _is_one(prompt: Any) -> bool:
     """Whether it is one prompt: a dict with images, embeddings or an encoder's side, or an array of embeddings."""
     return has_embeds(prompt) or (
-        isinstance(prompt, Mapping) and ("encoder_prompt" in prompt or prompt.get(MEDIA) is not None)
+        isinstance(prompt, Mapping)
+        and ("encoder_prompt" in prompt or prompt.get(MEDIA) is not None or FEATURES in prompt)
     )
+
+
+def is_audio(prompt: Any) -> bool:
+    """Whether a prompt is a dict with audio: vLLM's, or the output of transformers' processor."""
+    if not isinstance(prompt, Mapping):
+        return False
+    media = prompt.get(MEDIA)
+    return FEATURES in prompt or (isinstance(media, Mapping) and "audio" in media)
 
 
 def rows_of(ids: Any, what: str) -> list[list[int]]:

@@ -76,7 +76,13 @@ def checked(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Render
         PromptError: empty, of another type, with ids outside the vocabulary, or with embeddings that the model cannot take.
     """
     if facts.limits.max_source_len and (not isinstance(prompt, RenderedPrompt) or prompt.encoder is None):
-        return encoded(lambda side, name: _read(tokenizer, side, facts, name), prompt, facts, what)
+
+        def read(side: Any, name: str) -> RenderedPrompt:
+            if facts.audio is not None and isinstance(side, str):  # its special tokens are in the text
+                side = tokenized(tokenizer, side, name, add_special_tokens=False)
+            return _read(tokenizer, side, facts, name)
+
+        return encoded(read, prompt, facts, what)
     return _read(tokenizer, prompt, facts, what)
 
 

@@ -91,6 +91,7 @@ class Family:
         missing: kinds of sites that the family does not have.
         mlp_in_tuple: whether the MLP returns a tuple, with `mlp_out` first.
         sliding_window: whether the config's `sliding_window` counts.
+        hears: whether its input is audio.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Family:
     missing: frozenset[str] = frozenset()
     mlp_in_tuple: bool = False
     sliding_window: bool = True
+    hears: bool = False
 
     @cached_property
     def points(self) -> Mapping[str, SitePoint]:
@@ -469,6 +471,11 @@ ENCODER_DECODERS = {
             name="t5", embed="decoder.embed_tokens", layers="decoder.block", final_norm="decoder.final_layer_norm",
             cross_attention="layer.1.EncDecAttention", mlp_norm="layer.2.layer_norm", mlp="layer.2.DenseReluDense", **_T5,
         ),
+        Family(
+            name="whisper", embed="model.decoder.embed_tokens", layers="model.decoder.layers",
+            final_norm="model.decoder.layer_norm", head="proj_out", cross_attention="encoder_attn",
+            missing=frozenset({"mlp_act"}), **_BART,
+        ),
     )
 }  # fmt: skip
 """Decoders of encoder-decoder models, by the config's `model_type`."""
@@ -479,6 +486,10 @@ SOURCE_ENCODERS = {
         Family(
             name="t5", embed="encoder.embed_tokens", layers="encoder.block", final_norm="encoder.final_layer_norm",
             mlp_norm="layer.1.layer_norm", mlp="layer.1.DenseReluDense", **_T5,
+        ),
+        Family(
+            name="whisper", layers="model.encoder.layers", final_norm="model.encoder.layer_norm",
+            missing=frozenset({"mlp_act", "embed"}), hears=True, **_BART,
         ),
     )
 }  # fmt: skip

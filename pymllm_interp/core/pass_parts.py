@@ -167,7 +167,7 @@ class EncoderInput:
     """Input of an encoder, which an encoder-decoder model reads before its decoder's prompt.
 
     Attributes:
-        values: token ids [tokens] int64, on the CPU.
+        values: token ids [tokens] int64, or features of audio [mel bins, frames] float32, on the CPU.
         length: positions of the encoder's output.
         content: digest of the values.
     """
@@ -187,12 +187,12 @@ class EncoderInput:
     @property
     def kind(self) -> str:
         """transformers' name of the values."""
-        return "input_ids"
+        return "input_features" if self.values.is_floating_point() else "input_ids"
 
     @property
     def token_ids(self) -> list[int]:
-        """Token of each position."""
-        return self.values.tolist()
+        """Tokens of its positions; zeros for audio."""
+        return [0] * self.length if self.values.is_floating_point() else self.values.tolist()
 
 
 class EncoderRun(NamedTuple):

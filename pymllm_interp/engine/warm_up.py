@@ -34,7 +34,7 @@ def warm_up(runner: InterpModelRunner) -> None:
     """
     rows, allocator, kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
     assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
-    cross, num_layers = runner.cross_pool, runner.model_spec.num_hidden_layers
+    cross, blank, num_layers = runner.cross_pool, runner.get_model().blank_input, runner.model_spec.num_hidden_layers
     kv = KVManager(rows, allocator, kv_pool, cross=None if cross is None else CrossPages(cross))
     scheduler = Scheduler(runner.server_config, runner.max_num_tokens, num_layers, kv)
     most = min(runner.max_num_tokens, runner.max_total_num_tokens, runner.context_len) - NEW_TOKENS
@@ -43,7 +43,7 @@ def warm_up(runner: InterpModelRunner) -> None:
     for params in (GREEDY, SAMPLED):
         long = min(runner.server_config.prefill_graph_tokens + 1, most - SHORT)
         for lengths in ([long], [SHORT, SHORT]):
-            scheduler.add(_request(i, length, params, cross is not None) for i, length in enumerate(lengths))
+            scheduler.add(_request(i, length, params, blank) for i, length in enumerate(lengths))
             while scheduler.has_work():
                 _step(runner, scheduler)
     _step(runner, scheduler)  # the last requests are dropped
@@ -56,8 +56,7 @@ def warm_up(runner: InterpModelRunner) -> None:
     runner.forward_pass_id = 0
 
 
-def _request(index: int, length: int, params: SamplingParams, encodes: bool) -> Request:
-    encoder = EncoderInput.of(torch.zeros(1, dtype=torch.int64), 1) if encodes else None
+def _request(index: int, length: int, params: SamplingParams, encoder: EncoderInput | None) -> Request:
     logprobs: list[Any] | None = [] if params.logprobs else None
     return Request(f"warm-up-{index}", [0] * length, params, NEW_TOKENS, seed=0, logprobs=logprobs, encoder=encoder)
 

@@ -23,6 +23,7 @@ from ..attention.attention_backend import RadixAttention
 from ..core.current_pass import current_pass
 from ..core.forward_batch import ForwardBatch, HookQuery, Registers
 from ..core.model_spec import ModelSpec, input_add
+from ..core.pass_parts import EncoderInput
 from ..layers.edits.base import apply_at, residual_sum
 from ..layers.linear import Linear, Product
 from ..layers.rope import rotation_of
@@ -48,6 +49,7 @@ class CausalLM(nn.Module, ABC):
         num_index_layers: layers of the KV pool that hold keys of indexers, behind the attention layers.
         tower: computes the states of images; None: the model reads text only.
         cross_layers: (index, heads, head size) of layers that attend to an encoder's output.
+        blank_input: short input of the encoder, for steps before the first request; None: the model has no encoder.
         kv_scales: the checkpoint's scales of an FP8 cache, of K and of V by layer.
     """
 
@@ -61,6 +63,7 @@ class CausalLM(nn.Module, ABC):
     num_index_layers = 0
     tower: Any = None
     cross_layers: Sequence[tuple[int, int, int]] = ()
+    blank_input: EncoderInput | None = None
     kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:

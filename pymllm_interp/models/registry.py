@@ -112,8 +112,8 @@ def check_supported(config: PretrainedConfig) -> None:
         UnsupportedModelError: an encoder-decoder, multimodal, recurrent or pooling model, by its name and kind.
     """
     architecture, kind = architecture_of(config), None
-    if config.model_type == "whisper":
-        kind = "a speech model: audio is not supported"
+    if config.model_type == "whisper" and not config.is_encoder_decoder:
+        kind = "a speech model's decoder without its encoder"
     elif getattr(config, "is_encoder_decoder", False):
         if config.model_type in ENCODER_DECODERS and not architecture.endswith((*NOT_GENERATIVE, *CLASSIFIERS)):
             return

@@ -350,7 +350,7 @@ def make_cross_pool(runner: RunnerParts) -> CrossPool | None:
 
     Raises:
         UnsupportedModelError: a CUDA device, or speculative decoding.
-        ValueError: `cross_cache_tokens` holds no page.
+        ValueError: `cross_cache_tokens` holds no audio, of a model that reads audio.
         torch.OutOfMemoryError: it does not fit.
     """
     model, config = runner.get_model(), runner.server_config
@@ -370,7 +370,10 @@ def make_cross_pool(runner: RunnerParts) -> CrossPool | None:
         fit = int(pool_room(runner) * MAX_STATE_SHARE // row_bytes)
         whole = -(-longest // page) * page
         tokens = max(min(runner.max_running_requests * whole, fit), page)
-    longest, rows = min(longest, tokens // page * page), runner.max_running_requests
+    room, rows = tokens // page * page, runner.max_running_requests
+    if encoder.family.hears and room < longest:
+        raise ValueError(f"cross_cache_tokens={tokens}: audio has {longest} positions, which do not fit")
+    longest = min(longest, room)
     return fitting(
         runner,
         lambda: CrossPool(len(layers), tokens, heads, size, runner.dtype, runner.device, page, rows, longest),

@@ -67,12 +67,12 @@ MODELS = [
     (
         "V49",
         MarianConfig(architectures=["MarianMTModel"]),
-        "Marian.* is an encoder-decoder model of a family that is not served; those with generation of bart, t5 are",
+        "Marian.* is an encoder-decoder model of a family that is not served; those with generation of bart, t5, whisper are",
     ),
     (
         "V49",
-        WhisperConfig(architectures=["WhisperForConditionalGeneration"]),
-        "Whisper.* is a speech model: audio is not supported",
+        WhisperConfig(architectures=["WhisperForCausalLM"], is_encoder_decoder=False),
+        "Whisper.* is a speech model's decoder without its encoder",
     ),
     ("qsa", Qwen4ExpTextConfig(), "Qwen4Exp.* is a model with sparse attention: its indexer selects blocks of keys"),
 ]

@@ -34,8 +34,8 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT).with_suffix(""))
 
 
-ELSEWHERE = {"serve", "images"}
-"""Pages whose Python needs a server (test_serving_page.py), or a vision-language model (test_images_page.py)."""
+ELSEWHERE = {"serve", "images", "audio"}
+"""Pages whose Python needs a server, or a model of another kind. They have tests of their own."""
 OF_NIGHTS = {"libraries"}
 """Pages of libraries that have tests of their own (tests/lens, tests/evals), and whose imports take most of ten seconds."""
 NEEDS = {"libraries": ("transformer_lens", "nnterp", "lm_eval", "inspect_ai", "plotly"), "vllm": ("vllm",)}

@@ -1,4 +1,4 @@
-"""T5 and BART by transformers' classes: tokens, states and ops are those of transformers, in any company."""
+"""T5, BART and Whisper by transformers' classes: tokens, states and ops are those of transformers, in any company."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_encoder_decoder import CONFIGS, VOCAB, greedy, modules_of, saved, states_of
+from helpers_encoder_decoder import CONFIGS, POSITIONS, RATE, VOCAB, audio, greedy, modules_of, saved, states_of
 from transformers import PreTrainedModel
 
 from pymllm_interp import LM, Ablate, Capture, Patch, SamplingParams, Steer
@@ -24,10 +24,10 @@ PAGE = 4
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
-KINDS = ["bart", "t5", pytest.param("t5_gated", marks=pytest.mark.slow)]
-WAYS = [(kind, "functions") for kind in ("bart", "t5")] + [("t5", "tables")]
+KINDS = ["bart", "t5", "whisper", pytest.param("t5_gated", marks=pytest.mark.slow)]
+WAYS = [(kind, "functions") for kind in ("bart", "t5", "whisper")] + [("t5", "tables")]
 """Kinds, and how hooks run (`helpers_declared.WAYS`). On CUDA both are tables."""
-TEXT = {"bart": [2], "t5": [0], "t5_gated": [0]}
+TEXT = {"bart": [2], "t5": [0], "t5_gated": [0], "whisper": [2]}
 """The decoder's first tokens."""
 SMALL: dict[str, Any] = {
     "dtype": "float32", "device": DEVICE, "page_size": PAGE, "max_model_len": 64, "max_num_tokens": 24,
@@ -60,7 +60,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         lm.shutdown()
 
 
-def sources(seed: int, *lengths: int) -> list[list[int]]:
+def sources(seed: int, *lengths: int, kind: str = "t5") -> list[Any]:
+    """Inputs of an encoder: token ids, or audio of 200 samples for each."""
+    if kind == "whisper":
+        return [
+            {"multi_modal_data": {"audio": (audio(seed + i, min(200 * length, 6400)), RATE)}}
+            for i, length in enumerate(lengths)
+        ]
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
@@ -72,7 +78,7 @@ def engine_of(lm: LM) -> Any:
 @pytest.mark.parametrize(("kind", "way"), [*WAYS, pytest.param("t5_gated", "functions", marks=pytest.mark.slow)])
 def test_generations_are_those_of_transformers(both: Pair, kind: str, way: str) -> None:
     lm, model = both(kind, way)
-    given = sources(1, 1, PAGE, PAGE + 1, 33, 16, 7)
+    given = sources(1, 1, PAGE, PAGE + 1, 33, 16, 7, kind=kind)
     outs = lm.generate(given, GREEDY)
     for source, out in zip(given, outs, strict=True):
         assert out.token_ids == greedy(model, source, TEXT[kind], 14)
@@ -82,7 +88,7 @@ def test_generations_are_those_of_transformers(both: Pair, kind: str, way: str) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoder_prompts_of_mixed_lengths_run_in_chunks(both: Pair, kind: str) -> None:
     lm, model = both(kind)
-    given, starts = sources(2, 5, 30, 2, 12), [TEXT[kind] + ids for ids in sources(3, 1, 30, 8, 27)]
+    given, starts = sources(2, 5, 30, 2, 12, kind=kind), [TEXT[kind] + ids for ids in sources(3, 1, 30, 8, 27)]
     prompts = [{"encoder_prompt": source, "decoder_prompt": start} for source, start in zip(given, starts, strict=True)]
     for out, source, start in zip(lm.generate(prompts, GREEDY), given, starts, strict=True):
         assert out.token_ids == greedy(model, source, start, 14)
@@ -94,7 +100,7 @@ def test_a_small_pool_preempts_and_changes_nothing(both: Pair, kind: str, tmp_pa
     model.save_pretrained(tmp_path)
     lm = LM(str(tmp_path), **{**SMALL, "kv_cache_tokens": 40, "cross_cache_tokens": 64})
     try:
-        given = sources(4, 20, 31, 9, 15)
+        given = sources(4, 20, 31, 9, 15, kind=kind)
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         outs = lm.generate(given, params)
         assert engine_of(lm).scheduler.num_preempted > 0
@@ -110,7 +116,7 @@ def test_a_small_pool_preempts_and_changes_nothing(both: Pair, kind: str, tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_warm_engine_holds_no_pages(both: Pair, kind: str) -> None:
     lm, model = both(kind)
-    engine, (source,) = engine_of(lm), sources(18, 9)
+    engine, (source,) = engine_of(lm), sources(18, 9, kind=kind)
     cross = engine.scheduler.kv.cross
     lm.engine.call(lambda: warm_up(lm.runner))
     lm.engine.call(engine.scheduler.check_integrity)
@@ -160,7 +166,7 @@ def test_samples_follow_their_seed_in_any_company(both: Pair) -> None:
 @pytest.mark.parametrize(("kind", "way"), [*WAYS, pytest.param("t5_gated", "functions", marks=pytest.mark.slow)])
 def test_captures_at_every_site_are_those_of_hooks(both: Pair, kind: str, way: str) -> None:
     lm, model = both(kind, way)
-    given, sites = sources(7, 17, 6), list(modules_of(kind, model))
+    given, sites = sources(7, 17, 6, kind=kind), list(modules_of(kind, model))
     outs = lm.generate(given, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), capture=sites)
     for source, out in zip(given, outs, strict=True):
         wanted, _ = states_of(kind, model, source, TEXT[kind] + out.token_ids[:-1])
@@ -168,7 +174,7 @@ def test_captures_at_every_site_are_those_of_hooks(both: Pair, kind: str, way: s
             scale = wanted[site].abs().max()
             torch.testing.assert_close(out.activations[site] / scale, wanted[site] / scale, rtol=0, atol=1e-5)
             if site.startswith("encoder."):
-                assert out.activations.token_ids[site].tolist() == source
+                assert out.activations.token_ids[site].tolist() == (source if kind != "whisper" else [0] * POSITIONS)
     text = repr(outs[0].activations)
     assert "encoder.resid_post.{0" in text and "cross_attn_out.{0" in text
 
@@ -201,7 +207,7 @@ def test_ops_are_those_of_edited_hooks(both: Pair, kind: str, way: str) -> None:
         Ablate("cross_attn_out.1", second),
     ]
     sites = ["encoder.resid_post.1", "resid_post.1", "logits"]
-    given = sources(9, 8, 19)
+    given = sources(9, 8, 19, kind=kind)
     outs = lm.generate(given, GREEDY, interventions=[ops, []], capture=sites)
     plain = lm.generate(given, GREEDY)
     assert outs[1].token_ids == plain[1].token_ids  # its neighbour's ops act on the neighbour only
@@ -263,16 +269,16 @@ def test_equal_sources_share_one_run_of_the_encoder(both: Pair, monkeypatch: pyt
 @pytest.mark.parametrize("kind", KINDS)
 def test_traces_read_and_edit_both_sides(both: Pair, kind: str) -> None:
     lm, model = both(kind)
-    (source,), vector = sources(14, 13), torch.randn(36, generator=torch.Generator().manual_seed(15))
+    (source,), vector = sources(14, 13, kind=kind), torch.randn(36, generator=torch.Generator().manual_seed(15))
     with lm.trace(source):
-        root: Any = lm.model if kind == "bart" else lm
-        encoder = root.encoder.layers if kind == "bart" else root.encoder.block
-        decoder = root.decoder.layers if kind == "bart" else root.decoder.block
+        root: Any = lm if kind.startswith("t5") else lm.model
+        encoder = root.encoder.block if kind.startswith("t5") else root.encoder.layers
+        decoder = root.decoder.block if kind.startswith("t5") else root.decoder.layers
         out = encoder[0].output
         (out[0] if isinstance(out, tuple) else out)[:, 2] += vector.to(DEVICE)
         after = encoder[1].output.save()
         last = decoder[1].output.save()
-        logits = lm.lm_head.output.save()
+        logits = (lm.proj_out if kind == "whisper" else lm.lm_head).output.save()
 
     def edited(state: torch.Tensor) -> torch.Tensor:
         state = state.clone()

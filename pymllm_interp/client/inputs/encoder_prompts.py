@@ -15,6 +15,7 @@ from ...core.pass_parts import EncoderInput
 from ...utils.arguments import PromptError
 from ..chat import RenderedPrompt
 from ..facts import ModelFacts
+from ..prompt_batch import FEATURES, MEDIA, is_audio, vllm_prompt
 
 KEYS = ("encoder_prompt", "decoder_prompt")
 Read = Callable[[Any, str], RenderedPrompt]
@@ -42,18 +43,18 @@ def encoded(read: Read, prompt: Any, facts: ModelFacts, what: str) -> RenderedPr
     Raises:
         PromptError: no side for the encoder, an empty or too long one, other keys, or ids outside the vocabulary.
     """
-    given, own = prompt, None
-    if is_of_both(prompt):
-        if others := sorted(map(str, prompt.keys() - set(KEYS))):
-            raise PromptError(f"{what} has {', '.join(others)}: expected encoder_prompt and decoder_prompt")
-        given, own = prompt.get("encoder_prompt"), prompt.get("decoder_prompt")
-        if given is None:
-            raise PromptError(f"{what} has no encoder_prompt, which an encoder-decoder model reads first")
-    source = read(given, f"the encoder_prompt of {what}" if own is not None else what)
-    if source.embeds is not None:
-        raise PromptError(f"{what} has embeddings, which encoders are not given: pass text or token ids")
-    values = torch.tensor(source.token_ids, dtype=torch.int64)
-    check_length(len(values), facts, what)
+    given, own = _sides(prompt, what)
+    source = f"the encoder_prompt of {what}" if own is not None else what
+    if facts.audio is not None:
+        encoder = facts.audio.read(given, source)
+    elif is_audio(given):
+        raise PromptError(f"{what} has audio, and {facts.name} ({facts.architecture}) reads text")
+    else:
+        found = read(given, source)
+        if found.embeds is not None:
+            raise PromptError(f"{what} has embeddings, which encoders are not given: pass text or token ids")
+        encoder = EncoderInput.of(torch.tensor(found.token_ids, dtype=torch.int64), len(found.token_ids))
+    check_length(encoder.length, facts, what)
     started = (
         RenderedPrompt(None, list(facts.decoder_start_ids))
         if own is None
@@ -63,7 +64,21 @@ def encoded(read: Read, prompt: Any, facts: ModelFacts, what: str) -> RenderedPr
         raise PromptError(
             f"the decoder_prompt of {what} has embeddings, which decoders behind an encoder are not given"
         )
-    return started._replace(encoder=EncoderInput.of(values, len(values)))
+    return started._replace(encoder=encoder)
+
+
+def _sides(prompt: Any, what: str) -> tuple[Any, Any]:
+    """(encoder's side, decoder's side or None) of a prompt. A decoder without one begins as the model says."""
+    if is_of_both(prompt):
+        if others := sorted(map(str, prompt.keys() - set(KEYS))):
+            raise PromptError(f"{what} has {', '.join(others)}: expected encoder_prompt and decoder_prompt")
+        if prompt.get("encoder_prompt") is None:
+            raise PromptError(f"{what} has no encoder_prompt, which an encoder-decoder model reads first")
+        return prompt["encoder_prompt"], prompt.get("decoder_prompt")
+    if not is_audio(prompt):
+        return prompt, None
+    own = vllm_prompt(prompt, what)  # beside audio, vLLM's prompt is the decoder's
+    return {key: prompt[key] for key in (MEDIA, FEATURES) if key in prompt}, own or None
 
 
 def check_length(length: int, facts: ModelFacts, what: str) -> None:

@@ -36,6 +36,7 @@ from ..calls.lowered import Lowered
 from ..chat import RenderedPrompt
 from ..facts import ModelFacts
 from ..handle import RequestHandle
+from ..inputs.audio import AudioReader
 from ..pooling.pooler import Pooler
 from ..request_limits import check_embedded, max_tokens_of, truncated
 from .remote_engine import RemoteEngine
@@ -84,7 +85,8 @@ class RemoteBackend(Backend):
         self.tokenizer, pooler = _tokenizer(self.engine, info)
         images = info["images"] and SentImages(config, self.tokenizer, info["images"]["max_images"])
         facts = ModelFacts.of_json(info, self.engine.url, self.module.spec, config, most, pooler)
-        self.facts = replace(facts, images=images)
+        audio = info["audio"] and AudioReader.of_json(config, info["audio"])
+        self.facts = replace(facts, images=images, audio=audio)
         self.vectors = RemoteVectors(self.engine)
         self.saes = ServedSAEs(info["saes"])
         self.lowered = Lowered(self.module, lower_traces, torch.device("cpu"))

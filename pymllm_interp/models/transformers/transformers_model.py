@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -311,7 +318,9 @@ def without_weights(config: PretrainedConfig, spec: ModelSpec) -> Any:
 
 def auto_class(spec: ModelSpec) -> Any:
     """transformers' auto class of a model that generates."""
-    return AutoModelForCausalLM if spec.source is None else AutoModelForSeq2SeqLM
+    if spec.source is None:
+        return AutoModelForCausalLM
+    return AutoModelForSpeechSeq2Seq if spec.source.family.hears else AutoModelForSeq2SeqLM
 
 
 def _from_folder(

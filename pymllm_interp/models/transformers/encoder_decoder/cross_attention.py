@@ -145,6 +145,8 @@ class _Always(Mapping[int, bool]):
 class _Pages:
     """Self-attention's cache of a pass over pages: the attention function writes them."""
 
+    is_sliding = is_linear = is_dummy = (False,)  # of its layers, as makers of masks read them
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions come from the pass (models/transformers/position_rules.py)."""
         return 0

@@ -1,4 +1,4 @@
-"""T5 and BART by their own classes: the encoder runs once a request, the decoder as any other.
+"""T5, BART and Whisper by their own classes: the encoder runs once a request, the decoder as any other.
 
     model = EncoderDecoderModel(served, decoder_spec)
 
@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ....core.current_pass import inner_pass
 from ....core.forward_batch import ForwardBatch, ForwardMode, PartQuery
 from ....core.model_spec import ModelSpec
-from ....core.pass_parts import PassEncoder
+from ....core.pass_parts import EncoderInput, PassEncoder
 from .. import site_ends
 from ..position_rules import serve_distances
 from ..transformers_model import TransformersModel
@@ -72,7 +72,7 @@ class DecoderView(nn.Module):
             decoder_input_ids=input_ids,
             decoder_attention_mask=attention_mask,
             past_key_values=CrossCache(past_key_values, self._layers, like),
-            use_cache=use_cache,
+            use_cache=True,  # else cross-attention modules look for no cache
         )
 
 
@@ -92,6 +92,7 @@ class EncoderDecoderModel(TransformersModel):
         self.config, self.why_no_graphs = served.config, "its attention reads encoder outputs, which differ in length"
         self._encoder = [served.get_encoder()]
         self._cross_modules = modules
+        self.blank_input = _blank_input(served.config, declared.source)
         paths = {module: path for path, module in served.named_modules()}
         self.encoder_path = paths[self._encoder[0]]
         encoder = replace(declared.source, dtype=self.spec.dtype)
@@ -128,8 +129,9 @@ class EncoderDecoderModel(TransformersModel):
 
     def _encoded(self, run: PassEncoder) -> torch.Tensor:
         """The encoder's output [1, positions, hidden]."""
-        encoder, values = self._encoder[0], run.input.values.to(next(self.parameters()).device)[None]
-        return encoder(input_ids=values)[0]
+        values, like = run.input.values, next(self.parameters())
+        values = values.to(like.device, like.dtype if values.is_floating_point() else None)[None]
+        return self._encoder[0](**{run.input.kind: values})[0]
 
     def _write(self, run: PassEncoder, h: torch.Tensor, batch: ForwardBatch) -> None:
         family, cross = self.spec.family, batch.cross
@@ -158,6 +160,13 @@ def cross_layers_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[list[Cross
         layers.append(module.cross_layer)
         modules.append(module)
     return layers, modules
+
+
+def _blank_input(config: Any, encoder: ModelSpec) -> EncoderInput:
+    """One token, or audio of full length: all audio has one length."""
+    if not encoder.family.hears:
+        return EncoderInput.of(torch.zeros(1, dtype=torch.int64), 1)
+    return EncoderInput.of(torch.zeros(config.num_mel_bins, 2 * encoder.context_len), encoder.context_len)
 
 
 def _own_attention(encoder: Any) -> None:

@@ -1,4 +1,4 @@
-"""Specs of the encoders and decoders of T5 and BART, from a config."""
+"""Specs of the encoders and decoders of T5, BART and Whisper, from a config."""
 
 from __future__ import annotations
 
