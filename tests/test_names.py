@@ -68,6 +68,7 @@ encode classify score harvest generate_corpus patch_sweep attribute verbalize
 vectors saes adapters weights default_sampling_params
 cfg dtype model_spec num_layers hidden_size num_heads vocab_size sites limits capabilities
 engine runner is_remote connect reset_prefix_cache shutdown
+pause resume is_paused update_weights
 """
 
 

@@ -190,6 +190,14 @@ class Backend(ABC):
         self.require_process("lm.backend.resolve")
         return captures, interventions
 
+    def control(self, order: str, **arguments: Any) -> Any:
+        """Carry out an order that concerns all requests: "pause", "resume", "is_paused", "update_weights".
+
+        Raises:
+            NotImplementedError: the backend has no such order.
+        """
+        raise NotImplementedError(f"{order} is an order to this package's own engine, and this model has another one")
+
     # -- LoRA adapters ----------------------------------------------------------------------
 
     def load_adapter(self, name: str, folder: str) -> None:

@@ -38,6 +38,7 @@ from .images.reader import ImageReader
 from .inputs.audio import AudioReader
 from .inputs.encoder_prompts import decoder_start_ids
 from .inputs.speech import SpeechTokens
+from .lifecycle.local_orders import LocalOrders
 from .pooling.folders import last_site, pooler_of
 from .request_factory import RequestFactory
 
@@ -74,6 +75,7 @@ class LocalBackend(FactoryBackend):
             open_engines.track(engine)
             engine.start()
             self._describe_model()
+            self._orders = LocalOrders(engine)
             open_engines.release_with(self.factory, engine)  # which views and copies of an LM (`lm.edit()`) have, too
         except BaseException as error:
             self._undo(engine, error)
@@ -104,6 +106,10 @@ class LocalBackend(FactoryBackend):
         weights, saes, declarations, adapters = runner.model_state, runner.saes, runner.declarations, runner.adapters
         assert weights is not None and saes is not None and declarations is not None and adapters is not None
         self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes, adapters.hold))
+
+    def control(self, order: str, **arguments: Any) -> Any:
+        self.engine.check_open()
+        return getattr(self._orders, order)(**arguments)
 
     def load_adapter(self, name: str, folder: str) -> None:
         self.engine.check_open()

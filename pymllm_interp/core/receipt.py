@@ -107,6 +107,9 @@ class Receipt(_Brief, Shown):
     """Number of them that became tokens of the request."""
     masked_argmax: int = 0
     """Number of generated tokens at which a constraint forbade the likeliest one."""
+    weights: list[list[int]] = field(default_factory=list)
+    """[version, tokens]: number of generated tokens made with each version of the weights, in order. Empty: `update_weights` did
+    not change them while the request ran, and all are of `model`."""
     replica: str = ""
     """Name of the replica that served the request, in a cluster."""
 
@@ -119,11 +122,20 @@ class Receipt(_Brief, Shown):
             found.append(f"{tokens} logits that are NaN, infinite or all equal: an edit is out of the model's range")
         return found
 
+    def made_with(self, version: int, num_tokens: int) -> None:
+        """Note the version of the weights that made the tokens since the last note.
+
+        Args:
+            num_tokens: generated tokens so far.
+        """
+        self.weights.append([version, num_tokens - sum(count for _, count in self.weights)])
+
     def table(self) -> Table:
         """Steps, interventions, captures, and each further field that is set."""
         counts: list[tuple[str, str, Any]] = [("steps", mode, count) for mode, count in self.steps.items()]
         counts += [("eager part", part, count) for part, count in self.eager_parts.items()]
         counts += [(applied.intervention, applied.site, _rows_of(applied)) for applied in _folded(self.interventions)]
+        counts += [("weights", f"version {version}", f"{tokens} tokens") for version, tokens in self.weights]
         counts += [("captured", captured.site, _rows_of(captured)) for captured in _folded(self.captures)]
         for name in (
             "reads",

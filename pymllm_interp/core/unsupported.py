@@ -121,14 +121,13 @@ OF_REQUESTS: dict[str, str] = {
 _IN_PROCESS = (
     "a trace runs code on the model, `with lm.trace(prompt):`; lm.runner.model is the module of a local engine"
 )
-_WEIGHTS = "weights are edited in place in a local LM, by the modules of lm.model; the prefix cache follows"
 METHODS: dict[str, str] = {
     "embed": "here it is lm.encode(prompts)",
     "reward": "here it is lm.score(prompts)",
     **dict.fromkeys(("sleep", "wake_up"), SLEEP),
     "beam_search": BEAMS,
     **dict.fromkeys(("collective_rpc", "apply_model"), _IN_PROCESS),
-    **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), _WEIGHTS),
+    "init_weight_transfer_engine": "lm.update_weights(named_tensors) does all; over HTTP the server has vLLM's four routes",
     **dict.fromkeys(("start_profile", "stop_profile"), PROFILE),
     "reset_mm_cache": MULTIMODAL,
     # here by another name

@@ -32,6 +32,7 @@ from .constraints import masks_of
 from .counters import counters
 from .drafts import Drafts
 from .kv_manager import KVManager
+from .lifecycle.intake import PAUSED_SECONDS, Intake
 from .request_ends import RequestEnds
 from .scheduler import Scheduler
 from .step_results import Progress, append_logprobs, blamed, count_step, needs_tokens, out_of_memory_error
@@ -59,6 +60,7 @@ class Engine:
 
     Attributes:
         ends: the requests from submission to their last event.
+        intake: the requests that may run; closed by a pause.
         forked: error that calls raise in a forked child, which lacks the engine's thread; None in the engine's own process.
     """
 
@@ -79,6 +81,7 @@ class Engine:
         self._callbacks = Callbacks()
         engine = weakref.proxy(self)  # which holds the ends: a cycle would keep a deleted model
         ends = self.ends = RequestEnds(runner, self._callbacks, lambda command: engine._call_soon(command))
+        self.intake = Intake(ends, lambda requests: engine._add(requests))
         self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout, ends.end_waits, ends.end_stuck)
         self._ready: Future[None] = Future()
         self._thread = EngineThread(target=self._start, name="pymllm-interp-engine", daemon=True)
@@ -91,7 +94,8 @@ class Engine:
         """Description of the engine's state: "shut down", "idle" or the number of live requests."""
         if self._closing is not None or self.forked is not None:
             return "shut down" if self.forked is None else "of the parent process"
-        return f"live requests: {len(self.ends.subscribers)}" if self.ends.subscribers else "idle"
+        found = f"live requests: {len(self.ends.subscribers)}" if self.ends.subscribers else "idle"
+        return f"paused, {found}" if self.intake.paused else found
 
     def start(self) -> None:
         """Initialise the runner on the thread, and serve. Raises the errors of the runner's `initialize`.
@@ -112,7 +116,10 @@ class Engine:
 
         def add() -> None:
             for requests, _ in groups:
-                self._add(requests)
+                if self.intake.held is None:
+                    self._add(requests)
+                else:
+                    self.intake.held += requests
 
         # Known from now on: a block may hold up the thread for longer than they wait.
         known = {request.request_id: (request, subscriber) for requests, subscriber in groups for request in requests}
@@ -132,6 +139,7 @@ class Engine:
         """End requests with finish_reason "abort". Finished and unknown ones are left as they are."""
 
         def end() -> None:
+            self.intake.find(request_ids)
             self.ends.end(self.ends.known(request_ids), "abort")
 
         with contextlib.suppress(EngineClosedError):  # closing ends them all
@@ -227,6 +235,7 @@ class Engine:
         """The client is gone: end the thread when the last request has ended. Does not wait; finalizers call it."""
         with self._wake:
             self._released = True
+            self._inbox.append(self.intake.resume)  # no client is left to do so
             self._wake.notify()
 
     def wait_if_released(self) -> None:
@@ -269,7 +278,7 @@ class Engine:
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
-            runner.interleaver.sync_previous_step = self._sync_previous_step
+            runner.interleaver.sync_previous_step = self.sync_previous_step
         kv = KVManager.of(runner)
         ring = runner.capture_ring
         admission = None if ring is None else ring.admission
@@ -288,6 +297,8 @@ class Engine:
                 self.ends.send_events()
                 if self._has_work():
                     self.step()
+                if self.intake.held is not None:
+                    self.intake.turn()
         except BaseException as error:
             logger.exception("the engine stopped")
             self._closing = error
@@ -305,7 +316,8 @@ class Engine:
                     break
                 if logger.isEnabledFor(logging.DEBUG):
                     self.scheduler.check_integrity()
-                self._wake.wait()
+                if not self._wake.wait(PAUSED_SECONDS if self.intake.paused else None):
+                    break
             commands = list(self._inbox)
             self._inbox.clear()
         if commands:
@@ -338,6 +350,8 @@ class Engine:
         return 0.0 if self.runner.nnsight_request_helper.expects_traces else self._pacing.seconds_left()
 
     def _has_work(self) -> bool:
+        if self.intake.paused:  # between two steps
+            return False
         return self._in_flight is not None or (self.scheduler.has_work() and not self._waits_for_room)
 
     def step(self) -> None:
@@ -345,7 +359,7 @@ class Engine:
 
         With `async_scheduling` a step's tokens are read after the launch of the next step. So the device does not wait
         for the host. A step that ends a request thus runs one token too many for it, which is dropped. If the next step
-        depends on this one's tokens (`Request.needs_tokens`), they are read first. `_sync_previous_step` reads them
+        depends on this one's tokens (`Request.needs_tokens`), they are read first. `sync_previous_step` reads them
         before a block is served, or a constraint masks the next token.
         """
         started, step = time.perf_counter(), self.scheduler.schedule()
@@ -395,12 +409,12 @@ class Engine:
         constrained = self.ends.constrained
         ids = [entry.request_id for entry in step.scheduled if entry.samples and entry.request_id in constrained]
         if any(request.num_pending for request in self.ends.known(ids)):
-            self._sync_previous_step()
+            self.sync_previous_step()
         masks = masks_of(self.ends.known(ids), self.runner.vocab_size, self.ends.fail, step.drafts)
         if masks is not None:
             self.runner.constrain(masks)
 
-    def _sync_previous_step(self) -> None:
+    def sync_previous_step(self) -> None:
         """Collect the previous step during a pass: blocks of requests that end with it must not be served.
 
         The events that follow are sent when the rest of the pass has been launched: the device waits for it.
@@ -443,6 +457,11 @@ class Engine:
             torch.cuda.empty_cache()
         self.scheduler.failed(step)
 
+    def end_with(self, error: EngineClosedError) -> EngineClosedError:
+        """Have the engine end with an error, which is returned."""
+        self._closing = error
+        return error
+
     def _call_soon(self, command: Callable[[], None]) -> None:
         """Run `command` on the engine's thread, even while it closes: at once if called there."""
         if self._on_own_thread:
@@ -453,35 +472,23 @@ class Engine:
             self._wake.notify()
 
     def _close(self) -> None:
-        ring = self.runner.capture_ring
+        ring, end_all = self.runner.capture_ring, partial(self.ends.end_all, self._closed_error)
         for part in (  # each is tried whatever became of the others: handles wait for an answer
-            self._end_all,
+            lambda: self.intake.close(EngineClosedError(f"{self._closing}")),
+            end_all,
             self._empty_inbox,  # handles that came too late still get their answer
-            self._end_all,
+            end_all,
             self.ends.send_events,
             *(() if ring is None else (ring.wait,)),
             partial(self._callbacks.close, CLOSING_SECONDS),
             self._empty_inbox,
-            self._answer_all,
+            partial(self.ends.answer_left, self._closed_error),
             self.ends.send_events,
             self._watchdog.close,
         ):
             self._run_command(part)
         self.runner.interleaver.sync_previous_step = self.runner.interleaver.call_back = None  # which hold this engine
         self.runner.shutdown()
-
-    def _answer_all(self) -> None:
-        for request, _ in list(self.ends.subscribers.values()):  # something failed between its end and the answer
-            request.error = self._closed_error(request)
-            self.ends.answer(request)
-
-    def _end_all(self) -> None:
-        for request in self.scheduler.live:
-            try:
-                request.error = self._closed_error(request)
-                self.ends.end([request], "abort")
-            except BaseException:
-                logger.exception("request %s could not be wound up", request.request_id)
 
     def _closed_error(self, request: Request) -> EngineClosedError:
         return EngineClosedError(f"request {request.request_id} was ended: {self._closing}")

@@ -88,6 +88,21 @@ class RequestEnds:
                 self.scheduler.finish(request, reason)
                 self.finished(request)
 
+    def end_all(self, error_of: Callable[[Request], BaseException]) -> None:
+        """End all requests of a closing engine, each with its error."""
+        for request in self.scheduler.live:
+            try:
+                request.error = error_of(request)
+                self.end([request], "abort")
+            except BaseException:
+                logger.exception("request %s could not be wound up", request.request_id)
+
+    def answer_left(self, error_of: Callable[[Request], BaseException]) -> None:
+        """Answer requests without an answer: something failed between their end and it."""
+        for request, _ in list(self.subscribers.values()):
+            request.error = error_of(request)
+            self.answer(request)
+
     def known(self, request_ids: Iterable[str]) -> list[Request]:
         """The subset of the requests that the scheduler has."""
         return [found for rid in request_ids if (found := self.scheduler.requests.get(rid)) is not None]
@@ -187,6 +202,8 @@ class RequestEnds:
         if request.constraint is not None:
             note_masked(request)
         self.num_flat_logits += request.num_flat
+        if request.receipt is not None and request.receipt.weights and self.runner.model_state is not None:
+            request.receipt.made_with(self.runner.model_state.version, len(request.output_token_ids))
         self._emit(finished_event(request))
         self.subscribers.pop(request.request_id, None)
 

@@ -388,7 +388,7 @@ class Scheduler:
                 self._entering[request.request_id] = request
                 self.kv.resend(request)
             else:
-                self._put_back(request)
+                self.put_back(request)
         self.kv.discard_unwritten()
         # The pass may have failed before the runner read them. It ignores ids that it does not know.
         self._finished_ids |= step.finished_req_ids
@@ -452,7 +452,7 @@ class Scheduler:
                 return  # it has ended, with its gang
             member.num_preemptions += 1
             if member.trace is None:
-                self._put_back(member)
+                self.put_back(member)
                 self.num_preempted += 1
             else:
                 self.running.remove(member)
@@ -462,7 +462,7 @@ class Scheduler:
                 self.swapped.append(member)
                 self.num_swapped += 1
 
-    def _put_back(self, request: Request) -> None:
+    def put_back(self, request: Request) -> None:
         """Move a plain request back to the waiting queue. The prefix cache keeps its computed KV."""
         self.running.remove(request)
         self._release(request)

@@ -6,7 +6,7 @@ A new native family needs its class here, and a row in `core.families.FAMILIES`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -233,7 +233,7 @@ def load_model(
         if folder is None:
             init_dummy_weights(model, seed)
         else:
-            load_weights(model, _tensors(model, folder))
+            load_weights(model, model.parameters_of(named_tensors(model, iter_safetensors(folder))))
         return model
     with unallocated_weights():
         model = cls(config, spec, device, max_positions)
@@ -241,26 +241,27 @@ def load_model(
         init_dummy_quantized(model, stored, device, seed)
         init_dummy_weights(model, seed)
     else:
-        load_quantized(model, _tensors(model, folder), stored, quantize, device)
+        load_quantized(
+            model, model.parameters_of(named_tensors(model, iter_safetensors(folder))), stored, quantize, device
+        )
     if quantize == "fp8-w8a8":
         round_rows(model)
     return model
 
 
-def _tensors(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    return model.parameters_of(_named(model, folder))
-
-
-def _named(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(
+    model: DecoderForCausalLM, weights: Iterable[tuple[str, torch.Tensor]], whole: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors by the names of the class that generates. Classifiers name the head otherwise; decoders without a head have
-    neither it nor the decoder's prefix.
+    neither it nor the decoder's prefix. With `whole` they get a head of zeros.
     """
     decoder: torch.nn.Module = getattr(model, model.decoder_name)
     own = set[str]()
     if lacks_head(model.config):
         own = {name for name, _ in decoder.named_children()}
-        yield "lm_head.weight", torch.zeros_like(model.lm_head.weight, device="cpu")
-    for name, tensor in iter_safetensors(folder):
+        if whole:
+            yield "lm_head.weight", torch.zeros_like(model.lm_head.weight, device="cpu")
+    for name, tensor in weights:
         if model.spec.num_labels is not None and name.startswith("score."):
             name = f"lm_head.{name.removeprefix('score.')}"
         elif model.tower is None and name.partition(".")[0] in own:

@@ -512,13 +512,11 @@ def test_a_block_that_wants_more_memory_than_there_is_ends_alone(allowance):
 # -- the engine closes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["_end_all", "send_events", "_callbacks"])
+@pytest.mark.parametrize("part", ["end_all", "send_events", "_callbacks"])
 def test_a_closing_engine_answers_its_handles_whatever_fails_on_the_way(part, model_folder, monkeypatch):
     lm = LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=512, max_running_requests=1)
     engine, failures = lm.backend.engine, [MemoryError("no room"), SystemExit("a part of the closing")]
-    owner, name = {"send_events": (engine.ends, part), "_callbacks": (engine._callbacks, "close")}.get(
-        part, (engine, part)
-    )
+    owner, name = (engine._callbacks, "close") if part == "_callbacks" else (engine.ends, part)
     original = getattr(owner, name)
 
     def fails(*args: Any) -> Any:

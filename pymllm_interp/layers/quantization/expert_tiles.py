@@ -59,10 +59,7 @@ class ExpertTiles:
             ValueError: scales are NaN, or 2^127 and more apart.
         """
         rows, width = weight.shape[0] // experts, weight.shape[1]
-        smallest, largest = int(weight.scales.min()), int(weight.scales.max())
-        shift = max(0, largest + TO_FIELD - MAX_FIELD)
-        if largest == 255 or smallest + TO_FIELD - shift < 1:
-            raise ValueError(f"scales of experts are 2^{smallest - 127} to 2^{largest - 127}; use another checkpoint")
+        shift = shift_of(weight.scales)
         count = 2 if gated else 1
         layout = _Layout(rows // count, width, count, interleaved)
         words, scales = [], []
@@ -104,6 +101,15 @@ class ExpertTiles:
         for index in range(self.experts):
             out[index * self.rows : (index + 1) * self.rows] = self.expert(index).dequantize()
         return out
+
+
+def shift_of(scales: torch.Tensor) -> int:
+    """`ExpertTiles.shift` of scales in E8M0. Raises ValueError: scales are NaN, or 2^127 and more apart."""
+    smallest, largest = int(scales.min()), int(scales.max())
+    shift = max(0, largest + TO_FIELD - MAX_FIELD)
+    if largest == 255 or smallest + TO_FIELD - shift < 1:
+        raise ValueError(f"scales of experts are 2^{smallest - 127} to 2^{largest - 127}; use another checkpoint")
+    return shift
 
 
 @dataclass(frozen=True)

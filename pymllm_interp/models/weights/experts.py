@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ SCALE_LEAVES = ("weight_scale_inv", "weight_scale")
 IGNORED = ("input_scale", "activation_scale")
 Pieces = dict[tuple[int, str], dict[str, Tensor]]
 """(expert, projection) -> its tensors by leaf name."""
+PutExperts = Callable[[str, QuantizableExperts, str, Tensor | QuantizedWeight], None]
+"""(path, module, name in the module, rows [experts, out, in] or a quantised [experts * out, in]) of a weight."""
 CODES_RMS = 2.926
 """Root mean square of the values of random codes of FP4."""
 
@@ -38,13 +40,14 @@ def load_experts(
     model: nn.Module,
     weights: Iterable[tuple[str, Tensor]],
     stored: QuantizationFormat | None,
-    device: str,
+    put: PutExperts,
     loaded: set[str],
 ) -> Iterator[tuple[str, Tensor]]:
     """Give experts their weights as these come. Yields all other tensors.
 
     Args:
         stored: the checkpoint's format.
+        put: function for each weight, such as ``partial(store_experts, device)``.
         loaded: receives the names of the weights.
 
     Raises:
@@ -61,7 +64,7 @@ def load_experts(
             if not part:
                 rows = tensor.transpose(1, 2) if module.transposed and tensor.ndim == 3 else tensor
                 _check(whole, tensor, rows, module.shape_of(kind))
-                module.set_plain(kind, rows, device)
+                put(whole, module, kind, rows)
                 loaded.add(whole)
                 continue
             found = waiting.setdefault(whole, {})
@@ -86,13 +89,23 @@ def load_experts(
                 continue
             weight = _joined(whole, module, kind, pieces, stored)
             del apart[whole]
-        try:
-            if not module.set_quantized(kind, weight, device):
-                logger.warning("%s is dequantised: no kernel takes its shape", whole)
-        except ValueError as error:
-            raise WeightsError(f"{whole} is quantised: {error}") from error
+        put(whole, module, kind, weight)
         loaded.add(whole)
     _refuse_incomplete(modules, waiting, apart)
+
+
+def store_experts(
+    device: str, whole: str, module: QuantizableExperts, kind: str, weight: Tensor | QuantizedWeight
+) -> None:
+    """Store a weight: rows [experts, out, in], or quantised [experts * out, in]. Raises WeightsError: codes that do not fit."""
+    if isinstance(weight, Tensor):
+        module.set_plain(kind, weight, device)
+        return
+    try:
+        if not module.set_quantized(kind, weight, device):
+            logger.warning("%s is dequantised: no kernel takes its shape", whole)
+    except ValueError as error:
+        raise WeightsError(f"{whole} is quantised: {error}") from error
 
 
 def _projections(module: QuantizableExperts, kind: str) -> list[tuple[int, str]]:

@@ -29,6 +29,7 @@ LEAVES = MARKS | {"weight", "weight_shape", "weight_zero_point", "weight_g_idx",
                   "activation_scale", "input_zero_point"}  # fmt: skip
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place, in four bits, of each of the eight columns in a word."""
+WORDS = frozenset({"qweight", "qzeros", "weight_packed"})
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -95,6 +96,9 @@ class QuantizationFormat:
         Raises:
             WeightsError: tensors that are missing, or do not fit each other.
         """
+        for name in WORDS & tensors.keys():
+            if tensors[name].is_floating_point():
+                raise WeightsError(f"{path}.{name} is {tensors[name].dtype}; codes are integers")
         if "qweight" in tensors:
             return self._words(path, tensors, dtype)
         if "weight_packed" in tensors:

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ...layers.fused_qkv import Conv1D
 from ...layers.linear import Linear, MergedLinear, Projection
 from ...layers.quantization.gemm import QuantizedGemm, laid_out, takes_rounded_rows
 from ...layers.quantization.weight import QuantizedWeight, concatenated, quantized
-from .experts import init_dummy_experts, load_experts
+from .experts import init_dummy_experts, load_experts, store_experts
 from .formats import LEAVES, QuantizationFormat
 from .loading import MARKS, WeightsError, draw, is_harmless, load_weights
 
@@ -112,11 +113,11 @@ def load_quantized(
     paths = {path for product in products for path in product.modules}
     own: dict[str, dict[str, Tensor]] = {path: {} for path in paths}
     experts: set[str] = set()
-    rest = list(_sorted_out(load_experts(model, weights, stored, device, experts), own))
+    rest = list(sorted_out(load_experts(model, weights, stored, partial(store_experts, device), experts), own))
     head = getattr(model, "lm_head", None)
     pending: list[LinearParts] = []
     for product in products:
-        parts = [_part(path, module, own[path], stored) for path, module in product.modules.items()]
+        parts = [part_of(path, module, own[path], stored) for path, module in product.modules.items()]
         if all(part is None for part in parts):
             pending.append(product)  # load_weights lists missing tensors
             continue
@@ -166,7 +167,7 @@ def round_rows(model: nn.Module) -> None:
             gemm.rounds_rows = takes_rounded_rows(gemm.weight)
 
 
-def _sorted_out(
+def sorted_out(
     weights: Iterable[tuple[str, Tensor]], own: Mapping[str, dict[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Put the tensors of the modules of `own` there; yield the others."""
@@ -178,15 +179,15 @@ def _sorted_out(
             yield name, tensor
 
 
-def _part(path: str, module: Any, tensors: dict[str, Tensor], stored: QuantizationFormat | None) -> Part | None:
+def part_of(path: str, module: Any, tensors: dict[str, Tensor], stored: QuantizationFormat | None) -> Part | None:
     """A module's weight [out, in] as it is stored; None: it has no tensors."""
-    weight = tensors.get("weight")
+    weight, own = tensors.get("weight"), own_weight(module)
     quantised = bool(MARKS & tensors.keys()) or (weight is not None and weight.dtype.itemsize == 1)
     if not quantised and weight is None:
         return None
     if not quantised:
         assert weight is not None
-        weight = weight.to(module.weight.dtype)
+        weight = weight.to(own.dtype)
         found: Part = weight.t() if module.transposed else weight
     elif stored is None:
         raise WeightsError(
@@ -198,11 +199,19 @@ def _part(path: str, module: Any, tensors: dict[str, Tensor], stored: Quantizati
             f"{path} is a Conv1D in {stored.method} format, which is not read: use quantize='fp8', or AWQ or GPTQ"
         )
     else:
-        found = stored.read(path, tensors, module.weight.dtype)
-    expected = module.weight.shape if not module.transposed else module.weight.shape[::-1]
+        found = stored.read(path, tensors, own.dtype)
+    expected = own.shape if not module.transposed else own.shape[::-1]
     if found.shape != expected:
         raise WeightsError(f"{path}.weight is {list(found.shape)}, the model's is {list(expected)}")
     return found
+
+
+def own_weight(module: Any) -> Tensor:
+    """The module's parameter `weight`; of a quantised module a tensor without memory, of its shape and dtype."""
+    if module.quantized is None:
+        return module.weight
+    shape = module.quantized.shape[::-1] if module.transposed else module.quantized.shape
+    return torch.empty(shape, dtype=module.quantized.dtype, device="meta")
 
 
 def _rounded(part: Part, module: Any) -> Part:

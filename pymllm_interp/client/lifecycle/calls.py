@@ -1,0 +1,74 @@
+"""``lm.pause`` and ``lm.resume``, and new weights: `update_weights`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...models.updates import NamedTensors
+
+if TYPE_CHECKING:
+    from ..calls.model import ClientModel
+
+
+def pause(self: ClientModel, mode: str = "abort") -> None:
+    """Stop launching steps until `resume`. New requests wait. On a server this needs the operator's right.
+
+    Args:
+        mode: treatment of running requests. "abort": they end with finish_reason "abort". "wait": the call waits until they have
+            ended. "keep": they continue after `resume`.
+
+    Raises:
+        ValueError: another mode.
+        RuntimeError: inside a block of a trace; or `resume` was called while mode "wait" still waited.
+        EngineClosedError: the engine was shut down.
+    """
+    _control(self, "pause", mode=mode)
+
+
+def resume(self: ClientModel) -> None:
+    """Launch steps again after `pause`. Without a pause it does nothing.
+
+    Raises:
+        EngineClosedError: the engine was shut down.
+    """
+    _control(self, "resume")
+
+
+def is_paused(self: ClientModel) -> bool:
+    """Whether the engine is paused, or mode "wait" waits."""
+    return _control(self, "is_paused")
+
+
+def update_weights(self: ClientModel, weights: NamedTensors | str | Path, *, draft: bool = False) -> int:
+    """Give the model new weights, in whole or in part, between two steps. Nothing is loaded anew.
+
+    All weights are checked before the first is written. After an error the engine keeps its old weights. KV of the old weights
+    is not used again: running requests, and requests that a pause keeps, are computed anew. So each later token is the token of
+    a new engine with these weights, after the same tokens. States and scores from before stay. The receipt's `weights` counts
+    the tokens of each version.
+
+    Adapters stay loaded: their weights are added to the new ones. SAEs and vectors do not change.
+
+    Args:
+        weights: a mapping or iterable of names and tensors, such as ``trainer.named_parameters()``. Or a folder of the same
+            model, with all weights. Names are the module tree's; native models take a checkpoint's names, too. Some of the
+            experts of a layer are refused. A quantised model takes codes and scales in its format. With `quantize` it takes
+            unquantised weights, and rounds them.
+        draft: update the draft model of speculative decoding instead.
+
+    Returns:
+        new ``lm.weights.version``.
+
+    Raises:
+        WeightsError: unknown or incomplete tensors, other shapes or dtypes, or a folder of another model.
+        ValueError: traces are under way: pause with "wait" or "abort" first.
+        TypeError: neither a folder nor named tensors.
+        EngineClosedError: the engine was shut down.
+    """
+    return _control(self, "update_weights", weights=weights, draft=draft)["version"]
+
+
+def _control(model: Any, order: str, **arguments: Any) -> Any:
+    model._check_outside()
+    return model.backend.control(order, **arguments)

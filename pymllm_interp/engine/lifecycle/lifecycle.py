@@ -1,0 +1,131 @@
+"""`EngineLifecycle`: pauses an engine, and gives its model new weights."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from ...core.events import EngineClosedError
+from ...core.receipt import Receipt
+from ...core.request import RequestStatus
+from ...models.updates import WeightUpdate
+from ..engine import Engine
+
+MODES = ("abort", "wait", "keep")
+
+
+class EngineLifecycle:
+    """Orders that concern all requests of an engine. Each waits for the engine's thread, between two steps.
+
+    Args:
+        engine: a started engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._one_update = threading.Lock()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step is launched, or new requests wait for the running ones to end."""
+        return self._engine.intake.paused or self._engine.intake.held is not None
+
+    def pause(self, mode: str = "abort") -> None:
+        """Pause the engine, see `LM.pause`. Returns when it is paused."""
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
+        drained = self._engine.call(partial(self._pause, mode))
+        if drained is not None:
+            drained.result()
+
+    def resume(self) -> None:
+        """Let requests run again. Of an engine that is not paused it does nothing."""
+        self._engine.call(self._engine.intake.resume)
+
+    def _pause(self, mode: str) -> Future[None] | None:
+        engine = self._engine
+        engine.sync_previous_step()
+        if mode == "wait":
+            return engine.intake.drain()
+        engine.intake.stop()
+        if mode == "abort":
+            engine.ends.end(engine.scheduler.live, "abort")
+            engine.intake.stop()  # which answers those that wait for the last one
+        return None
+
+    # -- weights ----------------------------------------------------------------------------
+
+    def new_update(self, draft: bool = False) -> WeightUpdate:
+        """Update of the model, or of the draft model. Raises ValueError: the engine has no draft model."""
+        runner: Any = self._engine.runner
+        if draft:
+            if runner.drafter is None:
+                raise ValueError("this engine has no draft model: speculative={'model': ...} sets one")
+            runner = runner.drafter.runner
+        if runner.source is None or runner.model is None:
+            raise EngineClosedError("the engine was shut down")
+        return WeightUpdate(runner.get_model(), runner.source.hf_config, runner.model_config)
+
+    def install(self, update: WeightUpdate, draft: bool = False, whole: bool = False) -> dict[str, int]:
+        """Check an update, and write it between two steps. Live requests continue with the new weights.
+
+        KV of the old weights is not used again: running requests compute their tokens' KV anew. Captured rows and scores stay.
+
+        Returns:
+            {"tensors": their number, "version": the new `ModelWeights.version`}.
+
+        Raises:
+            WeightsError: the weights do not fit. The engine keeps its old ones.
+            ValueError: traces are under way. Their blocks cannot run again.
+            EngineClosedError: the write failed halfway, and the engine has ended.
+        """
+        with self._one_update:
+            update.check(whole)
+            return self._engine.call(partial(self._install, update, draft))
+
+    def _install(self, update: WeightUpdate, draft: bool) -> dict[str, int]:
+        engine, runner, count = self._engine, self._engine.runner, len(update)
+        state, scheduler = runner.model_state, engine.scheduler
+        assert state is not None
+        engine.sync_previous_step()
+        if not draft:
+            self._refuse_traces()
+        before = state.version
+        if not draft:
+            for request in list(scheduler.running):
+                request.num_preemptions += 1
+                scheduler.put_back(request)
+        try:
+            update.write()
+        except BaseException as error:
+            raise engine.end_with(EngineClosedError(f"new weights were written in part: {error!r}")) from error
+        if runner.drafter is not None:
+            runner.drafter.sequences.clear()
+        if not draft:
+            scheduler.kv.reset_prefix_cache()
+            self._note(before)
+        return {"tensors": count, "version": state.version}
+
+    def _refuse_traces(self) -> None:
+        scheduler = self._engine.scheduler
+        begun = [r.request_id for r in scheduler.live if r.trace is not None and r.status is not RequestStatus.WAITING]
+        if begun:
+            raise ValueError(
+                f"{len(begun)} requests of traces are under way, and their blocks cannot run again with other weights: "
+                "pause with mode='wait' or 'abort' first"
+            )
+
+    def _note(self, before: int) -> None:
+        """Note the weights of the tokens so far in receipts."""
+        state, fingerprints = self._engine.runner.model_state, dict[str | None, str]()
+        assert state is not None
+        for request in (*self._engine.scheduler.live, *(self._engine.intake.held or ())):
+            if request.output_token_ids or request.prompt_computed:
+                request.receipt = request.receipt or Receipt()  # of a request without hooks, too
+                request.receipt.made_with(before, len(request.output_token_ids))
+            elif request.receipt is not None and request.receipt.model:
+                if request.adapter not in fingerprints:
+                    fingerprints[request.adapter] = state.fingerprint(request.adapter)
+                request.receipt.model = fingerprints[request.adapter]

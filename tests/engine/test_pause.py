@@ -1,0 +1,152 @@
+"""`lm.pause` and `lm.resume`: no step runs in between, and each request's tokens are those of an engine that never paused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from helpers_waits import assert_idle, until
+
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.client.handle import EngineClosedError, RequestHandle
+
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [7], list(range(5, 38))]
+
+
+@pytest.fixture
+def lm(lm_of: Callable[..., LM], monkeypatch: pytest.MonkeyPatch) -> Iterator[LM]:
+    """An engine with steps that a test can come between."""
+    found, slow = lm_of("llama", kv_cache_tokens=1024, page_size=4), monkeypatch.setattr
+    step = found.engine.step
+    slow(found.engine, "step", lambda: (time.sleep(0.004), step()))
+    yield found
+    found.resume()
+    assert not found.is_paused()
+    assert_idle(found)
+
+
+def running(lm: LM, prompt: list[int]) -> RequestHandle:
+    """A request that has some tokens."""
+    handle = lm.submit(prompt, LONG)
+    until(lambda: len(handle.requests[0].output_token_ids) > 2)
+    return handle
+
+
+def steps_in(lm: LM, seconds: float = 0.2) -> int:
+    before = lm.engine.stats()["steps"]
+    time.sleep(seconds)
+    return lm.engine.stats()["steps"] - before
+
+
+def test_kept_requests_go_on_where_they_were(lm: LM):
+    alone = [lm.generate([prompt], LONG)[0].outputs[0].token_ids for prompt in PROMPTS]
+    handles = [running(lm, prompt) for prompt in PROMPTS]
+    lm.pause("keep")
+    assert lm.is_paused() and lm.engine.state.startswith("paused, live requests")
+    late = lm.submit([9, 8], LONG)
+    assert steps_in(lm) == 0 and not late.done
+    lm.pause("keep")  # again
+    lm.resume()
+    assert [handle.result().outputs[0].token_ids for handle in handles] == alone
+    assert len(late.result().outputs[0].token_ids) == 60
+
+
+def test_aborted_requests_have_the_tokens_so_far(lm: LM):
+    whole = lm.generate([PROMPTS[0]], LONG)[0].outputs[0].token_ids
+    handle = running(lm, PROMPTS[0])
+    lm.pause()
+    found, late = handle.result().outputs[0], lm.submit(PROMPTS[1], LONG)
+    assert found.finish_reason == "abort" and 2 < len(found.token_ids) < 60
+    assert found.token_ids == whole[: len(found.token_ids)]
+    assert steps_in(lm) == 0 and not late.done
+    lm.resume()
+    assert late.result().outputs[0].finish_reason == "length"
+
+
+def test_wait_lets_running_requests_end_and_holds_new_ones(lm: LM):
+    first = [running(lm, prompt) for prompt in PROMPTS]
+    waiter = threading.Thread(target=lm.pause, args=("wait",))
+    waiter.start()
+    until(lm.is_paused)
+    late, ended = lm.submit([4, 4], LONG), lm.submit([4, 5], LONG)
+    ended.cancel()
+    waiter.join(20)
+    assert all(handle.done for handle in first) and ended.result().outputs[0].finish_reason == "abort"
+    assert steps_in(lm) == 0 and not late.done
+    lm.resume()
+    assert late.result().outputs[0].token_ids == lm.generate([[4, 4]], LONG)[0].outputs[0].token_ids
+
+
+def test_resume_ends_a_wait_with_an_error(lm: LM):
+    errors = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match=r"lm.resume\(\) was called before") as error:
+            lm.pause("wait")
+        errors.append(error)
+
+    handle, waiter = running(lm, PROMPTS[0]), threading.Thread(target=wait)
+    waiter.start()
+    until(lm.is_paused)
+    lm.resume()
+    waiter.join(20)
+    assert errors and handle.result().outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_time_limits_count_in_a_pause(lm: LM, mode: str):
+    first = running(lm, PROMPTS[1])
+    waiter = threading.Thread(target=lm.pause, args=(mode,))
+    waiter.start()
+    until(lm.is_paused)
+    handle = lm.submit([1, 2], LONG, timeout=0.05)
+    assert handle.result(timeout=10).outputs[0].finish_reason == "timeout"
+    assert not first.done
+    if mode == "keep":
+        lm.resume()
+    waiter.join(20)
+    first.result()
+
+
+def test_a_paused_trace_goes_on(lm: LM):
+    lm.pause("keep")
+    found = []
+
+    def run() -> None:
+        with lm.trace([1, 2, 3]):
+            found.append(lm.model.layers[1].output.save())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert steps_in(lm) == 0 and not found
+    lm.resume()
+    thread.join(20)
+    assert found[0].shape[1] == 3
+
+
+def test_other_modes_and_blocks_are_refused(lm: LM):
+    with pytest.raises(ValueError, match="mode='later': expected one of 'abort', 'wait', 'keep'"):
+        lm.pause("later")
+    with pytest.raises(RuntimeError, match="inside the block"), lm.trace([1, 2]):
+        lm.model.layers[0].output[:] = 0
+        lm.pause()
+    assert not lm.is_paused()
+
+
+def test_an_engine_ends_while_it_is_paused(model_folder: Callable[..., object]):
+    lm = LM(model_folder("llama"), device="cpu")  # type: ignore[arg-type]
+    lm.pause("keep")
+    handle = lm.submit([1], LONG)
+    lm.shutdown()
+    with pytest.raises(EngineClosedError):
+        handle.result()
+    with pytest.raises(EngineClosedError):
+        lm.pause()
+    dropped = LM(model_folder("llama"), device="cpu")  # type: ignore[arg-type]
+    dropped.pause("keep")
+    handle = dropped.submit([1], LONG)
+    del dropped  # nobody can resume it: its requests go on
+    assert len(handle.result(timeout=20).outputs[0].token_ids) == 60
