@@ -86,16 +86,20 @@ class HookQuery(Protocol):
 class PartQuery(Protocol):
     """Serves hooks inside a module that runs once for each of some requests."""
 
-    def rows_inside(self, path: str) -> list[tuple[int, int]]:
+    def rows_inside(self, *paths: str) -> list[tuple[int, int]]:
         """(first row, number of rows) of each request with a hook that waits inside a module.
 
         Args:
-            path: module path in the model.
+            paths: module paths in the model. The ends of a module are inside only if its path ends with a dot.
         """
         ...
 
+    def refuse_inside(self, *paths: str, why: str) -> None:
+        """End the requests with a hook that waits inside a module for this pass, where it does not run."""
+        ...
+
     def serve_part(
-        self, path: str, span: tuple[int, int] | None, num_rows: int | None = None
+        self, *paths: str, span: tuple[int, int] | None, num_rows: int | None = None
     ) -> AbstractContextManager[None]:
         """Context of the module's call for the request with these rows; None: for the requests without hooks.
 
@@ -354,3 +358,13 @@ class ForwardBatch:
             chained: see `GraphSegments.run`.
         """
         return run(**inputs) if self.segments is None else self.segments.run(key, run, inputs, chained)
+
+
+def part_batch(rows: int, device: str | torch.device, site_ops: SiteOps | None, query: Any) -> ForwardBatch:
+    """The pass of a part of a model (`ModelSpec.parts`) as its modules see it: one prompt without KV."""
+    zeros, lens = torch.zeros(rows, dtype=torch.int64, device=device), torch.tensor([rows], dtype=torch.int32)
+    return ForwardBatch(
+        ForwardMode.EXTEND, 1, zeros, zeros[:1], lens.to(device), zeros, rows, lens,
+        positions=torch.arange(rows, device=device), extend_num_tokens=rows, extend_seq_lens_cpu=[rows],
+        extend_prefix_lens_cpu=[0], site_ops=site_ops, hook_query=query,
+    )  # fmt: skip

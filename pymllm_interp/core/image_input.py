@@ -57,19 +57,31 @@ class ImageInput:
             raise ValueError(f"an image has tokens on both sides of position {start if first else stop}")
         return ImageInput(self.positions - start, self.features, self.content) if first < end else None
 
+    def num_rows(self, per_tile: int) -> int:
+        """Rows in the vision tower: the patches of all tiles. Arguments: `ModelSpec.context_len` of the tower."""
+        if (grid := self.features.get("image_grid_thw")) is not None:
+            return int(grid.prod())
+        return self.features["pixel_values"].shape[:-3].numel() * per_tile
+
     def within(self, start: int, stop: int) -> tuple[int, int]:
         """First and last + 1 of its placeholders, counted in the image, among the prompt's positions from `start` to `stop`."""
         first, end = torch.searchsorted(self.positions, torch.tensor((start, stop))).tolist()
         return first, end
 
 
-def image_namespaces(images: Sequence[ImageInput], page_size: int) -> list[tuple[int, Hashable]]:
-    """(page, namespace from that page on), ascending (`RadixKey`): the images of each page, and their first placeholders there."""
-    pages: dict[int, list[tuple[bytes, int]]] = {}
+def image_namespaces(
+    images: Sequence[ImageInput], page_size: int, edits: str | None = None
+) -> list[tuple[int, Hashable]]:
+    """(page, namespace from that page on), ascending (`RadixKey`): the images of each page, and their first placeholders there.
+
+    Args:
+        edits: fingerprint of the ops in the vision tower, which are part of the images; None without.
+    """
+    pages: dict[int, list[tuple[Hashable, int]]] = {}
     for image in images:
         for page in (image.positions // page_size).unique().tolist():
             first = image.within(page * page_size, (page + 1) * page_size)[0]
-            pages.setdefault(page, []).append((image.content, first))
+            pages.setdefault(page, []).append((image.content if edits is None else (image.content, edits), first))
     found: list[tuple[int, Hashable]] = []
     for page, contents in sorted(pages.items()):
         if found and found[-1][0] == page:

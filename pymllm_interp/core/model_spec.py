@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -46,6 +47,24 @@ __all__ = [
     "STREAM_SITES", "Family", "ModelSpec", "SiteLike", "SitePoint", "StatePlace",
 ]  # fmt: skip
 
+OF_ENCODER, OF_VISION = "encoder.", "vision."
+"""Prefixes of the names of sites in an encoder, and in a vision tower: "encoder.resid_post.3"."""
+VISION_OUT = "vision.out"
+"""Site of the states that the language model reads in an image's placeholders, behind the projector."""
+_LAYER = {"attention_norm": "layer_norm1", "o_proj": "out_proj", "mlp_norm": "layer_norm2", "down_proj": "fc2"}
+_BLOCK = {"attention_norm": "norm1", "attention": "attn", "o_proj": "proj", "mlp_norm": "norm2"}
+_NO_TOWER = frozenset({"embed", "attn_in", "q", "k", "v", "mlp_in", "final_norm", "logits"})
+VISION_TOWERS = {
+    name: Family(name=name, layers=f"model.{layers}", missing=_NO_TOWER, **children)
+    for name, layers, children in (
+        ("qwen2_5_vl", "visual.blocks", _BLOCK),
+        ("qwen3_vl", "visual.blocks", _BLOCK | {"down_proj": "linear_fc2"}),
+        *((name, "vision_model.encoder.layers", _LAYER) for name in ("smolvlm", "idefics3")),
+        *((name, "vision_tower.encoder.layers", _LAYER) for name in ("llava", "llava_onevision", "gemma3")),
+    )
+}
+"""Vision towers, by the whole config's `model_type`. Sites of these are named with the prefix `vision.`."""
+_PROJECTOR = Family(name="projector", missing=frozenset({*Family(name="").points} - {"embed"}))
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """RoPE scalings with frequencies that depend on the length of the sequence."""
 
@@ -225,6 +244,8 @@ class ModelSpec:
     """Labels of a classification head in place of the language modelling head; None: the model generates."""
     image_span: int = 0
     """Placeholders of an image, where they attend to each other in both directions (Gemma 3); else 0."""
+    vision: ModelSpec | None = None
+    """Spec of the vision tower, or None. Its `context_len` is the rows of a tile; 0 where images have patches of any number."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:
@@ -270,7 +291,19 @@ class ModelSpec:
             image_span=getattr(config, "mm_tokens_per_image", 0) if vision is not None else 0,
             mrope_merge=vision.spatial_merge_size if vision is not None and text.model_type in MROPE_SECTIONS else None,
             num_labels=num_labels_of(config),
+            vision=_tower_spec(config, vision, dtype)
+            if vision is not None and config.model_type in VISION_TOWERS
+            else None,
         )
+
+    @cached_property
+    def parts(self) -> dict[str, ModelSpec]:
+        """Prefix of their sites' names -> spec, of the parts that run before the language model. `VISION_OUT` is an `embed`."""
+        found = {} if self.source is None else {OF_ENCODER: self.source}
+        if self.vision is not None:
+            out = replace(self.vision, family=_PROJECTOR, num_hidden_layers=0, hidden_size=self.hidden_size)
+            found |= {OF_VISION: self.vision, VISION_OUT: out}
+        return found
 
     @property
     def num_logits(self) -> int:
@@ -304,6 +337,27 @@ class ModelSpec:
         if kind == LOGITS and self.num_labels is not None:
             return ("num_labels",)
         return _SHAPES.get(kind, ("hidden_size",))
+
+
+def _tower_spec(config: Any, vision: Any, dtype: torch.dtype) -> ModelSpec:
+    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+    heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
+    side = getattr(vision, "image_size", 0) // vision.patch_size
+    return ModelSpec(
+        family=VISION_TOWERS[config.model_type],
+        num_hidden_layers=layers,
+        hidden_size=vision.hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=vision.hidden_size // heads,
+        intermediate_size=vision.intermediate_size,
+        vocab_size=1,
+        context_len=side**2 + vision.model_type.startswith("clip"),
+        sliding_windows=(None,) * layers,
+        rope_depends_on_length=False,
+        dtype=dtype,
+        cuts_edges=False,
+    )
 
 
 def _sliding_windows(text: Any, family: Family) -> tuple[int | None, ...]:

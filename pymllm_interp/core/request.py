@@ -66,6 +66,8 @@ class Request:
     """Vectors in place of some of the prompt's token embeddings; None without any. Their token ids are placeholders."""
     images: tuple[ImageInput, ...] = ()
     """Images of the prompt, in the order of their placeholders."""
+    image_edits: str | None = None
+    """Fingerprint of its ops in the vision tower; None without."""
     encoder: EncoderInput | None = None
     """Input of the encoder, in an encoder-decoder model."""
     private_encoder: bool = False

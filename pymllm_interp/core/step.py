@@ -6,7 +6,7 @@ through pickle, so that another process, or another rank, can run the step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -44,20 +44,20 @@ class RequestHooks:
     """`RequestTrace.key`; None without a trace."""
     single: bool = False
     """The request is one forward pass, and generates nothing."""
-    encoder: RequestHooks | None = None
-    """Hooks at sites of the encoder, without the prefix of their names."""
+    parts: Mapping[str, RequestHooks] = field(default_factory=dict)
+    """Key in `ModelSpec.parts` -> hooks at the part's sites, without the prefix of their names."""
     bound: Any = field(default=None, repr=False)
     """Binding made by the check of the specs (`hooks.declared.Declared`), for a worker of the same process. Not pickled."""
 
     @property
     def declares(self) -> bool:
         """Whether there are interventions or captures."""
-        return bool(self.interventions or self.captures) or self.encoder is not None
+        return bool(self.interventions or self.captures or self.parts)
 
     @property
     def edits(self) -> bool:
         """Whether they may change hidden states: interventions, or a trace."""
-        return bool(self.interventions or (self.encoder and self.encoder.interventions)) or self.trace_key is not None
+        return self.trace_key is not None or any(part.interventions for part in (self, *self.parts.values()))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"bound": None}

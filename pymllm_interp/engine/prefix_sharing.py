@@ -5,6 +5,7 @@
 | plain | everything, with all |
 | with interventions | pages before its first edit with all; later ones with requests that make the same edits there |
 | with embeddings or images in its prompt | pages before the first one with all; later ones with requests of the same ones |
+| with interventions in the vision tower | the same, with requests that make the same edits there |
 | to an encoder-decoder model | as above, with requests of the same encoder input |
 | with an adapter | as above, with requests of the same adapter |
 | with a `cache_salt` | everything, with requests of the same salt |
@@ -89,7 +90,7 @@ class PrefixSharing:
         if request.embeds is not None:
             kind, namespaces = EMBEDDED, _joined(namespaces, request.embeds.namespaces(size))
         if request.images:
-            kind, namespaces = IMAGES, _joined(namespaces, image_namespaces(request.images, size))
+            kind, namespaces = IMAGES, _joined(namespaces, image_namespaces(request.images, size, request.image_edits))
         if request.encoder is not None:
             own = request.request_id if request.private_encoder else ""
             namespaces = _salted(namespaces, "encoder", (request.encoder.content, own))

@@ -16,7 +16,7 @@ from .interventions.op import Op
 from .monitors.monitor import Monitor
 from .positions import MAX_POSITION, Window, missing_of, windows_of
 from .saes.encoders import Encoders
-from .site import Site, expand
+from .site import Site, expand_in
 from .spec import PlacedSpec
 from .vectors.by_layer import LayerVectors
 from .vectors.files import Named
@@ -44,7 +44,7 @@ def _resolved(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> li
     if not any(spec.names()):
         return [spec]
     try:
-        sites = expand(spec.site, model.num_hidden_layers, model.family)
+        sites = expand_in(spec.site, model)
         found = {name: vectors[name] if isinstance(name, str) else name.at(sites) for name in spec.names()}
     except (KeyError, ValueError) as error:
         raise ValueError(f"{spec.name}: {error.args[0]}") from None
@@ -61,7 +61,7 @@ def _with_gate(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> S
     for name, part in spec._content().specs:
         if part.own_site is not None and any(part.names()):
             try:
-                (site,) = expand(part.own_site, model.num_hidden_layers, model.family)
+                (site,) = expand_in(part.own_site, model)
                 found = {key: vectors[key] if isinstance(key, str) else key.at([site]) for key in part.names()}
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{spec.name}: {name}: {error.args[0]}") from None

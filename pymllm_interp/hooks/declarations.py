@@ -8,16 +8,17 @@ from dataclasses import replace
 from ..core.model_spec import ModelSpec
 from ..core.request import Request
 from ..core.step import RequestHooks
-from .bind import DeclaredLimits
+from .bind import DeclaredLimits, fingerprint_of
 from .bound_hooks import Bindings
 from .captures.egress.ring import CaptureRing
 from .captures.reductions.reduction import Readout
 from .captures.spec import Capture
 from .declared import Declared
-from .encoder_hooks import EncoderBindings
 from .interventions.knockout import Intervention
 from .interventions.vector_pool import VectorPool
 from .monitors.request_monitors import RequestMonitors
+from .part_hooks import PartBindings
+from .site import in_part
 
 
 class Declarations:
@@ -44,7 +45,7 @@ class Declarations:
     ) -> None:
         self._limits, self._model, self._readout, self._ring = limits, model, readout, ring
         self._bindings = Bindings(model, limits, readout, only_captures)
-        self._encoder = None if model.source is None else EncoderBindings(model.source, limits, only_captures)
+        self._parts = PartBindings(model, limits, only_captures)
         rows = limits.max_intervention_vectors
         self.pool = VectorPool(rows, model.hidden_size) if limits.device_tables else None
 
@@ -54,21 +55,26 @@ class Declarations:
         Raises:
             ValueError: something that the model lacks, or that exceeds the tables, the ring or the results.
         """
-        trace, encoder = request.trace, None
-        if self._encoder is not None and request.encoder is not None:
-            specs, captures, encoder = self._encoder.split(specs, captures)
+        trace = request.trace
+        specs, captures, parts = self._parts.split(specs, captures)
+        parts = self._parts.bind(parts, request.encoder, request.images)
         if request.images:
             images = tuple(tuple(image.positions.tolist()) for image in request.images)
             specs = [spec.located(images, request.prompt_len) for spec in specs]
             captures = [spec.located(images, request.prompt_len) for spec in captures]
         hooks = request.hooks = RequestHooks(
             specs, captures, request.max_tokens, request.logits_from, request.differentiable,
-            trace_key=None if trace is None else trace.key, single=request.forward_only, encoder=encoder,
+            trace_key=None if trace is None else trace.key, single=request.forward_only, parts=parts,
         )  # fmt: skip
         if request.encoder is not None:
-            request.private_encoder = encoder is not None or trace is not None
-            if encoder is not None and self._encoder is not None:
-                self._encoder.bind(encoder, request.encoder.length)
+            request.private_encoder = bool(parts) or trace is not None
+        elif any(part.interventions for part in parts.values()):
+            edits = [
+                replace(spec, site=in_part(spec.site, part))
+                for part, own in parts.items()
+                for spec in own.interventions
+            ]
+            request.image_edits = fingerprint_of(edits, ())
         if not hooks.declares:
             return
         bound = self._bindings.bound(hooks, request.prompt_len)
@@ -134,6 +140,5 @@ class Declarations:
         """Let go of the ring and the model."""
         self._ring = self._readout = None
         self._bindings.close()
-        if self._encoder is not None:
-            self._encoder.close()
+        self._parts.close()
         self._limits = replace(self._limits, encoders=None)

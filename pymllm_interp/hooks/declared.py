@@ -24,7 +24,7 @@ from .interventions.fires import Fires
 from .interventions.knockout import request_cuts
 from .kv_edits import KVEdits
 from .positions import Window
-from .site import OF_ENCODER
+from .site import in_part
 
 
 class Demands:
@@ -79,19 +79,20 @@ class Demands:
         return captured, "" if captured is None else "captured"
 
 
-class EncoderDeclared:
-    """The interventions and captures of a request at sites of its encoder, which is one pass over its input.
+class PartDeclared:
+    """The interventions and captures of a request at the sites of a part of the model. The part runs once.
 
     Args:
-        declared: state of them, bound to the encoder.
-        token_ids: tokens of the input.
+        part: key in `ModelSpec.parts`.
+        declared: state of them, bound to the part.
+        token_ids: `PartInput.ids`.
     """
 
-    def __init__(self, declared: Declared, token_ids: list[int]) -> None:
-        self.declared, self.token_ids, self._ran = declared, token_ids, False
+    def __init__(self, part: str, declared: Declared, token_ids: list[int]) -> None:
+        self.part, self.declared, self.token_ids, self._ran = part, declared, token_ids, False
 
     def begin(self) -> Declared:
-        """State for the encoder's next pass. After a preemption it runs again, and nothing is captured or counted."""
+        """State for the part's next pass. After a preemption it runs again, and nothing is captured or counted."""
         if self._ran:
             again = Declared(self.declared.hooks)
             again.captures = None
@@ -101,9 +102,9 @@ class EncoderDeclared:
 
     def add_to(self, result: DeclaredResult) -> None:
         """Add its counts and states to a request's."""
-        own, counted = self.declared, len(self.token_ids) if self._ran else 0
+        own, counted, part = self.declared, len(self.token_ids) if self._ran else 0, self.part
         result.applied += [
-            replace(each, site=OF_ENCODER + each.site) for each in own.hooks.applied(counted, own.fires, {})
+            replace(each, site=in_part(each.site, part)) for each in own.hooks.applied(counted, own.fires, {})
         ]
         states = own.activations(self.token_ids[:counted])
         if states is None or (result.activations is not None and result.activations.error is not None):
@@ -115,9 +116,9 @@ class EncoderDeclared:
             result.activations = Activations(own.captures.layout.num_layers if own.captures is not None else 0)
         for site in states:
             result.activations.add(
-                OF_ENCODER + site, states[site], states.positions[site], states.token_ids[site], states.others(site)
+                in_part(site, part), states[site], states.positions[site], states.token_ids[site], states.others(site)
             )
-        result.captured += [replace(each, site=OF_ENCODER + each.site) for each in own.captured(counted)]
+        result.captured += [replace(each, site=in_part(each.site, part)) for each in own.captured(counted)]
 
 
 class Declared:
@@ -133,7 +134,7 @@ class Declared:
         held: keys of these rows, until the pool's `release`.
         fires: fires of gates.
         first_fired: see `PassFlags`; on CUDA, while the request is not in the device tables.
-        encoder: the state of those at its encoder's sites; None without.
+        parts: the state of those at the sites of a part of the model, by its key in `ModelSpec.parts`.
         draft_stop: positions after the last pass with drafts, until they are settled; None without.
     """
 
@@ -147,7 +148,7 @@ class Declared:
         self.fires = Fires()
         self.first_fired: dict[int, torch.Tensor] = {}
         self.draft_stop: int | None = None
-        self.encoder: EncoderDeclared | None = None
+        self.parts: dict[str, PartDeclared] = {}
 
     def begin_draft(self, stop: int) -> None:
         """The next pass computes positions up to `stop`. Their rows and fires may be taken back, until `settle`."""
@@ -221,8 +222,8 @@ class Declared:
                 result.activations = self.activations(end.all_token_ids[:counted], end.expected_len)
                 if result.activations is None or result.activations.error is None:
                     result.captured = self.captured(counted)  # which counts omitted values of results
-                if self.encoder is not None:
-                    self.encoder.add_to(result)
+                for part in self.parts.values():
+                    part.add_to(result)
                 if end.num_streamed is not None:
                     rows = self.rows_since(end.num_streamed, end.all_token_ids[end.num_streamed : counted])
                     result.rows = replace(rows, ended=result.activations)

@@ -19,7 +19,17 @@ from functools import lru_cache
 
 from ..core.families import LayerPath
 from ..core.limits import MAX_SITE_LENGTH
-from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, STATE, Family, ModelSpec
+from ..core.model_spec import (
+    FAMILIES,
+    NUMBERED_SITES,
+    OF_ENCODER,
+    OF_VISION,
+    PATTERN,
+    STATE,
+    VISION_OUT,
+    Family,
+    ModelSpec,
+)
 from ..utils.arguments import shown
 
 KINDS = (
@@ -37,25 +47,14 @@ outputs, which are added to the residual stream. `cross_attn_out`: the output of
 ones. `mlp_act`: the neurons, the input of `down_proj`. `shared_out`: what shared experts add to the chosen ones. `final_norm`:
 the output of the last norm. `logits`: the output of the LM head.
 """
-OF_ENCODER = "encoder."
-"""Prefix of the names of an encoder's sites, such as "encoder.resid_post.3"."""
-ENCODER_KINDS = frozenset(
-    (
-        "embed",
-        "resid_pre",
-        "q",
-        "k",
-        "v",
-        "z",
-        "attn_out",
-        "resid_mid",
-        "mlp_act",
-        "mlp_out",
-        "resid_post",
-        "final_norm",
-    )
-)
-"""Kinds of sites that encoders may have."""
+PART_KINDS = {
+    OF_ENCODER: (
+        "embed", "resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_act", "mlp_out", "resid_post", "final_norm",
+    ),
+    OF_VISION: ("resid_pre", "z", "attn_out", "resid_mid", "mlp_act", "mlp_out", "resid_post", "out"),
+}  # fmt: skip
+"""Prefix of a part's sites -> kinds of sites that it may have. `VISION_OUT` has no layer."""
+_PARTS = {OF_ENCODER: "an encoder", OF_VISION: "a vision tower"}
 WITHOUT_LAYER = frozenset({"embed", "final_norm", "logits"})
 NORMED = ("attn_in", "mlp_in")
 """Kinds of sites that no kernel stores: the norm makes their states from the stream's after the pass."""
@@ -232,8 +231,35 @@ def canonical(pattern: str | Site) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The kind in a canonical name or pattern, without an encoder's prefix."""
-    return name.removeprefix(OF_ENCODER).partition(".")[0]
+    """The kind in a canonical name or pattern, without a part's prefix."""
+    return bare(name).partition(".")[0]
+
+
+def part_of(name: str) -> str:
+    """Key in `ModelSpec.parts` of the part that has a site, by its canonical name; "" for the language model."""
+    if name == VISION_OUT:
+        return name
+    return next((prefix for prefix in (OF_VISION, OF_ENCODER) if name.startswith(prefix)), "")
+
+
+def bare(name: str) -> str:
+    """A canonical name without a part's prefix, as the part's own spec has it."""
+    return "embed" if name == VISION_OUT else name.removeprefix(part_of(name))
+
+
+def in_part(name: str, part: str) -> str:
+    """The reverse of `bare`."""
+    return VISION_OUT if part == VISION_OUT else part + name
+
+
+def expand_in(pattern: str | Site, model: ModelSpec) -> list[Site]:
+    """`expand` for a model, or for the part of it that has the sites."""
+    part = part_of(str(pattern))
+    if part not in model.parts:
+        return expand(pattern, model.num_hidden_layers, model.family)
+    own = model.parts[part]
+    found = expand(bare(str(pattern)), own.num_hidden_layers, own.family)
+    return [Site(in_part(site.kind, part), site.layer) for site in found]
 
 
 def is_several(pattern: str) -> bool:
@@ -253,9 +279,13 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
         ValueError: as `canonical`, a layer beyond the model's, or a kind that the family does not have.
     """
     kind, selector = _look_up(str(pattern))
-    if kind.startswith(OF_ENCODER):
+    if (part := part_of(kind)) == OF_ENCODER:
         raise ValueError(
             f"{str(pattern)!r} is a site of an encoder: captures and ops of encoder-decoder models name it"
+        )
+    if part:
+        raise ValueError(
+            f"{str(pattern)!r} is a site of a vision tower: captures and ops of models with images name it"
         )
     if kind not in (PATTERN, STATE):  # of every family
         family.check(kind)
@@ -311,9 +341,16 @@ def _path(text: str) -> str:
 @lru_cache(maxsize=1 << 14)
 def _look_up(text: str) -> tuple[str, str | None]:
     """(kind, layer selector or None)."""
-    if text.startswith(OF_ENCODER) and (rest := text.removeprefix(OF_ENCODER)).partition(".")[0] in ENCODER_KINDS:
-        kind, layers = _look_up(rest)
-        return OF_ENCODER + kind, layers
+    if text == VISION_OUT:
+        return text, None
+    for prefix, kinds in PART_KINDS.items():
+        if (
+            text.startswith(prefix)
+            and (rest := text.removeprefix(prefix)).partition(".")[0] in kinds
+            and rest[:3] != "out"
+        ):
+            kind, layers = _look_up(rest)
+            return prefix + kind, layers
     name, layers = _split(text)
     # Users of nnsight and nnterp may write the path with the variable `model` in front.
     candidates = [name, name.removeprefix("model.")]
@@ -326,6 +363,9 @@ def _look_up(text: str) -> tuple[str, str | None]:
         raise ValueError(f"{text!r} needs a layer: {name}.0, {name}.-1 (the last), {name}.* (every one)")
     if name.removesuffix(".{}") in NAMES:
         raise ValueError(f"{text!r}: {name.removesuffix('.{}')} has no layer")
+    if (part := part_of(text)) in _PARTS:
+        known = ", ".join(part + kind for kind in PART_KINDS[part])
+        raise ValueError(f"unknown site {text!r}; the sites of {_PARTS[part]} are {known}, with a layer")
     # `resid_post_5` and `resid_post5` name the layer, too; suggestions are sites that ops and captures take.
     number = re.fullmatch(r"(\D*?)[_. ]?(\d+)", text)
     written, layers = (f"{number[1]}.{number[2]}", number[2]) if number and layers is None else (text, layers)

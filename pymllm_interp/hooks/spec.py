@@ -19,7 +19,7 @@ from ..utils.cached_properties import unlocked_cached_property
 from .heads import channels_of, checked_heads, heads_in, widened
 from .image_words import Images, has_words
 from .positions import Window, checked_positions, located
-from .site import OF_ENCODER, Site, canonical, expand, kind_of
+from .site import Site, bare, canonical, expand, kind_of
 from .vectors.by_layer import LayerVectors
 from .vectors.files import Source, checked_vector, content_hash
 
@@ -352,7 +352,7 @@ class PlacedSpec(Spec):
         """
         value, most = getattr(self, name), max(dims)
         split = kind_of(self.site) in HEAD_SITES
-        several = not re.fullmatch(r"\w+(\.-?\d+)?", self.site.removeprefix(OF_ENCODER))
+        several = not re.fullmatch(r"\w+(\.-?\d+)?", bare(str(self.site)))
         if isinstance(value, str | Mapping | LayerVectors):
             return super()._set_tensor(name, *dims, *([most + 1] if by_position else []))
         largest = most + split + several + by_position

@@ -123,7 +123,9 @@ class InterpModelRunner(ModelRunner):
         super().init_memory_pool()
         stage = self.declared_stage
         if self.step_inputs.cross is not None:
-            self.step_inputs.cross.site_ops_of = stage.encoder_ops
+            self.step_inputs.cross.site_ops_of = stage.part_ops
+        if self.step_inputs.vision is not None:
+            self.step_inputs.vision.site_ops_of = stage.part_ops
         self.declarations = Declarations(stage.limits, stage.model, stage.readout, stage.capture_ring)
         if self.drafter is not None:
             self.drafter.open(self)

@@ -263,11 +263,12 @@ class ModelRunner(RunnerParts):
         self.finish_requests(step)
         self.add_requests(step)
         self.update_requests(step)
-        if self.step_inputs.vision is not None:
-            self._execute_mm_encoder(step)
+        self._execute_mm_encoder(step)
         self.demands = PassDemands()
         for stage in self.stages:
             stage.begin(step, self.demands)
+        if self.step_inputs.vision is not None:
+            self.step_inputs.vision.run_hooked(step.scheduled, self.demands.query)
         if step.total_num_scheduled_tokens == 0:
             return ModelRunnerOutput()
         input_batch = self.prepare_inputs(step)
@@ -337,6 +338,8 @@ class ModelRunner(RunnerParts):
         self.req_states.feed(rows, fed)
         for stage in self.stages:
             stage.end(output)
+        if self.step_inputs.vision is not None:
+            output.errors |= self.step_inputs.vision.take_errors()
         return on_the_way
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
@@ -407,9 +410,8 @@ class ModelRunner(RunnerParts):
 
     def _execute_mm_encoder(self, scheduler_output: SchedulerOutput) -> None:
         """Run the vision tower for images of a step without states. Raises ImageError, with the requests that are the reason."""
-        vision = self.step_inputs.vision
-        assert vision is not None, "the model has a tower"
-        vision.execute_mm_encoder(vision.parts([(entry, 0) for entry in scheduler_output.scheduled]))
+        if (vision := self.step_inputs.vision) is not None:
+            vision.execute_mm_encoder(vision.parts([(entry, 0) for entry in scheduler_output.scheduled]))
 
     def reset_encoder_cache(self) -> None:
         """Drop the vision tower's states of images."""

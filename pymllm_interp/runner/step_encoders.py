@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from ..core.model_spec import OF_ENCODER
 from ..core.pass_parts import CrossRows, EncoderInput, PassEncoder
 from ..core.step import NewRequest
 from ..mem_cache.cross_pool import CrossPool
 from .input_batch import InputBatch
 
-SiteOpsOf = Callable[[str], object]
+SiteOpsOf = Callable[[str, str], Any]
 
 
 class StepEncoders:
@@ -21,13 +23,13 @@ class StepEncoders:
         pool: pool of their cross keys and values.
 
     Attributes:
-        site_ops_of: request id -> declared ops and captures of its encoder's pass.
+        site_ops_of: (request id, key in `ModelSpec.parts`) -> declared ops and captures of the part's pass.
     """
 
     def __init__(self, pool: CrossPool) -> None:
         self._pool = pool
         self._waiting: dict[str, tuple[EncoderInput, int, torch.Tensor]] = {}
-        self.site_ops_of: SiteOpsOf = _nothing
+        self.site_ops_of: SiteOpsOf = no_part_ops
 
     def enter(self, request: NewRequest) -> None:
         """Give an entering request its pages. Its encoder runs in its first pass, unless they are computed."""
@@ -52,9 +54,11 @@ class StepEncoders:
         for index, entry in enumerate(batch.entries):
             if (waiting := self._waiting.pop(entry.request_id, None)) is not None:
                 given, page, slots = waiting  # requests with equal inputs share the pages
-                encoders.setdefault(page, PassEncoder(index, given, slots, self.site_ops_of(entry.request_id)))
+                encoders.setdefault(
+                    page, PassEncoder(index, given, slots, self.site_ops_of(entry.request_id, OF_ENCODER))
+                )
         return CrossRows(self._pool, rows, self._pool.lens[batch.idx_mapping_np].tolist(), list(encoders.values()))
 
 
-def _nothing(request_id: str) -> None:
+def no_part_ops(request_id: str, part: str) -> None:
     """The ops of a runner without hooks."""

@@ -71,8 +71,9 @@ class StepInputs:
         """Drop finished and preempted requests from the table."""
         for req_id in step.finished_req_ids | step.preempted_req_ids:
             self.states.remove_request(req_id)
-            if self.cross is not None:
-                self.cross.drop(req_id)
+            for part in (self.cross, self.vision):
+                if part is not None:
+                    part.drop(req_id)
 
     def add_requests(self, step: SchedulerOutput) -> None:
         """Note accepted tokens, and enter requests that are scheduled for the first time or resume."""
@@ -81,8 +82,9 @@ class StepInputs:
         for request in step.scheduled_new_reqs:
             self.table.claim(request.row)
             self.states.add_request(request)
-            if self.cross is not None:
-                self.cross.enter(request)
+            for part in (self.cross, self.vision):
+                if part is not None:
+                    part.enter(request)
             if self.adapters is not None:
                 self.states.adapter_slots[request.row] = self.adapters.slot_of(request.adapter)
         if self.adapters is not None:
@@ -217,6 +219,7 @@ class StepInputs:
             found.adapters = self._adapter_rows(batch, self.adapters.version)
         return found
 
+    @torch.enable_grad()  # of blocks in the tower: cached states require none
     def _place_images(
         self, found: ForwardBatch, batch: InputBatch, builder: BatchBuilder, vision: VisionInputs
     ) -> None:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..attention.cut_edges import PassCuts, RequestCuts, pass_cuts
+from ..core.forward_batch import PartQuery
 from ..core.image_input import ImageError, ImageInput
+from ..core.model_spec import OF_VISION, VISION_OUT
 from ..core.pass_parts import DeepStates, EmbeddedRows
-from ..core.step import ScheduledRequest
+from ..core.step import NewRequest, ScheduledRequest
 from ..mem_cache.encoder_cache import EncoderCache
-from ..models.vision.tower import VisionTower
+from ..models.vision.tower import TowerOps, VisionTower
 from ..models.weights.model_state import ModelState
 from ..utils.upload import upload
 from .parts import RunnerParts
 from .request_state import RequestState
+from .step_encoders import SiteOpsOf, no_part_ops
 
+TOWER = (OF_VISION, VISION_OUT)
+"""Keys of the tower in `ModelSpec.parts`."""
 LEAST_BUDGET = 8192
 """Least tokens of the encoder cache, unless it is configured."""
 
@@ -53,6 +59,7 @@ class VisionInputs:
 
     Attributes:
         cache: states of images.
+        site_ops_of: see `StepEncoders`.
     """
 
     def __init__(
@@ -61,12 +68,74 @@ class VisionInputs:
         self.tower, self.states, self.model_state, self._most, self.device = tower, states, model_state, most, device
         self.cache = EncoderCache(budget)
         self._version = model_state.version
+        self.site_ops_of: SiteOpsOf = no_part_ops
+        self._errors: dict[str, BaseException] = {}
+        self._hooked: dict[str, NewRequest] = {}
+        self._own: dict[str, dict[int, Tensor]] = {}  # states of requests that ran the tower themselves
 
     @classmethod
     def of(cls, runner: RunnerParts, states: RequestState, model_state: ModelState) -> VisionInputs | None:
         """The inputs of a runner's model; None if it has no tower."""
         tower = runner.get_model().tower
         return None if tower is None else cls(tower, states, model_state, *image_tokens(runner), runner.device)
+
+    def enter(self, request: NewRequest) -> None:
+        """Note an entering request with images and hooks."""
+        if request.images and request.hooks is not None:
+            self._hooked[request.request_id] = request
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that left the table."""
+        self._hooked.pop(request_id, None)
+        self._own.pop(request_id, None)
+
+    def _acts_inside(self, request_id: str) -> bool:
+        """Whether a request has ops or captures in the tower."""
+        request = self._hooked.get(request_id)
+        return request is not None and request.hooks is not None and not request.hooks.parts.keys().isdisjoint(TOWER)
+
+    def run_hooked(self, entries: Sequence[ScheduledRequest], query: PartQuery | None) -> None:
+        """Run the tower anew for each request of a step with ops, captures or blocks in it. The cache has none of these states.
+
+        Args:
+            query: serves the step's blocks; None without any.
+        """
+        if query is None and not self._hooked:
+            return
+        paths, first_row = self.tower.paths, 0
+        spans = [] if query is None else query.rows_inside(*paths)
+        for entry in entries:
+            span, request = (first_row, entry.num_tokens), self._hooked.get(entry.request_id)
+            first_row += entry.num_tokens
+            if request is None:
+                continue
+            if entry.start >= request.prompt_len:
+                self._own.pop(entry.request_id, None)
+            elif span in spans:
+                assert query is not None
+                with query.serve_part(*paths, span=span, num_rows=1):
+                    self._run(request, query)
+            elif entry.request_id not in self._own and self._acts_inside(entry.request_id):
+                with nullcontext() if query is None else query.serve_part(*paths, span=None):
+                    self._run(request, None)
+        if query is not None:
+            query.refuse_inside(*paths, why="the vision tower runs once, in the first pass of a prompt with images")
+
+    def _run(self, request: NewRequest, query: PartQuery | None) -> None:
+        assert request.hooks is not None
+        ops = TowerOps(*(self.site_ops_of(request.request_id, part) for part in TOWER))
+        try:
+            with torch.set_grad_enabled(request.hooks.differentiable):
+                states = self.tower.encode_hooked(request.images, ops, query)
+        except ImageError as error:  # no error of the step: blocks of others have begun
+            self._errors[request.request_id] = error
+            states = [self.tower.zeros(image.num_tokens) for image in request.images]
+        self._own[request.request_id] = {id(image): own for image, own in zip(request.images, states, strict=True)}
+
+    def take_errors(self) -> dict[str, BaseException]:
+        """Request id -> error of its run of the tower, of requests that must end."""
+        found, self._errors = self._errors, {}
+        return found
 
     def parts(self, rows: Sequence[tuple[ScheduledRequest, int]]) -> list[ImageRows]:
         """The images, or their parts, in a step.
@@ -99,11 +168,12 @@ class VisionInputs:
         return pass_cuts(found)
 
     def execute_mm_encoder(self, parts: Sequence[ImageRows]) -> None:
-        """Run the tower for images without states in the cache.
+        """Run the tower for images without states in the cache. Requests with ops or captures in it wait for `run_hooked`.
 
         Raises:
             ImageError: an image that it cannot read, with the requests that have it.
         """
+        parts = [part for part in parts if not self._acts_inside(part.request_id)]
         if not parts:
             return
         if (version := self.model_state.version) != self._version:
@@ -129,8 +199,12 @@ class VisionInputs:
 
     def gather_mm_embeddings(self, parts: Sequence[ImageRows]) -> tuple[EmbeddedRows, DeepStates | None]:
         """The rows of a step's images with their embeddings, and with states for deeper layers, if the tower has any."""
-        found = [self.cache[part.image.content][part.first : part.first + len(part.rows)] for part in parts]
+        found = [self._states_of(part)[part.first : part.first + len(part.rows)] for part in parts]
         states, (rows,) = torch.cat(found), upload(self.device, torch.cat([part.rows for part in parts]))
         width = self.tower.width
         deep = DeepStates(rows, states[:, width:]) if self.tower.num_deepstack else None
         return EmbeddedRows(rows, states[:, :width].contiguous()), deep
+
+    def _states_of(self, part: ImageRows) -> Tensor:
+        own = self._own.get(part.request_id)
+        return self.cache[part.image.content] if own is None else own[id(part.image)]

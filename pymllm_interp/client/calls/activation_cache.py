@@ -11,7 +11,7 @@ import torch
 
 from ...core.model_spec import EXPERTS, INNER_SITES, LOGITS, NUMBERED_SITES, PATTERN, STATE, ModelSpec
 from ...hooks.captures.by_site import BySite
-from ...hooks.site import KINDS, TRANSFORMER_LENS, Site, expand
+from ...hooks.site import KINDS, PART_KINDS, TRANSFORMER_LENS, WITHOUT_LAYER, Site, expand, in_part
 
 NamesFilter = str | Site | Sequence[str | Site] | Callable[[str], bool] | None
 """A site's name or pattern, several, or a function of TransformerLens' name. None: all sites."""
@@ -72,6 +72,16 @@ def select_sites(
         return (-1, kind) if site.kind == "embed" else (model.num_hidden_layers, kind)
 
     return sorted(dict.fromkeys(found), key=order)
+
+
+def part_sites(model: ModelSpec) -> list[str]:
+    """The sites of the parts that run before the language model, as patterns: "vision.resid_post.*", "vision.out"."""
+    return [
+        in_part(kind, part) + ("" if kind in WITHOUT_LAYER else ".*")
+        for part, spec in model.parts.items()
+        for kind in spec.family.points
+        if kind in PART_KINDS.get(part, ("embed",))
+    ]
 
 
 def select_traced_sites(names: NamesFilter, model: ModelSpec) -> list[Site]:

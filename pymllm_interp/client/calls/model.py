@@ -36,7 +36,7 @@ from ..prompt_batch import prompts_of
 from ..prompts import as_prompts, only_tokens
 from ..request_options import RequestOptions, check_options
 from . import token_calls
-from .activation_cache import ActivationCache, NamesFilter, select_sites
+from .activation_cache import ActivationCache, NamesFilter, part_sites, select_sites
 from .config_view import ConfigView
 from .forward_calls import ForwardOutput, forward, logits_with_hooks, states_of
 from .known_names import RENAMED, unknown_attribute
@@ -129,7 +129,7 @@ class ClientModel(TracedModel):
         found = select_sites(None, self.model_spec, self.backend.facts.inner_sites, captured=False)
         kinds = [site.kind if site.layer is None else f"{site.kind}.*" for site in (*found, Site("logits"))]
         others = {"pattern.*": self.model_spec.cuts_edges, "state.*": any(self.model_spec.states)}
-        return [*dict.fromkeys(kinds), *(kind for kind, has in others.items() if has)]
+        return [*dict.fromkeys(kinds), *(kind for kind, has in others.items() if has), *part_sites(self.model_spec)]
 
     @property
     def limits(self) -> EngineLimits:

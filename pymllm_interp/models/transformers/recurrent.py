@@ -169,7 +169,7 @@ class PartModule:
             return padded(self._call(given, rows, parts[0], batch), rows)
         outs = []
         for part in parts:
-            with query.serve_part(self.path, part.span(apart)) if query is not None else nullcontext():
+            with query.serve_part(self.path, span=part.span(apart)) if query is not None else nullcontext():
                 outs.append((part, flat(self._call(given, rows, part, batch), part.batched)))
         return padded(outs[0][1], rows) if len(outs) == 1 else joined(outs, rows)
 

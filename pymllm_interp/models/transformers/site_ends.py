@@ -177,14 +177,14 @@ def _is_eager(batch: ForwardBatch | None) -> bool:
     return batch is None or (batch.transformers_pass is not None and batch.transformers_pass.eager)
 
 
-def install_encoder(model: nn.Module, encoder: Any, spec: ModelSpec) -> None:
-    """`install` for the encoder of a model.
+def install_part(model: nn.Module, embedding: Any, spec: ModelSpec) -> None:
+    """`install` for a part of a model, which ends no pass early.
 
     Args:
-        encoder: module of it in `model`.
-        spec: spec of the encoder.
+        embedding: module of its input states: a token embedding, or that of patches.
+        spec: spec of the part.
     """
-    install(model, spec, embedding=encoder.get_input_embeddings(), is_encoder=True)
+    install(model, spec, embedding=embedding, is_encoder=True)
 
 
 def install(
@@ -194,7 +194,7 @@ def install(
 
     Args:
         embedding: the embedding of tokens; None: the model's.
-        is_encoder: it is an encoder, which ends no pass early.
+        is_encoder: it is a part, which ends no pass early.
         cached: attention modules compute attention themselves (models/transformers/cache_route.py).
     """
     num_layers, points = spec.num_hidden_layers, spec.family.points
@@ -230,7 +230,9 @@ def install(
         if found.input is not None:
             module.register_forward_pre_hook(found.pre_hook, with_kwargs=True)
         if found.output is not None or found.slices or found.has_weights or found.begins_graph:
-            module.register_forward_hook(found.hook)
+            module.register_forward_hook(
+                found.hook, prepend=is_encoder
+            )  # before transformers' own, which collect its states
     if is_encoder:
         return
     for layer in range(num_layers):
@@ -268,8 +270,10 @@ def _attention_hook(module: nn.Module, args: tuple, output: Any) -> None:
 
 
 def _rows(value: torch.Tensor) -> torch.Tensor:
-    """[1, tokens, width], also of streams [1, tokens, streams, hidden]."""
-    return value if value.ndim == 3 else value.flatten(2)
+    """[1, tokens, width], also of streams [1, tokens, streams, hidden], of [patches, width] and [tiles, patches, width]."""
+    if value.ndim == 4:
+        return value.flatten(2)
+    return value if value.ndim == 3 and len(value) == 1 else value.reshape(1, -1, value.shape[-1])
 
 
 def _edited(ops: SiteOps, site: int, value: torch.Tensor) -> torch.Tensor:

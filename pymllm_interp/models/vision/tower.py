@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ...core.current_pass import inner_pass
+from ...core.forward_batch import SiteOps, part_batch
 from ...core.image_input import ImageError, ImageInput
+from ...core.model_spec import EMBED_SITE
 from ...utils.upload import upload
 from .packed import use_packed_parts
 
@@ -57,6 +60,13 @@ class CheckpointNames:
         return self._rename(name)[0]
 
 
+class TowerOps(NamedTuple):
+    """Ops and captures of one request, at the sites of the tower and at `VISION_OUT`. None: it has none there."""
+
+    inside: SiteOps | None
+    out: SiteOps | None
+
+
 class VisionTower:
     """The tower and the projector.
 
@@ -64,13 +74,14 @@ class VisionTower:
         model: transformers' model without its head. It shares the vision modules with the served model.
         width: width of the language model's embeddings.
         device: device of the modules.
+        paths: paths of the modules, which end with a dot.
 
     Attributes:
         num_deepstack: layers of the language model that further states of images are added behind (Qwen3-VL).
     """
 
-    def __init__(self, model: Any, width: int, dtype: torch.dtype, device: str) -> None:
-        self._model, self.width, self._dtype, self._device = model, width, dtype, device
+    def __init__(self, model: Any, width: int, dtype: torch.dtype, device: str, paths: tuple[str, ...]) -> None:
+        self._model, self.width, self._dtype, self._device, self.paths = model, width, dtype, device, paths
         vision = model.config.vision_config
         self._packs = hasattr(vision, "spatial_merge_size")  # patches of all images are one sequence
         if self._packs:
@@ -97,6 +108,19 @@ class VisionTower:
             states = self._states([images[i] for i in group])
             found |= zip(group, states, strict=True)
         return [found[i] for i in range(len(images))]
+
+    def encode_hooked(self, images: Sequence[ImageInput], ops: TowerOps, query: Any) -> list[Tensor]:
+        """`encode` for one request's images, in one call with its ops and captures.
+
+        Args:
+            query: serves blocks of the request; None without any.
+        """
+        with inner_pass(part_batch(1, self._device, ops.inside, query)):
+            return self._states(images, ops.out)
+
+    def zeros(self, count: int) -> Tensor:
+        """Zeros for `count` placeholders of an image that cannot be read."""
+        return torch.zeros(count, self.width * (1 + self.num_deepstack), dtype=self._dtype, device=self._device)
 
     @torch.no_grad()
     def profile_run(self, tokens: int) -> int:
@@ -149,13 +173,16 @@ class VisionTower:
             open_groups[shape] = size + image.num_tokens, group
         return groups
 
-    def _states(self, images: Sequence[ImageInput]) -> list[Tensor]:
+    def _states(self, images: Sequence[ImageInput], ops: SiteOps | None = None) -> list[Tensor]:
         try:
             output = self._model.get_image_features(**self._inputs(images))
         except (RuntimeError, ValueError, TypeError, LookupError) as error:  # with too little memory, too
             shapes = {name: list(x.shape) for image in images for name, x in image.features.items()}
             raise ImageError(f"the vision tower of this model cannot read {shapes}: {error}") from error
         states = _flat(output.pooler_output)
+        if ops is not None:
+            states = ops.at(EMBED_SITE, states[None])[0]
+            ops.capture(EMBED_SITE, states[None])
         if self.num_deepstack:
             states = torch.cat((states, *map(_flat, output.deepstack_features)), -1)
         counts = [image.num_tokens for image in images]
@@ -167,7 +194,9 @@ class VisionTower:
         """Arguments of `get_image_features`, on the device."""
         names, count = list(images[0].features), len(images)
         parts = upload(self._device, *(image.features[name] for name in names for image in images))
-        joined = {name: torch.cat(parts[i * count : (i + 1) * count]) for i, name in enumerate(names)}
+        several = len({image.features["pixel_values"].shape[1:] for image in images}) > 1
+        dim = int(several and not self._packs)  # [1, tiles of all images of a prompt, ...]
+        joined = {name: torch.cat(parts[i * count : (i + 1) * count], dim) for i, name in enumerate(names)}
         return {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in joined.items()}
 
 

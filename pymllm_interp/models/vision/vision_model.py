@@ -21,6 +21,7 @@ from ..native.decoder import Decoder, DecoderForCausalLM
 from ..native.gemma import Gemma3ForCausalLM, Gemma3TextModel
 from ..native.llama import LlamaForCausalLM, LlamaModel, MistralModel
 from ..native.qwen import Qwen2_5_VLTextModel, Qwen2Model, Qwen3Model, Qwen3VLTextModel
+from ..transformers.site_ends import install_part
 from .tower import CheckpointNames, VisionTower, without_layers
 
 TEXT_MODELS: dict[str, type[Decoder]] = {
@@ -56,7 +57,11 @@ class VisionLanguageModel(nn.Module):
         self._modules.update(served.model._modules)
         self._parameters.update(served.model._parameters)
         self._modules[self._text_name] = text(config.text_config, spec, device, max_positions)
-        self.tower = VisionTower(served.model, spec.hidden_size, spec.dtype, device)
+        paths = tuple(f"model.{name}." for name in served.model._modules if name != self._text_name)
+        self.tower = VisionTower(served.model, spec.hidden_size, spec.dtype, device, paths)
+        if spec.vision is not None:
+            tower: Any = served.get_submodule(".".join(spec.vision.family.layers.split(".")[:2]))
+            install_part(served, getattr(tower, "patch_embed", None) or tower.embeddings, spec.vision)
         self.checkpoint_names = CheckpointNames(served)
 
     @property

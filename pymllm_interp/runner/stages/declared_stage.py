@@ -18,7 +18,6 @@ from ...attention.cut_edges import PassCuts, pass_cuts
 from ...config import ServerConfig
 from ...core.forward_batch import ForwardBatch, SiteOps
 from ...core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
-from ...core.pass_parts import EncoderInput
 from ...core.step import (
     DeclaredResult,
     LogitsProcessorOutput,
@@ -37,10 +36,10 @@ from ...hooks.captures.egress.ring import CaptureRing, StatesOf
 from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.captures.rows import CapturedRows
 from ...hooks.captures.streamed import StreamedRows
-from ...hooks.declared import Declared, EncoderDeclared
-from ...hooks.encoder_hooks import encoder_limits
+from ...hooks.declared import Declared, PartDeclared
 from ...hooks.interventions.device_tables import DeviceTables
 from ...hooks.interventions.host_ops import RequestRows, host_ops, logit_ops
+from ...hooks.part_hooks import PartInput, bound_to
 from ...hooks.saes.encoders import Encoders
 from ...kernels.edit_codes import TokenRows
 from ...layers.edits.table import TableOps
@@ -207,8 +206,11 @@ class DeclaredStage(Stage):
 
     def _begin(self, request: NewRequest, hooks: RequestHooks) -> Declared:
         declared = self._live[request.request_id] = self.bind(hooks, request.prompt_len)
-        if hooks.encoder is not None and request.encoder is not None:
-            declared.encoder = self._encoder_hooks(hooks.encoder, request.encoder.input)
+        for part, own in hooks.parts.items():
+            given = None if request.encoder is None else request.encoder.input
+            ids, _ = PartInput.of(part, self.model, given, request.images)
+            bound = bound_to(part, own, len(ids), self.model, self.limits)
+            declared.parts[part] = PartDeclared(part, Declared(bound), ids)
         if declared.hooks.knockouts or declared.patterns is not None:
             self._cutting[request.request_id] = declared
         if declared.hooks.monitors:
@@ -219,21 +221,18 @@ class DeclaredStage(Stage):
             self.capture_ring.open()
         return declared
 
-    def _encoder_hooks(self, hooks: RequestHooks, given: EncoderInput) -> EncoderDeclared:
-        """The hooks at the sites of a request's encoder."""
-        assert self.model.source is not None
-        limits = encoder_limits(self.limits)
-        bound = BoundHooks.of_request(hooks, given.length, self.model.source, limits, None)
-        return EncoderDeclared(Declared(bound), given.token_ids)
+    def part_ops(self, request_id: str, part: str) -> SiteOps | None:
+        """The ops and captures of a part's pass for a request; None without any.
 
-    def encoder_ops(self, request_id: str) -> SiteOps | None:
-        """The ops and captures of a request's encoder pass; None without any."""
+        Args:
+            part: key in `ModelSpec.parts`.
+        """
         declared = self._live.get(request_id)
-        if declared is None or declared.encoder is None:
+        if declared is None or part not in declared.parts:
             return None
-        assert self.model.source is not None
-        rows = range(len(declared.encoder.token_ids))
-        return host_ops([RequestRows(declared.encoder.begin(), 0, rows, 0, 0)], self.model.source.num_hidden_layers)
+        own = declared.parts[part]
+        rows = RequestRows(own.begin(), 0, range(len(own.token_ids)), 0, 0)
+        return host_ops([rows], self.model.parts[part].num_hidden_layers)
 
     def bind(self, hooks: RequestHooks, prompt_len: int) -> Declared:
         """Bind the specs of a request, or take over a binding made in this process.

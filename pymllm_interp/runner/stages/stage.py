@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ...core.forward_batch import ForwardBatch
+from ...core.forward_batch import ForwardBatch, PartQuery
 from ...core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from ..input_batch import InputBatch, InputBuffers
 from ..request_state import RequestState
@@ -51,6 +51,8 @@ class PassDemands:
     """The pass has rows of requests only."""
     keeps_logits: bool = False
     """Its logits are read after the next pass has begun."""
+    query: PartQuery | None = None
+    """Serves blocks in parts of the model that run before the pass; None: no request has a trace."""
     grouped: bool = False
     """The rows of a request are one group of the batch, in steps with drafts, too."""
 

@@ -50,7 +50,7 @@ class TracedStage(Stage):
         interleaver.begin_pass(helper.traces)
         if self._splits:
             self._put_hooked_last(step)
-        options = interleaver.pass_options
+        options, demands.query = interleaver.pass_options, interleaver
         demands.num_hooked = helper.count_requests(interleaver.hooked())
         demands.modules_for = options.modules_for
         # Values are served whole in passes with gradients, and as transformers runs them. Inside experts, rows of padding

@@ -34,7 +34,7 @@ from ..saves.save_transfer import SaveTransfer
 from ..saves.saved import give_own_storage
 from ..syntax.pass_options import NONE, options_of
 from .handover import Handover
-from .module_parts import rows_inside, serve_part
+from .module_parts import refuse_inside, rows_inside, serve_part
 from .module_state import serve_sites
 from .nan_check import NaNCheck
 from .points import Point, Points
@@ -281,13 +281,16 @@ class EngineInterleaver(Interleaver):
     def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return self.visit(f"{self._layers}{layer}.output", hidden)
 
-    def rows_inside(self, path: str) -> list[tuple[int, int]]:
-        return rows_inside(self, f"{self._root}.{path}")
+    def rows_inside(self, *paths: str) -> list[tuple[int, int]]:
+        return rows_inside(self, [f"{self._root}.{path}" for path in paths])
+
+    def refuse_inside(self, *paths: str, why: str) -> None:
+        refuse_inside(self, [f"{self._root}.{path}" for path in paths], why)
 
     def serve_part(
-        self, path: str, span: tuple[int, int] | None, num_rows: int | None = None
+        self, *paths: str, span: tuple[int, int] | None, num_rows: int | None = None
     ) -> AbstractContextManager[None]:
-        return serve_part(self, f"{self._root}.{path}", span, num_rows)
+        return serve_part(self, [f"{self._root}.{path}" for path in paths], span, num_rows)
 
     # -- tokens ----------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""Blocks inside a module that runs several times in a pass, for a request each. Modules with recurrent states do.
+"""Blocks inside a module that runs several times in a pass, for a request each.
+
+Encoders, vision towers and modules with recurrent states do.
 
 In each call the module has the rows of one request, in transformers' shape. So only this request's blocks are served inside of the
 call, with whole values. Inside of calls for several requests no block is served.
@@ -6,7 +8,7 @@ call, with whole values. Inside of calls for several requests no block is served
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -25,22 +27,27 @@ class PassServer(Protocol):
     visits: PassVisits
 
 
-def rows_inside(interleaver: PassServer, path: str) -> list[tuple[int, int]]:
-    """(first row, number of rows) of each request with a block that waits inside the module. Blocks that see several fail.
+def rows_inside(interleaver: PassServer, paths: Sequence[str]) -> list[tuple[int, int]]:
+    """(first row, number of rows) of each request with a block that waits inside the modules. Blocks that see several fail.
 
     Args:
-        path: module path, including the root's.
+        paths: module paths, including the root's. See `is_inside`.
     """
-    found: dict[RequestTrace, None] = {}
-    for point in _points_inside(interleaver, path):
-        found |= dict.fromkeys(point.waiting(interleaver.visits.of(point)))
+    found: dict[RequestTrace, bool] = {}  # whether a block waits there, and not only a cache
+    for point in _points_inside(interleaver, paths):
+        for trace in point.waiting(interleaver.visits.of(point)):
+            found[trace] = found.get(trace, False) or any(block.trace is trace for block in point.parked)
     spans = []
-    for trace in found:
+    for trace, waits in found.items():
         if isinstance(trace.rows, BatchRows):
+            if not waits:
+                continue
+            path = " or ".join(path.rstrip(".") for path in paths)
             trace.fail(
                 ValueError(
-                    f"a block for several prompts waits inside {path}, which runs prompt by prompt: read or edit its input or "
-                    "its output, or give each prompt an invoke of its own"
+                    f"a block for several prompts waits inside {path}, which runs prompt by prompt: "
+                    + ("" if paths[0].endswith(".") else "read or edit its input or its output, or ")
+                    + "give each prompt an invoke of its own"
                 )
             )
         elif trace.rows is not None:
@@ -48,22 +55,29 @@ def rows_inside(interleaver: PassServer, path: str) -> list[tuple[int, int]]:
     return spans
 
 
+def refuse_inside(interleaver: PassServer, paths: Sequence[str], why: str) -> None:
+    """End the traces with a block that waits inside the modules, in a pass without them."""
+    for point in _points_inside(interleaver, paths):
+        for block in [block for block in point.parked if block.target_visit == 0]:
+            block.trace.fail(ValueError(f"request {block.trace.request_id}: `{point.name.partition('.')[2]}`: {why}"))
+
+
 @contextmanager
 def serve_part(
-    interleaver: PassServer, path: str, span: tuple[int, int] | None, num_rows: int | None = None
+    interleaver: PassServer, paths: Sequence[str], span: tuple[int, int] | None, num_rows: int | None = None
 ) -> Iterator[None]:
-    """Serve one call of the module.
+    """Serve one call of the modules.
 
     Args:
         span: entry of `rows_inside`; None: the call is for other requests.
         num_rows: rows of the call's values; None: as many as the request's.
     """
-    visits, place = interleaver.visits, interleaver.points.at(f"{path}.output")
-    for name in [name for name in visits.counts if is_inside(path, name)]:
+    visits, place = interleaver.visits, interleaver.points.at(f"{paths[0].rstrip('.')}.output")
+    for name in [name for name in visits.counts if any(is_inside(path, name) for path in paths)]:
         del visits.counts[name]  # each call is the first of its pass
     visits.unfuse_part(place.layer, place.below)
     try:
-        with _call(interleaver, path, span, num_rows):
+        with _call(interleaver, paths, span, num_rows):
             yield
     finally:
         if place.layer is not None:  # its locations have passed
@@ -71,7 +85,9 @@ def serve_part(
 
 
 @contextmanager
-def _call(interleaver: PassServer, path: str, span: tuple[int, int] | None, num_rows: int | None) -> Iterator[None]:
+def _call(
+    interleaver: PassServer, paths: Sequence[str], span: tuple[int, int] | None, num_rows: int | None
+) -> Iterator[None]:
     if span is None:
         thread, interleaver.thread = interleaver.thread, None
         try:
@@ -80,7 +96,7 @@ def _call(interleaver: PassServer, path: str, span: tuple[int, int] | None, num_
             interleaver.thread = thread
         return
     own = [trace for trace in interleaver.traces if _is_at(trace, span)]
-    hidden = [_hide_others(point, own) for point in _points_inside(interleaver, path)]
+    hidden = [_hide_others(point, own) for point in _points_inside(interleaver, paths)]
     rows = [trace.rows for trace in own]
     rows_now = span[1] if num_rows is None else num_rows
     for trace in own:
@@ -96,8 +112,9 @@ def _call(interleaver: PassServer, path: str, span: tuple[int, int] | None, num_
             point.skips += skips
 
 
-def _points_inside(interleaver: PassServer, path: str) -> list[Point]:
-    return [point for name, point in interleaver.points.opened.items() if is_inside(path, name)]
+def _points_inside(interleaver: PassServer, paths: Sequence[str]) -> list[Point]:
+    opened = interleaver.points.opened.items()
+    return [point for name, point in opened if any(is_inside(path, name) for path in paths)]
 
 
 def _is_at(trace: RequestTrace, span: tuple[int, int]) -> bool:

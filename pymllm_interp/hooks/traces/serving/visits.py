@@ -188,5 +188,7 @@ class VisitCounts:
 
 
 def is_inside(path: str, name: str) -> bool:
-    """Whether the location `name` lies inside the module at `path`, and is not its own input, skip gate or output."""
+    """Whether the location `name` lies inside the module at `path`. The module's own ends do if `path` ends with a dot."""
+    if path.endswith("."):
+        return name.startswith(path)
     return name.startswith(path + ".") and name[len(path) + 1 :] not in ("input", "skip", "output")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ....core.current_pass import inner_pass
-from ....core.forward_batch import ForwardBatch, ForwardMode, PartQuery
+from ....core.forward_batch import ForwardBatch, PartQuery, part_batch
 from ....core.model_spec import ModelSpec
 from ....core.pass_parts import EncoderInput, PassEncoder
 from .. import site_ends
@@ -97,7 +97,7 @@ class EncoderDecoderModel(TransformersModel):
         self.encoder_path = paths[self._encoder[0]]
         encoder = replace(declared.source, dtype=self.spec.dtype)
         self.spec = replace(self.spec, source=encoder, cuts_edges=False)
-        site_ends.install_encoder(served, self._encoder[0], encoder)
+        site_ends.install_part(served, self._encoder[0].get_input_embeddings(), encoder)
 
     def _run(
         self, served: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None, batch: ForwardBatch
@@ -123,8 +123,8 @@ class EncoderDecoderModel(TransformersModel):
         for run in batch.cross.encoders:
             start, size = batch.batch_groups[run.request]
             span, rows = ((start, size) if (start, size) in spans else None), run.input.length
-            part = nullcontext() if query is None else query.serve_part(self.encoder_path, span, rows)
-            with part, inner_pass(_encoder_batch(run, batch)):
+            part = nullcontext() if query is None else query.serve_part(self.encoder_path, span=span, num_rows=rows)
+            with part, inner_pass(part_batch(rows, batch.input_ids.device, run.site_ops, batch.hook_query)):
                 self._write(run, self._encoded(run), batch)
 
     def _encoded(self, run: PassEncoder) -> torch.Tensor:
@@ -176,17 +176,6 @@ def _own_attention(encoder: Any) -> None:
     for module in encoder.modules():
         if hasattr(module, "config"):
             module.config = config
-
-
-def _encoder_batch(run: PassEncoder, batch: ForwardBatch) -> ForwardBatch:
-    """The pass of an encoder, as its modules see it."""
-    rows, device = run.input.length, batch.input_ids.device
-    zeros, lens = torch.zeros(rows, dtype=torch.int64, device=device), torch.tensor([rows], dtype=torch.int32)
-    return ForwardBatch(
-        ForwardMode.EXTEND, 1, zeros, zeros[:1], lens.to(device), zeros, rows, lens,
-        positions=torch.arange(rows, device=device), extend_num_tokens=rows, extend_seq_lens_cpu=[rows],
-        extend_prefix_lens_cpu=[0], site_ops=run.site_ops, hook_query=batch.hook_query,
-    )  # fmt: skip
 
 
 def _unhooked(module: nn.Module, h: torch.Tensor) -> torch.Tensor:
