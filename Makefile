@@ -61,10 +61,10 @@ TRACE_PASSES := pass-segments pass-tenth
 ALL_TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
 .PHONY: test-all pass-main pass-tenth $(ALL_TRACE_PASSES)
 
-# What takes one core runs beside the main run, so that none is idle while workers start, or while one waits for the other. The `+`
-# lets the main run show its progress; the others' output comes whole, when they end.
+# What takes one core runs beside the main run, one after the other, so that none is idle while workers start or wait. The `+` lets the
+# main run show its progress; the others' output comes whole, when they end.
 BESIDE ?= $(if $(filter tests,$(TESTS)),$(TRACE_PASSES))
-AT_ONCE := $(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),-O)
+AT_ONCE := $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-O)
 
 test: $(STAMP)
 	@$(AT_ONCE) pass-main $(BESIDE)

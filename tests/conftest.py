@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -14,6 +15,9 @@ from functools import cache, partial, wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+if gc.isenabled():
+    gc.disable()  # until the tests are collected: imports make half a million objects, none of them garbage
 
 import pytest
 import torch
@@ -92,8 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Half a million objects are made by imports, none of them to be collected."""
-    gc.disable()
+    """Without the garbage collector, as the imports above."""
     try:
         return (yield)
     finally:
@@ -157,8 +160,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"  {one.nodeid}: {one.longrepr[2] if one.longrepr else ''}")
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # so that what libraries made is let go of as they expect it
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker leaves without freeing its modules one by one, for seconds: its exit status is asked by nobody."""
+    if hasattr(config, "workerinput"):
+        atexit.register(os._exit, 0)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        gc.unfreeze()  # so that what libraries made is let go of as they expect it
 
 
 VOCAB = 97
