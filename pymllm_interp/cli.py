@@ -27,7 +27,7 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "order_seconds": (float, 120.0),
     "engine_message_seconds": (float, 60.0), "engine_step_seconds": (float, 300.0), "engine_start_seconds": (float, 300.0),
     "replica_silence_seconds": (float, 10.0),
-    "max_image_bytes": (int, 16 << 20), "image_fetch_seconds": (float, 5.0),
+    "max_image_bytes": (int, 16 << 20), "max_audio_bytes": (int, 25 << 20), "image_fetch_seconds": (float, 5.0),
     "header_seconds": (float, 10.0), "max_header_bytes": (int, 64 << 10),
 }  # fmt: skip
 """Limits of a server -> type and default, as in server/settings.py, which is not imported for --help."""

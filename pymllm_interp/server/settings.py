@@ -64,6 +64,8 @@ class ServeLimits:
     """Seconds that a replica or front of a cluster may be silent. Then the calls between them end."""
     max_image_bytes: int = 16 * MIB
     """Bytes of an image's file."""
+    max_audio_bytes: int = 25 * MIB
+    """Bytes of an audio file."""
     image_fetch_seconds: float = 5.0
     """Seconds that fetching an image may take."""
     max_connections: int = 2048

@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from ... import __version__
 from ...core.events import EngineClosedError
+from ..audio.routes import audio_routes
 from ..pooling.routes import pooling_routes
 from ..protocol import COMPONENT
 from ..responses.routes import responses_routes
@@ -49,7 +50,15 @@ def create_app(state: ServerState) -> FastAPI:
     )  # fmt: skip
     routers = [
         make(state)
-        for make in (openai_routes, responses_routes, pooling_routes, tokenize_routes, adapter_routes, interp_routes)
+        for make in (
+            openai_routes,
+            audio_routes,
+            responses_routes,
+            pooling_routes,
+            tokenize_routes,
+            adapter_routes,
+            interp_routes,
+        )
     ]
     for router in routers:
         app.include_router(router)

@@ -28,6 +28,8 @@ PART = 1 << 18
 """Bytes of an answer that are sent at a time. A client that does not read them gets no further ones, and holds no copy."""
 MAX_RANGES = 16
 """Most ranges of a Range header. Starlette before 0.49 takes the square of their number."""
+FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""Routes that read forms."""
 SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"range")
 """Headers that a request has once at most."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
@@ -87,7 +89,7 @@ class RequestGate:
             scope["state"]["client"], record.client = client, client.name
             if path == TRACE_PATH:
                 self._check_trace(client, headers)
-            elif scope["method"] == "POST":
+            elif scope["method"] == "POST" and not (path in FORMS and _is_form(headers)):
                 _check_json(headers)
             if state.draining and scope["method"] == "POST":
                 raise ApiError(503, "the server is ending", code="draining", headers={"Retry-After": "10"})
@@ -169,6 +171,11 @@ def _check_encoding(header: str) -> None:
     """Bodies are not unpacked: a few bytes could stand for gigabytes, and the limit counts received bytes."""
     if header.strip().lower() not in ("", "identity"):
         raise ApiError(415, f"the body's encoding is {header[:80]!r}: send it as it is, without Content-Encoding")
+
+
+def _is_form(headers: dict[str, str]) -> bool:
+    """Whether a body is a form with files. A page of another site may send one: `check_origin` refuses its origin."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
 
 
 def _check_json(headers: dict[str, str]) -> None:

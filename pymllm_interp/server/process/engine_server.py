@@ -25,6 +25,7 @@ from ...client.backend import Submission
 from ...client.calls.requests import Requests, read_each
 from ...client.chat import RenderedPrompt
 from ...client.images.parts import ImageSources
+from ...client.prompt_batch import FEATURES, MEDIA
 from ...client.prompts import checked, names_of
 from ...core.limits import MAX_CALL_TOKEN_IDS, MAX_NAMED
 from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
@@ -356,9 +357,17 @@ def _with_encoder(prompt: Any, body: bytes | None, model: ServedModel, what: str
     if body is not None:
         found = _tensors_of(body, f"the encoder's input of {what}")
         ids = found.get("input_ids")
-        if ids is None or len(found) != 1 or ids.dim() != 1 or ids.dtype is not torch.int64:
-            raise PromptError(f"the encoder's input of {what}: one tensor input_ids [tokens] int64 is expected")
-        prompt = {"encoder_prompt": ids.tolist(), "decoder_prompt": prompt}
+        if len(found) == 1 and ids is not None and ids.dim() == 1 and ids.dtype is torch.int64:
+            source: Any = ids.tolist()
+        elif found.keys() == {"audio"}:
+            source = {MEDIA: found}
+        elif found.keys() == {FEATURES}:
+            source = found
+        else:
+            raise PromptError(
+                f"the encoder's input of {what}: one tensor input_ids [tokens] int64 is expected, input_features, or audio"
+            )
+        prompt = {"encoder_prompt": source, "decoder_prompt": prompt}
     return checked(model.tokenizer, prompt, model.backend.facts, what)
 
 

@@ -28,6 +28,8 @@ class Prompt:
     """Embeddings as safetensors, in place of token embeddings; None without any."""
     images: m.PromptImages | None = None
     """Images, or None. `token_ids` have their positions once the engine has accepted the prompt."""
+    encoder: bytes | None = None
+    """Encoder's input as safetensors; None: the model has no encoder, or it reads `token_ids`."""
     num_encoded: int = 0
     """Tokens that an encoder reads. Once the engine has accepted the prompt, the decoder reads `token_ids`."""
 
@@ -101,6 +103,8 @@ class Generation:
             more["embeds"] = [prompt.embeds for prompt in prompts]
         if any(prompt.images for prompt in prompts):
             more["images"] = [prompt.images for prompt in prompts]
+        if any(prompt.encoder for prompt in prompts):
+            more["encoders"] = [prompt.encoder for prompt in prompts]
         call = engine.open(lambda number: m.Submit(number, owner, ids, params, stream=stream, **more))
         try:
             accepted = await call.next()
@@ -109,7 +113,7 @@ class Generation:
             raise
         assert isinstance(accepted, m.Accepted)
         for prompt, expanded in zip(prompts, accepted.prompts, strict=bool(accepted.prompts)):
-            if expanded and not prompt.images:
+            if expanded and not prompt.images and prompt.encoder is None:
                 prompt.num_encoded = len(prompt.token_ids)
             prompt.token_ids = expanded or prompt.token_ids
         return cls(engine, tokenizer, prompts, call)

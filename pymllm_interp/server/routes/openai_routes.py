@@ -182,7 +182,8 @@ def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) ->
     ids = read.token_ids  # the engine refuses to truncate embeddings
     if read.embeds is None and not read.images:
         ids = truncated(ids, params, state.info["limits"]["max_model_len"])
-    return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params, read.embeds, read.images or None)
+    text = read.text if len(ids) == len(read.token_ids) else None
+    return Prompt(text, ids, params, read.embeds, read.images or None, read.encoder)
 
 
 def embedded(state: ServerState, given: list[str]) -> list[RenderedPrompt]:

@@ -1,0 +1,209 @@
+"""OpenAI's routes for audio: `/v1/audio/transcriptions` and `/v1/audio/translations`, by models that read audio.
+
+Audio that is longer than the model reads at once is cut at quiet places. The parts are prompts of one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, StrictInt, ValidationError
+from safetensors.numpy import save
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from ...client.chat import RenderedPrompt, tokenized
+from ...client.inputs.sound import resampled, samples_of
+from ...client.inputs.speech import SpeechTokens
+from ...core.structured.structured_outputs import StructuredOutputs
+from ...core.unsupported import MULTIMODAL
+from ...utils.arguments import PromptError
+from ..http.body import parse
+from ..http.errors import ApiError, api_error
+from ..http.state import ServerState
+from ..protocol import GenerationRequest
+from ..response_format import form_of as structured_form
+from ..routes.openai_format import Format
+from ..routes.openai_routes import DisconnectedError, Work, allowed, asked_of, while_connected
+from ..routes.prompt_text import check_length
+from .form import Form, form_of
+
+MAX_SECONDS = 3600.0
+"""Seconds of the longest audio."""
+QUIET, SEARCHED = 0.1, 1.0
+"""Seconds of a place to cut at, and of a part's end in which it is searched."""
+TEXTS = frozenset({"model", "language", "prompt", "response_format", "user", "cache_salt", "stop"})
+"""Fields that are texts as they are. Others are JSON."""
+LISTS = frozenset({"include", "timestamp_granularities"})
+
+
+class AudioRequest(GenerationRequest):
+    """Fields of a form for audio, without its file."""
+
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"  # pyright: ignore
+    language: str | None = Field(None, description="code of the spoken language, such as de")
+    prompt: str | None = Field(None, description="text that came before")
+    max_completion_tokens: StrictInt | None = Field(None, ge=0)
+    include: list[str] | None = None
+    timestamp_granularities: list[str] | None = None
+
+    def logprobs_wanted(self) -> int | None:
+        """Log probabilities are not served."""
+        return None
+
+    def form(self) -> StructuredOutputs | None:
+        """The form of the text."""
+        return structured_form(None, self.structured_outputs)
+
+    def check(self) -> None:
+        """Raise ApiError for values that are not served."""
+        refused = {
+            "stream": (self.stream, "the text comes at once"),
+            "response_format": (self.response_format in ("srt", "vtt"), "json, text and verbose_json are served"),
+            "timestamp_granularities": (self.timestamp_granularities, "no timestamps are written"),
+            "include": (self.include, "json, text and verbose_json have no log probabilities"),
+            "n": (self.n not in (None, 1), "a transcription has one text"),
+        }
+        for name, (given, why) in refused.items():
+            if given:
+                raise ApiError(400, f"{name} is not served here: {why}", name)
+
+
+def audio_routes(state: ServerState) -> APIRouter:
+    """Router of the audio endpoints."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/audio/transcriptions", openapi_extra=_schema())
+    async def transcriptions(request: Request) -> Response:
+        """Write the text of an audio file, in its language."""
+        return await _answer(state, request, "transcribe")
+
+    @router.post("/v1/audio/translations", openapi_extra=_schema())
+    async def translations(request: Request) -> Response:
+        """Write the text of an audio file in English."""
+        return await _answer(state, request, "translate")
+
+    return router
+
+
+def _schema() -> dict[str, Any]:
+    fields = {
+        "file": {"type": "string", "format": "binary"},
+        "model": {"type": "string"},
+        "language": {"type": "string"},
+    }
+    content = {"multipart/form-data": {"schema": {"type": "object", "properties": fields, "required": ["file"]}}}
+    return {"requestBody": {"content": content, "required": True}}
+
+
+async def _answer(state: ServerState, request: Request, task: str) -> Response:
+    info = state.info["audio"]
+    if info is None:
+        raise ApiError(501, f"{request.url.path[:80]} is not served: {MULTIMODAL}", code="not_implemented")
+    if state.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer, which makes texts of tokens")
+    form = form_of(await request.body(), request.headers.get("content-type", ""))
+    body, file = _request_of(form), form.files.get("file")
+    body.check()
+    if file is None or len(form.files) > 1:
+        raise ApiError(400, "the form has no file, or several; one field `file` is expected", "file")
+    most = state.limits.max_audio_bytes
+    if len(file) > most:
+        raise ApiError(413, f"the file has {len(file)} bytes; at most {most} (max_audio_bytes)", "file")
+    client = allowed(body, request)
+    try:
+        tokens = SpeechTokens(**info["tokens"])
+        start = tokens.ids(body.language, task)
+        if body.prompt:
+            start = await state.threads.run(client.name, _after, state, tokens, body.prompt, start)
+        parts, seconds = await state.threads.run(client.name, _parts, file, info)
+    except PromptError as error:
+        raise api_error(error, refused=True) from error
+    prompts = [RenderedPrompt(None, start, encoder=part) for part in parts]
+    asked = asked_of(state, body, len(prompts), None, lambda: prompts)
+    format_ = Format(
+        "transcription", asked.adapter or state.settings.name, request.state.request_id, state, client, return_token_ids=False,
+        logprobs=False, top=0,
+    )  # fmt: skip
+    state.metrics.totals["hooked_requests"] += body.hooked
+    try:
+        found = await while_connected(request, Work(state, body, request, client, asked, format_).whole())
+    except DisconnectedError:
+        state.metrics.totals["disconnects"] += 1
+        return Response(status_code=499)
+    text = "".join(choice["text"] for choice in found["choices"]).strip()
+    if body.response_format == "text":
+        return PlainTextResponse(text + "\n")
+    more: dict[str, Any] = {"choices": found["choices"]} if body.hooked else {}
+    if body.response_format == "verbose_json":
+        more |= {"task": task, "language": body.language or tokens.language, "duration": seconds}
+    return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": ceil(seconds)}, **more})
+
+
+def _request_of(form: Form) -> AudioRequest:
+    """The fields of a form, checked."""
+    given: dict[str, Any] = {}
+    for name, texts in form.fields.items():
+        if len(texts) > 1 and name not in LISTS:
+            raise ApiError(400, f"the form has the field {name[:40]!r} {len(texts)} times", name[:40])
+        given[name] = texts if name in LISTS else texts[0] if name in TEXTS else _value(texts[0])
+    given.setdefault("temperature", 0.0)
+    try:
+        body = AudioRequest.model_validate(given)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+    if body.max_completion_tokens is not None:
+        body.max_tokens = body.max_completion_tokens
+    return body
+
+
+def _value(text: str) -> Any:
+    try:
+        return parse(text.encode())
+    except ValueError:
+        return text
+
+
+def _after(state: ServerState, tokens: SpeechTokens, text: str, start: list[int]) -> list[int]:
+    """First tokens of a decoder behind the end of a text, as OpenAI's Whisper has them."""
+    if tokens.previous is None:
+        raise PromptError("prompt: the model's generation config has no prev_sot_token_id, which comes before it")
+    room = state.info["limits"]["max_model_len"] // 2 - 1
+    check_length(state.tokenizer, len(text), 8 * room, "prompt")
+    ids = tokenized(state.tokenizer, " " + text.strip(), "prompt", add_special_tokens=False).token_ids
+    return [tokens.previous, *ids[-room:], *start]
+
+
+def _parts(file: bytes, info: Mapping[str, Any]) -> tuple[list[bytes], float]:
+    """(a safetensors file for each part of the audio, seconds of all)."""
+    rate = info["rate"]
+    samples, given = samples_of(file, "the file", MAX_SECONDS)
+    samples = resampled(samples, given, rate, "the file")
+    if not np.isfinite(samples).all():
+        raise PromptError("the file has samples that are no numbers")
+    most = round(info["seconds"] * rate)
+    cut = [
+        samples[start:stop]
+        for start, stop in cuts(samples, most, round(min(SEARCHED * rate, most / 4)), round(QUIET * rate))
+    ]
+    return [save({"audio": np.ascontiguousarray(part)}) for part in cut], len(samples) / rate
+
+
+def cuts(samples: np.ndarray, most: int, searched: int, quiet: int) -> list[tuple[int, int]]:
+    """(start, stop) of parts of at most `most` samples. Each ends in the quietest place of its last `searched` samples.
+
+    Args:
+        quiet: samples of a place.
+    """
+    found, start, quiet = list[tuple[int, int]](), 0, max(1, min(quiet, searched // 4))
+    while len(samples) - start > most:
+        last = samples[start + most - searched : start + most]
+        places = last[: searched // quiet * quiet].reshape(-1, quiet)
+        stop = start + most - searched + int((places**2).sum(1).argmin()) * quiet + quiet // 2
+        found.append((start, stop))
+        start = stop
+    return [*found, (start, len(samples))]
