@@ -172,7 +172,7 @@ def test_captures_at_every_site_are_those_of_hooks(both: Pair, kind: str, way: s
         wanted, _ = states_of(kind, model, source, TEXT[kind] + out.token_ids[:-1])
         for site in sites:
             scale = wanted[site].abs().max()
-            torch.testing.assert_close(out.activations[site] / scale, wanted[site] / scale, rtol=0, atol=1e-5)
+            torch.testing.assert_close(out.activations[site] / scale, wanted[site] / scale, rtol=0, atol=2e-5)
             if site.startswith("encoder."):
                 assert out.activations.token_ids[site].tolist() == (source if kind != "whisper" else [0] * POSITIONS)
     text = repr(outs[0].activations)
