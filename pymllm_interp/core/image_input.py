@@ -79,9 +79,10 @@ def image_namespaces(
     """
     pages: dict[int, list[tuple[Hashable, int]]] = {}
     for image in images:
-        for page in (image.positions // page_size).unique().tolist():
-            first = image.within(page * page_size, (page + 1) * page_size)[0]
-            pages.setdefault(page, []).append((image.content if edits is None else (image.content, edits), first))
+        content = image.content if edits is None else (image.content, edits)
+        own, counts = torch.unique_consecutive(image.positions // page_size, return_counts=True)
+        for page, first in zip(own.tolist(), (counts.cumsum(0) - counts).tolist(), strict=True):
+            pages.setdefault(page, []).append((content, first))
     found: list[tuple[int, Hashable]] = []
     for page, contents in sorted(pages.items()):
         if found and found[-1][0] == page:

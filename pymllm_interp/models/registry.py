@@ -36,7 +36,7 @@ from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .native.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
 from .transformers.encoder_decoder.spec import decoder_spec
 from .transformers.structure import config_spec
-from .vision.vision_model import Gemma3ForConditionalGeneration, VisionLanguageForCausalLM
+from .vision.vision_model import TEXT_MODELS, Gemma3ForConditionalGeneration, VisionLanguageForCausalLM
 from .weights.formats import METHODS, QuantizationFormat, method_of
 from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
 from .weights.quantized import init_dummy_quantized, load_quantized, round_rows
@@ -69,8 +69,8 @@ VISION: dict[str, type[DecoderForCausalLM]] = {
     "SmolVLMForConditionalGeneration": VisionLanguageForCausalLM,
 }
 """Vision-language models: their towers are transformers', and their language models are native."""
+SERVED = f"{', '.join(VISION)}, over {', '.join(TEXT_MODELS)}"
 NATIVE |= VISION
-
 
 DEQUANTISED = ("fp8", "mxfp4")
 """Methods of quantisation that transformers dequantises while it loads a model."""
@@ -122,7 +122,7 @@ def check_supported(config: PretrainedConfig) -> None:
             f"{architecture} is an encoder-decoder model of a family that is not served; those with generation of {names} are"
         )
     elif _is_multimodal(config) and not (architecture in VISION and VISION[architecture].implements(config)):
-        kind = f"a multimodal model: {MULTIMODAL}; models with images: {', '.join(VISION)}"
+        kind = f"a multimodal model over {config.get_text_config().model_type!r}: {MULTIMODAL}; models with images: {SERVED}"
     elif config.model_type in INDEXED:
         kind = "a model with sparse attention: its indexer selects blocks of keys"
     elif is_encoder(config):

@@ -229,12 +229,14 @@ class StepInputs:
             return
         rows = list(zip(batch.entries, batch.query_start_loc.tolist(), strict=False))
         if found.mrope_positions is not None:
+            prompts: list[tuple[int, torch.Tensor]] = []
             for entry, first in rows:
                 request = self.states.requests[entry.row]
-                if request is not None and request.rope_positions is not None:
-                    own = request.rope_positions[:, entry.start : entry.start + entry.num_tokens]
-                    (uploaded,) = upload(self.device, own)
-                    found.mrope_positions[:, first : first + uploaded.shape[1]] = uploaded
+                if request is not None and request.rope_positions is not None and entry.start < request.prompt_len:
+                    prompts.append((first, request.rope_positions[:, entry.start : entry.start + entry.num_tokens]))
+            uploaded = upload(self.device, *(own for _, own in prompts)) if prompts else ()
+            for (first, _), own in zip(prompts, uploaded, strict=True):
+                found.mrope_positions[:, first : first + own.shape[1]] = own
         if parts := vision.parts(rows):
             if builder.model_spec.image_span:
                 found.attention_cuts = vision.spans(rows)

@@ -12,6 +12,7 @@ from conftest import CONFIGS
 from helpers_runner import make_runner
 from transformers import (
     AlbertConfig,
+    LlavaConfig,
     MarianConfig,
     PaliGemmaConfig,
     PretrainedConfig,
@@ -57,6 +58,11 @@ MODELS = [
         "V9",
         PaliGemmaConfig(architectures=["PaliGemmaForConditionalGeneration"]),
         "PaliGemmaForConditionalGeneration is a multimodal model.*models with images: .*Llava",
+    ),
+    (
+        "V9",
+        LlavaConfig(text_config={"model_type": "phi"}, architectures=["LlavaForConditionalGeneration"]),
+        "Llava.* is a multimodal model over 'phi'.*models with images: .*Llava.*, over gemma3_text, llama, mistral",
     ),
     (
         "V14",
