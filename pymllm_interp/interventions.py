@@ -2,6 +2,7 @@
 
 from .hooks.interventions.knockout import Knockout
 from .hooks.interventions.op import Gate
+from .hooks.interventions.patch_kv import PatchKV
 from .hooks.interventions.projections import Ablate, Clamp
 from .hooks.interventions.reconstruct import Reconstruct
 from .hooks.interventions.set_feature import SetFeature
@@ -11,6 +12,6 @@ from .hooks.monitors.probe import FeatureProbe, Probe
 from .hooks.positions import Generated
 
 __all__ = [
-    "Ablate", "Clamp", "FeatureProbe", "Gate", "Generated", "Knockout", "Monitor", "Patch", "Probe", "Reconstruct", "Scale",
-    "SetFeature", "Steer",
+    "Ablate", "Clamp", "FeatureProbe", "Gate", "Generated", "Knockout", "Monitor", "Patch", "PatchKV", "Probe", "Reconstruct",
+    "Scale", "SetFeature", "Steer",
 ]  # fmt: skip

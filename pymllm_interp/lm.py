@@ -25,6 +25,7 @@ from .client.calls.model import ClientModel
 from .client.calls.model_weights import LoadedAdapters, ModelWeights
 from .client.chat import RenderedPrompt
 from .client.handle import RequestHandle
+from .client.inputs.prefix_kv import kv
 from .client.lifecycle.calls import is_paused, pause, resume, update_weights
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
@@ -232,7 +233,7 @@ class LM(ClientModel):
         """
         return self._requests.prefill(prompt, captures, interventions, what, lora)
 
-    encode, classify, score = encode, classify, score
+    encode, classify, score, kv = encode, classify, score, kv
     pause, resume, is_paused, update_weights = pause, resume, is_paused, update_weights
 
     # -- corpora ----------------------------------------------------------------------------

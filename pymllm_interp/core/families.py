@@ -22,6 +22,10 @@ PATTERN = "pattern"
 """Attention patterns. They can be captured, but are not states at a point of the pass."""
 STATE = "state"
 """Recurrent states, of the sequence so far: they can be captured, and patched at the prompt's end."""
+KV = "kv"
+"""Keys and values in the cache: they can be captured, and replaced by `PatchKV`."""
+OF_PASSES = (PATTERN, STATE, KV)
+"""Kinds of sites of every family that are no states at a point of the pass, and have no numbers."""
 LOGITS = "logits"
 STREAM_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 """Kinds of sites on the residual stream."""

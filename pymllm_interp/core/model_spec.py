@@ -29,9 +29,11 @@ from .families import (
     FAMILIES,
     HEAD_SITES,
     INNER_SITES,
+    KV,
     LOGITS,
     MROPE_SECTIONS,
     NUMBERED_SITES,
+    OF_PASSES,
     PATTERN,
     STATE,
     STREAM_SITES,
@@ -43,8 +45,8 @@ from .families import (
 )
 
 __all__ = [
-    "EXPERTS", "FAMILIES", "HEAD_SITES", "INNER_SITES", "LOGITS", "NUMBERED_SITES", "PATTERN", "STATE",
-    "STREAM_SITES", "Family", "ModelSpec", "SiteLike", "SitePoint", "StatePlace",
+    "EXPERTS", "FAMILIES", "HEAD_SITES", "INNER_SITES", "KV", "LOGITS", "NUMBERED_SITES", "OF_PASSES", "PATTERN",
+    "STATE", "STREAM_SITES", "Family", "ModelSpec", "SiteLike", "SitePoint", "StatePlace",
 ]  # fmt: skip
 
 OF_ENCODER, OF_VISION = "encoder.", "vision."
@@ -222,6 +224,8 @@ class ModelSpec:
     """dtype of weights and hidden states."""
     cuts_edges: bool = True
     """Whether edges of attention can be cut (`Knockout`)."""
+    kv_by_layer: bool = True
+    """Whether the cache has one K and V of a layer and position, of `num_key_value_heads` and `head_dim`."""
     has_states: bool = False
     """Whether layers have recurrent states, of the whole sequence so far, in place of K and V by position."""
     states: tuple[StatePlace | None, ...] = ()

@@ -176,7 +176,7 @@ class KVManager:
         first, prefix = request.num_shared_pages, request.prefix
         own = request.pages[first:]
         if prefix is not None and prefix.node is not None:
-            known = request.num_known_tokens // self.page_size
+            known = self._settled(request, request.num_known_tokens) // self.page_size
             if keep and first < known and self._may_insert(request):
                 self.sharing.complete(request, prefix.key)
                 own = own[known - first :] + self._tree.insert(prefix.node, prefix.key, first, own[: known - first])
@@ -200,7 +200,7 @@ class KVManager:
         They are computed, or will be in the step that is being scheduled. Later requests may use them in that step: each layer
         writes all rows' K and V before its attention.
         """
-        stop = min(stop, request.prompt_len + request.accepted_len)
+        stop = self._settled(request, min(stop, request.prompt_len + request.accepted_len))
         first, full = request.num_shared_pages, stop // self.page_size
         if first < full and self._may_insert(request):
             prefix, pages = request.prefix, request.pages[first:full]
@@ -208,6 +208,12 @@ class KVManager:
             prefix.node, taken = self._tree.extend(prefix.node, prefix.key, first, pages)
             request.num_shared_pages += taken
             self._unwritten.update(pages[:taken])
+
+    @staticmethod
+    def _settled(request: Request, stop: int) -> int:
+        """The request's positions before `stop` with K and V that are not replaced later."""
+        settled = None if request.declared is None else request.declared.settled(request.kv_len)
+        return stop if settled is None else min(stop, settled)
 
     def _may_insert(self, request: Request) -> bool:
         self._check_weights()

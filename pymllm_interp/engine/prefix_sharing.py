@@ -123,10 +123,18 @@ class PrefixSharing:
         num_pages = limit // size if most is None else min(most, limit // size)
         if request.depth is not None:
             # Kept pages come first, with the KV of all layers. Computed ones lack some, so they get another namespace.
-            whole = self.tree.match(prefix.key.renamed(prefix.namespaces), num_pages)
+            whole = self._matched(request, prefix.key.renamed(prefix.namespaces), num_pages)
             prefix.key = prefix.key.renamed(_of_depth(prefix.namespaces, request.depth, len(whole.pages)))
-        match = self.tree.match(prefix.key, num_pages)
+        match = self._matched(request, prefix.key, num_pages)
         prefix.reason = reason if len(match.pages) == limit // size else ""
+        return match
+
+    def _matched(self, request: Request, key: RadixKey, num_pages: int) -> Match:
+        """The match of a key, without pages inside of an edit of K and V."""
+        match = self.tree.match(key, num_pages)
+        if request.declared is not None:
+            whole = request.declared.whole_pages(len(match.pages), self.tree.page_size)
+            return match if whole == len(match.pages) else self.tree.match(key, whole)
         return match
 
     @staticmethod

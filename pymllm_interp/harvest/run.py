@@ -22,10 +22,12 @@ from ..client.chat import RenderedPrompt
 from ..core.events import EngineClosedError
 from ..hooks.bind import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
+from ..hooks.captures.kv_captures import is_kv
 from ..hooks.captures.reductions.patterns import is_pattern
 from ..hooks.captures.spec import Capture
 from ..hooks.captures.state_captures import is_state
 from ..hooks.interventions.knockout import Intervention, Knockout
+from ..hooks.interventions.patch_kv import PatchKV
 from ..hooks.monitors.monitor import Monitor
 from ..hooks.monitors.scores import MonitorScores
 from ..hooks.positions import Generated
@@ -119,6 +121,8 @@ def asked_of(
             raise ValueError(f"{spec.name}: a harvest streams nothing, its rows go to the folder: leave out stream")
         if is_state(spec.site):
             raise ValueError(f"{spec.name}: a recurrent state is not a row of a document: capture it in a generation")
+        if is_kv(spec.site):
+            raise ValueError(f"{spec.name}: cached K and V are not rows of a document: lm.kv reads them")
         if is_pattern(spec):
             raise ValueError(
                 f"{spec.name}: rows of patterns have the lengths of their documents, and shards have one width"
@@ -129,6 +133,8 @@ def asked_of(
                 f"{spec.name}: a monitor of a harvest records scores, and decides nothing: leave out then={shown(spec.then)}"
             )
     for spec in [*captures, *interventions]:
+        if isinstance(spec, PatchKV):
+            raise ValueError(f"{spec.name}: K and V are replaced for a prompt, and not for each document of a corpus")
         if not isinstance(spec, Knockout):  # its layers and positions are bound to each document
             spec.sites_in(model.model_spec)  # specs that fit no document are refused here
         if spec.positions == "generated" or isinstance(spec.positions, Generated):

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..core.model_spec import LOGITS, STATE, ModelSpec, layers_to, site_index
+from ..core.model_spec import KV, LOGITS, STATE, ModelSpec, layers_to, site_index
 from ..core.receipt import Applied
 from ..core.step import RequestHooks
 from .bind import DeclaredLimits, after_prompt, bind
+from .captures.kv_captures import KVCaptures, is_kv
 from .captures.layer_rows import LayerCaptures
 from .captures.layout import CaptureLayout, layout_of
 from .captures.reductions.patterns import PatternCaptures, is_pattern
@@ -27,6 +28,7 @@ from .interventions.fires import Fires
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts
 from .interventions.op import Op
+from .interventions.patch_kv import KVPatch, PatchKV, bind_kv_patches
 from .interventions.sae_op import RequestReads, SAERead
 from .interventions.state_patch import StatePatch, bind_state_patches, is_state_patch
 from .kv_edits import KVEdits
@@ -71,8 +73,10 @@ class BoundHooks:
         knockouts: edges of attention that are cut.
         kv_edits: edits of the KV among them.
         state_patches: recurrent states that are replaced behind the prompt.
+        kv_patches: K and V that are replaced.
         monitors: the monitors, in the order given.
-        new_patterns, new_states: make the captures of attention patterns and recurrent states of a request; None without.
+        new_patterns, new_states, new_kv: make the captures of attention patterns, recurrent states and K and V of a request; None
+            without.
         depth: number of layers up to the last site, at least 1. None: all layers.
         specs: interventions and captures, as they were given.
         reads: reads of states for ops by SAEs.
@@ -86,9 +90,11 @@ class BoundHooks:
     knockouts: Sequence[BoundKnockout] = ()
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
     state_patches: Sequence[StatePatch] = ()
+    kv_patches: Sequence[KVPatch] = ()
     monitors: tuple[BoundMonitor, ...] = ()
     new_patterns: Callable[[], PatternCaptures] | None = None
     new_states: Callable[[], StateCaptures] | None = None
+    new_kv: Callable[[], KVCaptures] | None = None
     depth: int | None = None
     specs: tuple[Intervention | Capture, ...] = ()
     reads: Sequence[SAERead] = ()
@@ -105,6 +111,13 @@ class BoundHooks:
         )
         if found.acts_on_states and hooks.differentiable:
             raise ValueError("a pass with gradients keeps no recurrent state: leave out captures and patches at state")
+        if found.acts_on_kv and hooks.differentiable:
+            raise ValueError("a pass with gradients keeps no K and V: leave out PatchKV, and captures at kv")
+        if hooks.trace_key is not None and any(patch.span[1] < prompt_len for patch in found.kv_patches):
+            raise ValueError(
+                "the prompt of a trace runs in one pass: there, the positions of a PatchKV contain the prompt's last token; a "
+                "generation without a trace has it anywhere"
+            )
         states = found.new_states if hooks.trace_key is not None else None
         if states is not None and states().wanted[: prompt_len - 1].any():
             raise ValueError(
@@ -144,11 +157,12 @@ class BoundHooks:
         gates = RequestGates(model, prompt_len, limits.device_tables)
         knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
         patches = bind_state_patches(filter(is_state_patch, specs), model, prompt_len)  # pyright: ignore[reportArgumentType]
+        kv_patches = bind_kv_patches([s for s in specs if isinstance(s, PatchKV)], model, prompt_len)
         monitors, acting, scored = _bound_monitors(specs, model, prompt_len, gates)
         reads = RequestReads(model, readout, (limits.encoders or NO_ENCODERS) if limits.device_tables else None)
         ops = _placed_ops(specs, acting, model, prompt_len, limits, gates, reads)
         replaced = [(patch.layer, patch.spec) for patch in patches]
-        edits = KVEdits(ops, knockouts, model.num_hidden_layers, replaced, prompt_len)
+        edits = KVEdits(ops, knockouts, model.num_hidden_layers, replaced, prompt_len, kv_patches)
         for read, flag in gates.reads():  # after the ops that change the state
             (bound,) = bind(read, model, prompt_len)
             limits.check_op(read, bound.site)
@@ -162,15 +176,18 @@ class BoundHooks:
             limits.check_count(found[0].site, sum(len(op.windows) for op in found))
         of_patterns = [spec for spec in captures if is_pattern(spec)]
         of_states = [spec for spec in captures if is_state(spec.site)]
-        others = [spec for spec in captures if not (is_pattern(spec) or is_state(spec.site))]
+        of_kv = [spec for spec in captures if is_kv(spec.site)]
+        others = [spec for spec in captures if not (is_pattern(spec) or is_state(spec.site) or is_kv(spec.site))]
         new_patterns = partial(PatternCaptures, of_patterns, model, prompt_len, longest) if of_patterns else None
         new_states = partial(StateCaptures, of_states, model, prompt_len, longest) if of_states else None
+        new_kv = partial(KVCaptures, of_kv, model, prompt_len, longest) if of_kv else None
+        kv = None if new_kv is None else new_kv()
         patterns = None if new_patterns is None else new_patterns()
         states = None if new_states is None else new_states()
         for spec in others:
             limits.check(spec.sites_in(model)[0])
         layout = layout_of(others, model, prompt_len, longest, logits_from, readout) if others else None
-        _check_size((layout, patterns, states), longest, limits)
+        _check_size((layout, patterns, states, kv), longest, limits)
         return cls(
             ops,
             layout,
@@ -179,10 +196,12 @@ class BoundHooks:
             knockouts,
             edits,
             patches,
+            kv_patches,
             monitors,
             new_patterns,
             new_states,
-            _depth(ops, layout, knockouts, patches, (patterns, states), model.num_hidden_layers)
+            new_kv,
+            _depth(ops, layout, knockouts, (*patches, *kv_patches), (patterns, states, kv), model.num_hidden_layers)
             if captures or monitors
             else None,  # without a read, the KV may be all that is wanted
             (*specs, *captures),
@@ -208,10 +227,15 @@ class BoundHooks:
         return self.new_states is not None or bool(self.state_patches)
 
     @property
+    def acts_on_kv(self) -> bool:
+        """Whether it captures or replaces K and V."""
+        return self.new_kv is not None or bool(self.kv_patches)
+
+    @property
     def only_captures(self) -> bool:
         """Whether it captures states, and nothing else: no vector, and no weight, is held."""
         reads_weights = self.layout is not None and any(group.reads_weights for group in self.layout.groups)
-        return not (reads_weights or self.ops or self.knockouts or self.state_patches)
+        return not (reads_weights or self.ops or self.knockouts or self.state_patches or self.kv_patches)
 
     @cached_property
     def edits_logits(self) -> bool:
@@ -257,6 +281,8 @@ class BoundHooks:
         """
         if self.new_patterns is not None:
             return "attention patterns"
+        if self.new_kv is not None:
+            return "captures of K and V"
         if in_tables and self.layout is not None and self.layout.in_order:
             return "pooled captures on CUDA"
         if any(monitor.flag is not None for monitor in self.monitors):
@@ -272,7 +298,7 @@ class BoundHooks:
             fires: fires of the request's gates.
             first_fired: slot of a flag -> first position at which the ops behind it act.
         """
-        if not (self.ops or self.knockouts or self.state_patches):
+        if not (self.ops or self.knockouts or self.state_patches or self.kv_patches):
             return []
         if any(op.spec.when is not None or (op.flag is not None and op.flag.monitor) for op in self):
             return self._applied(num_positions, fires, first_fired)
@@ -317,6 +343,10 @@ class BoundHooks:
             + [
                 Applied("Patch", f"{STATE}.{patch.layer}", int(num_positions >= self.prompt_len))
                 for patch in self.state_patches
+            ]
+            + [
+                Applied("PatchKV", f"{KV}.{patch.layer}", len(patch.positions) * (num_positions >= patch.span[1]))
+                for patch in self.kv_patches
             ]
         )
 
@@ -432,7 +462,7 @@ def _depth(
     ops: Iterable[int],
     layout: CaptureLayout | None,
     knockouts: Sequence[BoundKnockout],
-    patches: Sequence[StatePatch],
+    patches: Sequence[StatePatch | KVPatch],
     by_layer: Sequence[LayerCaptures[Any] | None],
     num_layers: int,
 ) -> int | None:

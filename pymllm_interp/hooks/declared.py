@@ -1,4 +1,4 @@
-"""`Declared`: state of the interventions and captures of one request. `Demands` is the scheduler's view of it."""
+"""`Declared`: state of the interventions and captures of one request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..attention.cut_edges import RequestCuts
-from ..core.forward_batch import LayerStatePool
+from ..core.forward_batch import LayerStatePool, PagedKV
 from ..core.receipt import Captured
 from ..core.step import DeclaredResult, RequestEnd
 from .bound_hooks import BoundHooks
@@ -20,63 +20,10 @@ from .captures.layer_rows import LayerCaptures
 from .captures.layout import CaptureProgress
 from .captures.rows import CapturedRows
 from .captures.streamed import StreamedRows
+from .demands import Demands
 from .interventions.fires import Fires
 from .interventions.knockout import request_cuts
-from .kv_edits import KVEdits
-from .positions import Window
 from .site import in_part
-
-
-class Demands:
-    """The scheduler's view of a `Declared`, which the worker owns. They share nothing that changes.
-
-    Args:
-        kv_edits: edits of the KV.
-        captures: sizes in the ring, and the scheduler's own progress; None without captures.
-        patterns: [longest] bool, positions with captured attention patterns; None: no position.
-        gated: positions at which a gate is counted, or decides.
-        vectors: id of a tensor -> its first row in `VectorPool`.
-        held: keys of these rows.
-        why_undrafted: see `BoundHooks.why_undrafted`.
-        states: [longest] bool, positions behind which a recurrent state is read or written; None: no position.
-        depth: see `BoundHooks`.
-    """
-
-    def __init__(
-        self,
-        kv_edits: KVEdits,
-        captures: CaptureProgress | None,
-        patterns: np.ndarray | None,
-        gated: Sequence[Window],
-        vectors: dict[int, int],
-        held: list[tuple[bytes, int]],
-        why_undrafted: str = "",
-        states: np.ndarray | None = None,
-        depth: int | None = None,
-    ) -> None:
-        self.kv_edits, self.captures, self.depth = kv_edits, captures, depth
-        self.vectors, self.held, self.why_undrafted = vectors, held, why_undrafted
-        self._patterns, self._states, self._gated = patterns, states, gated
-
-    def state_stop(self, start: int) -> int | None:
-        """Latest end of a chunk from position `start` on, so that a recurrent state is reached; None: any."""
-        own = None if self._states is None else self._states[start:]
-        return start + int(own.argmax()) + 1 if own is not None and own.any() else None
-
-    def first_observed(self, start: int) -> tuple[int | None, str]:
-        """The first position from `start` on that must be computed to be captured or counted, and why; (None, "") for none.
-
-        The receipt counts the rows on which a gate fired, and a gate with scope="prompt" reads all of the prompt.
-        """
-        firsts = [] if self.captures is None else [self.captures.first_position(start)]
-        for wanted in (self._patterns, self._states):
-            if wanted is not None and (own := wanted[start:]).any():
-                firsts.append(start + int(own.argmax()))
-        captured = min([first for first in firsts if first is not None], default=None)
-        gated = [w.start + w.among(0, start) * w.step for w in self._gated if w.stop is None or w.stop > start]
-        if gated and (captured is None or min(gated) < captured):
-            return min(gated), "a gate is counted"
-        return captured, "" if captured is None else "captured"
 
 
 class PartDeclared:
@@ -129,7 +76,7 @@ class Declared:
 
     Attributes:
         captures: rows that it captured; None without captures.
-        patterns, states: attention patterns and recurrent states that it captured; None without.
+        patterns, states, kv: attention patterns, recurrent states, and K and V that it captured; None without.
         vectors: id of a tensor -> its first row in `VectorPool`.
         held: keys of these rows, until the pool's `release`.
         fires: fires of gates.
@@ -143,6 +90,7 @@ class Declared:
         self.captures = None if hooks.layout is None else CapturedRows(hooks.layout)
         self.patterns = None if hooks.new_patterns is None else hooks.new_patterns()
         self.states = None if hooks.new_states is None else hooks.new_states()
+        self.kv = None if hooks.new_kv is None else hooks.new_kv()
         self.vectors: dict[int, int] = {}
         self.held: list[tuple[bytes, int]] = []
         self.fires = Fires()
@@ -184,7 +132,7 @@ class Declared:
         why_undrafted = self.hooks.why_undrafted(in_tables)
         return Demands(
             self.hooks.kv_edits, sizes, patterns, self.hooks.gated, self.vectors, self.held, why_undrafted, states,
-            self.hooks.depth,
+            self.hooks.depth, [patch.span for patch in self.hooks.kv_patches],
         )  # fmt: skip
 
     def activations(self, token_ids: list[int], expected: int | None = None) -> Activations | None:
@@ -196,7 +144,7 @@ class Declared:
         if expected is not None and (error := self._shortfall(expected)) is not None:
             return lost(error)
         found = None if self.captures is None else self.captures.result(token_ids)
-        for own in (self.patterns, self.states):
+        for own in (self.patterns, self.states, self.kv):
             if own is not None:
                 found = Activations(own.num_layers) if found is None else found
                 if found.error is None:
@@ -246,9 +194,21 @@ class Declared:
             for layer, place in self.states.due(position):
                 self.states.keep(layer, position, pool.memory(place.number)[slot])
 
+    def after_kv(self, position: int, slots: torch.Tensor, pool: PagedKV) -> None:
+        """Replace and capture the K and V that are due behind a position, which the last pass ended with.
+
+        Args:
+            slots: [positions] KV slots of the request.
+        """
+        for patch in self.hooks.kv_patches:
+            if patch.span[1] == position + 1:
+                patch.write(slots, pool)
+        if self.kv is not None:
+            self.kv.read(position, slots, pool)
+
     @property
     def _sources(self) -> list[CapturedRows | LayerCaptures[Any]]:
-        return [source for source in (self.captures, self.patterns, self.states) if source is not None]
+        return [each for each in (self.captures, self.patterns, self.states, self.kv) if each is not None]
 
     def _shortfall(self, expected: int) -> CaptureError | None:
         """The error of a site that lacks some of the first `expected` positions, if none is known to be lost."""

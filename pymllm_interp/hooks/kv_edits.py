@@ -15,6 +15,7 @@ from ..core.model_spec import INNER_SITES, final_norm_site, inner_site, input_ad
 from .interventions.gates import Flag
 from .interventions.knockout import BoundKnockout
 from .interventions.op import Op
+from .interventions.patch_kv import KVPatch
 from .positions import Window
 
 KEYS_AND_VALUES = ("k", "v")
@@ -85,6 +86,7 @@ class KVEdits:
         num_layers: number of layers of the model.
         states: (layer, op) of each recurrent state that is replaced behind the prompt.
         prompt_len: length of the prompt in tokens.
+        patches: K and V that are replaced. Until then all positions of a span are computed, so its pages go together.
 
     Attributes:
         first_position: the first position with KV that interventions change; None: no position.
@@ -97,6 +99,7 @@ class KVEdits:
         num_layers: int,
         states: Sequence[tuple[int, Op]] = (),
         prompt_len: int = 0,
+        patches: Sequence[KVPatch] = (),
     ) -> None:
         self._edits = [
             edit
@@ -109,7 +112,8 @@ class KVEdits:
         end = Window(prompt_len - 1, prompt_len)
         self._edits += [_Edit(-1 - layer, op, end, None) for layer, op in states]
         self._knockouts = [k for k in knockouts if k.layers[0] < num_layers - 1 and k.keys]  # layers ascend
-        starts = [edit.window.start for edit in self._edits]
+        self._patches = [(*patch.span, ("kv", patch.layer, patch.heads, patch.key)) for patch in patches]
+        starts = [first for first, _, _ in self._patches] + [edit.window.start for edit in self._edits]
         for knockout in self._knockouts:
             starts += [first for q in knockout.queries if (first := _first_cut(knockout, q)) is not None]
         self.first_position = min(starts, default=None)
@@ -130,6 +134,7 @@ class KVEdits:
 
     def _namespace(self, start: int, stop: int) -> Hashable:
         edits = [what for edit in self._edits if (what := edit.within(start, stop)) is not None]
+        edits += [key for first, end, key in self._patches if first < stop and start < end]
         for knockout in self._knockouts:
             queries = [_relative(q, start, stop) for q in knockout.queries if q.among(start, stop)]
             keys = [(k.start, k.step, k.among(0, stop)) for k in knockout.keys if k.among(0, stop)]
@@ -142,7 +147,8 @@ class KVEdits:
         """The next page with a namespace that may differ from the positions `start` to `stop`."""
         if self._knockouts:
             return stop // page_size
-        ends = [end for edit in self._edits if (end := edit.same_until(start, stop)) is not None]
+        ends = [end for span in self._patches for end in span[:2] if end > start]
+        ends += [end for edit in self._edits if (end := edit.same_until(start, stop)) is not None]
         return max(min(ends) // page_size, stop // page_size) if ends else last
 
 

@@ -23,9 +23,9 @@ from ..core.model_spec import (
     FAMILIES,
     NUMBERED_SITES,
     OF_ENCODER,
+    OF_PASSES,
     OF_VISION,
     PATTERN,
-    STATE,
     VISION_OUT,
     Family,
     ModelSpec,
@@ -85,7 +85,7 @@ _ALIKE = [family for family in FAMILIES.values() if not family.mixers]
 def _names() -> dict[str, str]:
     """name -> kind, of all names; `{}` stands for the layer."""
     names = {kind if kind in WITHOUT_LAYER else kind + ".{}": kind for kind in KINDS}
-    names |= {f"{STATE}.{{}}": STATE, f"{PATTERN}.{{}}": PATTERN, "blocks.{}.attn.hook_pattern": PATTERN}
+    names |= {f"{kind}.{{}}": kind for kind in OF_PASSES} | {"blocks.{}.attn.hook_pattern": PATTERN}
     names |= TRANSFORMER_LENS | _NNTERP
     for family in _ALIKE:
         names = path_names(family) | names  # the first family's meaning of a name
@@ -287,7 +287,7 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
         raise ValueError(
             f"{str(pattern)!r} is a site of a vision tower: captures and ops of models with images name it"
         )
-    if kind not in (PATTERN, STATE):  # of every family
+    if kind not in OF_PASSES:  # of every family
         family.check(kind)
     written = _written(pattern)
     if (path := _path(written)) in BY_FAMILY and path_names(family).get(path) != kind:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ...core.model_spec import EXPERTS, INNER_SITES, LOGITS, NUMBERED_SITES, PATTERN, STATE, ModelSpec
+from ...core.model_spec import EXPERTS, INNER_SITES, LOGITS, NUMBERED_SITES, OF_PASSES, PATTERN, STATE, ModelSpec
 from ...hooks.captures.by_site import BySite
 from ...hooks.site import KINDS, PART_KINDS, TRANSFORMER_LENS, WITHOUT_LAYER, Site, expand, in_part
 
@@ -61,8 +61,8 @@ def select_sites(
         given = [names] if isinstance(names, str | Site) else cast(Sequence[str | Site], names)
         found = [site for name in given for site in expand(name, model.num_hidden_layers, model.family)]
         for site in found:
-            if site.kind in (PATTERN, STATE):
-                what = "attention patterns" if site.kind == PATTERN else "recurrent states"
+            if site.kind in OF_PASSES:
+                what = {PATTERN: "attention patterns", STATE: "recurrent states"}.get(site.kind, "keys and values")
                 raise ValueError(f"{site}: {what} are captured by lm.generate(prompt, capture=['{site}'])")
 
     def order(site: Site) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.model_spec import PATTERN, STATE
+from ...core.model_spec import OF_PASSES, PATTERN, STATE
 from ...utils.tables import Shown, Table
 from ..site import Site
 
@@ -191,8 +191,8 @@ def _reason(given: str, name: str) -> str:
         name: canonical name, if it is a site's.
     """
     kind = name.partition(".")[0]
-    if kind in (PATTERN, STATE):
-        what = "attention patterns" if kind == PATTERN else "recurrent states"
+    if kind in OF_PASSES:
+        what = {PATTERN: "attention patterns", STATE: "recurrent states"}.get(kind, "keys and values")
         return f": {what} are captured by lm.generate(prompt, capture=[{name!r}])"
     if not {"*", "{"} & set(given):  # patterns of sites are not keys
         try:

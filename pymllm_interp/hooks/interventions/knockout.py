@@ -26,6 +26,7 @@ from ..positions import Positions, Window, checked_positions, selected, windows_
 from ..registry import op
 from ..spec import PlacedSpec
 from .op import Op
+from .patch_kv import PatchKV
 
 MAX_QUERY_GROUPS = 1024
 """Groups of equally cut queries that are checked for queries without a key, at most."""
@@ -65,8 +66,7 @@ class Knockout(PlacedSpec):
 
     def _set_numbers(self, name: str, expected: str) -> None:
         given: Any = getattr(self, name)
-        listed = isinstance(given, list | tuple | range)
-        if listed and len(given) > MAX_NAMED:
+        if (listed := isinstance(given, list | tuple | range)) and len(given) > MAX_NAMED:
             raise ValueError(f"{type(self).__name__}: {name} names {len(given)}; at most {MAX_NAMED}")
         numbers = (given,) if is_whole(given) else tuple(given) if listed else ()
         self._check(name, bool(numbers) and all(map(is_whole, numbers)), expected)
@@ -86,7 +86,7 @@ class Knockout(PlacedSpec):
         return self.from_
 
 
-Intervention = Op | Knockout | Monitor
+Intervention = Op | Knockout | PatchKV | Monitor
 """Entry of `interventions`."""
 
 

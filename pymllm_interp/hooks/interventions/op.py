@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...core.model_spec import EXPERTS, PATTERN, STATE, ModelSpec
+from ...core.model_spec import EXPERTS, KV, PATTERN, STATE, ModelSpec
 from ...kernels.edit_codes import OpWords
 from ..saes.sae import SAE
 from ..site import EDITED_PATTERNS, Site, canonical, kind_of
@@ -152,6 +152,10 @@ class Op(PlacedSpec, ABC):
             raise ValueError(f"{self.name}: {EDITED_PATTERNS}")
         if kind == EXPERTS:
             raise ValueError(f"{self.name}: {CAPTURED_ONLY.format(layer)}")
+        if kind == KV:
+            raise ValueError(
+                f"{self.name}: cached K and V are captured, or replaced by PatchKV({layer}, positions, k=, v=)"
+            )
         if kind == STATE and not self.replaces_states:
             raise ValueError(f"{self.name}: {PATCHED_ONLY}")
 

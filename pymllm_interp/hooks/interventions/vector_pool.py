@@ -8,7 +8,8 @@ import threading
 import torch
 
 from ...core.step import VectorRow
-from ..declared import Declared, Demands
+from ..declared import Declared
+from ..demands import Demands
 from ..vectors.files import content_hash
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 import torch
 from torch import Tensor
 
-from ...core.model_spec import HEAD_SITES, LOGITS, PATTERN, STATE, ModelSpec, site_index
+from ...core.model_spec import HEAD_SITES, LOGITS, OF_PASSES, ModelSpec, site_index
 from ...kernels import edit_codes as codes
 from ...kernels.edit_codes import MAX_SCORES, OpWords
 from ...utils.arguments import is_whole, shown
@@ -102,7 +102,7 @@ class Monitor(PlacedSpec):
         kind = site.partition(".")[0]
         if any(c in site for c in "*{"):
             raise ValueError(f"{self.name}: a monitor has one site; make one for each")
-        if kind in (LOGITS, PATTERN, STATE):
+        if kind in (LOGITS, *OF_PASSES):
             raise ValueError(
                 f"{self.name}: a monitor reads hidden states, and {kind} is captured: Capture({self.site!r})"
             )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ...core.model_spec import PATTERN, STATE
+from ...core.model_spec import OF_PASSES
 from ..site import Site
 from .pursuit import Pursuit
 
@@ -137,7 +137,7 @@ def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
             }
         try:
             site = Site.parse(written)
-            if site.kind in (PATTERN, STATE):
+            if site.kind in OF_PASSES:
                 raise ValueError(f"{written} is not a state of a position")
             return {"site": str(site)}
         except ValueError as error:

@@ -154,6 +154,9 @@ def model_spec(
         cuts_edges=one_each and not found.cached and not has_states and not declared.bidirectional,
         has_states=has_states,
     )
+    shape = spec.num_key_value_heads, {spec.head_dim}
+    alike = all((call.num_kv_heads, set(call.head_dims)) == shape for call in found.calls)
+    spec = replace(spec, kv_by_layer=one_each and alike)
     points = {point: found.states.get((point.module.format(0), point.end)) for point in family.points.values()}
     neurons = points.get(family.points["mlp_act"]) if "mlp_act" in family.points else None
     if neurons is not None:

@@ -93,7 +93,7 @@ class DeclaredStage(Stage):
         self.monitored: Collection[str] = self._monitored
         self._scored: tuple[list[tuple[str, int, int]], np.ndarray] = [], np.zeros((0, 0), np.float32)
         self._host_scores: torch.Tensor | None = None  # of the pass, where ops are functions
-        self._ends: list[tuple[Declared, int, int]] = []  # of the pass, with recurrent states: last position, and slot
+        self._ends: list[tuple[Declared, int, int]] = []  # of the pass: last position, and row
 
     @property
     def has_tables(self) -> bool:
@@ -328,18 +328,21 @@ class DeclaredStage(Stage):
         """Its ops and captures are part of each pass."""
 
     def ran(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> None:
-        """Replace and read the recurrent states that the pass ended with."""
+        """Replace and read the recurrent states, and the K and V, that the pass ended with."""
         ends, self._ends = self._ends, []
         for declared, position, slot in ends:
-            assert batch.state_pool is not None, "_state_ends saw one"
-            declared.after_states(position, slot, batch.state_pool)
+            if declared.hooks.acts_on_states and batch.state_pool is not None:
+                declared.after_states(position, slot, batch.state_pool)
+            if declared.hooks.acts_on_kv and (table := batch.req_to_token_pool) is not None:
+                assert batch.token_to_kv_pool is not None, "prepare_forward_batch_* sets the pools"
+                declared.after_kv(position, table.req_to_token[slot], batch.token_to_kv_pool)
 
     def _state_ends(self, batch: ForwardBatch, rows: StepRows) -> Iterator[tuple[Declared, int, int]]:
-        if batch.state_pool is None or batch.fresh_kv_only:
+        if batch.fresh_kv_only:
             return
         for entry in rows.entries:
             slot, declared = self._in_tables.get(entry.request_id, (0, None))
-            if declared is not None and declared.hooks.acts_on_states:
+            if declared is not None and (declared.hooks.acts_on_states or declared.hooks.acts_on_kv):
                 yield declared, entry.start + entry.num_tokens - 1, slot
 
     def sample_from(self, rows: StepRows, all_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from ...core.model_spec import LOGITS, ModelSpec
 from ...core.request import Request
+from ...hooks.captures.kv_captures import is_kv
 from ...hooks.captures.reductions.lens import Lens
 from ...hooks.captures.spec import Capture
 from ...hooks.declarations import Declarations
 from ...hooks.interventions.knockout import Intervention, Knockout
+from ...hooks.interventions.patch_kv import PatchKV
 from ...hooks.monitors.monitor import Monitor
 from ...hooks.site import Site
 from ...utils.arguments import shown
@@ -62,6 +64,8 @@ class VllmDeclarations(Declarations):
                 )
             if isinstance(spec, Knockout):
                 raise ValueError(f"{spec.name}: with engine='vllm' no edge of attention can be cut. {OURS}")
+            if isinstance(spec, PatchKV):
+                raise ValueError(f"{spec.name}: with engine='vllm' cached K and V are not replaced. {OURS}")
             if request.params.prompt_logprobs is not None and str(getattr(spec, "site", "")) == LOGITS:
                 raise ValueError(
                     f"{spec.name}: with engine='vllm' the log probabilities of prompt tokens are those before ops at the logits: "
@@ -72,8 +76,9 @@ class VllmDeclarations(Declarations):
                 raise ValueError(
                     f"{spec.name}: with engine='vllm' rows do not leave the ranks while a request runs: leave out stream. {OURS}"
                 )
-            if str(spec.site).startswith("pattern"):
-                raise ValueError(f"{spec.name}: with engine='vllm' attention patterns are not captured. {OURS}")
+            if str(spec.site).startswith(("pattern", "kv")):
+                what = "cached K and V" if is_kv(spec.site) else "attention patterns"
+                raise ValueError(f"{spec.name}: with engine='vllm' {what} are not captured. {OURS}")
             if self._ranks > 1 and isinstance(spec.reduce, Lens):
                 raise ValueError(
                     f"{spec.name}: Lens needs the head, which tensor_parallel_size={self._ranks} splits: capture the states. {OURS}"

@@ -644,7 +644,7 @@ def test_ablate_refuses_more_than_its_rank_and_dependent_directions():
         (lambda: Steer(SITE, [1.0], when="always"), r"when='always'; expected a Gate"),
         (lambda: Capture(SITE, dtype="int8"), r"dtype='int8'; expected one of"),
         (lambda: Capture(SITE, dtype=torch.int32), r"dtype=torch.int32; expected one of"),
-        (lambda: Capture(SITE, reduce="sum"), r"reduce='sum'; expected 'mean', 'last', a Project"),
+        (lambda: Capture(SITE, reduce="sum"), r"reduce='sum'; expected 'mean', 'max', 'last', a Project"),
         (lambda: Project([[1.0], [2.0]], top_k=3), r"top_k=3; expected from 1 to 2"),
         (lambda: Project([1.0], top_k=0), r"top_k=0; expected from 1 to 1"),
         (lambda: Clamp(SITE, [1.0]), r"expected a bound"),
