@@ -60,6 +60,10 @@ class TransformersOutputs(Protocol):
         """Take the input of a decoder layer, where transformers' own model runs."""
         ...
 
+    def collect_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Take the outputs of the first layers, where they are not the inputs of the next."""
+        ...
+
     def attend(self, attention: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """transformers' forward of an attention: ([1, tokens, hidden], weights [1, heads, queries, keys])."""
         ...

@@ -109,11 +109,15 @@ class Qwen3VLTextModel(Qwen3Model):
         inputs, deep = (position_embeddings, position_ids, batch), batch.deepstack
         if deep is None:
             return super().through_layers(h, *inputs)
-        batch.deepstack, count = None, deep.num_layers(h.shape[-1])
+        batch.deepstack, count, outputs = None, deep.num_layers(h.shape[-1]), list[torch.Tensor]()
         try:
             for i in range(count):
-                h = deep.added(super().through_layers(h, *inputs, (i, i + 1)), i)
-            return super().through_layers(h, *inputs, (count, None))
+                outputs.append(super().through_layers(h, *inputs, (i, i + 1)))
+                h = deep.added(outputs[-1], i)
+            h = super().through_layers(h, *inputs, (count, None))
+            if batch.transformers_pass is not None:
+                batch.transformers_pass.collect_outputs(outputs)
+            return h
         finally:
             batch.deepstack = deep
 

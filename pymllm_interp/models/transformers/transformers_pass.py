@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from importlib import import_module
 from typing import Any
@@ -124,6 +124,11 @@ class TransformersPass:
         """Collect the input of a layer."""
         if self.hidden_states is not None:
             self.hidden_states.append(hidden)
+
+    def collect_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Put outputs of the first layers in place of the inputs of the next, as transformers collects them."""
+        if self.hidden_states is not None:
+            self.hidden_states[1 : len(outputs) + 1] = outputs[: len(self.hidden_states) - 1]
 
     def attend(self, attention: nn.Module, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """transformers' forward of an attention: ([1, tokens, hidden], weights [1, heads, queries, keys])."""
