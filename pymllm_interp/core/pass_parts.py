@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -229,6 +229,7 @@ class CrossRows:
         rows: [requests] int64, rows of the pool's table.
         lens: positions of each request's encoder output.
         encoders: encoders that run before the decoder.
+        known: slots and masks of the pass's requests, made by its first layer.
         fresh: request -> layer -> (keys, values) [positions, heads, head_dim], in a pass with gradients.
     """
 
@@ -236,6 +237,7 @@ class CrossRows:
     rows: torch.Tensor
     lens: Sequence[int]
     encoders: Sequence[PassEncoder] = ()
+    known: dict[tuple[int, ...], Any] = field(default_factory=dict)
     fresh: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
 
 

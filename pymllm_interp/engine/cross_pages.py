@@ -23,7 +23,7 @@ class HeldPages:
     """Pages of one encoder input.
 
     Attributes:
-        key: content of the input, or the request that has them for itself.
+        key: content of the input, or the request that has them for itself; another object once the model was edited.
         computed: a launched step has written them.
     """
 
@@ -81,6 +81,13 @@ class CrossPages:
         if not held.holders:
             self._pool.allocator.free_pages(held.pages)
             del self._held[held.key]
+
+    def forget(self) -> None:
+        """The model may have been edited: later requests share no pages with those that run."""
+        for held in list(self._held.values()):
+            del self._held[held.key]
+            held.key = object()
+            self._held[held.key] = held
 
     def sent(self) -> None:
         """The step was launched that computes the pages of the requests admitted for it."""

@@ -231,6 +231,8 @@ class KVManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget all KV of requests that have ended. Running requests keep theirs."""
+        if self.cross is not None:
+            self.cross.forget()
         if self._snapshots is not None:
             self._snapshots.clear()
         self._free(self._tree.reset())

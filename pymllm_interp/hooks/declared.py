@@ -53,7 +53,7 @@ class PartDeclared:
         result.applied += [
             replace(each, site=in_part(each.site, part)) for each in own.hooks.applied(counted, own.fires, {})
         ]
-        states = own.activations(self.token_ids[:counted])
+        states = own.activations(self.token_ids[:counted], counted)
         if states is None or (result.activations is not None and result.activations.error is not None):
             return
         if states.error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from helpers_encoder_decoder import CONFIGS, POSITIONS, RATE, VOCAB, audio, gree
 from transformers import PreTrainedModel
 
 from pymllm_interp import LM, Ablate, Capture, Patch, SamplingParams, Steer
+from pymllm_interp.client.handle import RequestError
 from pymllm_interp.core.unsupported import UnsupportedModelError
 from pymllm_interp.engine.warm_up import warm_up
 from pymllm_interp.interventions import Monitor
@@ -55,6 +57,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "CROSS_ON_CUDA", True)
+        patch.setattr(torch.backends.cudnn, "allow_tf32", False)  # Whisper's convolutions
         yield load
     for lm, _ in made.values():
         lm.shutdown()
@@ -264,6 +267,48 @@ def test_equal_sources_share_one_run_of_the_encoder(both: Pair, monkeypatch: pyt
     outs = lm.generate([source, other, source, source], params)
     assert sorted(ran) == [5, 21]
     assert outs[0].token_ids == outs[2].token_ids == outs[3].token_ids
+
+
+def test_a_failed_encoder_leaves_no_pages(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, model = both("t5")
+    served, runs = engine_of(lm).runner.get_model(), [0]
+    encoded = served._encoded
+
+    def fails_once(run: Any) -> torch.Tensor:
+        runs[0] += 1
+        if runs[0] == 2:
+            raise RuntimeError("no encoder today")
+        return encoded(run)
+
+    monkeypatch.setattr(served, "_encoded", fails_once)
+    given, failed = sources(20, 12, 7, 9, 12), 0
+    handles = [lm.submit(each, GREEDY, capture=[] if i else ["encoder.final_norm"]) for i, each in enumerate(given)]
+    for each, handle in zip(given, handles, strict=True):
+        try:
+            assert handle.result().token_ids == greedy(model, each, TEXT["t5"], 14)
+        except RequestError as error:
+            assert "no encoder today" in str(error)
+            failed += 1
+    assert 0 < failed <= len(given)
+    assert lm.generate(given, GREEDY)[1].token_ids == greedy(model, given[1], TEXT["t5"], 14)
+    lm.engine.call(engine_of(lm).scheduler.check_integrity)
+    assert engine_of(lm).scheduler.kv.cross.num_free_tokens == SMALL["cross_cache_tokens"]
+
+
+def test_an_edited_model_encodes_anew(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, _ = both("t5")
+    ran, model = list[int](), engine_of(lm).runner.get_model()
+    encoded = model._encoded
+    monkeypatch.setattr(model, "_encoded", lambda run: ran.append(run.input.length) or encoded(run))
+    (source,) = sources(21, 11)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    first = lm.submit(source, params)
+    while not ran:
+        time.sleep(0.001)
+    lm.engine.call(engine_of(lm).scheduler.kv.reset_prefix_cache)
+    second = lm.submit(source, params)
+    assert first.result().token_ids == second.result().token_ids and len(ran) == 2
+    lm.engine.call(engine_of(lm).scheduler.check_integrity)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -86,17 +86,25 @@ def _of_rows(
     cross: CrossRows, layer: int, query: torch.Tensor, requests: list[int], scaling: float | None
 ) -> torch.Tensor:
     """Attention of one row of each of some requests: [requests, heads, head_dim]."""
-    lens = [cross.lens[request] for request in requests]
-    longest, device = max(lens), query.device
-    slots = cross.pool.table[cross.rows[requests], :longest].long()
+    slots, mask = _slots_of(cross, tuple(requests), query.device)
     keys, values = (
         read_rows(x, slots.flatten(), query.dtype).unflatten(0, slots.shape).transpose(1, 2)
         for x in cross.pool.kv.get_kv(layer)
     )
-    mask = None
-    if min(lens) < longest:
-        mask = (torch.arange(longest, device=device) < torch.tensor(lens, device=device)[:, None])[:, None, None]
     return F.scaled_dot_product_attention(query[:, :, None], keys, values, mask, scale=scaling)[:, :, 0]
+
+
+def _slots_of(
+    cross: CrossRows, requests: tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(slots [requests, positions], mask [requests, 1, 1, positions] or None). All layers of a pass read the same ones."""
+    if requests not in cross.known:
+        lens = [cross.lens[request] for request in requests]
+        longest, mask = max(lens), None
+        if min(lens) < longest:
+            mask = (torch.arange(longest, device=device) < torch.tensor(lens, device=device)[:, None])[:, None, None]
+        cross.known[requests] = cross.pool.table[cross.rows[list(requests)], :longest].long(), mask
+    return cross.known[requests]
 
 
 def _padded(out: torch.Tensor, rows: int) -> torch.Tensor:
