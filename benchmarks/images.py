@@ -186,7 +186,10 @@ def vllms(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     return {
         "engine": f"vllm {vllm.__version__}",
-        "machine": {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()},
+        "machine": {
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
         "burst": burst(generate, args),
     }
 
