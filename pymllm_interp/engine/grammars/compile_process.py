@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 MAX_BYTES = 2 << 30
 """Memory that compilations may take, beside the libraries."""
 START_SECONDS = 120.0
-"""Timeout of a process start, which imports xgrammar and torch."""
+"""Timeout of a process start, which imports xgrammar."""
 
 
 class CompilerCall(NamedTuple):
@@ -95,22 +95,32 @@ class CompileProcess:
                     pipe.close()
 
 
-class _NoTransformers(ModuleType):
-    """Stands for transformers. xgrammar names two classes of tokenizers, which takes a second to import."""
+class _StandIn(ModuleType):
+    """Stands for torch or transformers. xgrammar names some of their objects, and its compiler uses none of them."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {})
+        return type(name, (), {"__init__": lambda self, *args, **options: None})
+
+
+def _import_xgrammar() -> Any:
+    """Import xgrammar without torch and transformers, whose imports take eight times as long."""
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # xgrammar's FFI would change torch
+    with contextlib.suppress(ImportError):
+        import tvm_ffi  # noqa: F401  # pyright: ignore[reportMissingImports]
+    for name in ("torch", "transformers"):
+        sys.modules[name] = _StandIn(name)
+    import xgrammar
+
+    return xgrammar
 
 
 def main() -> None:
     """Answer until the input ends."""
     import resource  # not everywhere
 
-    sys.modules.setdefault("transformers", _NoTransformers("transformers"))
-    import xgrammar
-
+    xgrammar = _import_xgrammar()
     answers, sys.stdout = sys.stdout, sys.stderr
     info = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline()))
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
