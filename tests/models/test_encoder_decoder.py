@@ -339,6 +339,17 @@ def test_traces_read_and_edit_both_sides(both: Pair, kind: str) -> None:
     torch.testing.assert_close(logits[0].cpu() + bias, of_transformers, rtol=1e-4, atol=5e-4)
 
 
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_ops_of_an_encoder_act_beside_blocks_of_the_decoder(both: Callable[[str], Both], kind: str) -> None:
+    lm, _ = both(kind)
+    (source,), how = sources(18, 9), {"interventions": [Steer("encoder.resid_post.0", torch.ones(36), scale=4)]}
+    (wanted,), (plain,) = (lm.forward([source], **own) for own in (how, {}))
+    with lm.trace(source, **how):
+        logits = lm.lm_head.output.save()
+    torch.testing.assert_close(logits[0], wanted.logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(wanted.logits, plain.logits, atol=1e-3)
+
+
 def test_two_traced_generations_see_their_own_encoders(both: Pair) -> None:
     lm, model = both("t5")
     first, second = sources(16, 7, 18)

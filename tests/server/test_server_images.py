@@ -23,7 +23,7 @@ from openai import OpenAI
 from safetensors.torch import save
 from transformers import PreTrainedModel
 
-from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
 from pymllm_interp.interventions import Knockout
 from pymllm_interp.server.http import media
 from pymllm_interp.server.http.media import Media, is_public
@@ -44,6 +44,8 @@ def server(vision_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPa
     options = [
         "--allowed-media-domains",
         "images.test",
+        "--allow-code-from",
+        "code",
         "--allowed-local-media-path",
         str(allowed),
         "--limit-mm-per-prompt",
@@ -207,6 +209,47 @@ def test_words_for_image_positions_over_http_and_connect(server: Server, vision_
     with server.client("declared") as client:
         text = client.get("/openapi.json").text
         assert r"^(text|image(?:\\[(-?\\d{1,6})\\])?)$" in text
+
+
+def test_hooks_in_the_tower_over_http_and_connect(server: Server, vision_folder: Callable[[str], Path]) -> None:
+    """Sites of the vision tower are those of a local LM; one that the tower lacks is refused by name."""
+    said = [{"role": "user", "content": [{"type": "image", "image": FIRST}]}]
+    hooks: dict[str, Any] = {
+        "interventions": [Steer("vision.resid_post.0", torch.linspace(-9, 9, 32), positions="image[0]")],
+        "capture": [Capture("vision.attn_out.*"), Capture("vision.out", positions=[0, -1])],
+    }
+    with LM(vision_folder(FAMILY), device="cpu", dtype="float32", kv_cache_tokens=2048) as lm:
+        (local,), sites = lm.chat(said, GREEDY, **hooks), lm.sites
+    with LM.connect(server.url, api_key=KEYS["declared"]) as lm:
+        (far,) = lm.chat(said, GREEDY, **hooks)
+        assert lm.sites == sites and "vision.resid_post.*" in sites
+        with pytest.raises(PromptError, match="there is no layer 3"):
+            lm.chat(said, GREEDY, capture=["vision.resid_post.3"])
+        with pytest.raises(PromptError, match="the prompt has no image"):
+            lm.generate(["text"], GREEDY, capture=["vision.out"])
+    assert far.token_ids == local.token_ids and far.receipt.interventions == local.receipt.interventions
+    assert [*far.activations] == [*local.activations] and len([*far.activations]) == 4
+    for site in local.activations:
+        assert torch.equal(far.activations[site], local.activations[site])
+        assert torch.equal(far.activations.token_ids[site], local.activations.token_ids[site])
+    fields = {name: [to_json(spec) for spec in specs] for name, specs in hooks.items()}
+    choice = chat(server, asked(FIRST), "declared", **fields).json()["choices"][0]
+    assert choice["token_ids"] == local.token_ids and choice["receipt"]["spec"] == local.receipt.spec
+    for site, message in (("vision.mlp_out.9", "there is no layer 9"), ("vision.pattern.0", "unknown site")):
+        answer = chat(server, asked(FIRST), "declared", capture=[site])
+        assert answer.status_code == 400 and message in answer.text, answer.text
+    with LM.connect(server.url, api_key=KEYS["declared"]) as lm:
+        with pytest.raises(PermissionError, match=r"needs a key with the right 'code'(.|\n)*is no site"):
+            with lm.trace(placed(FAMILY, "a ", FIRST, "b")[0], images=[FIRST]):
+                lm.model.visual.blocks[0].output.save()
+    picture_of = {"prompt": placed(FAMILY, "a ", FIRST, "b")[0], "multi_modal_data": {"image": FIRST}}
+    with LM.connect(server.url, api_key=KEYS["code"]) as lm:
+        with lm.trace(picture_of["prompt"], images=[FIRST]):
+            lm.model.visual.blocks[0].output *= 2
+            state = lm.model.visual.blocks[1].output.save()
+        twice = {"interventions": [Scale("vision.resid_post.0", 2.0)], "capture": ["vision.resid_post.1"]}
+        (out,) = lm.generate([picture_of], GREEDY, **twice)
+    torch.testing.assert_close(state, out.activations["vision.resid_post.1"], rtol=1e-4, atol=1e-4)
 
 
 BAD = {

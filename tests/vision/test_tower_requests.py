@@ -127,6 +127,8 @@ def test_positions_are_rows_of_an_image(family: str, lm: LM) -> None:
     prompt = prompt_of(family, [1], 0, [2], 1, [3])
     (whole,) = lm.forward([prompt], capture=["vision.resid_post.1", "vision.out"])
     ids = whole.activations.token_ids
+    with pytest.raises(KeyError, match=r"vision.resid_post.-1' was not captured"):
+        whole.activations["vision.resid_post.-1"]  # the layers are the tower's, not the language model's
     some = [Capture(site, positions="image[1]") for site in ("vision.resid_post.1", "vision.out")]
     (out,) = lm.forward([prompt], capture=some)
     for site in ("vision.resid_post.1", "vision.out"):
@@ -240,6 +242,9 @@ def test_blocks_of_several_requests_run_the_tower_each(family: str, lm: LM) -> N
     with lm.trace(prompts[0], interventions=zero[0]):  # ops come before a block
         zeros = layers_of(lm)[0].output.save()
     assert not zeros.any()
+    with lm.trace(prompts[0], interventions=zero[0]):  # and act where blocks read the language model only
+        logits = lm.lm_head.output.save()
+    torch.testing.assert_close(logits, first, rtol=1e-4, atol=1e-4)
 
 
 def test_a_block_that_fails_in_the_tower_ends_its_own_request(family: str, lm: LM) -> None:

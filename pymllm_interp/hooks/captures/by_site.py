@@ -16,7 +16,7 @@ import torch
 
 from ...core.model_spec import OF_PASSES, PATTERN, STATE
 from ...utils.tables import Shown, Table
-from ..site import Site
+from ..site import Site, part_of
 
 
 class SitePiece(NamedTuple):
@@ -105,6 +105,8 @@ class BySite(Mapping[str, torch.Tensor], Shown):
             found = Site.parse(str(site))
         except ValueError:
             return str(site)
+        if part_of(str(found)):  # a part has its own number of layers
+            return str(found)
         if found.layer is not None and found.layer < 0:
             found = replace(found, layer=found.layer + self._num_layers)
         return str(found)

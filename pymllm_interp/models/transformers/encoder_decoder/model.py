@@ -124,7 +124,8 @@ class EncoderDecoderModel(TransformersModel):
             start, size = batch.batch_groups[run.request]
             span, rows = ((start, size) if (start, size) in spans else None), run.input.length
             part = nullcontext() if query is None else query.serve_part(self.encoder_path, span=span, num_rows=rows)
-            with part, inner_pass(part_batch(rows, batch.input_ids.device, run.site_ops, batch.hook_query)):
+            served = query if span is not None else None  # else modules would take the pass for a call of a block
+            with part, inner_pass(part_batch(rows, batch.input_ids.device, run.site_ops, served)):
                 self._write(run, self._encoded(run), batch)
 
     def _encoded(self, run: PassEncoder) -> torch.Tensor:
