@@ -11,10 +11,13 @@ import torch
 from helpers_devices import DEVICES
 from helpers_images import PICTURES, prompt_of
 from torch.nn.functional import conv3d, scaled_dot_product_attention
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
 from pymllm_interp import LM
 from pymllm_interp.config import EngineTuning
-from pymllm_interp.models.vision.packed import PatchProjection, packed_attention
+from pymllm_interp.models.vision import packed
+from pymllm_interp.models.vision.packed import PatchProjection, aligned_mlp, packed_attention
 from pymllm_interp.models.vision.tower import VisionTower
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -49,6 +52,41 @@ def test_a_patch_is_projected_as_by_the_convolution(device: str) -> None:
     wanted = conv3d(patches.double(), projection.weight.double(), stride=(2, 4, 4))
     projection.__class__ = PatchProjection
     torch.testing.assert_close(projection(patches).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [13, 36, 64])
+def test_hidden_units_are_filled_up_with_zeros(device: str, dtype: torch.dtype, hidden: int) -> None:
+    config = Qwen2_5_VLVisionConfig(hidden_size=24, intermediate_size=hidden, hidden_act="silu")
+    mlp = Qwen2_5_VLMLP(config, bias=True).to(device, dtype).requires_grad_(False)
+    states = torch.randn(5, 24, device=device, dtype=dtype)
+    found, wanted = aligned_mlp(mlp, states), mlp.double()(states.double())
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), wanted, rtol=BOUND[dtype], atol=BOUND[dtype])
+
+
+@pytest.mark.gpu
+def test_towers_on_cuda_take_the_kernels_but_under_hooks(
+    vision_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+    for name in ("aligned_mlp", "rms_norm"):
+        real = getattr(packed, name)
+        monkeypatch.setattr(
+            packed, name, lambda *given, _name=name, _real=real: (calls.append(_name), _real(*given))[1]
+        )
+    with LM(vision_folder("qwen2_5_vl"), device="cuda", dtype="bfloat16", kv_cache_tokens=2048) as lm:
+        calls.clear()
+        prompt = prompt_of("qwen2_5_vl", [1], 0, [7])
+        (plain,) = lm.forward([prompt], capture=["embed"])
+        vision: Any = lm.hf_config
+        depth = vision.vision_config.depth
+        assert sorted(calls) == ["aligned_mlp"] * depth + ["rms_norm"] * 2 * depth
+        calls.clear()
+        (hooked,) = lm.forward([prompt], capture=["embed", "vision.mlp_out.*"])
+        assert not calls
+        torch.testing.assert_close(hooked.activations["embed"], plain.activations["embed"], rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("device", DEVICES)
