@@ -127,7 +127,7 @@ def test_a_warm_engine_holds_no_pages(both: Pair, kind: str) -> None:
     assert lm.generate([source], GREEDY)[0].token_ids == greedy(model, source, TEXT[kind], 14)
 
 
-@pytest.mark.parametrize("mixes", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mixes", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_mixes_with_aborts_leave_no_pages(both: Pair, tmp_path: Path, mixes: int) -> None:
     """Requests of few encoder inputs, plain and edited, some of which are cancelled, in an engine with few pages."""
     _, model = both("t5")
@@ -417,6 +417,14 @@ def test_sites_that_the_encoder_lacks_are_refused(both: Pair, site: str) -> None
     lm, _ = both("bart")
     with pytest.raises(ValueError, match="encoder"):
         lm.generate([[5, 6]], GREEDY, capture=[Capture(site)])
+
+
+def test_nothing_is_pooled(both: Pair) -> None:
+    lm, _ = both("t5")
+    assert lm.backend.facts.tasks == ("generate",)
+    for call in (lm.encode, lambda text: lm.score(text, [text]), lm.classify):
+        with pytest.raises(PromptError, match=r"encoder-decoder model|head"):
+            call([5, 6])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_model_without_an_encoder_says_so(lm_of: Callable[..., LM]) -> None:

@@ -95,6 +95,10 @@ def encode(
     """
     check_options("lm.encode", options)
     facts = self.backend.facts
+    if facts.spec.source is not None:
+        raise PromptError(
+            f"{facts.architecture} is an encoder-decoder model, of which nothing is pooled: capture its states"
+        )
     how = Pooling(
         facts.pooler, facts.pooled_site, facts.spec.hidden_size, facts.limits.vocab_size, pooling, normalize, dimensions,
         step_tag_id, returned_token_ids,
