@@ -157,12 +157,8 @@ def _vectors(given: Any, facts: ModelFacts, what: str) -> torch.Tensor:
 
 def only_tokens(prompt: RenderedPrompt, what: str) -> list[int]:
     """Token ids of a prompt, for calls that take text. Raises PromptError for a prompt of another kind."""
-    kinds = (
-        (prompt.embeds is not None, "embeddings"),
-        (prompt.encoder is not None, "an encoder's side"),
-        (prompt.images, "images"),
-    )
-    if kind := next((kind for has, kind in kinds if has), None):
+    kinds = {"embeddings": prompt.embeds, "an encoder's side": prompt.encoder, "images": prompt.images or None}
+    if kind := next((kind for kind, part in kinds.items() if part is not None), None):
         raise PromptError(f"{what} has {kind}, which this call does not take: lm.generate and lm.forward do")
     return prompt.token_ids
 

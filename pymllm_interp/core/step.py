@@ -211,9 +211,11 @@ class SchedulerOutput:
     """Request id -> positions that stay of those that it computed with drafts, since the last step."""
     fired: dict[str, dict[int, int]] = field(default_factory=dict)
     """Request id -> slot of a monitor's flag -> first position at which its ops act, since the last step."""
-    finished_req_ids: set[str] = field(default_factory=set)
-    """Finished since the last step."""
+    finished_req_ids: set[str] = field(default_factory=set)  # since the last step
     preempted_req_ids: set[str] = field(default_factory=set)
+    free_encoder_mm_hashes: set[bytes] = field(
+        default_factory=set
+    )  # contents of images of requests with a `cache_salt`
     lost_captures: dict[str, str] = field(default_factory=dict)
     """Request id -> why its captures are lost, since the last step."""
 

@@ -50,6 +50,10 @@ _FORMS = {
 }  # fmt: skip
 """Names of structured outputs in older versions of vLLM, and elsewhere -> the field."""
 PROCESSOR = "it is not supported: images are read as the model's processor is configured, by preprocessor_config.json in its folder"
+IMAGE_STATES = (
+    "states of images go with edits of the weights, with a cache_salt, and the least recently used first; a local LM drops all by "
+    "lm.runner.reset_encoder_cache()"
+)
 MULTIMODAL = "multimodal inputs are not supported: the models here take text, or token ids"
 IMAGES = (
     "images beside a prompt are not supported: they are part of it, lm.generate({'prompt': text, 'multi_modal_data': {'image': "
@@ -129,7 +133,7 @@ METHODS: dict[str, str] = {
     **dict.fromkeys(("collective_rpc", "apply_model"), _IN_PROCESS),
     "init_weight_transfer_engine": "lm.update_weights(named_tensors) does all; over HTTP the server has vLLM's four routes",
     **dict.fromkeys(("start_profile", "stop_profile"), PROFILE),
-    "reset_mm_cache": MULTIMODAL,
+    "reset_mm_cache": IMAGE_STATES,
     # here by another name
     "get_tokenizer": "here it is lm.tokenizer",
     "set_tokenizer": "the tokenizer is the model's: put its files into the model's folder",

@@ -52,6 +52,7 @@ class KVManager:
         whole_images: bool = False,
     ) -> None:
         self.cross, self.whole_images = cross, whole_images
+        self._freed_images: set[bytes] = set()
         self.states, self.rope_boundary = states, rope_boundary
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
         self.page_size = allocator.page_size
@@ -188,6 +189,8 @@ class KVManager:
         self._changed.pop(request.request_id, None)
         if self.cross is not None:
             self.cross.release(request)
+        if request.cache_salt is not None:
+            self._freed_images |= {image.content for image in request.images}
         if request.req_pool_idx is not None:
             self.rows.free(request.req_pool_idx)
             request.req_pool_idx = None
@@ -314,6 +317,11 @@ class KVManager:
         self.allocator.free_pages(pages)
 
     # -- updates for the runner --------------------------------------------------------------
+
+    def take_freed_images(self) -> set[bytes]:
+        """Contents of images of released requests with a cache salt, since the last call."""
+        freed, self._freed_images = self._freed_images, set()
+        return freed
 
     def page_writes(self) -> list[PageWrite]:
         """Pages of running requests that the runner does not know yet."""

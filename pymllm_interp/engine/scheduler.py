@@ -135,7 +135,7 @@ class Scheduler:
         while not step.scheduled and (self._decodes_wait or self._left_out):
             step = self._pick(apart=False)
         step.scheduled_new_reqs = [request.entering() for request in self._entering.values()]
-        step.page_writes = self.kv.page_writes()
+        step.page_writes, step.free_encoder_mm_hashes = self.kv.page_writes(), self.kv.take_freed_images()
         step.accepted, step.settled, step.fired = list(self._accepted), dict(self._settled), dict(self._fired)
         step.finished_req_ids, self._finished_ids = self._finished_ids, set()
         step.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()

@@ -127,10 +127,14 @@ class BatchBuilder:
         """A batch of one new token for each request. All arguments are [batch]; `seq_lens` counts the new token.
 
         Args:
+            mrope_position_deltas: [batch] int64, `ForwardBatch.mrope_position_deltas`; models with mrope turn by it.
             positions: int64, `seq_lens` - 1.
             seq_lens_cpu: `seq_lens` on the host, so that nothing waits for the device.
         """
         lens = seq_lens_cpu if seq_lens_cpu is not None else seq_lens.cpu()
+        positions, rotated = seq_lens.to(torch.int64) - 1 if positions is None else positions, None
+        if mrope_position_deltas is not None and self.model_spec.mrope_merge is not None:
+            rotated = (positions + mrope_position_deltas).expand(3, -1)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=input_ids.shape[0],
@@ -140,7 +144,7 @@ class BatchBuilder:
             out_cache_loc=out_cache_loc,
             seq_lens_sum=int(lens.sum()),
             seq_lens_cpu=lens,
-            positions=seq_lens.to(torch.int64) - 1 if positions is None else positions,
+            positions=positions,
             return_logprob=return_logprob,
             top_logprobs_nums=top_logprobs_nums,
             req_to_token_pool=self.req_to_token_pool,
@@ -148,6 +152,7 @@ class BatchBuilder:
             attn_backend=self.attn_backend,
             state_pool=self.gdn_pool,
             mrope_position_deltas=mrope_position_deltas,
+            mrope_positions=rotated,
             rope_lens=seq_lens.to(torch.int64) if self.model_spec.rope_depends_on_length else None,
         )
 

@@ -68,12 +68,15 @@ class StepInputs:
     # -- tables ----------------------------------------------------------------------------
 
     def finish_requests(self, step: SchedulerOutput) -> None:
-        """Drop finished and preempted requests from the table."""
+        """Drop finished and preempted requests from the table, and freed images from the encoder cache."""
         for req_id in step.finished_req_ids | step.preempted_req_ids:
             self.states.remove_request(req_id)
             for part in (self.cross, self.vision):
                 if part is not None:
                     part.drop(req_id)
+
+        if self.vision is not None:
+            self.vision.cache.free(step.free_encoder_mm_hashes)
 
     def add_requests(self, step: SchedulerOutput) -> None:
         """Note accepted tokens, and enter requests that are scheduled for the first time or resume."""

@@ -31,7 +31,7 @@ ROUTES: dict[str, str] = {
     **dict.fromkeys(("/start_profile", "/stop_profile"), unsupported.PROFILE),
     "/collective_rpc": "the engine's methods are not called over HTTP: /v1/interp/trace runs code, for keys with that right",
     "/reset_prefix_cache": "here it is /v1/interp/reset_prefix_cache, for operators",
-    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), unsupported.MULTIMODAL),
+    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), unsupported.IMAGE_STATES),
     "/server_info": "/v1/interp/capabilities has the model, its sites and limits, and /version the version",
     "/tokenizer_info": "/v1/interp/tokenizer has the tokenizer's files",
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), unsupported.EXPERT_PARALLEL),
