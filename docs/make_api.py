@@ -95,7 +95,7 @@ SECTIONS = [
     Section(
         "Harvests", "Captures of a corpus on disk ([harvest](../guides/harvest.md)).",
         ("harvest:open_harvest", "harvest:Harvest", "harvest.reader:Shard", "harvest.reader:ShardedRows",
-        "harvest.run:HarvestResult"),
+        "harvest.run:HarvestResult", "harvest.feed.batches:ActivationBatches", "harvest.feed.batches:StateBatch"),
     ),
     Section(
         "Toolkit", "What the experiments of an `LM` return, and `contrast` ([toolkit](../guides/toolkit.md)).",

@@ -100,6 +100,9 @@ class EngineTuning:
     step take at most a quarter of it."""
     capture_kept_bytes: int = 1 << 33
     """Upper bound, in bytes, of freed result memory kept for reuse."""
+    device_capture_bytes: int = 1 << 28
+    """Upper bound, in bytes, of captured states that stay on the engine's device (`Capture(device="engine")`, `lm.activations`).
+    On a CUDA device the KV pool leaves room for them. 0: none."""
     state_cache_bytes: int = 1 << 30
     """Memory for snapshots of recurrent states, behind which later prompts start (docs/reference/models.md). At most an eighth
     of the memory for KV and states. 0: prefixes are not reused in models with such states."""
@@ -113,7 +116,7 @@ class EngineTuning:
     def __post_init__(self) -> None:
         _positive(self, "capture_ring_bytes", "capture_kept_bytes", "max_segments", "torch_compile_max_bs")
         _positive(self, "encoder_cache_tokens", "max_num_encoder_tokens")
-        for name in ("prefill_graph_tokens", "state_cache_bytes"):
+        for name in ("prefill_graph_tokens", "state_cache_bytes", "device_capture_bytes"):
             if getattr(self, name) != 0:
                 _positive(self, name)
         _one_of(self, "prefill_policy", ("mixed", "prefill_first"))

@@ -33,7 +33,7 @@ from .client.pooling.calls import encode
 from .client.pooling.scores import classify, score
 from .client.prompts import captures_for_each_prompt, for_each_prompt
 from .config import EngineTuning, ModelConfig, ServerConfig
-from .harvest.corpus_calls import generate_corpus, harvest
+from .harvest.corpus_calls import activations, generate_corpus, harvest
 from .harvest.on_ray.address import SCHEME, url_of
 from .harvest.result import HarvestResult
 from .hooks.captures.spec import Capture
@@ -296,7 +296,7 @@ class LM(ClientModel):
             shard_bytes=shard_bytes, max_length=max_length, too_long=too_long, on_error=on_error,
         )  # fmt: skip
 
-    generate_corpus = generate_corpus
+    generate_corpus, activations = generate_corpus, activations
 
     # -- experiments -------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class RequestFactory:
     ) -> None:
         self.facts, self.tokenizer, self.saes = facts, tokenizer, saes
         self._declarations, self._weights, self._hold_adapter = declarations, weights, hold_adapter
-        self.watching: tuple[Monitor, ...] = ()
+        self.device_memory, self.watching = declarations.device_memory, tuple[Monitor, ...]()
         self.grammars = Grammars(tokenizer, facts.limits.vocab_size, facts.defaults.eos_token_ids)
         self._own(None)
 

@@ -148,9 +148,11 @@ class DepthGroups:
         self.early = self._apart(self._first, self.num_layers)
 
     def left_out(self, decodes: bool) -> set[Request]:
-        """The prompts that sit out a step with, or without, requests that decode."""
+        """The prompts that sit out a step with, or without, requests that decode. `begin` counts them anew for the next step."""
         own = self.num_layers if decodes else self._first
-        return {request for layers, group in self._by_layers.items() if self._apart(layers, own) for request in group}
+        found = {request for layers, group in self._by_layers.items() if self._apart(layers, own) for request in group}
+        self._by_layers = {}  # ended requests, and their results, must not stay
+        return found
 
     def _layers(self, request: Request) -> int:
         return request.depth or self.num_layers

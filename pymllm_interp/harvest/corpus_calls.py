@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from ..core.sampling_params import SamplingParams
+from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
+from ..hooks.site import Site
+from ..utils.arguments import is_whole, shown
 from .on_ray.workers import Corpus, harvest_on_ray
 from .on_ray.workers import generate_corpus as generated
 from .outputs import asked_outputs
@@ -15,6 +21,7 @@ from .result import HarvestResult
 from .run import asked_of, run_harvest
 
 if TYPE_CHECKING:
+    from .feed.batches import ActivationBatches
     from .model import HarvestModel
 
 
@@ -58,6 +65,72 @@ def generate_corpus(
     corpus = Corpus(inputs, Path(out), unit_documents, column, cluster, workers, progress)
     check_corpus(self, "lm.generate_corpus", "or use lm.imap")
     return generated(self, self._model_maker(), corpus, asked_outputs(self, sampling_params, interventions))
+
+
+def activations(
+    self: Any, inputs: Iterable[Any], site: Capture | Site | str | Sequence[Capture | Site | str], *, rows: int = 4096,
+    shuffle: int = 0, seed: int = 0, device: str | torch.device | None = None,
+    interventions: Sequence[Intervention] | None = None, lora: str | None = None, max_length: int | None = None,
+    too_long: str = "error", on_error: str = "raise",
+) -> ActivationBatches:  # fmt: skip
+    """Batches of the states of a corpus, which never leave the engine's device, for training on them.
+
+    Each ``for`` loop is an epoch, in which each row comes once. Documents are computed as their rows are taken: a slow consumer
+    stops them, and no other request. The states of two steps, and the buffer, take memory of `device_capture_bytes`.
+
+    Args:
+        inputs: documents, see `harvest`. Several epochs need a list, or another object that starts anew.
+        site: a site or a `Capture`, or several with the same positions. Passes end behind the last one's layer.
+        rows: rows of a batch; the last one of an epoch may have fewer.
+        shuffle: rows of the shuffle buffer, at least `rows`; 0: the order of the documents.
+        seed: seed of the order.
+        device: device of the batches; None: the engine's.
+        interventions, lora, max_length, too_long, on_error: see `harvest`.
+
+    Raises:
+        ValueError: invalid captures, sizes or device. While it is read: no room in `device_capture_bytes`, or an invalid document.
+        NotImplementedError: the engine is not in this process.
+    """
+    from .feed.batches import ActivationBatches
+
+    check_corpus(self, "lm.activations", "or harvest there, and open_harvest the folder")
+    memory = self.backend.factory.device_memory
+    if memory is None:
+        raise NotImplementedError(
+            "lm.activations needs engine='own': other engines have captured states on the host only"
+        )
+    for name, value, lowest in (("rows", rows, 1), ("shuffle", shuffle, 0), ("seed", seed, 0)):
+        if not is_whole(value) or value < lowest:
+            raise ValueError(f"lm.activations: {name}={shown(value)}: expected a whole number of at least {lowest}")
+    if shuffle and shuffle < rows:
+        raise ValueError(f"lm.activations: shuffle={shuffle}: expected 0, or at least the {rows} rows of a batch")
+    given = [site] if isinstance(site, Capture | Site | str) else list(site)
+    specs = [replace(spec, device="cpu") if isinstance(spec, Capture) else spec for spec in given]
+    version = self.weights.version  # before the fingerprint, so that an edit meanwhile is noticed
+    asked = asked_of(
+        self,
+        specs,
+        interventions,
+        shard_bytes=1,
+        max_length=max_length,
+        too_long=too_long,
+        on_error=on_error,
+        lora=lora,
+    )
+    if asked.identity.index_per_site:
+        raise ValueError(
+            "lm.activations: the sites of a batch have the same rows, and these select different positions"
+        )
+    try:
+        found = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"lm.activations: device={shown(device)}: {error}") from None
+    captures = [replace(spec, device="engine") for spec in asked.captures]
+    return ActivationBatches(
+        self, inputs, asked.settings, captures, asked.interventions, asked.identity.model, version, repr(asked.identity), memory,
+        rows=rows, shuffle=shuffle, seed=seed, device=found, skip=on_error == "skip",
+        lora=lora,
+    )  # fmt: skip
 
 
 def check_corpus(lm: Any, what: str, instead: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..client.chat import RenderedPrompt
-from ..core.events import EngineClosedError
 from ..hooks.bind import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
 from ..hooks.captures.kv_captures import is_kv
@@ -34,17 +32,16 @@ from ..hooks.positions import Generated
 from ..hooks.site import Site
 from ..utils.arguments import shown
 from .description import describe
-from .documents import SKIPPED, Document, Pass
+from .feed.document_feed import DocumentFeed
+from .feed.documents import SKIPPED, Document, Pass
 from .folder import INDEX, HarvestFolder, Identity, index_name
 from .inputs import Settings, document_key, documents_of, is_token_stream, tokenizer_fingerprint
-from .model import HarvestModel, PrefillHandle
+from .model import HarvestModel
 from .progress import HarvestProgress
 from .result import HarvestError, HarvestResult
 from .size import estimated_bytes, expected_bytes, has_index_per_site
 
 ON_ERROR = ("raise", "skip")
-STEPS_IN_FLIGHT = 2
-"""Passes are submitted up to the capacity of this many steps."""
 
 
 def run_harvest(
@@ -119,6 +116,8 @@ def asked_of(
     for spec in captures:
         if spec.stream:
             raise ValueError(f"{spec.name}: a harvest streams nothing, its rows go to the folder: leave out stream")
+        if spec.stays:
+            raise ValueError(f"{spec.name}: a harvest's rows go to the folder: leave out device, or use lm.activations")
         if is_state(spec.site):
             raise ValueError(f"{spec.name}: a recurrent state is not a row of a document: capture it in a generation")
         if is_kv(spec.site):
@@ -183,20 +182,18 @@ class HarvestRun:
         progress: bool | None,
         lora: str | None = None,
     ) -> None:
-        self._lora = lora
-        self.folder, self.settings, self._skip = folder, settings, skip
-        self._model, self._captures, self._interventions = model, captures, interventions
+        self.folder, self.settings, self._model = folder, settings, model
+        self._feed = DocumentFeed(
+            model, settings, captures, interventions, folder.identity.model, weights_version, skip=skip, lora=lora,
+            who="the harvest", advice="call again, or name a new folder",
+        )  # fmt: skip
         self._specs = [*captures, *monitors_among(interventions)]
-        self._max_tokens = STEPS_IN_FLIGHT * model.limits.max_num_tokens
-        self._max_requests = STEPS_IN_FLIGHT * model.limits.max_running
         self._show_progress = progress
-        self._in_flight: deque[tuple[Pass, PrefillHandle | None]] = deque()
         self._shard: list[Document] = []
         self._shard_bytes = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="pymllm-interp-harvest")
         self._writing: Future[None] | None = None
         self._inputs = hashlib.sha256()
-        self._weights_version = weights_version
 
     def run(self, inputs: Iterable[Any]) -> HarvestResult:
         """Harvest the input, from the end of the folder.
@@ -271,21 +268,6 @@ class HarvestRun:
                     "this input are not the same: name a new folder"
                 )
 
-    def _passes(self, documents: Iterator[tuple[int, Any]]) -> Iterator[Pass]:
-        for number, item in documents:
-            what, document = f"document {number}", Document(number, SKIPPED)
-            try:
-                prompt = self._model._read(item, what)
-                document.key = document_key(item, lambda prompt=prompt: prompt)
-                passes = list(self.settings.passes(prompt, what))
-            except ValueError as error:
-                if not self._skip:
-                    raise
-                document.skip(error)
-                passes = [(0, RenderedPrompt(None, []))]
-            for place, (start, part) in enumerate(passes):
-                yield Pass(document, start, place == len(passes) - 1, part)
-
     def _check_disk_space(self, inputs: Iterable[Any]) -> None:
         """Raise OSError if the input's size is known and the disk has less space."""
 
@@ -306,78 +288,21 @@ class HarvestRun:
     # -- the run -------------------------------------------------------------------------
 
     def _harvest(self, documents: Iterator[tuple[int, Any]], progress: HarvestProgress) -> None:
-        passes, failure = self._passes(documents), None
-        while failure is None:
-            try:
-                made = next(passes, None)
-            except Exception as error:  # of one document, or of the input's source: earlier documents are kept
-                failure = error
-                break
-            if made is None:
-                break
-            while self._in_flight and not self._may_submit(made):
-                self._collect(progress)
-            try:
-                self._submit(made)
-            except ValueError as error:  # of this document: earlier ones are kept
-                failure = error
-        while self._in_flight:
-            self._collect(progress)
-        if failure is None:
+        try:
+            for done in self._feed.results(documents):
+                document = done.made.document
+                if done.found is not None:
+                    self._add_rows(done.made, done.found, done.scores)
+                if done.made.is_last:
+                    self._keep(document)
+                    progress.advance(document.tokens, document.nbytes, skipped=document.error is not None)
             self._write_shard()
-        self._wait_for_writer()
-        if failure is not None:
-            raise failure
+        finally:
+            self._wait_for_writer()
         self._finish()
 
     def _finish(self) -> None:
         self.folder.finish()
-
-    def _may_submit(self, made: Pass) -> bool:
-        tokens = sum(len(one.prompt.token_ids) for one in (*(one for one, _ in self._in_flight), made))
-        return tokens <= self._max_tokens and len(self._in_flight) < self._max_requests
-
-    def _submit(self, made: Pass) -> None:
-        what, handle = f"document {made.document.number}", None
-        if made.document.error is None:
-            try:
-                handle = self._model._submit_prefill(made.prompt, self._captures, self._interventions, what, self._lora)
-            except ValueError as error:
-                if not self._skip:
-                    raise
-                made.document.skip(error)
-        self._in_flight.append((made, handle))
-
-    def _collect(self, progress: HarvestProgress) -> None:
-        """Wait for the earliest pass, and keep its rows."""
-        done, handle = self._in_flight[0]
-        document = done.document
-        if handle is not None:
-            handle.wait()
-        self._in_flight.popleft()
-        if self._model.weights.version != self._weights_version:
-            raise RuntimeError(
-                f"document {document.number}: the weights of the model were edited while the harvest ran. Undo the edit and call "
-                "again, or name a new folder"
-            )
-        if handle is not None:
-            (request,) = handle.requests
-            if self._lora is not None and request.receipt.model != self.folder.identity.model:
-                raise RuntimeError(
-                    f"document {document.number}: the adapter {self._lora!r} was loaded anew, with other weights, while the "
-                    "harvest ran: load the first one again and call again, or name a new folder"
-                )
-            (end,), found = handle.ends, request.activations
-            error = request.error or (None if found is None else found.error)
-            if error is None and document.error is None:
-                self._add_rows(done, Activations(0) if found is None else found, end.monitors or {})
-            elif error is not None and (not self._skip or isinstance(error, EngineClosedError)):
-                raise RuntimeError(f"document {document.number}: {error!r}") from error
-            elif error is not None:
-                document.skip(RuntimeError(f"document {document.number}: {error!r}"))
-        if done.is_last:
-            self._keep(document)
-            progress.advance(document.tokens, document.nbytes, skipped=document.error is not None)
 
     def _add_rows(self, done: Pass, found: Activations, scored: Mapping[str, MonitorScores]) -> None:
         document, ids = done.document, torch.tensor(done.prompt.token_ids)
@@ -435,10 +360,7 @@ class HarvestRun:
                 raise OSError(f"shard {len(self.folder.shards)} could not be written: {error}") from error
 
     def _stop(self) -> None:
-        handles = [handle for _, handle in self._in_flight if handle is not None]
-        for handle in handles:
-            handle.cancel()
-        for handle in handles:
+        for handle in self._feed.cancel():
             handle.wait()
         self._writer.shutdown()
         self.folder.close()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
-from .documents import Document
+from .feed.documents import Document
 from .folder import MANIFEST, TEMPORARY, HarvestFolder, ShardEntry
 from .inputs import Settings
 from .model import HarvestModel

@@ -22,7 +22,7 @@ from .captures.layer_rows import LayerCaptures
 from .captures.layout import CaptureLayout, layout_of
 from .captures.reductions.patterns import PatternCaptures, is_pattern
 from .captures.reductions.reduction import Readout
-from .captures.spec import Capture
+from .captures.spec import Capture, check_devices
 from .captures.state_captures import StateCaptures, is_state
 from .interventions.fires import Fires
 from .interventions.gates import Flag, GateRead, RequestGates
@@ -184,8 +184,8 @@ class BoundHooks:
         kv = None if new_kv is None else new_kv()
         patterns = None if new_patterns is None else new_patterns()
         states = None if new_states is None else new_states()
-        for spec in others:
-            limits.check(spec.sites_in(model)[0])
+        check_devices(captures, (*of_patterns, *of_states, *of_kv))
+        _check_kinds(others, model, limits)
         layout = layout_of(others, model, prompt_len, longest, logits_from, readout) if others else None
         _check_size((layout, patterns, states, kv), longest, limits)
         return cls(
@@ -477,6 +477,11 @@ def _depth(
     found += [layer + 1 for own in by_layer if own is not None for layer in own.layers]
     depth = max(1, *found, 0)
     return depth if depth < num_layers else None
+
+
+def _check_kinds(captures: Sequence[Capture], model: ModelSpec, limits: DeclaredLimits) -> None:
+    for spec in captures:
+        limits.check(spec.sites_in(model)[0])
 
 
 def _check_size(

@@ -10,6 +10,7 @@ from ..core.request import Request
 from ..core.step import RequestHooks
 from .bind import DeclaredLimits, fingerprint_of
 from .bound_hooks import Bindings
+from .captures.egress.device_memory import DeviceMemory
 from .captures.egress.ring import CaptureRing
 from .captures.reductions.reduction import Readout
 from .captures.spec import Capture
@@ -30,6 +31,7 @@ class Declarations:
         readout: readout of the model, for reductions.
         only_captures: see `Bindings`.
         ring: ring through which captured states leave the device, or None.
+        device_memory: memory of captured states that stay on the device; None: all leave it.
 
     Attributes:
         pool: rows of vectors; None if ops are functions.
@@ -42,7 +44,9 @@ class Declarations:
         readout: Readout | None = None,
         ring: CaptureRing | None = None,
         only_captures: bool = True,
+        device_memory: DeviceMemory | None = None,
     ) -> None:
+        self.device_memory = device_memory
         self._limits, self._model, self._readout, self._ring = limits, model, readout, ring
         self._bindings = Bindings(model, limits, readout, only_captures)
         self._parts = PartBindings(model, limits, only_captures)
@@ -77,6 +81,8 @@ class Declarations:
             request.image_edits = fingerprint_of(edits, ())
         if not hooks.declares:
             return
+        if self.device_memory is None and any(spec.stays for spec in captures):
+            raise ValueError("this engine has the states of captures on the host only: leave out device='engine'")
         bound = self._bindings.bound(hooks, request.prompt_len)
         bound.hash_large()
         declared = hooks.bound = Declared(bound)
@@ -119,13 +125,19 @@ class Declarations:
         return [(first, stop - first) for first, stop in ends]
 
     def hold(self, request: Request) -> None:
-        """Reserve rows of the pool for a declared request's vectors, and open the ring: its error is the caller's.
+        """Reserve rows of the pool for a declared request's vectors, and memory for states that stay on the device.
+
+        It opens the ring, too: its error is the caller's.
 
         Raises:
-            ValueError: the pool is full.
+            ValueError: the pool, or the memory on the device, is full.
             RuntimeError, MemoryError: no memory for the ring on the host.
         """
         assert request.hooks is not None and request.declared is not None, "it declared something"
+        captures = None if request.hooks.bound is None else request.hooks.bound.captures
+        if captures is not None and captures.layout.stays:
+            assert self.device_memory is not None, "`declare` refuses them"
+            captures.prepare(self.device_memory)
         if self.pool is not None:
             request.hooks.vector_rows = self.pool.acquire(request.hooks.bound)
         if self._ring is not None and request.declared.captures is not None:

@@ -90,6 +90,8 @@ class PartBindings:
                     raise ValueError(f"{spec.name}: the gate of an op in {what} reads the op's site")
             if any(spec.stream for spec in own.captures):
                 raise ValueError(f"captures at the sites of {what} do not stream: its rows come with the result")
+            if any(spec.stays for spec in own.captures):
+                raise ValueError(f"states of {what} come to the host: leave out device='engine'")
         return _others(specs, named), _others(captures, named), found
 
     def bind(

@@ -435,7 +435,7 @@ def _arguments(cls: type) -> tuple[str, ...]:
 
 _PLAIN = frozenset((str, float, int, bool, type(None)))
 _PLACE = ("site", "positions", "missing")
-_LATER = {"heads": None, "missing": "error", "site": None, "scope": "token", "stream": False}
+_LATER = {"heads": None, "missing": "error", "site": None, "scope": "token", "stream": False, "device": "cpu"}
 """Arguments that specs did not have at first: their defaults are not part of a fingerprint, which harvests keep."""
 
 

@@ -270,6 +270,7 @@ def _profiled_kv_tokens(runner: RunnerParts) -> int:
     )
     # The allocator keeps the peak of the run for later steps.
     room = _within_utilization(runner) - _unused_by_tensors(runner) - _bytes_beside_kv(runner)
+    room -= runner.server_config.device_capture_bytes
     return int(room // kv_bytes_per_token(runner))
 
 

@@ -126,7 +126,9 @@ class InterpModelRunner(ModelRunner):
             self.step_inputs.cross.site_ops_of = stage.part_ops
         if self.step_inputs.vision is not None:
             self.step_inputs.vision.site_ops_of = stage.part_ops
-        self.declarations = Declarations(stage.limits, stage.model, stage.readout, stage.capture_ring)
+        self.declarations = Declarations(
+            stage.limits, stage.model, stage.readout, stage.capture_ring, device_memory=stage.device_memory
+        )
         if self.drafter is not None:
             self.drafter.open(self)
 

@@ -150,6 +150,8 @@ def _model(cls: type[Spec]) -> Any:
     """A pydantic model with the fields of a class of specs, and the tag that names it."""
     parts: dict[str, Any] = {name: (Literal[tag], ...) for name, tag in (tag_of(cls) or {}).items()}  # pyright: ignore[reportInvalidTypeForm]
     for argument in arguments_of(cls):
+        if "local" in argument.metadata:
+            continue
         found, description = _type_of(argument.hint), argument.metadata.get("description")
         found = found if description is None else Annotated[found, Field(description=description)]
         parts[argument.name] = found, ... if argument.default is MISSING else argument.default

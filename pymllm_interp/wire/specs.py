@@ -182,6 +182,8 @@ def to_json(spec: Spec) -> dict[str, Any]:
             continue
         if argument.hint == Then and callable(value):
             raise PromptError(f"{spec.name}: then: a function is not sent to a server; read the scores of a stream")
+        if why := argument.metadata.get("local"):
+            raise PromptError(f"{spec.name}: {argument.name}={value!r} needs the engine in this process: {why}")
         if (local := next((text for kind, text in LOCAL.items() if isinstance(value, kind)), None)) is not None:
             raise PromptError(f"{argument.name}: a {type(value).__name__} is not sent to a server; {local}")
         if argument.metadata.get("by_position"):
@@ -285,6 +287,8 @@ class _Field(NamedTuple):
 def _fields_of(cls: type) -> dict[str, _Field]:
     found = {}
     for argument in arguments_of(cls):
+        if "local" in argument.metadata:
+            continue
         types = get_args(argument.hint)
         local = next((LOCAL[kind] for kind in types if kind in LOCAL), None)
         found[argument.name] = _Field(argument, READERS.get(argument.hint), local, str in types)

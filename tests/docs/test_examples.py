@@ -64,9 +64,23 @@ def test_a_probe_reads_from_harvested_states_what_their_texts_are_about(tmp_path
     assert len(list((tmp_path / "states").glob("*.safetensors"))) > 1
 
 
+def test_an_sae_that_was_trained_on_the_device_steers() -> None:
+    explained, plain, edited = run("train_sae")
+    assert explained > 0.9 and plain != edited
+    assert re.search("sea|ocean|wave|beach|ship|boat|water|sail", edited)
+
+
 def test_every_example_is_tested_and_says_how_to_use_it() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"logit_lens", "steering", "activation_patching", "streaming", "harvest", "image_patches"}
+    assert names == {
+        "logit_lens",
+        "steering",
+        "activation_patching",
+        "streaming",
+        "harvest",
+        "image_patches",
+        "train_sae",
+    }
     for name in names:
         doc = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
         assert doc and f"Usage: python examples/{name}.py" in doc

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +23,7 @@ from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.model_spec import Family, ModelSpec
 from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.egress.copier import BlockCopies
+from pymllm_interp.hooks.captures.egress.device_memory import DeviceMemory
 from pymllm_interp.hooks.captures.layout import layout_of
 from pymllm_interp.hooks.captures.rows import CapturedRows
 from pymllm_interp.hooks.interventions.op import Op, apply
@@ -74,6 +77,16 @@ def lms(way: str, model_folder: Callable[[str], Path]) -> Iterator[Callable[...,
         yield load
         for lm in made.values():
             lm.shutdown()
+
+
+def is_freed(memory: DeviceMemory, held: int = 0) -> bool:
+    """Whether no more than `held` bytes stay on the device, once threads have let go of ended requests."""
+    for _ in range(200):
+        gc.collect()
+        if memory.used <= held:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

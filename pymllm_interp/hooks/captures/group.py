@@ -242,7 +242,7 @@ class Group:
             return
         sites = len(self.sites)
         values = target[:, : sites * self._site_size].view(self.sent_dtype).unflatten(1, (sites, -1))
-        pending.append((self.reading, tuple(self.names), self._site_states(records), values[..., : self.width]))
+        pending.append((self.reading, tuple(self.names), self.site_states(records), values[..., : self.width]))
 
     def alike(self, packed: bool) -> tuple[Any, ...]:
         """A key, equal for groups of different requests with records that are packed, and copied, in the same way."""
@@ -279,7 +279,7 @@ class Group:
         group, of_group = self.sources[column] or (self, column)
         return group.offset_of(of_group)
 
-    def _site_states(self, records: torch.Tensor) -> torch.Tensor:
+    def site_states(self, records: torch.Tensor) -> torch.Tensor:
         """States [n, sites, width], in the ring's dtype."""
         sites = len(self.sites)
         if not any(self.sources):
@@ -292,7 +292,7 @@ class Group:
         """States [n, sites * width], or the results of the group's reading."""
         if self.reading is None:
             return records[:, self.offset : self.offset + len(self.sites) * self._state_size]
-        return self.reading([(tuple(self.names), self._site_states(records))])[0].flatten(1)
+        return self.reading([(tuple(self.names), self.site_states(records))])[0].flatten(1)
 
 
 def _before(rows: np.ndarray, position: int) -> int:

@@ -99,6 +99,7 @@ class CaptureLayout:
         packed_sizes: [longest] int64, elements that it is packed to, without the sums.
         sums_size: elements of the sums over prompt positions.
         reads: whether some states are read on the device.
+        stays: whether the states stay on the device: they are packed into nothing that is sent.
         generated: kind of generated positions; None if some group does not capture all of them.
     """
 
@@ -115,6 +116,7 @@ class CaptureLayout:
     sums_size: int
     reads: bool
     generated: RecordKind | None
+    stays: bool = False
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -151,7 +153,7 @@ class CaptureLayout:
     @cached_property
     def copied(self) -> bool:
         """Whether all that is sent is kept as it is."""
-        return all(group.copied for group in self.groups)
+        return self.stays or all(group.copied for group in self.groups)
 
     @property
     def counts_alike(self) -> bool:
@@ -196,11 +198,7 @@ class CaptureLayout:
             pending writes, which `read_all` makes together with other requests'.
         """
         pending: list[Pending] = []
-        found = sizes[sizes > 0]
-        cuts = np.flatnonzero(np.diff(found)) + 1
-        counts = np.diff(cuts, prepend=0, append=len(found)).tolist()
-        pieces = records.split([int(part.sum()) for part in np.split(found, cuts)])
-        runs = [piece.view(count, -1) for piece, count in zip(pieces, counts, strict=True)]
+        runs = runs_of(records, sizes)
         for group in self.groups:
             into = into[group.pack(runs, into, first, sizes, pending) :]
         return pending
@@ -224,6 +222,15 @@ class CaptureLayout:
         for group in self.groups:
             yield group, start + group.sums_size if packed else group.offset
             start += group.sums_size + group.packed_size
+
+
+def runs_of(records: torch.Tensor, sizes: np.ndarray) -> list[torch.Tensor]:
+    """Concatenated records as runs [n, elements] of equal sizes; `sizes` has their elements, or 0 for none."""
+    found = sizes[sizes > 0]
+    cuts = np.flatnonzero(np.diff(found)) + 1
+    counts = np.diff(cuts, prepend=0, append=len(found)).tolist()
+    pieces = records.split([int(part.sum()) for part in np.split(found, cuts)])
+    return [piece.view(count, -1) for piece, count in zip(pieces, counts, strict=True)]
 
 
 class CaptureProgress:
@@ -254,9 +261,16 @@ class CaptureProgress:
         return None if self.error is not None or not own.any() else start + int(own.argmax())
 
     def packs(self, first: int) -> bool:
-        """Whether the records of a pass from position `first` on are packed: states are read, or prompt positions summed."""
+        """Whether the records of a pass from position `first` on are packed.
+
+        So they are where states are read, or stay on the device, or where prompt positions are summed.
+        """
         layout = self.layout
-        return layout.reads or (layout.sums_size > 0 and max(first, self.next_position) < layout.prompt_len)
+        return (
+            layout.reads
+            or layout.stays
+            or (layout.sums_size > 0 and max(first, self.next_position) < layout.prompt_len)
+        )
 
     def record_sizes(self, first: int, count: int) -> np.ndarray:
         """[count] int64: elements of the records of positions `first` and on; 0 for positions that are not captured (again)."""
@@ -326,8 +340,9 @@ def layout_of(
             name = str(bound.site)
             if _is_repeated(name, bound, asked):
                 continue
-            if group is None:  # else another layer of the same spec
-                alike = bound.windows, bound.spec.dtype, bound.spec.reduce, prod(shape), normed, bound.spec.stream
+            if group is None or spec.stays:  # else another layer of the same spec
+                own = name if spec.stays else None  # a tensor for each site, freed by itself
+                alike = bound.windows, bound.spec.dtype, bound.spec.reduce, prod(shape), normed, bound.spec.stream, own
                 if alike not in groups:
                     if len(groups) == MAX_GROUPS:
                         raise ValueError(
@@ -375,9 +390,11 @@ def _laid_out(
         if np.count_nonzero(np.diff(sizes[: longest if reads else prompt_len])) > MAX_RUNS:
             to_pack = np.where(sizes > 0, sizes.max(), 0)
         packed = np.sum([group.sent_whole * group.packed_size for group in groups], axis=0)
+    stays = any(group.spec.stays for group in groups)
+    packed = np.zeros_like(sizes) if stays else packed
     sums_size = sum(group.sums_size for group in groups)
     generated = None
-    if prompt_len < longest and all((group.ordinals[prompt_len:] >= 0).all() for group in groups):
+    if not stays and prompt_len < longest and all((group.ordinals[prompt_len:] >= 0).all() for group in groups):
         alike = tuple(group.alike(reads) for group in groups)
         generated = _known_kind(
             *(to_pack.item(-1), packed.item(-1) + sums_size) if reads else (sizes.item(-1), 0), alike
@@ -385,7 +402,7 @@ def _laid_out(
     return CaptureLayout(
         tuple(groups), by_site, tuple(sorted(sites, key=lambda site: (site.number, site.group.reading is not None))), num_layers,
         prompt_len, longest, reduce(np.logical_or, [group.captured for group in groups], np.zeros(longest, dtype=np.bool_)),
-        sizes, to_pack, packed, sums_size, reads, generated,
+        sizes, to_pack, packed, sums_size, reads, generated, stays,
     )  # fmt: skip
 
 
@@ -436,8 +453,8 @@ def _is_repeated(name: str, bound: Bound, asked: dict[str, Bound]) -> bool:
         return False
     if _way(first) != _way(bound):
         raise ValueError(
-            f"{name} is captured twice, with different positions, dtype, heads, reduction or stream: name it once, with all "
-            "positions that you want"
+            f"{name} is captured twice, with different positions, dtype, heads, reduction, stream or device: name it once, with "
+            "all positions that you want"
         )
     return True
 
@@ -445,4 +462,4 @@ def _is_repeated(name: str, bound: Bound, asked: dict[str, Bound]) -> bool:
 def _way(bound: Bound) -> tuple[Any, ...]:
     """Grouping key of a capture's options."""
     spec = bound.spec
-    return bound.windows, bound.missing, spec.dtype, spec.reduce, spec.heads, spec.stream
+    return bound.windows, bound.missing, spec.dtype, spec.reduce, spec.heads, spec.stream, spec.device

@@ -14,10 +14,12 @@ from ...utils.integers import as_integers
 from ..site import Site
 from .activations import Activations, CaptureError, lost
 from .by_site import SitePiece
+from .device_rows import keep_records
 from .egress.result_memory import FRESH, Memory
 from .group import Group
-from .layout import CapturedSite, CaptureLayout, CaptureProgress
+from .layout import CapturedSite, CaptureLayout, CaptureProgress, runs_of
 from .reductions.lens import Lens
+from .reductions.reading import Pending
 from .reductions.reduction import Reduced
 
 
@@ -69,11 +71,13 @@ class GroupRows:
         group = self.group
         shape = group.num_rows, len(group.sites), group.kept_width
         self._memory, self.rows = memory, memory.empty(shape, group.kept_dtype)
+        self.address = self.rows.data_ptr()
+        if self.rows.is_cuda:  # `keep_records` or torch fills it
+            return
         if group.pool is not None and not group.pool.narrows:
             self._values = self.rows.fill_(group.pool.initial).numpy()
         else:
             self._values = as_integers(self.rows)
-        self.address = self.rows.data_ptr()
 
     def put(
         self, column: int, first: int, states: torch.Tensor, integers: np.ndarray | None, row: int, count: int
@@ -109,7 +113,11 @@ class GroupRows:
             rows = rows if kept == count else rows[torch.from_numpy(own).to(rows.device)]
             if group.reading is not None and group.reading.joined:
                 return self._put_beside(column, ordinal, rows)
-            self._keep(ordinal, self._sent(slice(column, column + 1), rows[:, None]), slice(column, column + 1))
+            own_column = slice(column, column + 1)
+            if group.spec.stays and self.rows is not None:
+                self.rows[ordinal : ordinal + kept, own_column] = self._read(own_column, rows[:, None])
+            else:
+                self._keep(ordinal, self._sent(own_column, rows[:, None]), own_column)
         self._filled[column] = ordinal + int(kept)
         self._num_put[column] += int(kept)
 
@@ -124,15 +132,16 @@ class GroupRows:
 
     def _sent(self, columns: slice, states: torch.Tensor) -> np.ndarray:
         """[n, columns, kept width] of integers: the values that the device would have sent for states [n, columns, width]."""
+        return as_integers(self._read(columns, states).cpu())
+
+    def _read(self, columns: slice, states: torch.Tensor) -> torch.Tensor:
+        """The values of `_sent`, on the device of the states."""
         group = self.group
         if group.reading is None:
-            found = group.stored(states[:, 0], None if group.probes is None else group.probes.to(states.device))[
-                :, None
-            ]
-        else:
-            found = group.reading([(tuple(group.names[columns]), states)])[0]
-            found = F.pad(found, (0, group.kept_width - group.width))
-        return as_integers(found.cpu())
+            probes = None if group.probes is None else group.probes.to(states.device)
+            return group.stored(states[:, 0], probes)[:, None]
+        found = group.reading([(tuple(group.names[columns]), states)])[0]
+        return F.pad(found, (0, group.kept_width - group.width))
 
     def copy_rows(self, sent: SentRecords, first: int, sizes: np.ndarray, offset: int) -> None:
         """Keep the group's part of the records of positions `first` and on.
@@ -289,8 +298,7 @@ class GroupRows:
         """The result of each column."""
         group = self.group
         if group.spec.reduction.of_states:
-            # All columns at once. Not by `unbind`: autograd does not allow in-place operations on its outputs.
-            rows = self.in_columns(rows)
+            rows = self.in_columns(rows)  # not by `unbind`: autograd does not allow in-place operations on its outputs
             return map(Reduced, rows.unsafe_split(group.kept_width, 1) if len(group.sites) > 1 else (rows,))
         asked = group.spec.dtype if isinstance(group.spec.dtype, torch.dtype) else None
         values = rows[..., : group.width].detach()
@@ -365,11 +373,21 @@ class CapturedRows(CaptureProgress):
             sizes: [positions] of `record_sizes`.
             offset: first element of the records, or of their packed results.
         """
-        for rows in self.groups:
+        for rows in () if self.layout.stays else self.groups:  # else `pack` has kept them
             if packed:
                 offset += rows.copy_packed(sent, first, sizes, offset)
             else:
                 rows.copy_rows(sent, first, sizes, offset)
+
+    def pack(self, records: torch.Tensor, into: torch.Tensor, first: int, sizes: np.ndarray) -> list[Pending]:
+        """`CaptureLayout.pack`. States that stay on the device are copied to their rows there, and nothing is sent."""
+        if not self.layout.stays:
+            return self.layout.pack(records, into, first, sizes)
+        pending, runs = list[Pending](), runs_of(records, sizes)
+        for own in self.groups:
+            assert own.rows is not None, "`Declarations.hold` prepares them"
+            keep_records(own.group, runs, first, sizes, own.rows, pending)
+        return pending
 
     def mark_copied(self, stop: int) -> None:
         """All positions before `stop` were copied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -75,6 +76,8 @@ class Capture(PlacedSpec):
         missing: "error", or "skip" to leave out positions that a prompt does not have; the receipt counts them.
         stream: Whether the pieces of a stream have the rows, too, as they are computed (`StreamPiece.captures`). The one row of
             "mean", "max" and "last" comes with the last piece. Without a stream it changes nothing.
+        device: "cpu", or "engine" to leave the states on the engine's device, in memory of `device_capture_bytes`. A local `LM`
+            gives them so; all captures of a request are then on it, without reductions and streams.
 
     Raises:
         ValueError: an unknown site, positions, dtype or reduction.
@@ -87,6 +90,7 @@ class Capture(PlacedSpec):
     heads: Heads = None
     missing: Literal["error", "skip"] = "error"
     stream: bool = False
+    device: Literal["cpu", "engine"] = field(default="cpu", metadata={"local": "a server's states come as bytes"})
     reduction: Reduction = field(init=False, repr=False)
     """`reduce` as an object."""
 
@@ -98,9 +102,19 @@ class Capture(PlacedSpec):
         elif self.dtype is not None:
             self._check("dtype", self.dtype in DTYPES.values(), f"one of {sorted(DTYPES)}")
         self._check("stream", isinstance(self.stream, bool), "True or False")
+        self._check("device", self.device in ("cpu", "engine"), "'cpu' or 'engine'")
+        if self.stays and (self.reduce is not None or self.stream):
+            raise ValueError(
+                f"{self.name}: device='engine' keeps whole states, and they come with the result: leave out reduce and stream"
+            )
         self._set("reduction", self._reduction())
         if is_spelled(type(self.reduction)):
             self._set("reduce", json_name(type(self.reduction)))
+
+    @property
+    def stays(self) -> bool:
+        """Whether the states stay on the engine's device."""
+        return self.device == "engine"
 
     def _reduction(self) -> Reduction:
         """The object that `reduce` means."""
@@ -141,3 +155,17 @@ class Capture(PlacedSpec):
                     f"{self.name}: {str(dtype)[6:]} holds ids up to {exact} exactly, and the model has {model.num_experts} "
                     "experts: capture router.i, or use a model and a capture in float16 or float32"
                 )
+
+
+def check_devices(captures: Sequence[Capture], by_layer: Sequence[Capture]) -> None:
+    """Raise ValueError for captures on two devices, and for patterns, recurrent states, keys and values on the engine's."""
+    for spec in by_layer:
+        if spec.stays:
+            raise ValueError(
+                f"{spec.name}: patterns, recurrent states, keys and values come to the host: leave out device='engine'"
+            )
+    if len({spec.stays for spec in captures}) > 1:
+        raise ValueError(
+            "some captures of a request have device='engine' and some have not: ask for all of them on one device, or send two "
+            "requests"
+        )

@@ -31,6 +31,7 @@ from ...core.step import (
 )
 from ...hooks.bind import DeclaredLimits
 from ...hooks.bound_hooks import BoundHooks
+from ...hooks.captures.egress.device_memory import DeviceMemory
 from ...hooks.captures.egress.result_memory import Memory, ResultMemory
 from ...hooks.captures.egress.ring import CaptureRing, StatesOf
 from ...hooks.captures.reductions.reduction import Readout
@@ -64,6 +65,7 @@ class DeclaredStage(Stage):
         device_tables: ops and captures that kernels read; None on a CPU.
         capture_ring: ring that captured states leave the device through, beside the tables.
         table_ops: the ops and captures of all rows of the input buffers, beside the tables.
+        device_memory: memory of captured states that stay on the device.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class DeclaredStage(Stage):
         self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None
         self.table_ops: TableOps | None = None
+        self.device_memory = DeviceMemory(config.device_capture_bytes, device)
         self._config, self.readout = config, readout
         self._logits_site = inner_site(model.num_hidden_layers, 0, LOGITS)
         self._live: dict[str, Declared] = {}

@@ -234,28 +234,33 @@ class RingCopier:
     def _run(self) -> None:
         self._copy = load_block_copies()
         while (item := self._queue.get()) is not None:
-            if not isinstance(item, SentSpan):
+            if isinstance(item, SentSpan):
+                self._take(item)
+            else:
                 self._flush()
                 with TIMES.of("copier: results of ended requests"):
                     item()
-                continue
-            try:
-                if item.copied is not None:
-                    with TIMES.of("copier: wait for the pass and its copy to the host"):
-                        item.copied.synchronize()
-                    if item.began is not None:
-                        TIMES.add("device: ring to host", item.began.elapsed_time(item.copied) / 1e3)
-                if isinstance(item.slices, AlikeStep):
-                    self._hold(self._host[item.start :], item.slices)
-                else:
-                    self._flush()
-                    self._copy_slices(self._host[item.start :], item.slices)
-            except NO_MEMORY as error:  # of CUDA; later spans must still be served
-                _lose_all(item.rows, error)
-            self._allocator.free_oldest()
-            if self.on_freed is not None:
-                self.on_freed()
+            del item  # its results are freed with their request, and not with the next item
         self._flush()
+
+    def _take(self, span: SentSpan) -> None:
+        """Wait for a span's copy to the host, copy it to its results, and free it."""
+        try:
+            if span.copied is not None:
+                with TIMES.of("copier: wait for the pass and its copy to the host"):
+                    span.copied.synchronize()
+                if span.began is not None:
+                    TIMES.add("device: ring to host", span.began.elapsed_time(span.copied) / 1e3)
+            if isinstance(span.slices, AlikeStep):
+                self._hold(self._host[span.start :], span.slices)
+            else:
+                self._flush()
+                self._copy_slices(self._host[span.start :], span.slices)
+        except NO_MEMORY as error:  # of CUDA; later spans must still be served
+            _lose_all(span.rows, error)
+        self._allocator.free_oldest()
+        if self.on_freed is not None:
+            self.on_freed()
 
     def _hold(self, host: torch.Tensor, step: AlikeStep) -> None:
         """Hold a step for a later copy, or copy it now if it is large.

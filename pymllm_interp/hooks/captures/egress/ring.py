@@ -7,7 +7,7 @@
     a thread       RingCopier                copies records to the result of each request, then frees the span
 
 Records of a mean over a prompt, or of a reduction, stay on the device, at the span's end. `send` packs them first, and copies
-the packed results.
+the packed results. With ``device="engine"``, records are copied to their results on the device, and nothing is sent.
 
 The host ring has the size of the device ring, and a span has the same place in both. It is freed after its records are copied to
 the results. Neither the engine's thread nor a launched pass waits for these copies.
@@ -325,5 +325,5 @@ def _pack(span: torch.Tensor, slices: Sequence[RequestSlice] | AlikeStep) -> Non
         for captures, first, sizes, offset, size, records_at in slices:
             if records_at is not None:
                 stop = records_at + int(sizes.sum())
-                pending += captures.layout.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
+                pending += captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
     read_all(pending)  # rows of all requests at once: weights are read once

@@ -1,4 +1,4 @@
-"""`Document` and `Pass`: a harvest's records of the documents in flight and in its next shard."""
+"""`Document` and `Pass`: records of the documents in flight, and in the next shard of a harvest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..client.chat import RenderedPrompt
+from ...client.chat import RenderedPrompt
 
 SKIPPED = b"skipped"
 """The key of a skipped document."""
