@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_declared import lms
 from helpers_images import inputs_of, prompt_of
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from pymllm_interp.utils.arguments import PromptError
 
 Folders = Callable[[str], Path]
 FAMILIES = ["qwen2_5_vl", pytest.param("llava", marks=pytest.mark.slow), "gemma3"]
+GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 WIDTH = 32
 
@@ -103,6 +105,35 @@ def test_requests_over_one_image_do_not_see_each_other(family: str, vision_folde
         vision: Any = lm.runner.step_inputs.vision
         run(lm, RenderedPrompt(None, [1], None), HOOKS[0])
         assert not vision._own and not vision._hooked
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=GPU or ([] if way == "graphs" else pytest.mark.slow)) for way in ("tables", "graphs")]
+)
+def test_hooks_in_the_tower_with_kernels_and_captured_passes(vision_folder: Folders, way: str) -> None:
+    """Requests with tables, captured passes and segments are those of functions, ops, captures and blocks."""
+    family, texts = "qwen2_5_vl", ([1], [2], [3], [4, 5])
+    prompts = [prompt_of(family, text, 0, [2, 3], 1, text) for text in texts]
+    steer = Steer("resid_post.1", noise(WIDTH, seed=4))
+    hooks = [HOOKS[4], ([*STEERS, steer], ["vision.out", "resid_post.0"]), HOOKS[0], HOOKS[3]]
+    found = list[list[Any]]()
+    for own in ("functions", way):
+        with lms(own, vision_folder) as load:
+            lm = load(family, page_size=4, kv_cache_tokens=1024)
+            handles = [
+                lm.submit(prompt, GREEDY, interventions=each[0], capture=each[1])
+                for prompt, each in zip(prompts, hooks, strict=True)
+            ]
+            with lm.generate(prompts[0], max_new_tokens=3, temperature=0):
+                layers_of(lm)[0].output[:] *= 2
+                state = layers_of(lm)[1].output.save()
+                logits = lm.lm_head.output.save()
+            found.append([state.cpu(), logits.cpu(), *(handle.result() for handle in handles)])
+    for one, other in zip(*found, strict=True):
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        else:
+            same(other, one)
 
 
 def test_the_prefix_key_has_the_ops_of_the_tower(family: str, lm: LM) -> None:
