@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from ..core.limits import EngineLimits
 from ..core.model_spec import INNER_SITES, NUMBERED_SITES, ModelSpec
 from ..hooks.catalogue import ops
+from ..hooks.site import PART_KINDS, in_part
 from ..utils.device import DTYPES
 from .generation_defaults import GenerationDefaults
 from .pooling.pooler import Pooler
@@ -109,6 +110,12 @@ class ModelFacts:
                 kind: {"shape": list(spec.shape(kind)), "layers": kind not in ("embed", "final_norm", "logits")}
                 for kind in kinds
                 if kind not in INNER_SITES or kind in self.inner_sites
+            }
+            | {
+                in_part(kind, part): {"shape": list(own.shape(kind)), "layers": kind not in ("embed", "final_norm")}
+                for part, own in spec.parts.items()
+                for kind in own.family.points
+                if kind in PART_KINDS.get(part, ("embed",))
             },
             "ops": sorted(ops()),
             "hooks": dict(self.hooks),

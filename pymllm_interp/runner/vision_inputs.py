@@ -25,6 +25,9 @@ from .step_encoders import SiteOpsOf, no_part_ops
 
 TOWER = (OF_VISION, VISION_OUT)
 """Keys of the tower in `ModelSpec.parts`."""
+NOT_REACHED = (
+    "not reached: the vision tower runs once, in the first pass of a prompt with images, and its modules in their order"
+)
 LEAST_BUDGET = 8192
 """Least tokens of the encoder cache, unless it is configured."""
 
@@ -119,7 +122,7 @@ class VisionInputs:
                 with nullcontext() if query is None else query.serve_part(*paths, span=None):
                     self._run(request, None)
         if query is not None:
-            query.refuse_inside(*paths, why="the vision tower runs once, in the first pass of a prompt with images")
+            query.refuse_inside(*paths, why=NOT_REACHED)
 
     def _run(self, request: NewRequest, query: PartQuery | None) -> None:
         assert request.hooks is not None

@@ -232,6 +232,7 @@ def test_hooks_in_the_tower_over_http_and_connect(server: Server, vision_folder:
     for site in local.activations:
         assert torch.equal(far.activations[site], local.activations[site])
         assert torch.equal(far.activations.token_ids[site], local.activations.token_ids[site])
+        assert lm.backend.facts.to_json()["sites"]["vision.z"] == {"shape": [4, 8], "layers": True}
     fields = {name: [to_json(spec) for spec in specs] for name, specs in hooks.items()}
     choice = chat(server, asked(FIRST), "declared", **fields).json()["choices"][0]
     assert choice["token_ids"] == local.token_ids and choice["receipt"]["spec"] == local.receipt.spec

@@ -86,7 +86,7 @@ def test_requests_over_one_image_do_not_see_each_other(family: str, vision_folde
     """All kinds of hooks over one image in one step, alone and together; in chunks of 7 tokens with preemption, too."""
     prompts = [prompt_of(family, [i + 1], 0, [2, 3], 1, [i + 1] * (1 + i % 3)) for i in range(len(HOOKS))]
     longest = max(len(prompt.token_ids) for prompt in prompts) + 17
-    size = {"max_num_tokens": 7, "kv_cache_tokens": 2 * longest} if small else {"kv_cache_tokens": 1024}
+    size = {"max_num_tokens": 7, "kv_cache_tokens": longest * 3 // 2} if small else {"kv_cache_tokens": 1024}
     with LM(vision_folder(family), device="cpu", dtype="float32", page_size=4, **size) as lm:
 
         def result(i: int, fresh: bool = True) -> Any:
@@ -108,7 +108,8 @@ def test_requests_over_one_image_do_not_see_each_other(family: str, vision_folde
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=GPU or ([] if way == "graphs" else pytest.mark.slow)) for way in ("tables", "graphs")]
+    "way",
+    [pytest.param(way, marks=GPU or ([] if way == "graphs" else pytest.mark.slow)) for way in ("tables", "graphs")],
 )
 def test_hooks_in_the_tower_with_kernels_and_captured_passes(vision_folder: Folders, way: str) -> None:
     """Requests with tables, captured passes and segments are those of functions, ops, captures and blocks."""
