@@ -106,11 +106,8 @@ async def _answer(state: ServerState, request: Request, task: str) -> Response:
         raise ApiError(501, f"{request.url.path[:80]} is not served: {MULTIMODAL}", code="not_implemented")
     if state.tokenizer is None:
         raise ApiError(400, "the model has no tokenizer, which makes texts of tokens")
-    form = form_of(await request.body(), request.headers.get("content-type", ""))
-    body, file = _request_of(form), form.files.get("file")
-    body.check()
-    if file is None or len(form.files) > 1:
-        raise ApiError(400, "the form has no file, or several; one field `file` is expected", "file")
+    content = await request.body(), request.headers.get("content-type", "")
+    body, file = await state.threads.run(request.state.client.name, _read, *content)
     most = state.limits.max_audio_bytes
     if len(file) > most:
         raise ApiError(413, f"the file has {len(file)} bytes; at most {most} (max_audio_bytes)", "file")
@@ -142,6 +139,16 @@ async def _answer(state: ServerState, request: Request, task: str) -> Response:
     if body.response_format == "verbose_json":
         more |= {"task": task, "language": body.language or tokens.language, "duration": seconds}
     return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": ceil(seconds)}, **more})
+
+
+def _read(content: bytes, kind: str) -> tuple[AudioRequest, bytes]:
+    """The fields of a form, and its file."""
+    form = form_of(content, kind)
+    body, file = _request_of(form), form.files.get("file")
+    body.check()
+    if file is None or len(form.files) > 1:
+        raise ApiError(400, "the form has no file, or several; one field `file` is expected", "file")
+    return body, file
 
 
 def _request_of(form: Form) -> AudioRequest:
