@@ -19,7 +19,7 @@ from ..hooks.spec import described
 from .folder import Identity
 from .inputs import tokenizer_fingerprint
 from .plan import HarvestPlan, Unit
-from .sources import read_portion
+from .sources import pyarrow, read_portion
 from .units import UnitFolder
 
 OUTPUTS_FORMAT = "pymllm-interp outputs 1"
@@ -101,11 +101,7 @@ def _row(document: int, sample: int, found: Any) -> dict[str, Any]:
 
 
 def _parquet(rows: list[dict[str, Any]]) -> bytes:
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise ImportError(f"outputs are Parquet files, which need pyarrow: pip install pyarrow ({error})") from error
+    arrow, parquet = pyarrow("outputs are Parquet files, which")
     types = {"document": arrow.int64(), "sample": arrow.int32(), "token_ids": arrow.list_(arrow.int32())}
     schema = arrow.schema(types | {"text": arrow.string(), "finish_reason": arrow.string()})
     file = io.BytesIO()

@@ -30,7 +30,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..hooks.site import Site
-from .folder import ShardEntry, crc32_of, index_name, read_manifest
+from .folder import INDEX, ShardEntry, crc32_of, index_name, read_manifest
+from .sources import pyarrow
 
 
 class ShardedRows:
@@ -231,6 +232,32 @@ class Harvest:
     def token_ids(self, site: str | Site | None = None) -> Tensor:
         """[rows] int64: token of each row."""
         return _joined([shard.token_ids(site) for shard in self.shards])
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write a Parquet file: `document_ids`, `positions`, `token_ids`, and each site as lists of one length, in float32.
+
+        A shard is a row group. The heads of a state are side by side.
+
+        Raises:
+            ValueError: sites with different positions: they have no common rows.
+            ImportError: pyarrow is missing.
+        """
+        if self._index_per_site:
+            raise ValueError(
+                f"{self.folder}: its sites select different positions, and a row of a table is one position"
+            )
+        arrow, parquet = pyarrow("Parquet files")
+        with contextlib.ExitStack() as stack:
+            writer = None
+            for shard in self.shards:
+                columns = {name: arrow.array(getattr(shard, name)().numpy()) for name in INDEX}
+                for site in self.sites:
+                    rows = shard[site].float().flatten(1) if shard[site].ndim > 1 else shard[site].float()[:, None]
+                    values = arrow.array(rows.numpy().reshape(-1))
+                    columns[site] = arrow.FixedSizeListArray.from_arrays(values, rows.shape[1])
+                table = arrow.table(columns)
+                writer = writer or stack.enter_context(parquet.ParquetWriter(path, table.schema))
+                writer.write_table(table)
 
     def verify(self) -> None:
         """Check the CRC-32 of each shard. Raises ValueError if one is damaged."""

@@ -143,11 +143,17 @@ def _read_parquet(path: str, portion: Portion, column: str | None) -> Iterator[A
 
 
 def _parquet(path: str) -> Any:
+    return pyarrow("Parquet files")[1].ParquetFile(path)
+
+
+def pyarrow(what: str) -> tuple[Any, Any]:
+    """The packages `pyarrow` and `pyarrow.parquet`. Raises ImportError, of `what`, if they are missing."""
     try:
+        import pyarrow as arrow
         from pyarrow import parquet
     except ModuleNotFoundError as error:
-        raise ImportError(f"Parquet files need pyarrow: pip install pyarrow ({error})") from error
-    return parquet.ParquetFile(path)
+        raise ImportError(f"{what} need pyarrow: pip install pyarrow ({error})") from error
+    return arrow, parquet
 
 
 def write_jsonl(documents: Iterable[Any], path: Path) -> None:

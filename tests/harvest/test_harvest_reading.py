@@ -168,3 +168,23 @@ def test_progress_is_lines_where_there_is_no_terminal(
     assert capfd.readouterr().err.splitlines()[0].startswith("1 documents, ")
     lm.harvest(documents, capture=["embed"], out=tmp_path / "quiet", on_error="skip", progress=False)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_parquet_file_has_the_rows_of_all_shards(lm_of: Any, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lm, documents = lm_of("llama", **ALONE), corpus(12)
+    capture: list[Any] = ["resid_post.1", Capture("z.0", dtype="bfloat16")]
+    lm.harvest(documents, capture=capture, out=tmp_path / "out", shard_bytes=20_000, progress=False)
+    harvest = open_harvest(tmp_path / "out")
+    harvest.to_parquet(tmp_path / "rows.parquet")
+    table = parquet.read_table(tmp_path / "rows.parquet")
+    assert parquet.ParquetFile(tmp_path / "rows.parquet").num_row_groups == len(harvest.shards) > 1
+    for name in ("document_ids", "positions", "token_ids"):
+        assert table[name].to_pylist() == getattr(harvest, name)()[:].tolist()
+    for site in harvest.sites:
+        assert torch.equal(torch.tensor(table[site].to_pylist()), harvest[site][:].float().flatten(1))
+    captures: list[Any] = ["embed", Capture("resid_post.0", positions=[0])]
+    lm.harvest(documents, capture=captures, out=tmp_path / "two", progress=False)
+    with pytest.raises(ValueError, match="different positions"):
+        open_harvest(tmp_path / "two").to_parquet(tmp_path / "no.parquet")
+    assert not (tmp_path / "no.parquet").exists()
