@@ -28,7 +28,7 @@ def is_word(value: Any) -> bool:
 
 def has_words(positions: Any) -> bool:
     """Whether checked positions are or hold words."""
-    return any(map(is_word, positions)) if type(positions) is tuple else is_word(positions)
+    return str in map(type, positions) if type(positions) is tuple else is_word(positions)
 
 
 def numbers_of(words: str | Sequence[int | str], images: Images, prompt_len: int, missing: str) -> Located:

@@ -235,9 +235,8 @@ def checked_positions(positions: Positions) -> str | _Indexes | _Words | slice |
     if isinstance(positions, range):
         return _checked_range(positions)
     indexes = _listed(positions)
-    words = [index for index in indexes if is_word(index)]
-    numbers = [index for index in indexes if not isinstance(index, str)] if words else indexes
-    if len(words) + len(numbers) < len(indexes) or not all(is_whole(index) for index in numbers):
+    words = not all(map(is_whole, indexes))
+    if words and not all(is_whole(index) or is_word(index) for index in indexes):
         hint = "; the last one of the prompt is -1" if isinstance(positions, str) and positions == "last" else ""
         raise ValueError(
             f"positions={shown(positions)}: expected 'all', 'prompt', 'generated', 'image', 'image[0]', 'text', whole numbers or a "
@@ -247,10 +246,13 @@ def checked_positions(positions: Positions) -> str | _Indexes | _Words | slice |
         raise ValueError(f"positions={shown(positions)} selects nothing")
     if isinstance(indexes, Masked):
         return indexes
+    numbers = [index for index in indexes if not isinstance(index, str)] if words else indexes
     largest = max(map(abs, numbers), default=0)
     if largest > MAX_POSITION:
         raise ValueError(f"positions={shown(positions)}: {largest} is too large; positions go up to {MAX_POSITION}")
-    return tuple(index if isinstance(index, str) else int(index) for index in indexes)
+    if words:
+        return tuple(str(index) if isinstance(index, str) else int(index) for index in indexes)
+    return tuple(map(int, indexes))
 
 
 def _checked_range(positions: range) -> range:
