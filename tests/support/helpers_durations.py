@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 BUDGET = {
-    "adapters": 45, "attention": 60, "bench": 15, "client": 90, "cluster": 30, "docs": 150, "engine": 150, "evals": 15,
-    "fuzz": 90, "golden": 10, "gpu": 10, "harvest": 45, "hooks": 420, "kernels": 120, "layers": 30, "lens": 60,
-    "mem_cache": 20, "models": 240, "plots": 10, "runner": 90, "sampling": 30, "server": 300, "speculative": 60,
-    "toolkit": 60, "utils": 10, "vllm_engine": 60, "tests": 45,
+    "adapters": 30, "attention": 70, "bench": 40, "client": 140, "cluster": 35, "docs": 100, "engine": 125, "evals": 10,
+    "fuzz": 25, "golden": 5, "gpu": 20, "harvest": 25, "hooks": 300, "kernels": 35, "layers": 5, "lens": 30,
+    "mem_cache": 5, "models": 150, "plots": 15, "runner": 65, "sampling": 10, "server": 300, "speculative": 55,
+    "toolkit": 15, "utils": 5, "vision": 50, "vllm_engine": 15, "tests": 45,
 }  # fmt: skip
 """Seconds that the tests of a folder are meant to take on a CPU, in one process. A run over it says so; it does not fail."""
 
