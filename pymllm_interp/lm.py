@@ -26,7 +26,7 @@ from .client.calls.model_weights import LoadedAdapters, ModelWeights
 from .client.chat import RenderedPrompt
 from .client.handle import RequestHandle
 from .client.inputs.prefix_kv import kv
-from .client.lifecycle.calls import is_paused, pause, resume, update_weights
+from .client.lifecycle.calls import is_paused, is_sleeping, pause, resume, sleep, update_weights, wake
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
 from .client.pooling.calls import encode
@@ -235,6 +235,7 @@ class LM(ClientModel):
 
     encode, classify, score, kv = encode, classify, score, kv
     pause, resume, is_paused, update_weights = pause, resume, is_paused, update_weights
+    sleep, wake, is_sleeping = sleep, wake, is_sleeping
 
     # -- corpora ----------------------------------------------------------------------------
 

@@ -28,6 +28,10 @@ class EngineClosedError(RuntimeError):
     """The engine was shut down."""
 
 
+class EngineSleepingError(RuntimeError):
+    """The engine sleeps: its memory is given back until `LM.wake`."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """A request with `stream` has a new token, and has not ended."""

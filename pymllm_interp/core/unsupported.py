@@ -29,7 +29,7 @@ ROUTED_EXPERTS = (
     "it is not supported: captures have the chosen experts, capture=['experts.*'], in native families with experts"
 )
 KV_TRANSFER = "KV transfer between engines is not supported: each LM computes the KV of its own requests"
-SLEEP = "sleep mode is not supported: lm.shutdown() and `del lm` release the device's memory, and a new LM(...) loads it again"
+SLEEP = "sleep mode as an option is not supported: lm.sleep() gives memory back, and lm.wake() takes it again"
 POOLING = (
     "tasks and poolings of an engine are not supported as options: any engine pools, lm.encode(prompts, pooling='mean', "
     "normalize=True), by default as the model's modules.json says"
@@ -128,7 +128,7 @@ _IN_PROCESS = (
 METHODS: dict[str, str] = {
     "embed": "here it is lm.encode(prompts)",
     "reward": "here it is lm.score(prompts)",
-    **dict.fromkeys(("sleep", "wake_up"), SLEEP),
+    "wake_up": "here it is lm.wake(tags)",
     "beam_search": BEAMS,
     **dict.fromkeys(("collective_rpc", "apply_model"), _IN_PROCESS),
     "init_weight_transfer_engine": "lm.update_weights(named_tensors) does all; over HTTP the server has vLLM's four routes",

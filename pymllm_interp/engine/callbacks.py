@@ -22,6 +22,10 @@ MAX_THREADS = 8
 """Owners with functions that run at the same time."""
 
 
+class EngineThread(threading.Thread):
+    """The thread of an engine. Nothing that runs on it may wait for a request, of whichever engine."""
+
+
 class Callbacks:
     """Runs functions on its own daemon threads. Functions of one owner run in order, those for several owners concurrently.
 

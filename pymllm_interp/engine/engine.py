@@ -27,7 +27,7 @@ from ..hooks.traces.blocks.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from ..utils.out_of_memory import is_out_of_memory
-from .callbacks import Callbacks
+from .callbacks import Callbacks, EngineThread
 from .constraints import masks_of
 from .counters import counters
 from .drafts import Drafts
@@ -43,10 +43,6 @@ logger = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 5.0
 """Seconds that a closing engine waits for callbacks."""
-
-
-class EngineThread(threading.Thread):
-    """The thread of an engine. Nothing that runs on it may wait for a request, of whichever engine."""
 
 
 class Engine:
@@ -108,7 +104,7 @@ class Engine:
     # -- callers -----------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request], subscriber: Subscriber) -> None:
-        """Queue requests, all at once, and send their events to `subscriber`. Raises EngineClosedError after `shutdown`."""
+        """Queue requests, all at once, and send their events to `subscriber`. Raises like `check_open`, and while it sleeps."""
         self.submit_all([(requests, subscriber)])
 
     def submit_all(self, groups: Sequence[tuple[Sequence[Request], Subscriber]]) -> None:
@@ -121,6 +117,7 @@ class Engine:
                 else:
                     self.intake.held += requests
 
+        self._check_awake()
         # Known from now on: a block may hold up the thread for longer than they wait.
         known = {request.request_id: (request, subscriber) for requests, subscriber in groups for request in requests}
         self.ends.subscribers |= known
@@ -147,6 +144,7 @@ class Engine:
 
     def run(self, command: RunnerCommand) -> Any:
         """Have the runner run a command between steps. Returns its answer. Raises like `call`."""
+        self._check_awake()
         return self.call(partial(self.runner.run, command))
 
     def post(self, command: RunnerCommand) -> None:
@@ -206,6 +204,10 @@ class Engine:
             raise self.forked.with_traceback(None)
         if self._closing is not None:
             raise EngineClosedError(f"{self._closing}: it takes no more requests") from self._closing
+
+    def _check_awake(self) -> None:
+        if self.intake.why_closed is not None:
+            raise self.intake.why_closed.with_traceback(None)
 
     @property
     def on_engine_thread(self) -> bool:

@@ -56,6 +56,10 @@ class CrossPool:
         self.lens[row] = length
         return slots
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory of keys and values."""
+        return self.kv.tensors()
+
     def close(self) -> None:
         """Free the memory, whoever still holds the pool."""
         self.kv.close()

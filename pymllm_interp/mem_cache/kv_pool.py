@@ -83,6 +83,10 @@ class KVPool:
         self._kv = torch.empty(0, dtype=self.dtype, device=self.device)
         self.k_buffer, self.v_buffer = [], []
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory."""
+        return [self._kv]
+
     @property
     def nbytes(self) -> int:
         return self._kv.nbytes

@@ -106,6 +106,10 @@ class StatePool:
         self.snapshots.close()
         self.states = []
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory of slots and snapshots."""
+        return [*self.states, *self.snapshots.memory]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""

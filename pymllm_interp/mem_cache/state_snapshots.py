@@ -20,12 +20,13 @@ class StateSnapshots:
         states: the pool's, [slots, *shape] each.
 
     Attributes:
+        memory: [size, *shape] of each state.
         num_kept, num_reused: snapshots so far.
     """
 
     def __init__(self, states: list[torch.Tensor], size: int) -> None:
         self._states, self.size = states, size
-        self._memory = [state.new_zeros(size, *state.shape[1:]) for state in states]
+        self.memory = [state.new_zeros(size, *state.shape[1:]) for state in states]
         self._places: OrderedDict[int, int] = OrderedDict()  # page -> place, the least recently used first
         self._free = list(range(size))
         self.num_kept = self.num_reused = 0
@@ -37,13 +38,13 @@ class StateSnapshots:
 
     def close(self) -> None:
         """Free the memory. Later snapshots are not kept."""
-        self._states, self._memory, self._free, self.size = [], [], [], 0
+        self._states, self.memory, self._free, self.size = [], [], [], 0
         self._places.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all snapshots."""
-        return sum(memory.nbytes for memory in self._memory)
+        return sum(memory.nbytes for memory in self.memory)
 
     def longest(self, pages: Sequence[int]) -> int:
         """Number of leading pages of a sequence up to the last one with a snapshot."""
@@ -53,7 +54,7 @@ class StateSnapshots:
         """Copy a slot's states, which are those at the end of `page`."""
         if page not in self._places and self.size:
             place = self._places[page] = self._free.pop() if self._free else self._places.popitem(last=False)[1]
-            own = [memory[place] for memory in self._memory]
+            own = [memory[place] for memory in self.memory]
             torch._foreach_copy_(own, [state[slot] for state in self._states])
             self.num_kept += 1
         elif page in self._places:
@@ -64,7 +65,7 @@ class StateSnapshots:
         place = self._places[page]
         self._places.move_to_end(page)
         own = [state[slot] for state in self._states]
-        torch._foreach_copy_(own, [memory[place] for memory in self._memory])
+        torch._foreach_copy_(own, [memory[place] for memory in self.memory])
         self.num_reused += 1
 
     def drop(self, pages: Iterable[int]) -> None:

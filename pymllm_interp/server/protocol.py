@@ -413,6 +413,26 @@ class UnloadAdapterRequest(Strict):
     lora_int_id: StrictInt | None = Field(None, description="of vLLM's, without effect")
 
 
+class InitTransferRequest(Strict):
+    """Body of vLLM's `POST /init_weight_transfer_engine`."""
+
+    init_info: dict[str, Any] = Field(max_length=16)
+
+
+class UpdateWeightsRequest(Strict):
+    """Body of vLLM's `POST /update_weights`."""
+
+    update_info: dict[str, Any] = Field(
+        max_length=16, description="names, dtype_names, shapes, and handles of the tensors"
+    )
+
+
+class FinishUpdateRequest(Strict):
+    """Body of vLLM's `POST /finish_weight_update`."""
+
+    weight_version: str | None = Field(None, max_length=256)
+
+
 class EmptyRequest(Strict):
     """The body of a route that takes no fields."""
 

@@ -139,6 +139,13 @@ class ResetPrefixCache(EngineMessage):
     """Forget the KV that the prefix cache keeps. Answered by `Answer`."""
 
 
+class Control(EngineMessage):
+    """An order to the engine, see `Backend.control`. Answered by `Answer` or `Failed`."""
+
+    order: str
+    arguments: dict[str, Any] = {}
+
+
 class AskTokenizer(EngineMessage):
     """Request for the tokenizer's files. The `Answer` maps names to bytes; empty if the model has no tokenizer."""
 
@@ -276,7 +283,7 @@ class Gone(EngineMessage):
 
 ToEngine = (
     Submit | Abort | PutVector | DropVector | LoadAdapter | UnloadAdapter | RunTrace | ReadFrames | AskStats | AskProgress
-    | ResetPrefixCache | AskTokenizer | Hello | Pulse | Stop
+    | ResetPrefixCache | Control | AskTokenizer | Hello | Pulse | Stop
 )  # fmt: skip
 FromEngine = Ready | Accepted | Rows | Token | Finished | Frame | Answer | Failed | Spread | Pulse | Gone
 

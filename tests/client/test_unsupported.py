@@ -43,7 +43,7 @@ OPTIONS = [
     ("V23", "kv_transfer_config", {}, "KV transfer"),
     ("V24", "enable_eplb", True, "expert parallelism.*one device holds all experts"),
     ("V24", "enable_return_routed_experts", True, r"chosen experts.*capture=\['experts\.\*'\]"),
-    ("V34", "enable_sleep_mode", True, r"sleep mode.*lm\.shutdown\(\) and `del lm`"),
+    ("V34", "enable_sleep_mode", True, r"sleep mode.*lm\.sleep\(\)"),
     ("V53", "speculative_model", "mtp", "speculative decoding"),
 ]
 OF_REQUESTS = [
@@ -141,8 +141,7 @@ def test_v22_a_request_for_an_adapter_names_the_keyword(name: str, lm_of: Any) -
 METHODS = [
     ("embed", r"lm\.encode\(prompts\)"),
     ("reward", r"lm\.score\(prompts\)"),
-    ("sleep", r"lm\.shutdown\(\)"),
-    ("wake_up", r"lm\.shutdown\(\)"),
+    ("wake_up", r"lm\.wake\(tags\)"),
     ("beam_search", "n draws as many completions"),
     ("collective_rpc", "with lm.trace"),
     ("get_tokenizer", r"lm\.tokenizer"),

@@ -22,9 +22,7 @@ def client(server) -> Iterator[httpx.Client]:
     ("method", "path", "instead"),
     [
         ("POST", "/v2/embed", "/v1/embeddings"),
-        ("POST", "/sleep", r"lm\.shutdown\(\) and `del lm`"),
-        ("POST", "/wake_up", r"lm\.shutdown"),
-        ("GET", "/is_sleeping", "sleep mode"),
+        ("POST", "/release_kv_cache_memory", r"/sleep\?tags=kv_cache"),
         ("POST", "/reset_prefix_cache", "/v1/interp/reset_prefix_cache"),
         ("POST", "/v1/audio/transcriptions", "take text"),
         ("POST", "/v1/images/generations", "write text"),
@@ -99,5 +97,5 @@ def test_the_pages_name_every_route_that_is_served(client: httpx.Client) -> None
 
 def test_the_page_lists_the_kinds_of_routes_that_are_refused() -> None:
     page = (ROOT / "docs" / "use" / "serve.md").read_text()
-    for route in ("/sleep", "/v1/audio/..."):
+    for route in ("/v1/batches", "/v1/audio/..."):
         assert f"`{route}`" in page

@@ -1,7 +1,8 @@
-"""``lm.pause`` and ``lm.resume``, and new weights: `update_weights`."""
+"""``lm.pause`` and ``lm.resume``, new weights by `update_weights`, and ``lm.sleep`` and ``lm.wake``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,49 @@ def update_weights(self: ClientModel, weights: NamedTensors | str | Path, *, dra
         EngineClosedError: the engine was shut down.
     """
     return _control(self, "update_weights", weights=weights, draft=draft)["version"]
+
+
+def sleep(
+    self: ClientModel, level: int = 1, *, tags: Sequence[str] = ("weights", "kv_cache", "captures"), drain: bool = False
+) -> None:
+    """Give the device's memory back until `wake`. Calls in between raise EngineSleepingError; weights must not be read.
+
+    Adapters, SAEs, vectors and the tables of requests stay on the device. The prefix cache is emptied with "kv_cache".
+
+    Args:
+        level: 1 keeps the weights in host memory. 2 drops them.
+        tags: memory to give back: "weights", "kv_cache" (recurrent states included), and "captures" (the ring on CUDA).
+        drain: wait for live requests. Without it they are an error.
+
+    Raises:
+        ValueError: live requests, or another level or tag.
+        EngineClosedError: the engine was shut down.
+    """
+    _control(self, "sleep", level=level, tags=list(tags) if not isinstance(tags, str) else tags, drain=drain)
+
+
+def wake(self: ClientModel, tags: Sequence[str] | None = None) -> bool:
+    """Take memory again after `sleep`. Passes are captured anew when all is back.
+
+    Weights that were dropped (level 2) are loaded again from the model's folder, if they were not changed since. Else
+    ``wake(["weights"])`` gives them memory, and `update_weights` with all of them wakes the engine.
+
+    Args:
+        tags: memory to take; None: all.
+
+    Returns:
+        whether the engine is awake.
+
+    Raises:
+        ValueError: another tag, or dropped weights that cannot be loaded again.
+        torch.OutOfMemoryError: no room; the engine still sleeps.
+    """
+    return _control(self, "wake", tags=tags if tags is None or isinstance(tags, str) else list(tags))
+
+
+def is_sleeping(self: ClientModel) -> bool:
+    """Whether the engine sleeps."""
+    return _control(self, "is_sleeping")
 
 
 def _control(model: Any, order: str, **arguments: Any) -> Any:

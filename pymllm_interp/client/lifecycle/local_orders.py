@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...engine.engine import Engine
 from ...engine.lifecycle.lifecycle import EngineLifecycle
-from ...models.updates import NamedTensors
+from ...engine.lifecycle.sleep import EngineSleep
+from ...models.updates import NamedTensors, WeightUpdate
+from ...wire.weights import received
+
+BACKENDS = ("ipc", "shared_memory")
 
 
 class LocalOrders:
@@ -18,7 +23,12 @@ class LocalOrders:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._lifecycle = EngineLifecycle(engine)
+        self._lifecycle, self._device = EngineLifecycle(engine), engine.runner.device
+        self._backend: str | None = None
+        self._update: WeightUpdate | None = None
+        self._is_draft, self._label = False, ""
+        self._sleep = EngineSleep(engine)
+        self.sleep, self.wake = self._sleep.sleep, self._sleep.wake
         self.pause, self.resume = self._lifecycle.pause, self._lifecycle.resume
 
     def is_paused(self) -> bool:
@@ -27,6 +37,76 @@ class LocalOrders:
 
     def update_weights(self, weights: NamedTensors | str | Path, draft: bool = False) -> dict[str, Any]:
         """Install weights of this process, see `LM.update_weights`."""
+        self._sleep.check_weights()
         update = self._lifecycle.new_update(draft)
         update.add(weights)
-        return self._lifecycle.install(update, draft)
+        return self._install(update, draft)
+
+    def _install(self, update: WeightUpdate, draft: bool) -> dict[str, Any]:
+        self._sleep.check_weights()
+        found = self._lifecycle.install(update, draft, whole=self._sleep.needs_weights and not draft)
+        if self._sleep.needs_weights and not draft:
+            self._sleep.weights_given()
+        return found
+
+    def is_sleeping(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._sleep.is_sleeping
+
+    # -- vLLM's calls, for weights of another process ------------------------------------------
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Choose the transport: {"backend": "ipc"}, or "shared_memory". Raises ValueError: another one."""
+        backend = init_info.get("backend", "ipc" if self._device.startswith("cuda") else "shared_memory")
+        if backend not in BACKENDS or init_info.get("packed"):
+            raise ValueError(
+                f"init_info: expected a backend of {', '.join(BACKENDS)}, and packed=false; got {dict(init_info)}"
+            )
+        self._backend = backend
+
+    def start_weight_update(self, draft: bool = False) -> None:
+        """Begin an update. Raises ValueError: another one is under way."""
+        if self._backend is None:
+            raise ValueError("start_weight_update comes after init_weight_transfer_engine")
+        if self._update is not None:
+            raise ValueError(
+                "an update is under way: finish_weight_update ends it, shutdown_weight_transfer_engine drops it"
+            )
+        self._update, self._is_draft = self._lifecycle.new_update(draft), draft
+
+    def receive_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Collect tensors of another process, or all of a folder: {"folder": PATH}. Nothing is written.
+
+        Raises:
+            ValueError: no update is under way.
+            WeightsError: an invalid description; the update is dropped.
+        """
+        if self._update is None:
+            raise ValueError("update_weights comes after start_weight_update")
+        try:
+            folder = update_info.get("folder")
+            self._update.add(folder if isinstance(folder, str) else received(update_info, self._device))
+        except BaseException:
+            self._update = None
+            raise
+
+    def finish_weight_update(self, weight_version: str | None = None) -> dict[str, Any]:
+        """Check and write the collected tensors, see `EngineLifecycle.install`.
+
+        Args:
+            weight_version: a name for `weight_info`.
+        """
+        update, self._update = self._update, None
+        if update is None:
+            raise ValueError("finish_weight_update comes after start_weight_update")
+        found = self._install(update, self._is_draft)
+        self._label = weight_version or str(found["version"])
+        return found
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Drop an update that is under way."""
+        self._backend = self._update = None
+
+    def weight_info(self) -> dict[str, Any]:
+        """{"weight_version": name of the last update; "" before the first}."""
+        return {"weight_version": self._label}

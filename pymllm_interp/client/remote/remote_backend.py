@@ -31,6 +31,7 @@ from ...utils.arguments import PromptError
 from ...utils.device import DTYPES
 from ...wire.embeds import NAME, POSITIONS
 from ...wire.specs import to_json
+from ...wire.weights import SentWeights
 from ..backend import Backend, Submission
 from ..calls.lowered import Lowered
 from ..chat import RenderedPrompt
@@ -137,6 +138,36 @@ class RemoteBackend(Backend):
 
     def unload_adapter(self, name: str) -> None:
         self.engine.ask("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+
+    def control(self, order: str, **arguments: Any) -> Any:
+        if order == "update_weights":
+            return self._update_weights(**arguments)
+        if order == "sleep":
+            arguments["mode"] = "wait" if arguments.pop("drain") else "keep"
+        method, route = "GET" if order.startswith("is_") else "POST", "wake_up" if order == "wake" else order
+        params = {name: value for name, value in arguments.items() if value is not None}
+        found = self.engine.ask(method, f"/{route}", params=params, timeout=LOAD_SECONDS).json()
+        return found["status"] == "awake" if order == "wake" else found.get(order)
+
+    def _update_weights(self, weights: Any, draft: bool) -> dict[str, Any]:
+        """Send tensors of this process by handles, or the path of a folder of the server's machine."""
+        if isinstance(weights, str | Path):
+            return self._sent_weights("shared_memory", {"folder": str(weights)}, draft)
+        with SentWeights(weights) as sent:
+            return self._sent_weights(sent.backend, sent.info, draft)
+
+    def _sent_weights(self, backend: str, info: dict[str, Any], draft: bool) -> dict[str, Any]:
+        def post(route: str, **body: Any) -> dict[str, Any]:
+            return self.engine.ask("POST", f"/{route}", json=body or None, timeout=LOAD_SECONDS).json()
+
+        post("init_weight_transfer_engine", init_info={"backend": backend})
+        post("start_draft_weight_update" if draft else "start_weight_update")
+        try:
+            post("update_weights", update_info=info)
+        except BaseException:
+            post("shutdown_weight_transfer_engine")
+            raise
+        return post("finish_weight_update")
 
     @property
     def adapters(self) -> dict[str, str]:

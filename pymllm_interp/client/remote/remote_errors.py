@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from ...core.events import EngineClosedError
+from ...core.events import EngineClosedError, EngineSleepingError
 from ...hooks.captures.activations import CaptureError
 from ...hooks.traces.blocks.errors import EditError, GangError, TraceError, TraceTimeoutError
 from ...hooks.traces.nnsight_compat import OutOfOrderError
@@ -17,7 +17,8 @@ from ...wire.failures import Failure, ends
 LAST_LINE = (1 << 31) - 1
 """The largest line number that a traceback can have."""
 _CLASSES: tuple[type[BaseException], ...] = (
-    PromptError, EngineClosedError, CaptureError, EditError, GangError, TraceError, TraceTimeoutError, OutOfOrderError,
+    PromptError, EngineClosedError, EngineSleepingError, CaptureError,
+    EditError, GangError, TraceError, TraceTimeoutError, OutOfOrderError,
 )  # fmt: skip
 OURS: dict[str, type[BaseException]] = {cls.__name__: cls for cls in _CLASSES}
 OURS["EngineDiedError"] = EngineClosedError

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ...core.events import EngineSleepingError
 from ...layers.seal import persistent_buffers
 from ...utils.arguments import shown
 
@@ -57,6 +58,7 @@ class ModelState:
     Attributes:
         adapters: name -> digest of the weights of each loaded adapter (models/adapters/slots.py).
         closed: the model was released.
+        asleep: the weights have no memory.
     """
 
     def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
@@ -65,7 +67,7 @@ class ModelState:
         self._checksums: dict[str, tuple[int, int]] = {}  # name -> (version, checksum)
         self._last: tuple[int, str] | None = None  # (version, fingerprint)
         self.adapters: dict[str, str] = {}
-        self.closed = False
+        self.closed = self.asleep = False
 
     @property
     def version(self) -> int:
@@ -92,6 +94,8 @@ class ModelState:
             ValueError: as `namespace`.
         """
         namespace = self.namespace(adapter)
+        if self.asleep:
+            raise EngineSleepingError("the weights are asleep: lm.wake() wakes them")
         version = self.version  # before the sums: an edit meanwhile leads to another sum
         if self._last is None or self._last[0] != version:
             digest = hashlib.sha256(self._settings)

@@ -110,11 +110,23 @@ class ModelDrafter:
         runner.context_len = min(runner.context_len, target.context_len)
         runner.open()
         assert runner.req_to_token_pool is not None and runner.token_to_kv_pool_allocator is not None
-        self.passes = RowPasses(runner)
-        self.graphs = None
-        if runner.graph_runner is not None:
-            self.graphs = DraftGraphs(runner, self.num_speculative_tokens, self._carry)
+        self._set_passes()
         self.sequences = DraftSequences(runner.req_to_token_pool, runner.token_to_kv_pool_allocator)
+
+    def _set_passes(self) -> None:
+        self.passes, self.graphs = RowPasses(self.runner), None
+        if self.runner.graph_runner is not None:
+            self.graphs = DraftGraphs(self.runner, self.num_speculative_tokens, self._carry)
+
+    def release_graphs(self) -> None:
+        """Release the captured passes."""
+        self.runner.graphs.release()
+        self._set_passes()
+
+    def capture_graphs(self) -> None:
+        """Capture the passes again."""
+        self.runner.init_cuda_graphs()
+        self._set_passes()
 
     def close(self) -> None:
         """Release the draft model and its memory. A second call does nothing."""

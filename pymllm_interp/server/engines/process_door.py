@@ -159,6 +159,9 @@ class ProcessDoor(Door):
         await self.ask(lambda number: m.UnloadAdapter(number, name))
         self.adapters.pop(name, None)
 
+    async def control(self, order: str, **arguments: Any) -> Any:
+        return await self.ask(lambda number: m.Control(number, order, arguments))
+
     async def _order(self, order: VectorOrder) -> Any:
         found = await self.ask(lambda number: numbered(order, number))
         self._orders.take(order)

@@ -20,9 +20,9 @@ from ..audio.routes import audio_routes
 from ..pooling.routes import pooling_routes
 from ..protocol import COMPONENT
 from ..responses.routes import responses_routes
-from ..routes.adapter_routes import adapter_routes
 from ..routes.interp_routes import interp_routes
 from ..routes.openai_routes import openai_routes
+from ..routes.operator_routes import operator_routes
 from ..routes.refused_routes import refused_routes, unknown_route
 from ..routes.tokenize_routes import tokenize_routes
 from .errors import ApiError, api_error, validation_error
@@ -56,7 +56,7 @@ def create_app(state: ServerState) -> FastAPI:
             responses_routes,
             pooling_routes,
             tokenize_routes,
-            adapter_routes,
+            operator_routes,
             interp_routes,
         )
     ]

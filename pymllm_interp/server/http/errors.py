@@ -53,7 +53,7 @@ def api_error(error: BaseException, refused: bool) -> ApiError:
         return error
     failure = failure_of(error)
     message = failure.message or failure.type
-    if failure.is_a("EngineClosedError", "EngineDiedError"):
+    if failure.is_a("EngineClosedError", "EngineDiedError", "EngineSleepingError"):
         return ApiError(503, message, code="engine_unavailable", headers={"Retry-After": "5"})
     if refused and failure.is_a("ValueError", "TypeError", "KeyError"):
         return ApiError(400, message, code="refused")

@@ -89,6 +89,7 @@ class EngineServer:
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
             m.AskProgress: lambda message: m.Answer(message.call, self.model.engine.progress()._asdict()),
             m.ResetPrefixCache: partial(self._later, self._reset_prefix_cache),
+            m.Control: self._control,
             m.AskTokenizer: partial(self._later, self._read_tokenizer),
         }
 
@@ -266,6 +267,14 @@ class EngineServer:
     def _unload_adapter(self, message: m.UnloadAdapter) -> m.Answer:
         self.model.backend.unload_adapter(message.name)
         return m.Answer(message.call)
+
+    def _control(self, message: m.Control) -> None:
+        """Carry out an order on a separate thread: a pause of mode "wait" waits, and later orders do not."""
+
+        def answer(message: m.Control) -> m.Answer:
+            return m.Answer(message.call, self.model.backend.control(message.order, **message.arguments))
+
+        threading.Thread(target=self._answer, args=(answer, message), daemon=True).start()
 
     def _took(self, order: VectorOrder) -> None:
         """Remember an order, and tell all fronts of a replica of it."""

@@ -12,8 +12,6 @@ from ...core import unsupported
 from ..http.errors import ApiError
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-_PAUSE = "the scheduler is not paused over HTTP: SIGTERM ends the server after its running requests (--drain-seconds)"
-_WEIGHTS = "weights are not changed over HTTP: /v1/load_lora_adapter loads an adapter; other weights need a server of their own"
 _BATCHES = (
     "there are no batch jobs: send the requests at once, they share steps; lm.imap and lm.harvest read long inputs"
 )
@@ -26,8 +24,7 @@ _OTHERS = "this server has OpenAI's API: use /v1/chat/completions or /v1/complet
 ROUTES: dict[str, str] = {
     # vLLM's
     "/v2/embed": "Cohere's API is not served: use /v1/embeddings",
-    **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), unsupported.SLEEP),
-    **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),
+    "/release_kv_cache_memory": "here it is /sleep?tags=kv_cache",
     **dict.fromkeys(("/start_profile", "/stop_profile"), unsupported.PROFILE),
     "/collective_rpc": "the engine's methods are not called over HTTP: /v1/interp/trace runs code, for keys with that right",
     "/reset_prefix_cache": "here it is /v1/interp/reset_prefix_cache, for operators",
@@ -35,7 +32,7 @@ ROUTES: dict[str, str] = {
     "/server_info": "/v1/interp/capabilities has the model, its sites and limits, and /version the version",
     "/tokenizer_info": "/v1/interp/tokenizer has the tokenizer's files",
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), unsupported.EXPERT_PARALLEL),
-    **dict.fromkeys(("/init_weight_transfer_engine", "/update_weights", "/get_world_size"), _WEIGHTS),
+    "/get_world_size": unsupported.PIPELINE,
     "/abort_requests": "a request ends when its client closes the connection",
     "/invocations": "the body's kind is not guessed from its fields: use /v1/chat/completions or /v1/completions",
     "/inference/v1/generate": "/v1/completions takes token ids as prompt; return_token_ids gives them back",

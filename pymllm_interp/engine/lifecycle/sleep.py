@@ -1,0 +1,242 @@
+"""Memory of a sleeping engine: weights, KV and rings that leave the device, and come back under the same tensors.
+
+Tensors keep their storages, which lose and get memory. So fused weights, views and modules need no repair. Memory may come back at
+another address: CUDA graphs are captured anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.events import EngineSleepingError
+from ...models.updates import WeightUpdate
+from ...runner.device_memory import return_freed_memory
+from ...runner.model_runner import ModelRunner
+from ..engine import Engine
+
+TAGS = ("weights", "kv_cache", "captures")
+
+
+class SleepingMemory:
+    """The memory of some tensors, by storage, while it is off the device.
+
+    Attributes:
+        dropped: whether bytes of it are lost, so that new ones are to be written.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self.dropped = False
+
+    def put(self, tensors: Iterable[Tensor], keep: bool) -> None:
+        """Free the memory of the tensors.
+
+        Args:
+            keep: keep its bytes in host memory, pinned for a CUDA device.
+        """
+        for storage in _storages(tensors):
+            size, host = storage.nbytes(), None
+            if keep:
+                host = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                host.copy_(_bytes_of(storage), non_blocking=True)
+            self._held.append((storage, size, host))
+            self.dropped |= not keep
+        self._wait()
+        for storage, _, _ in self._held:
+            if storage.nbytes():
+                storage.resize_(0)
+
+    def restore(self) -> None:
+        """Allocate the memory again, with its bytes; zeros for lost ones. Raises torch.OutOfMemoryError: there is no room."""
+        for storage, size, _ in self._held:
+            storage.resize_(size)
+        for storage, _, host in self._held:
+            memory = _bytes_of(storage)
+            memory.zero_() if host is None else memory.copy_(host, non_blocking=True)
+        self._wait()
+        self._held.clear()
+
+    def _wait(self) -> None:
+        """Wait for copies."""
+        for device in {storage.device for storage, _, _ in self._held if storage.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Each storage with memory, once. Without mapped files, as transformers loads on a CPU: the system drops their pages itself."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.resizable() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
+
+
+def weights_of(runner: ModelRunner) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors of checkpoints, and those that follow from the config, of a model."""
+    model = runner.get_model()
+    saved = list(model.state_dict(keep_vars=True).values())
+    known = {tensor.untyped_storage().data_ptr() for tensor in saved}
+    others = [tensor for tensor in model.buffers() if tensor.untyped_storage().data_ptr() not in known]
+    return saved, others
+
+
+def caches_of(runner: ModelRunner) -> list[Tensor]:
+    """K and V, recurrent states and their snapshots, and cross keys and values."""
+    pools: list[Any] = [runner.token_to_kv_pool, runner.gdn_pool, runner.cross_pool]
+    found: list[Tensor] = []
+    for pool in pools:
+        if pool is not None:
+            found += pool.tensors()
+    return found
+
+
+class EngineSleep:
+    """Puts an engine to sleep, and wakes it. Requests are refused from its sleep on, until all of its memory is back.
+
+    Args:
+        engine: a started engine.
+
+    Attributes:
+        needs_weights: the weights were dropped, and no new ones were given.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loaded_version = 0 if engine.runner.model_state is None else engine.runner.model_state.version
+        self._asleep: dict[str, SleepingMemory] = {}
+        self.needs_weights = False
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory of the engine is off the device, or weights are to be given."""
+        return bool(self._asleep) or self.needs_weights
+
+    def check_weights(self) -> None:
+        """Raise ValueError while the weights have no memory."""
+        if "weights" in self._asleep:
+            raise ValueError("the weights are asleep: lm.wake(tags=['weights']) gives them memory")
+
+    def sleep(self, level: int = 1, tags: Sequence[str] = TAGS, drain: bool = False) -> None:
+        """Give memory back, see `LM.sleep`."""
+        if level not in (1, 2):
+            raise ValueError(f"level={level!r}: 1 keeps the weights in host memory, 2 drops them")
+        tags, engine = _checked(tags), self._engine
+        if drain:
+            paused = engine.intake.paused
+            self._close_intake()
+            try:
+                engine.call(engine.intake.drain).result()
+            finally:
+                engine.intake.paused = paused
+        try:
+            engine.call(partial(self._sleep, level, tags))
+        finally:
+            if not self.is_sleeping:
+                engine.intake.why_closed = None
+
+    def _close_intake(self) -> None:
+        self._engine.intake.why_closed = EngineSleepingError("the engine sleeps: lm.wake() (POST /wake_up) wakes it")
+
+    def _sleep(self, level: int, tags: Sequence[str]) -> None:
+        engine, runner = self._engine, self._engine.runner
+        engine.sync_previous_step()
+        if live := len(engine.scheduler.live) + len(engine.intake.held or ()):
+            raise ValueError(f"{live} requests are live: drain=True waits for them, lm.pause('abort') ends them")
+        self._close_intake()
+        assert runner.model_state is not None
+        runner.graphs.release()
+        runners: list[ModelRunner] = [runner, *(() if runner.drafter is None else (runner.drafter.runner,))]
+        if runner.drafter is not None:
+            runner.drafter.release_graphs()
+        for tag in tags:
+            if tag in self._asleep or (tag == "captures" and runner.capture_ring is None):
+                continue
+            memory = self._asleep[tag] = SleepingMemory()
+            if tag == "weights":
+                runner.model_state.asleep = True
+                for each in runners:
+                    saved, others = weights_of(each)
+                    memory.put(others, keep=True)
+                    memory.put(saved, keep=level == 1 or each is not runner)
+            elif tag == "kv_cache":
+                engine.scheduler.kv.reset_prefix_cache()
+                runner.reset_encoder_cache()
+                if runner.drafter is not None:
+                    runner.drafter.sequences.clear()
+                for each in runners:
+                    memory.put(caches_of(each), keep=False)
+            elif runner.capture_ring is not None:
+                runner.capture_ring.wait()
+                memory.put([runner.capture_ring.memory], keep=False)
+        return_freed_memory(runner.device)
+
+    def wake(self, tags: Sequence[str] | None = None) -> bool:
+        """Take memory again, see `LM.wake`. Returns whether the engine is awake."""
+        checked = TAGS if tags is None else _checked(tags)
+        if not self.is_sleeping:
+            return True
+        self._engine.call(partial(self._wake, checked))
+        if self.needs_weights and tags is None:
+            self._reload()
+        return not self.is_sleeping
+
+    def _wake(self, tags: Sequence[str]) -> None:
+        runner = self._engine.runner
+        assert runner.model_state is not None
+        for tag in tags:
+            memory = self._asleep.get(tag)
+            if memory is not None:
+                memory.restore()
+                del self._asleep[tag]
+                if tag == "weights":
+                    runner.model_state.asleep, self.needs_weights = False, memory.dropped
+        self._open_if_whole()
+
+    def weights_given(self) -> None:
+        """All weights were written."""
+        self.needs_weights = False
+        self._engine.call(self._open_if_whole)
+
+    def _open_if_whole(self) -> None:
+        """Capture graphs anew, and take requests, if nothing is asleep."""
+        runner = self._engine.runner
+        if self.is_sleeping:
+            return
+        runner.init_cuda_graphs()
+        if runner.adapters is not None and runner.adapters.any_loaded:
+            runner.graphs.capture_adapted(runner.adapters)
+        if runner.drafter is not None:
+            runner.drafter.capture_graphs()
+        self._engine.intake.why_closed = None
+
+    def _reload(self) -> None:
+        """Load dropped weights from the model's folder. Raises ValueError: it has none, or they were changed since."""
+        runner = self._engine.runner
+        state, source = runner.model_state, runner.source
+        assert state is not None and source is not None
+        if source.folder is None or state.version != self._loaded_version:
+            raise ValueError(
+                "the weights were dropped, and are not those of a folder: lm.update_weights gives all of them, and the engine wakes"
+            )
+        update = WeightUpdate(runner.get_model(), source.hf_config, runner.model_config)
+        update.add(source.folder)
+        update.check()
+        self._engine.call(update.write)
+        self._loaded_version = state.version
+        self.weights_given()
+
+
+def _checked(tags: Sequence[str]) -> Sequence[str]:
+    if isinstance(tags, str) or not tags or set(tags) - set(TAGS):
+        raise ValueError(f"tags={tags!r}: expected a list of {', '.join(TAGS)}")
+    return tags

@@ -1,0 +1,143 @@
+"""vLLM's routes for operators: LoRA adapters, pauses, and new weights. A path of the server's machine is an operator's to name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import PlainTextResponse, Response
+
+from ..http.body import JsonRoute
+from ..http.errors import ApiError
+from ..http.state import ServerState, require_operator
+from ..protocol import (
+    FinishUpdateRequest,
+    InitTransferRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    UpdateWeightsRequest,
+)
+from .orders import taken
+
+
+def operator_routes(state: ServerState) -> APIRouter:
+    """Router of the operators' endpoints."""
+    router = APIRouter(tags=["operators"], route_class=JsonRoute)
+    _add_orders(router, state)
+
+    @router.post("/v1/load_lora_adapter")
+    async def load(body: LoadAdapterRequest, request: Request) -> Response:
+        """Load a LoRA adapter: its name is a model's then. For operators."""
+        require_operator(request)
+        if body.lora_name in (state.settings.name, state.info["model"]):
+            raise ApiError(
+                400, f"{body.lora_name!r} is the model's own name: give the adapter another one", "lora_name"
+            )
+        await taken(state, state.engine.load_adapter(body.lora_name, body.lora_path))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload(body: UnloadAdapterRequest, request: Request) -> Response:
+        """Unload a LoRA adapter that no request uses: for operators."""
+        require_operator(request)
+        if body.lora_name not in state.engine.adapters:
+            raise ApiError(404, f"there is no adapter {body.lora_name!r}", "lora_name", "not_found")
+        await taken(state, state.engine.unload_adapter(body.lora_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return router
+
+
+def _add_orders(router: APIRouter, state: ServerState) -> None:
+    """vLLM's routes of reinforcement learning, each an order of `Backend.control`."""
+
+    async def order(request: Request, order: str, **arguments: Any) -> Any:
+        require_operator(request)
+        return await taken(state, state.engine.control(order, **arguments))
+
+    @router.post("/pause")
+    async def pause(
+        request: Request, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
+    ) -> dict[str, Any]:
+        """Pause the engine, as `lm.pause`. Without effect: `clear_cache`, because cached KV of old weights is never used."""
+        await order(request, "pause", mode=mode)
+        return {"status": "paused"}
+
+    @router.post("/resume")
+    async def resume(request: Request) -> dict[str, Any]:
+        """Let a paused engine run."""
+        await order(request, "resume")
+        return {"status": "resumed"}
+
+    @router.get("/is_paused")
+    async def is_paused(request: Request) -> dict[str, Any]:
+        """Whether the engine is paused."""
+        return {"is_paused": await order(request, "is_paused")}
+
+    @router.post("/sleep")
+    async def sleep(
+        request: Request, level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Literal["abort", "wait", "keep"] = "abort",
+        tags: Annotated[list[str] | None, Query(max_length=8)] = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Give the device's memory back, as `lm.sleep`. `mode` is as of `/pause`; live requests of "keep" are an error."""
+        if mode == "abort":
+            await order(request, "pause", mode="abort")
+            await order(request, "resume")
+        given = {} if tags is None else {"tags": tags}
+        await order(request, "sleep", level=level, drain=mode == "wait", **given)
+        return {"status": "sleeping", "level": level}
+
+    @router.post("/wake_up")
+    async def wake_up(
+        request: Request, tags: Annotated[list[str] | None, Query(max_length=8)] = None
+    ) -> dict[str, Any]:
+        """Take memory again, as `lm.wake`."""
+        awake = await order(request, "wake", tags=tags)
+        return {"status": "awake" if awake else "sleeping", "tags": tags}
+
+    @router.get("/is_sleeping")
+    async def is_sleeping(request: Request) -> dict[str, Any]:
+        """Whether the engine sleeps."""
+        return {"is_sleeping": await order(request, "is_sleeping")}
+
+    @router.post("/init_weight_transfer_engine")
+    async def init(request: Request, body: InitTransferRequest) -> dict[str, Any]:
+        """Choose how new weights come: {"backend": "ipc"} or {"backend": "shared_memory"}."""
+        await order(request, "init_weight_transfer_engine", init_info=body.init_info)
+        return {"message": "Weight transfer initialized"}
+
+    @router.post("/shutdown_weight_transfer_engine")
+    async def shutdown(request: Request) -> dict[str, Any]:
+        """Drop an update that is under way."""
+        await order(request, "shutdown_weight_transfer_engine")
+        return {"message": "Weight transfer shut down"}
+
+    @router.post("/start_weight_update")
+    async def start(request: Request) -> dict[str, Any]:
+        """Begin an update of the model's weights."""
+        await order(request, "start_weight_update")
+        return {"message": "Weight update started"}
+
+    @router.post("/start_draft_weight_update")
+    async def start_draft(request: Request) -> dict[str, Any]:
+        """Begin an update of the draft model's weights."""
+        await order(request, "start_weight_update", draft=True)
+        return {"message": "Draft weight update started"}
+
+    @router.post("/update_weights")
+    async def update(request: Request, body: UpdateWeightsRequest) -> dict[str, Any]:
+        """Collect weights by handles of shared memory or CUDA IPC, or of a folder. Nothing is written yet."""
+        await order(request, "receive_weights", update_info=body.update_info)
+        return {"message": "Weights updated"}
+
+    @router.post("/finish_weight_update")
+    async def finish(request: Request, body: FinishUpdateRequest | None = None) -> dict[str, Any]:
+        """Check the collected weights, and write all of them between two steps."""
+        version = None if body is None else body.weight_version
+        found = await order(request, "finish_weight_update", weight_version=version)
+        return {"message": "Weight update finished", **found}
+
+    @router.get("/weight_info")
+    async def weight_info(request: Request) -> dict[str, Any]:
+        """The name of the weights that the last update gave."""
+        return await order(request, "weight_info")

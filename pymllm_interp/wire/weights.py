@@ -1,0 +1,189 @@
+"""New weights from another process of this machine: handles as JSON, never pickles.
+
+Tensors on a CPU are in one segment of shared memory, which the engine copies. Tensors on a GPU have CUDA IPC handles::
+
+    with SentWeights(trainer.named_parameters()) as sent:
+        post(sent.info)                         # {"names": ..., "dtype_names": ..., "shapes": ..., "segment": ...}
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from ..models.weights.loading import WeightsError
+
+FOLDER = Path("/dev/shm")
+SEGMENT = re.compile(r"pymllm-interp-weights-[0-9a-f]{32}")
+MAX_TENSORS = 1 << 17
+ALIGNED = 64
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8, torch.int32,
+                  torch.int64, torch.int8)
+}  # fmt: skip
+HANDLE = (
+    "device", "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle",
+    "ref_counter_offset", "event_handle", "event_sync_required",
+)  # fmt: skip
+"""Fields of torch's description of shared CUDA memory, in its order, behind the tensor's."""
+
+
+class SentWeights:
+    """Named tensors that another process may read while the ``with`` block runs. They are all on a CPU, or all on one GPU.
+
+    Attributes:
+        info: vLLM's `update_info`, as JSON.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        named = [(name, tensor.detach()) for name, tensor in dict(weights).items()]
+        self._kept = [tensor.contiguous() for _, tensor in named]
+        self.info: dict[str, Any] = {
+            "names": [name for name, _ in named],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in self._kept],
+            "shapes": [list(tensor.shape) for tensor in self._kept],
+        }
+        kinds = {tensor.device for tensor in self._kept}
+        if len(kinds) > 1:
+            raise WeightsError(f"the weights are on {len(kinds)} devices; send them from one")
+        self._on_cuda = kinds != {torch.device("cpu")}
+        self._path = FOLDER / f"pymllm-interp-weights-{uuid4().hex}"
+
+    @property
+    def backend(self) -> str:
+        """Kind of the handles: "ipc" or "shared_memory"."""
+        return "ipc" if self._on_cuda else "shared_memory"
+
+    def __enter__(self) -> Self:
+        if self._on_cuda:
+            self.info["ipc_handles"] = [_cuda_handle(tensor) for tensor in self._kept]
+            return self
+        offsets, end = [], 0
+        with open(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            for tensor in self._kept:
+                offsets.append(end)
+                file.seek(end)
+                file.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+                end = -(-(end + tensor.nbytes) // ALIGNED) * ALIGNED
+            file.truncate(end)
+        self.info |= {"segment": self._path.name, "offsets": offsets}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._path.unlink(missing_ok=True)
+        self._kept.clear()
+
+
+def _cuda_handle(tensor: Tensor) -> dict[str, dict[str, Any]]:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, args = reduce_tensor(tensor)
+    fields = dict(zip(HANDLE, args[6:], strict=True))
+    found = {name: base64.b64encode(v).decode() if isinstance(v, bytes) else v for name, v in fields.items()}
+    uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    return {uuid: found | {"offset": args[3], "stride": list(args[2])}}
+
+
+def received(info: Mapping[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a `SentWeights.info` from another process.
+
+    Args:
+        device: device of the model.
+
+    Raises:
+        WeightsError: an invalid description, handles of another GPU or of a process that has ended, or pickled handles.
+    """
+    if "ipc_handles_pickled" in info:
+        raise WeightsError(
+            "ipc_handles_pickled: pickles run code, and are not read; send ipc_handles as JSON (wire/weights.py)"
+        )
+    names, dtypes, shapes = (_list(info, name) for name in ("names", "dtype_names", "shapes"))
+    where = _list(info, "ipc_handles" if "ipc_handles" in info else "offsets")
+    if len({len(names), len(dtypes), len(shapes), len(where)}) > 1:
+        raise WeightsError("names, dtype_names, shapes, and offsets or ipc_handles are lists of one length")
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        if not isinstance(name, str) or dtype not in DTYPES or not _is_sizes(shape):
+            raise WeightsError(
+                f"{str(name)[:200]}: {str(dtype)[:40]} {str(shape)[:80]} is no tensor; dtypes: {', '.join(DTYPES)}"
+            )
+    if "ipc_handles" in info:
+        for name, dtype, shape, handles in zip(names, dtypes, shapes, where, strict=True):
+            yield name, _of_cuda_handle(name, DTYPES[dtype], shape, handles, device)
+        return
+    segment = info.get("segment")
+    if not isinstance(segment, str) or SEGMENT.fullmatch(segment) is None:
+        raise WeightsError("segment: expected the name of a segment of SentWeights")
+    try:
+        file = open(os.open(FOLDER / segment, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+    except OSError as error:
+        raise WeightsError(f"segment {segment}: {error.strerror}; its process may have ended") from error
+    with file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise WeightsError(f"segment {segment} is no segment of memory")
+        for name, dtype, shape, offset in zip(names, dtypes, shapes, where, strict=True):
+            yield name, _read(file, status.st_size, name, DTYPES[dtype], shape, offset)
+
+
+def _read(file: Any, size: int, name: str, dtype: torch.dtype, shape: list[int], offset: Any) -> Tensor:
+    """A private copy: the sender may change or cut the segment at any time."""
+    count = math.prod(shape) * dtype.itemsize
+    if not isinstance(offset, int) or not 0 <= offset <= size - count:
+        raise WeightsError(f"{name}: {count} bytes at {offset} are not in the segment of {size}")
+    found = torch.empty(count, dtype=torch.uint8)
+    file.seek(offset)
+    if file.readinto(memoryview(found.numpy())) != count:
+        raise WeightsError(f"{name}: the segment ends early")
+    return found.view(dtype).view(shape)
+
+
+def _of_cuda_handle(name: str, dtype: torch.dtype, shape: list[int], handles: Any, device: str) -> Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    if not device.startswith("cuda"):
+        raise WeightsError(f"{name}: a CUDA IPC handle, and the model is on {device}")
+    own = torch.device(device)
+    uuid = str(torch.cuda.get_device_properties(own).uuid)
+    given = handles.get(uuid) if isinstance(handles, dict) else None
+    if not isinstance(given, dict) or not {*HANDLE, "offset", "stride"} <= given.keys():
+        raise WeightsError(f"{name}: ipc_handles has no handle of this GPU, {uuid}")
+    fields, stride, offset = [given[field] for field in HANDLE], given["stride"], given["offset"]
+    if not _is_sizes(stride) or len(stride) != len(shape) or not isinstance(offset, int):
+        raise WeightsError(f"{name}: its stride or offset is no tensor's")
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if not 0 <= offset <= last or (last + 1) * dtype.itemsize > int(fields[2]):
+        raise WeightsError(f"{name}: it is not in its storage of {fields[2]} bytes")
+    try:
+        fields = [base64.b64decode(f) if isinstance(f, str) else f for f in fields]
+        fields[0] = torch.cuda.current_device() if own.index is None else own.index
+        storage = torch.storage.TypedStorage
+        return rebuild_cuda_tensor(Tensor, torch.Size(shape), tuple(stride), offset, storage, dtype, *fields)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise WeightsError(
+            f"{name}: its CUDA IPC handle cannot be opened, its process may have ended: {error}"
+        ) from error
+
+
+def _list(info: Mapping[str, Any], name: str) -> list[Any]:
+    found = info.get(name)
+    if not isinstance(found, list) or not 0 < len(found) <= MAX_TENSORS:
+        raise WeightsError(f"{name}: expected a list of 1 to {MAX_TENSORS} values")
+    return found
+
+
+def _is_sizes(value: Any) -> bool:
+    return (
+        isinstance(value, list) and len(value) <= 8 and all(type(size) is int and 0 <= size < 1 << 40 for size in value)
+    )

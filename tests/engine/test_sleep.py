@@ -1,0 +1,174 @@
+"""`lm.sleep` and `lm.wake`: memory is given back and taken again, and nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CONFIGS, random_model, tiny_tokenizer
+from helpers_adapters import write_adapter
+from helpers_devices import DEVICES
+from helpers_drafts import drafted_by
+from helpers_waits import assert_idle
+
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.client.calls.lm_arguments import with_tuning
+from pymllm_interp.core.events import EngineSleepingError
+from pymllm_interp.models.weights.loading import WeightsError
+
+PROMPTS = [[1], list(range(5, 22)), [7, 8, 9]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("sleeper")
+    random_model(CONFIGS["llama"](), 0).save_pretrained(found)
+    tiny_tokenizer().save_pretrained(found)
+    return found
+
+
+def load(folder: Path, device: str = "cpu", **kwargs: Any) -> LM:
+    sizes = {"kv_cache_tokens": 512, "page_size": 4, "max_num_tokens": 32, "max_running_requests": 4}
+    return LM(folder, **with_tuning(**{"device": device, **sizes, **kwargs}))
+
+
+def seen(lm: LM, **options: Any) -> list[Any]:
+    outputs = lm.generate(PROMPTS, GREEDY, capture=["resid_post.*", "logits"], **options)
+    with lm.trace(PROMPTS[2], **options):
+        lm.model.layers[1].output[:] *= 2
+        logits = lm.lm_head.output.save()
+    found = [output.activations[site] for output in outputs for site in sorted(output.activations)]
+    return [[output.outputs[0].token_ids for output in outputs], *found, logits]
+
+
+def assert_same(ours: list[Any], theirs: list[Any]) -> None:
+    assert ours[0] == theirs[0] and all(map(torch.equal, ours[1:], theirs[1:]))
+
+
+def held(lm: LM) -> int:
+    """Bytes of weights and KV."""
+    storages = [
+        t.untyped_storage() for t in (*lm.runner.get_model().parameters(), *lm.runner.token_to_kv_pool.tensors())
+    ]
+    return sum(storage.nbytes() for storage in storages)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_ten_nights_change_nothing(impl: str, device: str, folder: Path, tmp_path: Path):
+    with load(folder, device, impl=impl) as lm:
+        lm.adapters.load("a", write_adapter(tmp_path / "a", random_model(CONFIGS["llama"]())))
+        expected, adapted, fingerprint, size = seen(lm), seen(lm, lora="a"), lm.weights.fingerprint, held(lm)
+        version = lm.weights.version
+        for night in range(10):
+            tags = [["weights", "kv_cache", "captures"], ["weights"], ["kv_cache"]][night % 3]
+            lm.sleep(tags=tags)
+            assert lm.is_sleeping() and (held(lm) < size or impl == "transformers")  # whose weights are a mapped file
+            with pytest.raises(EngineSleepingError, match=r"the engine sleeps: lm\.wake\(\)"):
+                lm.generate([[1]], GREEDY)
+            if "weights" in tags:
+                with pytest.raises(EngineSleepingError, match="weights are asleep"):
+                    _ = lm.weights.fingerprint
+            assert lm.wake() and lm.wake() and not lm.is_sleeping()
+            assert held(lm) == size
+            if night in (0, 4, 9):
+                assert_same(seen(lm), expected)
+                assert_same(seen(lm, lora="a"), adapted)
+        assert (lm.weights.fingerprint, lm.weights.version) == (fingerprint, version)
+        lm.reset_prefix_cache()
+        assert_idle(lm)
+
+
+def test_dropped_weights_are_loaded_again_or_given(folder: Path, tmp_path: Path):
+    new = random_model(CONFIGS["llama"](), 1)
+    new.save_pretrained(tmp_path)
+    with load(folder) as lm, load(tmp_path) as other:
+        expected = seen(lm)
+        lm.sleep(level=2)
+        assert lm.wake() and not lm.is_sleeping()
+        assert_same(seen(lm), expected)
+        lm.sleep(level=2)
+        with pytest.raises(ValueError, match=r"the weights are asleep: lm\.wake\(tags=\['weights'\]\)"):
+            lm.update_weights(new.state_dict())
+        assert not lm.wake(["weights"])
+        with pytest.raises(WeightsError, match=r"missing: model\.embed_tokens\.weight"):
+            lm.update_weights({"model.norm.weight": torch.ones(72)})
+        assert not lm.wake(["kv_cache"]) and not lm.wake(["captures"]) and lm.is_sleeping()
+        lm.update_weights(new.state_dict())
+        assert not lm.is_sleeping()
+        assert_same(seen(lm), seen(other))
+        lm.sleep(level=2)
+        with pytest.raises(ValueError, match=r"not those of a folder: lm\.update_weights gives all"):
+            lm.wake()  # other weights than were there before would be a silent change
+        with pytest.raises(EngineSleepingError):
+            lm.generate([[1]], GREEDY)
+        lm.update_weights(new.state_dict())
+        assert_same(seen(lm), seen(other))
+
+
+def test_live_requests_are_an_error_or_waited_for(folder: Path):
+    with load(folder) as lm:
+        lm.pause("keep")
+        handle = lm.submit([1, 2], GREEDY)
+        with pytest.raises(ValueError, match="1 requests are live: drain=True waits"):
+            lm.sleep()
+        assert not lm.is_sleeping()
+        sleeper = threading.Thread(target=lm.sleep, kwargs={"drain": True})
+        sleeper.start()
+        sleeper.join(60)
+        assert handle.result().outputs[0].finish_reason == "length" and lm.is_sleeping()
+        lm.wake()
+        assert lm.is_paused()
+        lm.resume()
+        for level, tags, message in ((3, ["weights"], "level=3"), (1, ["wieghts"], "tags="), (1, "weights", "tags=")):
+            with pytest.raises(ValueError, match=message):
+                lm.sleep(level=level, tags=tags)
+        assert lm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids == handle.result().outputs[0].token_ids
+
+
+def test_an_engine_ends_asleep(folder: Path):
+    lm = load(folder)
+    lm.sleep()
+    lm.shutdown()
+    other = load(folder)
+    other.sleep()
+    del other
+    gc.collect()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_draft_model_sleeps_too(device: str, folder: Path):
+    with load(folder, device, speculative=drafted_by(folder)) as lm:
+        expected = [o.outputs[0].token_ids for o in lm.generate(PROMPTS, GREEDY)]
+        before = lm.engine.stats()
+        lm.sleep()
+        draft: Any = lm.runner.drafter
+        assert not any(parameter.untyped_storage().nbytes() for parameter in draft.runner.get_model().parameters())
+        lm.wake()
+        assert [o.outputs[0].token_ids for o in lm.generate(PROMPTS, GREEDY)] == expected
+        assert lm.engine.stats()["steps"] > before["steps"]
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_exclusive
+def test_memory_goes_back_to_the_device(folder: Path):
+    def used() -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    torch.zeros(1, device="cuda")
+    first = used()
+    with LM(folder, device="cuda", dtype="bfloat16", gpu_memory_utilization=0.5) as lm:
+        expected, awake = seen(lm), used()
+        assert awake - first > 8 << 30
+        for _ in range(3):
+            lm.sleep()
+            assert used() - first < 1 << 30
+            lm.wake()
+            assert abs(used() - awake) < 1 << 30
+            assert_same(seen(lm), expected)
