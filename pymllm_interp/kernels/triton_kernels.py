@@ -42,9 +42,9 @@ GEMV_WARP = 512
 
 
 @triton.jit
-def _turn(x, other, cos, signed_sin, dtype: tl.constexpr):
-    straight = (x.to(tl.float32) * cos).to(dtype)
-    crossed = (other.to(tl.float32) * signed_sin).to(dtype)
+def _turn(x, other, cos, signed_sin, dtype: tl.constexpr, product: tl.constexpr):
+    straight = (x.to(tl.float32) * cos).to(product)
+    crossed = (other.to(tl.float32) * signed_sin).to(product)
     return (straight.to(tl.float32) + crossed.to(tl.float32)).to(dtype)
 
 
@@ -71,6 +71,7 @@ def _rope(
     launch_dependents(PDL)
     grid_wait(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
+    product: tl.constexpr = tl.float32 if cos.dtype.element_ty == tl.float32 else dtype
     half: tl.constexpr = TURNED // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)[:, None]
@@ -101,8 +102,8 @@ def _rope(
     cos_second = tl.load(cos + angle + half, mask=column < half).to(tl.float32)
     sin_first = tl.load(signed_sin + angle, mask=column < half).to(tl.float32)
     sin_second = tl.load(signed_sin + angle + half, mask=column < half).to(tl.float32)
-    turned_first = _turn(first, second, cos_first, sin_first, dtype)
-    turned_second = _turn(second, first, cos_second, sin_second, dtype)
+    turned_first = _turn(first, second, cos_first, sin_first, dtype, product)
+    turned_second = _turn(second, first, cos_second, sin_second, dtype, product)
     target = out + (token * HEADS + head) * HEAD_DIM + column
     tl.store(target, turned_first, mask=mask & (head < HEADS))
     tl.store(target + half, turned_second, mask=mask & (head < HEADS))
@@ -152,7 +153,10 @@ def _launch_rope(
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, head_dim], last dim contiguous, rotated by a `rotation` of layers/rope.py; fresh memory."""
+    """x [tokens, heads, head_dim], last dim contiguous, rotated by a `rotation` of layers/rope.py; fresh memory.
+
+    Products are rounded to the dtype of x, or not at all by a `rotation` in float32.
+    """
     return _launch_rope(x, cos, signed_sin, x, x, x, 0, turned=cos.shape[-1])
 
 

@@ -208,6 +208,8 @@ def test_a_rotation_equals_torch_bit_for_bit(tokens, heads, head_dim, dtype):
     out = kernels.rope(x, *turned)
     equal(out, reference(rope.apply_rope, x, *turned))
     assert out.is_contiguous() and torch.equal(x, kept)
+    exact = turn(tokens, head_dim, torch.float32)  # products are not rounded, as in transformers' vision towers
+    equal(kernels.rope(x, *exact), reference(rope.apply_rope, x, *exact).to(dtype))
 
 
 @pytest.mark.thin(3)

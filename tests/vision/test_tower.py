@@ -12,12 +12,12 @@ from helpers_devices import DEVICES
 from helpers_images import PICTURES, prompt_of
 from torch.nn.functional import conv3d, scaled_dot_product_attention
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP, Qwen2_5_VLVisionAttention
 
 from pymllm_interp import LM
 from pymllm_interp.config import EngineTuning
 from pymllm_interp.models.vision import packed
-from pymllm_interp.models.vision.packed import PatchProjection, aligned_mlp, packed_attention
+from pymllm_interp.models.vision.packed import PatchProjection, aligned_mlp, packed_attention, rotated_attention
 from pymllm_interp.models.vision.tower import VisionTower
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -66,12 +66,28 @@ def test_hidden_units_are_filled_up_with_zeros(device: str, dtype: torch.dtype, 
     torch.testing.assert_close(found.double(), wanted, rtol=BOUND[dtype], atol=BOUND[dtype])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patches_are_rotated_as_in_transformers(device: str, dtype: torch.dtype) -> None:
+    config = Qwen2_5_VLVisionConfig(hidden_size=60, num_heads=3)
+    config._attn_implementation = "eager"
+    attention = Qwen2_5_VLVisionAttention(config).to(device, dtype).requires_grad_(False)
+    states = torch.randn(70, 60, device=device, dtype=dtype)
+    angles = torch.rand(70, 10, device=device).repeat(1, 2) * 6
+    bounds = torch.tensor([0, 9, 10, 70], device=device, dtype=torch.int32)
+    with torch.no_grad():
+        found = rotated_attention(attention, states, bounds, angles.cos(), angles.sin(), None)
+        wanted = attention(states, bounds, position_embeddings=(angles.cos(), angles.sin()))
+    assert found.dtype is dtype
+    torch.testing.assert_close(found, wanted, rtol=BOUND[dtype], atol=BOUND[dtype])
+
+
 @pytest.mark.gpu
 def test_towers_on_cuda_take_the_kernels_but_under_hooks(
     vision_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = list[str]()
-    for name in ("aligned_mlp", "rms_norm"):
+    for name in ("aligned_mlp", "rms_norm", "rotated_attention"):
         real = getattr(packed, name)
         monkeypatch.setattr(
             packed, name, lambda *given, _name=name, _real=real: (calls.append(_name), _real(*given))[1]
@@ -82,7 +98,7 @@ def test_towers_on_cuda_take_the_kernels_but_under_hooks(
         (plain,) = lm.forward([prompt], capture=["embed"])
         vision: Any = lm.hf_config
         depth = vision.vision_config.depth
-        assert sorted(calls) == ["aligned_mlp"] * depth + ["rms_norm"] * 2 * depth
+        assert sorted(calls) == ["aligned_mlp"] * depth + ["rms_norm"] * 2 * depth + ["rotated_attention"] * depth
         calls.clear()
         (hooked,) = lm.forward([prompt], capture=["embed", "vision.mlp_out.*"])
         assert not calls

@@ -15,6 +15,7 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from ...core.current_pass import current_batch
 from ...layers.activation import gated, silu
 from ...layers.norm import rms_norm
+from ...layers.rope import apply_rope, rotation
 
 NAME = "packed_flash"
 """Name of the implementation in a config. With "flash" in it, transformers passes the bounds of segments."""
@@ -50,6 +51,38 @@ def aligned_mlp(mlp: Any, states: Tensor) -> Tensor:
     return linear(gated(linear(states, weight, bias), silu), pad(down.weight, (0, fill)), down.bias)
 
 
+class RotatedAttention:
+    """Base of an attention of packed patches, in front of transformers' class: rotary embeddings by one kernel."""
+
+    def forward(self: Any, hidden_states: Tensor, cu_seqlens: Tensor, *rest: Any, **named: Any) -> Tensor:
+        """[patches, width] -> the same."""
+        turned = named.get("position_embeddings")
+        if rest or turned is None or not _is_served_by_kernels(hidden_states):
+            return super().forward(hidden_states, cu_seqlens, *rest, **named)  # pyright: ignore[reportAttributeAccessIssue]
+        return rotated_attention(self, hidden_states, cu_seqlens, *turned, named.get("max_seqlen"))
+
+
+def rotated_attention(
+    attention: Any, states: Tensor, cu_seqlens: Tensor, cos: Tensor, sin: Tensor, longest: int | None
+) -> Tensor:
+    """Output of an attention of packed patches.
+
+    Args:
+        states: [patches, width].
+        cu_seqlens: [segments + 1] int32, bounds of the segments.
+        cos, sin: [patches, head_dim] float32.
+        longest: patches of the longest segment; None: it is looked up.
+    """
+    heads, most = attention.num_heads, int(cu_seqlens.diff().max()) if longest is None else longest
+    qkv = attention.qkv(states).view(len(states), 3 * heads, -1)
+    turned = apply_rope(qkv[:, : 2 * heads], *rotation(cos[None].float(), sin[None].float())).to(states.dtype)
+    q, k, v = (x.transpose(0, 1)[None] for x in (*turned.split(heads, 1), qkv[:, 2 * heads :]))
+    found, _ = packed_attention(
+        attention, q, k, v, None, scaling=attention.scaling, cu_seq_lens_q=cu_seqlens, max_length_q=most
+    )
+    return attention.proj(found.reshape(len(states), -1))
+
+
 class KernelNorm:
     """Base of an RMSNorm, in front of transformers' class: one kernel in place of seven."""
 
@@ -79,6 +112,7 @@ def use_packed_parts(tower: Any) -> None:
     if projection.kernel_size == projection.stride:
         projection.__class__ = PatchProjection
     for block in tower.blocks:
+        _put_in_front(block.attn, RotatedAttention)
         if hasattr(block.mlp, "gate_proj") and tower.config.hidden_act == "silu":
             _put_in_front(block.mlp, AlignedMLP)
         for norm in (block.norm1, block.norm2):
