@@ -148,6 +148,12 @@ class ServerConfig(EngineTuning):
     """Slots of one KV page."""
     enable_prefix_caching: bool = True
     """Keep the KV of requests, and start prompts after pages of earlier requests (docs/internals/prefix-cache.md)."""
+    kv_spill_bytes: int = 0
+    """Bytes of host memory for the KV of evicted prefixes, which come back for later prompts (docs/internals/prefix-cache.md)."""
+    kv_spill_folder: str | None = None
+    """Folder for the same, which outlives the process. It is to be readable and writable by its owner only. None: no folder."""
+    kv_spill_disk_bytes: int = 16 << 30
+    """Maximum bytes of its files."""
     async_scheduling: bool | None = None
     """Launch each step before the previous step's tokens are read. None: on CUDA only."""
     max_loras: int = 4
@@ -203,7 +209,9 @@ class ServerConfig(EngineTuning):
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
-        _positive(self, "cross_cache_tokens")
+        _positive(self, "cross_cache_tokens", "kv_spill_disk_bytes")
+        if type(self.kv_spill_bytes) is not int or self.kv_spill_bytes < 0:
+            raise ValueError(f"kv_spill_bytes={shown(self.kv_spill_bytes)}: expected a number of bytes, or 0")
         _positive(self, "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes")
         _positive(self, "max_loras", "max_lora_rank")
         for kind in self.inner_sites:

@@ -15,9 +15,11 @@ import numpy as np
 
 from ..core.request import Request, RequestStatus
 from ..core.step import PageWrite
+from ..mem_cache.kv_connector import page_keys
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
-from ..mem_cache.radix_cache import Match, RadixCache
+from ..mem_cache.radix_cache import TOKEN, Match, Node, RadixCache
+from ..mem_cache.spill_connector import SpillConnector
 from ..mem_cache.state_pool import StatePool
 from ..runner.interp_model_runner import InterpModelRunner
 from .cross_pages import CrossPages
@@ -50,6 +52,7 @@ class KVManager:
         rope_boundary: int | None = None,
         cross: CrossPages | None = None,
         whole_images: bool = False,
+        spill: SpillConnector | None = None,
     ) -> None:
         self.cross, self.whole_images = cross, whole_images
         self._freed_images: set[bytes] = set()
@@ -62,6 +65,9 @@ class KVManager:
         self._snapshots = None if states is None or not states.snapshots.size else states.snapshots
         self._unwritten: set[int] = set()  # pages that entered the tree since the last launch
         self._weights_are_known = False
+        self._spill = spill
+        if spill is not None:
+            self._tree.on_evict = self._spill_pages
 
     @classmethod
     def of(cls, runner: InterpModelRunner) -> KVManager:
@@ -71,7 +77,8 @@ class KVManager:
         why_off, spec = _why_no_prefixes(runner), runner.model_spec
         sharing = PrefixSharing(RadixCache(allocator.page_size), None if why_off else runner.model_state, why_off)
         cross, whole = None if runner.cross_pool is None else CrossPages(runner.cross_pool), spec.image_span > 0
-        return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool, spec.rope_boundary, cross, whole)
+        spill = runner.kv_connector if isinstance(runner.kv_connector, SpillConnector) else None
+        return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool, spec.rope_boundary, cross, whole, spill)
 
     # -- pages -------------------------------------------------------------------------
 
@@ -131,6 +138,7 @@ class KVManager:
         match = self._match(request)
         if match is not None:
             request.prefix.node = self._tree.hold(match)
+            match = self._with_spilled(request, match)
             request.pages, request.num_shared_pages = list(match.pages), len(match.pages)
             request.kv_len = len(match.pages) * self.page_size
             if self._snapshots is not None:
@@ -140,6 +148,42 @@ class KVManager:
         grown = self.grow(request, request.num_tokens)
         assert grown, "fits() counted the pages"
         self.resend(request)
+
+    def _spill_pages(self, node: Node, kept: int) -> None:
+        """Keep the KV of a node's pages behind its first `kept`, which are evicted."""
+        assert self._spill is not None
+        keys, evicted = list(page_keys(self._spill.root, node.edges(self.page_size * TOKEN))), node.pages[kept:]
+        before = sum(len(above.pages) for above in node.path()) - len(evicted)
+        if len(keys) == before + len(evicted):
+            self._spill.save(keys[before:], self.allocator.slots_of(evicted, 0, len(evicted) * self.page_size))
+
+    def _with_spilled(self, request: Request, match: Match) -> Match:
+        """The match, after pages of the connector that follow it entered the tree. The request holds it."""
+        spill, key, known = self._spill, request.prefix.key, len(match.pages)
+        most = self.sharing.limit_of(request) // self.page_size
+        if spill is None or known >= most:
+            return match
+        keys = list(page_keys(spill.root, map(key.edge, range(most))))
+        host = spill.restore(keys[known:])
+        if host is None:
+            return match
+        count = known + host.num_tokens // self.page_size
+        if request.declared is not None:
+            count = request.declared.whole_pages(count, self.page_size)
+        count = max(count - known, 0)
+        if (short := count - self.allocator.available_pages()) > 0:
+            self._free(self._tree.evict(short))
+        pages = self.allocator.alloc_pages(count) if count else None
+        if pages is None:
+            return match
+        tokens = count * self.page_size
+        self.kv_pool.swap_in(self.allocator.slots_of(pages, 0, tokens), replace(host, kv=host.kv[:, :, :tokens]))
+        held = request.prefix.node
+        self._free(self._tree.insert(held, key, known, pages))
+        found = self._tree.match(key, known + count)
+        request.prefix.node = self._tree.hold(found)
+        self._free(self._tree.release(held))
+        return found
 
     def _match(self, request: Request) -> Match | None:
         if request.status is RequestStatus.SWAPPED:

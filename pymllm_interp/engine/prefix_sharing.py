@@ -129,6 +129,10 @@ class PrefixSharing:
         prefix.reason = reason if len(match.pages) == limit // size else ""
         return match
 
+    def limit_of(self, request: Request) -> int:
+        """Positions of the request that need not be computed."""
+        return self._reusable(request)[0]
+
     def _matched(self, request: Request, key: RadixKey, num_pages: int) -> Match:
         """The match of a key, without pages inside of an edit of K and V."""
         match = self.tree.match(key, num_pages)

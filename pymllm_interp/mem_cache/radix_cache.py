@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from heapq import heapify, heappop, heappush
 from struct import calcsize, pack
@@ -89,6 +89,12 @@ class Node:
         self.children: dict[tuple[Hashable, bytes], Node] = {}
         self.holders = self.used = 0
 
+    def edges(self, page_bytes: int) -> Iterator[tuple[Hashable, bytes]]:
+        """(namespace, tokens) of each page from the root to the node's last."""
+        for node in reversed(list(self.path())):
+            for start in range(0, len(node.tokens), page_bytes):
+                yield node.namespace, node.tokens[start : start + page_bytes]
+
     def path(self) -> Iterator[Node]:
         """The node and those above it, with the root last."""
         node: Node | None = self
@@ -118,11 +124,13 @@ class RadixCache:
         num_pages: number of pages in the tree.
         num_evictable: pages that no request holds.
         num_evicted: pages that `evict` gave back so far.
+        on_evict: called with a node, and the number of its pages that stay, before `evict` cuts the others.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.num_pages = self.num_evictable = self.num_evicted = 0
+        self.on_evict: Callable[[Node, int], None] | None = None
         self._page_bytes = page_size * TOKEN
         self._root = Node(None, None, b"", [])
         self._old_roots: list[Node] = []
@@ -269,6 +277,8 @@ class RadixCache:
             if node.used != used or node.holders or node.children or not node.pages:
                 continue
             kept = max(len(node.pages) - (num_pages - len(freed)), 0)
+            if self.on_evict is not None:
+                self.on_evict(node, kept)
             freed += self._cut(node, kept)
         self.num_evicted += len(freed)
         return freed
@@ -286,8 +296,9 @@ class RadixCache:
 
     def reset(self) -> list[int]:
         """Forget everything. Returns the unheld pages; `release` returns the others."""
-        evicted, freed = self.num_evicted, self.evict(self.num_evictable)
-        self.num_evicted = evicted
+        evicted, self.on_evict, noted = self.num_evicted, None, self.on_evict
+        freed = self.evict(self.num_evictable)
+        self.num_evicted, self.on_evict = evicted, noted
         self._old_roots = [root for root in (*self._old_roots, self._root) if root.children]
         self._root = Node(None, None, b"", [])
         return freed

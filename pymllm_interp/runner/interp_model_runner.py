@@ -28,6 +28,7 @@ from ..hooks.saes.encoders import Encoders
 from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
+from ..mem_cache.kv_connector import NO_CONNECTOR, KVConnector
 from ..models.readout import ModelReadout
 from ..runner.stages.declared_stage import DeclaredStage
 from ..speculative.drafter import SpeculativeConfig
@@ -36,6 +37,7 @@ from .drafting.eagle import EagleDrafter
 from .graphs.prompt_segments import PromptSegments
 from .graphs.segments import DecodeSegments
 from .model_runner import ModelRunner
+from .stages.connector_stage import ConnectorStage, make_kv_connector
 from .stages.traced_stage import TracedStage
 
 
@@ -77,6 +79,7 @@ class InterpModelRunner(ModelRunner):
         self.traced_stage = TracedStage(self.server_config.hook_execution)
         self.interleaver, self.nnsight_request_helper = self.traced_stage.interleaver, self.traced_stage.helper
         self.declared_stage: DeclaredStage | None = None
+        self.kv_connector: KVConnector = NO_CONNECTOR
         self.declarations: Declarations | None = None
         self.saes: SAERegistry | None = None
         self.drafter: ModelDrafter | None = None
@@ -121,6 +124,10 @@ class InterpModelRunner(ModelRunner):
         own = (self.drafter.stage,) if isinstance(self.drafter, EagleDrafter) else ()
         self.stages = self.traced_stage, self.declared_stage, *own
         super().init_memory_pool()
+        assert self.token_to_kv_pool is not None and self.model_state is not None
+        connector = make_kv_connector(self.server_config, self.model_spec, self.token_to_kv_pool, self.model_state)
+        if connector is not NO_CONNECTOR:
+            self.kv_connector, self.stages = connector, (*self.stages, ConnectorStage(connector))
         stage = self.declared_stage
         if self.step_inputs.cross is not None:
             self.step_inputs.cross.site_ops_of = stage.part_ops
