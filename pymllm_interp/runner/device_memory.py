@@ -46,8 +46,6 @@ MAX_STATE_SHARE = 0.5
 """Largest part of the memory for KV and recurrent states that states may take."""
 SNAPSHOTS_OF_A_REQUEST = 4
 """Snapshots of states to keep, at most, for each request that may run."""
-CROSS_ON_CUDA = False
-"""Whether encoder-decoder models are served on CUDA. Their tests have not run there."""
 MAX_TOKENS_WITHOUT_KV = 1 << 20
 """Tokens of all requests in a model without attention: slots without memory."""
 
@@ -350,7 +348,7 @@ def make_cross_pool(runner: RunnerParts) -> CrossPool | None:
     `MAX_STATE_SHARE` of the memory for KV.
 
     Raises:
-        UnsupportedModelError: a CUDA device, or speculative decoding.
+        UnsupportedModelError: speculative decoding.
         ValueError: `cross_cache_tokens` holds no audio, of a model that reads audio.
         torch.OutOfMemoryError: it does not fit.
     """
@@ -362,8 +360,6 @@ def make_cross_pool(runner: RunnerParts) -> CrossPool | None:
         raise UnsupportedModelError(
             f"speculative={config.speculative!r}: drafts are not supported in encoder-decoder models"
         )
-    if runner.device.startswith("cuda") and not CROSS_ON_CUDA:
-        raise UnsupportedModelError("encoder-decoder models are served on a CPU only: LM(..., device='cpu')")
     (_, heads, size), page = layers[0], config.page_size
     longest, tokens = encoder.context_len, config.cross_cache_tokens
     if tokens is None:

@@ -18,7 +18,6 @@ from pymllm_interp.client.handle import RequestError
 from pymllm_interp.core.unsupported import UnsupportedModelError
 from pymllm_interp.engine.warm_up import warm_up
 from pymllm_interp.interventions import Monitor
-from pymllm_interp.runner import device_memory
 from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 from pymllm_interp.utils.arguments import PromptError
 
@@ -56,7 +55,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         return made[kind, way]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_memory, "CROSS_ON_CUDA", True)
         patch.setattr(torch.backends.cudnn, "allow_tf32", False)  # Whisper's convolutions
         yield load
     for lm, _ in made.values():
