@@ -275,9 +275,7 @@ class Engine:
         runner = self.runner
         runner.initialize()
         if runner.device.startswith("cuda"):
-            runner.kv_connector.set_disabled(True)
             warm_up(runner)
-            runner.kv_connector.set_disabled(False)
         runner.interleaver.watchdog, runner.interleaver.call_back = self._watchdog, self.ends.call_on_step
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked

@@ -40,6 +40,7 @@ def warm_up(runner: InterpModelRunner) -> None:
     most = min(runner.max_num_tokens, runner.max_total_num_tokens, runner.context_len) - NEW_TOKENS
     if most < 2 * SHORT or runner.max_running_requests < 2:
         return
+    runner.kv_connector.set_disabled(True)
     for params in (GREEDY, SAMPLED):
         long = min(runner.server_config.prefill_graph_tokens + 1, most - SHORT)
         for lengths in ([long], [SHORT, SHORT]):
@@ -52,6 +53,7 @@ def warm_up(runner: InterpModelRunner) -> None:
         runner.drafter.propose(prompts, NEW_TOKENS)
     if runner.device.startswith("cuda"):
         torch.cuda.synchronize()
+    runner.kv_connector.set_disabled(False)
     runner.partition.counts.clear()
     runner.forward_pass_id = 0
 
