@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -23,7 +24,8 @@ from .orders import taken
 def operator_routes(state: ServerState) -> APIRouter:
     """Router of the operators' endpoints."""
     router = APIRouter(tags=["operators"], route_class=JsonRoute)
-    _add_orders(router, state)
+    _add_pauses(router, state)
+    _add_weights(router, state)
 
     @router.post("/v1/load_lora_adapter")
     async def load(body: LoadAdapterRequest, request: Request) -> Response:
@@ -48,12 +50,15 @@ def operator_routes(state: ServerState) -> APIRouter:
     return router
 
 
-def _add_orders(router: APIRouter, state: ServerState) -> None:
-    """vLLM's routes of reinforcement learning, each an order of `Backend.control`."""
+async def _order(state: ServerState, request: Request, order: str, **arguments: Any) -> Any:
+    """The result of an order of `Backend.control`."""
+    require_operator(request)
+    return await taken(state, state.engine.control(order, **arguments))
 
-    async def order(request: Request, order: str, **arguments: Any) -> Any:
-        require_operator(request)
-        return await taken(state, state.engine.control(order, **arguments))
+
+def _add_pauses(router: APIRouter, state: ServerState) -> None:
+    """vLLM's routes for pauses and sleep."""
+    order = partial(_order, state)
 
     @router.post("/pause")
     async def pause(
@@ -99,6 +104,11 @@ def _add_orders(router: APIRouter, state: ServerState) -> None:
     async def is_sleeping(request: Request) -> dict[str, Any]:
         """Whether the engine sleeps."""
         return {"is_sleeping": await order(request, "is_sleeping")}
+
+
+def _add_weights(router: APIRouter, state: ServerState) -> None:
+    """vLLM's routes for new weights."""
+    order = partial(_order, state)
 
     @router.post("/init_weight_transfer_engine")
     async def init(request: Request, body: InitTransferRequest) -> dict[str, Any]:
