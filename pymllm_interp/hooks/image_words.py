@@ -38,16 +38,23 @@ def numbers_of(words: str | Sequence[int | str], images: Images, prompt_len: int
         missing: "skip" leaves out images that the prompt does not have.
 
     Raises:
-        ValueError: an image that the prompt does not have.
+        ValueError: an image that the prompt does not have, or words for more positions than it has.
     """
     found: list[int] = []
-    absent = 0
+    absent, left, known = 0, prompt_len, dict[str, Sequence[int] | None]()
     for part in (words,) if isinstance(words, str) else words:
-        own = [part] if isinstance(part, int) else _of_word(part, images, prompt_len)
+        if isinstance(part, int):
+            found.append(part)
+            continue
+        if part not in known:
+            known[part] = _of_word(part, images, prompt_len)
+        own = known[part]
         if own is None and missing != "skip":
-            known = f"{len(images)} images, image[0] to image[{len(images) - 1}]" if images else "no images"
-            raise ValueError(f"positions {part!r}: the prompt has {known}; missing='skip' leaves others out")
+            has = f"{len(images)} images, image[0] to image[{len(images) - 1}]" if images else "no images"
+            raise ValueError(f"positions {part!r}: the prompt has {has}; missing='skip' leaves others out")
         absent += own is None
+        if (left := left - len(own or ())) < 0:  # lists of many words would be long ones
+            raise ValueError(f"positions {part!r}: its words name a position of the prompt twice")
         found += own or ()
     made = Located(found)
     made.missing = absent

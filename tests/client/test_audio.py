@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,6 +175,34 @@ def _read(file: bytes) -> None:
     except PromptError:
         return
     assert len(found) and rate > 0 and np.isfinite(found).all()
+
+
+class Unpacked:
+    """soundfile's view of a compressed file: frames of eight channels, of which the first is 1 and the others 0."""
+
+    channels, samplerate, frames = 8, 48_000, 5000
+
+    def __init__(self, file: Any) -> None: ...
+    def __enter__(self) -> Unpacked:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def blocks(self, size: int, dtype: str, always_2d: bool) -> Iterator[np.ndarray]:
+        for start in range(0, self.frames, size):
+            yield np.eye(8, dtype=dtype)[np.zeros(min(size, self.frames - start), int)]
+
+
+def test_compressed_files_are_unpacked_in_blocks_and_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(SoundFile=Unpacked, LibsndfileError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "soundfile", library)
+    monkeypatch.setattr("pymllm_interp.client.inputs.sound.BLOCK", 1 << 10)
+    found, rate = samples_of(b"fLaC", "the file", 3600.0)
+    assert rate == 48_000 and found.tolist() == [1 / 8] * 5000
+    monkeypatch.setattr(Unpacked, "frames", 3600 * 600_000)
+    monkeypatch.setattr(Unpacked, "samplerate", 600_000)  # FLAC's silence: a megabyte of 70 GB of samples
+    with pytest.raises(PromptError, match="17280000000 samples"):
+        samples_of(b"fLaC", "the file", 3600.0)
 
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 12_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,3 +196,12 @@ def test_forms_are_read_and_others_refused() -> None:
             form_of(bytes(changed), kind)
         except ApiError:
             pass
+
+
+def test_headers_of_a_form_are_searched_once() -> None:
+    """The expressions would look from each name to the end of a line, and hold Python's lock for hours."""
+    for repeated, count in ((b"content-disposition:", 10_000), (b"content-disposition:a\r\n", 150)):
+        with pytest.raises(ApiError, match="no header"):
+            started = time.thread_time()
+            form_of(b"--x\r\n" + repeated * count + b"\r\n\r\n\r\n--x--", "multipart/form-data; boundary=x")
+        assert time.thread_time() - started < 1

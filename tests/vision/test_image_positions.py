@@ -88,6 +88,14 @@ def test_other_words_are_refused(words: Any) -> None:
         checked_positions(words)
 
 
+def test_words_name_each_position_once() -> None:
+    image = range(1, 2000)
+    for word in ("image[0]", "text", "image"):
+        with pytest.raises(ValueError, match="twice"):
+            located([word] * 100_000, [image], 4000, "skip")
+    assert located(["image[1]"] * 100_000, [image], 4000, "skip") == ()
+
+
 def test_missing_images_count_as_one_position_each() -> None:
     assert located(["image[2]", 1, 9], [[2, 3]], 5, "skip") == (1, 9)
     assert missing_of(located(["image[2]", 1, 9], [[2, 3]], 5, "skip"), 5) == 2

@@ -16,6 +16,10 @@ FULL_SCALE = {1: 128, 2: 1 << 15, 3: 1 << 23, 4: 1 << 31}
 """Bytes of an integer sample -> its value at full scale."""
 CROSSINGS, ROLLOFF = 6, 0.99
 """Zero crossings of the resampling filter on each side, and its share of the lower Nyquist frequency, as in torchaudio."""
+MAX_VALUES, BLOCK = 3600 * 2 * 48_000, 1 << 20
+"""Most values of all channels of a compressed file, an hour in stereo, and values that are read at a time. A megabyte may hold
+billions of them.
+"""
 MAX_FILTER = 1 << 22
 """Most values of a resampling filter. Rates without a common divisor need more."""
 
@@ -29,8 +33,7 @@ def samples_of(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]
     Raises:
         PromptError: no such file, a damaged or an empty one, a longer one, or soundfile is not installed.
     """
-    found, rate = _of_wav(file, what, seconds) if file[:4] == b"RIFF" else _of_others(file, what, seconds)
-    return found.mean(1, dtype=np.float32), rate
+    return _of_wav(file, what, seconds) if file[:4] == b"RIFF" else _of_others(file, what, seconds)
 
 
 def _of_wav(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]:
@@ -53,7 +56,8 @@ def _of_wav(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]:
         values = values ^ 0x80  # the only width without a sign
     words = np.zeros((len(values), 4), np.uint8)
     words[:, 4 - width :] = values
-    return (words.view("<i4") / np.float32(1 << 31)).astype(np.float32).reshape(-1, channels), rate
+    found = (words.view("<i4") / np.float32(1 << 31)).astype(np.float32).reshape(-1, channels)
+    return found.mean(1, dtype=np.float32), rate
 
 
 def _of_others(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]:
@@ -66,8 +70,10 @@ def _of_others(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]
     try:
         with library.SoundFile(io.BytesIO(file)) as opened:
             _check_length(opened.frames, opened.samplerate, what, seconds)
-            found = opened.read(dtype="float32", always_2d=True)
-            return found, opened.samplerate
+            if (values := opened.frames * opened.channels) > MAX_VALUES:
+                raise PromptError(f"{what} has {values} samples in all channels; at most {MAX_VALUES} are read")
+            blocks = opened.blocks(max(BLOCK // opened.channels, 1), dtype="float32", always_2d=True)
+            return np.concatenate([block.mean(1, dtype=np.float32) for block in blocks]), opened.samplerate
     except (library.LibsndfileError, RuntimeError, ValueError, MemoryError) as error:
         if isinstance(error, PromptError):
             raise

@@ -12,8 +12,8 @@ MAX_FIELDS = 64
 MAX_HEADERS = 4096
 """Most bytes of a part's headers."""
 _BOUNDARY = re.compile(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))')
-_NAME = re.compile(rb'content-disposition:[^\r\n]*?[;\s]name="([^"\r\n]*)"', re.IGNORECASE)
-_FILE = re.compile(rb"content-disposition:[^\r\n]*?[;\s]filename\*?=", re.IGNORECASE)
+_NAME = re.compile(rb'^content-disposition:[^\r\n]*?[;\s]name="([^"\r\n]*)"', re.IGNORECASE | re.MULTILINE)
+_FILE = re.compile(rb"^content-disposition:[^\r\n]*?[;\s]filename\*?=", re.IGNORECASE | re.MULTILINE)
 
 
 class Form(NamedTuple):
@@ -43,8 +43,8 @@ def form_of(body: bytes, content_type: str) -> Form:
         raise ApiError(400, "the form has no end: the last boundary with -- behind it")
     for part in inner:
         headers, gap, content = part.partition(b"\r\n\r\n")
-        name = _NAME.search(headers)
-        if not gap or name is None or not part.startswith(b"\r\n") or len(headers) > MAX_HEADERS:
+        name = _NAME.search(headers) if len(headers) <= MAX_HEADERS else None
+        if not gap or name is None or not part.startswith(b"\r\n"):
             raise ApiError(400, "a part of the form has no header Content-Disposition with a name")
         try:
             key = name[1].decode()
