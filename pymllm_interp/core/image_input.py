@@ -101,7 +101,7 @@ def mrope_positions(length: int, images: Sequence[ImageInput], merge: int) -> tu
     Returns:
         [3, length] int64, and the distance of later positions from the number of tokens.
     """
-    found, at, following = torch.empty(3, length, dtype=torch.int64), 0, 0
+    found, at, following = torch.zeros(3, length, dtype=torch.int64), 0, 0
     for image in images:
         time, height, width = (image.features["image_grid_thw"][0] // torch.tensor((1, merge, merge))).tolist()
         if time * height * width != image.num_tokens:

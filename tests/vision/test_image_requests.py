@@ -13,14 +13,17 @@ import torch
 from helpers_declared import lms
 from helpers_devices import DEVICES
 from helpers_images import PICTURES, continued, prompt_of, random_prompt, reference
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.client.chat import RenderedPrompt
 from pymllm_interp.client.handle import RequestError
+from pymllm_interp.client.images.parts import ImageSources
+from pymllm_interp.client.images.reader import ImageReader
 from pymllm_interp.config import EngineTuning
 from pymllm_interp.core.image_input import ImageInput
 from pymllm_interp.interventions import Knockout
+from pymllm_interp.utils.arguments import PromptError
 
 Folders = Callable[[str], Path]
 Oracle = Callable[[str], PreTrainedModel]
@@ -266,3 +269,17 @@ def test_an_image_that_the_tower_cannot_read_ends_its_own_request(family: str, l
             handle.result()
     for handle, prompt in ((handles[1], good[0]), (handles[3], good[1])):
         assert handle.result().token_ids == continued(family, vision_oracle(family), prompt, 3)
+
+
+def test_tokens_between_those_of_an_image_are_refused(family: str, vision_folder: Folders) -> None:
+    """Positions of mrope, and attention within an image, are those of a run of tokens."""
+    config = AutoConfig.from_pretrained(vision_folder(family))
+    reader, features = ImageReader(config, None, None, 4, 1 << 20), PICTURES[family].features(0, 1)
+    count = reader.family.tokens(features)
+    ids = [1, reader.family.placeholder, 2, *[reader.family.placeholder] * (count - 1), 3]
+    prompt = RenderedPrompt(None, ids, None, ImageSources([features]))  # pyright: ignore[reportArgumentType]
+    if reader.family.parted:
+        assert len(reader.placed(prompt, "the prompt").images) == 1
+        return
+    with pytest.raises(PromptError, match="the prompt has other tokens between"):
+        reader.placed(prompt, "the prompt")

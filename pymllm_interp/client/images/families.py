@@ -33,8 +33,10 @@ class ImageFamily(ABC):
         names: outputs of the processor that the model needs -> whether they are whole numbers.
         optional: further outputs that it reads.
         options: arguments of the image processor.
+        parted: whether an image's placeholders have other tokens between them.
     """
 
+    parted: ClassVar[bool] = False
     names: ClassVar[dict[str, bool]] = {"pixel_values": False}
     optional: ClassVar[dict[str, bool]] = {}
     options: ClassVar[dict[str, Any]] = {}
@@ -257,6 +259,7 @@ class Gemma3Images(ImageFamily):
 class TiledImages(ImageFamily):
     """SmolVLM and Idefics 3: tiles [1, tiles, 3, size, size] by rows, then the whole image. Each is behind its own token."""
 
+    parted = True
     optional: ClassVar = {"pixel_attention_mask": True}
     options: ClassVar = {"return_row_col_info": True}
     AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"

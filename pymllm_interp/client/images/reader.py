@@ -181,5 +181,8 @@ class ImageReader:
             raise PromptError(
                 f"{what} has {len(places)} image tokens ({self.word}), and its images have {sum(counts)}: it may hold no others"
             )
-        parts = zip(places.split(counts), images, strict=True)
+        owns = places.split(counts)
+        if not self.family.parted and any(len(own) and int(own[-1] - own[0]) >= len(own) for own in owns):
+            raise PromptError(f"{what} has other tokens between the image tokens ({self.word}) of one image")
+        parts = zip(owns, images, strict=True)
         return tuple(ImageInput(own.clone(), image.features, image.content) for own, image in parts)
