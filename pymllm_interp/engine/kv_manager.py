@@ -112,8 +112,10 @@ class KVManager:
         missing = self.pages_for(num_tokens) - len(request.pages)
         if missing <= 0:
             return True
-        if (short := missing - self.allocator.available_pages()) > 0:
-            self._free(self._tree.evict(short))
+        if missing > self.allocator.available_pages():
+            if self._spill is not None:
+                self._check_weights()  # else it keeps KV of old weights by the name of the new ones
+            self._free(self._tree.evict(max(missing - self.allocator.available_pages(), 0)))
         pages = self.allocator.alloc_pages(missing)
         if pages is None:
             return False

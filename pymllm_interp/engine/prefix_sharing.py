@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 from ..core.image_input import image_namespaces
 from ..core.request import Request
@@ -29,6 +30,8 @@ from ..models.weights.model_state import ModelState
 
 PLAIN, EDITED, EMBEDDED, IMAGES, SALTED, PRIVATE = "plain", "edited", "embedded", "images", "salted", "private"
 """Kinds of namespaces, in `Engine.stats`."""
+PROCESS = uuid4().hex
+"""Request ids are of this process, and namespaces go to files that others read."""
 
 
 @dataclass(eq=False)
@@ -92,7 +95,7 @@ class PrefixSharing:
         if request.images:
             kind, namespaces = IMAGES, _joined(namespaces, image_namespaces(request.images, size, request.image_edits))
         if request.encoder is not None:
-            own = request.request_id if request.private_encoder else ""
+            own = f"{PROCESS} {request.request_id}" if request.private_encoder else ""
             namespaces = _salted(namespaces, "encoder", (request.encoder.content, own))
         if (adapted := self._model.namespace(request.adapter)) is not None:
             namespaces = _salted(namespaces, "adapter", adapted)

@@ -6,9 +6,11 @@ adapters, images and salts. KV of others is not found.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import stat
 import threading
 import uuid
 import zlib
@@ -36,10 +38,13 @@ class _PageRun:
     Attributes:
         kv: [layers, 2, tokens, kv_heads, head_dim], or None: only in the file.
         file: its file, or None.
+        waits: it is yet to be written.
+        beyond: it waits, and is held for its file only.
     """
 
     def __init__(self, keys: Sequence[bytes], size: int, kv: torch.Tensor | None, file: Path | None) -> None:
         self.keys, self.size, self.kv, self.file = list(keys), size, kv, file
+        self.waits = self.beyond = False
 
 
 class SpillConnector:
@@ -54,6 +59,9 @@ class SpillConnector:
 
     Attributes:
         counts: pages saved and restored, and files that were refused or could not be written.
+
+    Raises:
+        ValueError: others may write to the folder.
     """
 
     def __init__(
@@ -69,11 +77,16 @@ class SpillConnector:
         self._runs: OrderedDict[int, _PageRun] = OrderedDict()  # the least recently used first
         self._places: dict[bytes, tuple[_PageRun, int]] = {}
         self._lock, self._waiting, self._disabled = threading.Lock(), list[_PageRun](), False
-        self._writer = ThreadPoolExecutor(1, "kv-spill")
+        self._writer, self._beyond = ThreadPoolExecutor(1, "kv-spill"), 0
         self.counts = {"saved": 0, "restored": 0, "corrupt": 0, "unwritten": 0}
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for file in sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime):
+            status = folder.stat()
+            if status.st_mode & 0o022 or status.st_uid not in (0, os.geteuid()):
+                raise ValueError(
+                    f"kv_spill_folder: others may write to {folder}, and so decide what models read: chown, chmod go-w"
+                )
+            for file in sorted(folder.glob("*.safetensors"), key=_written_at):
                 self._find(file)
 
     # -- around passes -----------------------------------------------------------------------
@@ -122,6 +135,7 @@ class SpillConnector:
         with self._lock:
             self._add(run)
             if self._folder is not None:
+                run.waits = True
                 self._waiting.append(run)
             self._bound_host()
 
@@ -157,7 +171,7 @@ class SpillConnector:
                 del self._places[key]
 
     def _bound_host(self) -> None:
-        """Let go of the oldest KV in host memory. One that waits for its file counts."""
+        """Let go of the oldest KV in host memory. What waits for its file beyond that is bounded, too."""
         held = sum(run.size for run in self._runs.values() if run.kv is not None)
         for run in list(self._runs.values()):
             if held <= self._host_bytes:
@@ -166,9 +180,12 @@ class SpillConnector:
                 held -= run.size
                 if run.file is None:
                     self._forget(run)
-                    if run in self._waiting and sum(each.size for each in self._waiting) > MOST_WAITING:
-                        self._waiting.remove(run)
+                    if run.waits and self._beyond + run.size > MOST_WAITING:
+                        run.kv = None  # the folder is slower than evictions
                         self.counts["unwritten"] += 1
+                    elif run.waits:
+                        run.beyond = True
+                        self._beyond += run.size
                 else:
                     run.kv = None
 
@@ -176,26 +193,32 @@ class SpillConnector:
 
     def _write(self, runs: Sequence[_PageRun]) -> None:
         """Write runs to files. A file that cannot be written is left out: the folder is full, or gone."""
-        assert self._folder is not None
         for run in runs:
-            kv = run.kv
-            if kv is None:
-                continue
-            file = self._folder / f"{uuid.uuid4().hex}.safetensors"
-            part = file.with_suffix(".part")
-            words = {"keys": json.dumps([key.hex() for key in run.keys]), "crc": str(_crc(kv))}
-            try:
-                self._make_room(run.size)
-                save_file({TENSOR: kv.contiguous()}, part, words)
-                os.replace(part, file)
-            except (OSError, SafetensorError):
-                self.counts["unwritten"] += 1
-                part.unlink(missing_ok=True)
-                continue
+            file = None if run.kv is None else self._file_of(run, run.kv)
             with self._lock:
-                run.file = file
-                self._add(run)
-                self._bound_host()
+                self._beyond -= run.size if run.beyond else 0
+                run.waits = run.beyond = False
+                if file is not None:
+                    run.file = file
+                    self._add(run)
+                    self._bound_host()
+
+    def _file_of(self, run: _PageRun, kv: torch.Tensor) -> Path | None:
+        """Write a run to a new file; None if that fails."""
+        assert self._folder is not None
+        file = self._folder / f"{uuid.uuid4().hex}.safetensors"
+        part = file.with_suffix(".part")
+        try:
+            words = {"keys": json.dumps([key.hex() for key in run.keys]), "crc": str(_crc(kv))}
+            self._make_room(run.size)
+            save_file({TENSOR: kv.contiguous()}, part, words)
+            os.replace(part, file)
+        except (OSError, SafetensorError, RuntimeError, MemoryError):
+            self.counts["unwritten"] += 1
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            return None
+        return file
 
     def _make_room(self, size: int) -> None:
         """Delete the oldest files."""
@@ -216,6 +239,8 @@ class SpillConnector:
     def _find(self, file: Path) -> None:
         """Take up a file of an earlier process."""
         try:
+            if not stat.S_ISREG(file.lstat().st_mode):
+                raise ValueError("a link, or no file")
             with safe_open(file, "pt") as found:
                 keys = [bytes.fromhex(key) for key in json.loads((found.metadata() or {})["keys"])]
             self._add(_PageRun(keys, file.stat().st_size, None, file))
@@ -240,6 +265,13 @@ class SpillConnector:
                 self._forget(run)
             return None
         return kv
+
+
+def _written_at(file: Path) -> float:
+    try:
+        return file.lstat().st_mtime
+    except OSError:  # another process has deleted it
+        return 0.0
 
 
 def _crc(kv: torch.Tensor) -> int:

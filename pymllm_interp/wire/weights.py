@@ -27,6 +27,8 @@ from ..models.weights.loading import WeightsError
 FOLDER = Path("/dev/shm")
 SEGMENT = re.compile(r"pymllm-interp-weights-[0-9a-f]{32}")
 MAX_TENSORS = 1 << 17
+COUNTER = re.compile(rb"/torch_[0-9_]{1,64}")
+MAX_COUNTERS = 10_000  # CUDA_IPC_REF_COUNTER_FILE_SIZE
 ALIGNED = 64
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -114,7 +116,7 @@ def received(info: Mapping[str, Any], device: str) -> Iterator[tuple[str, Tensor
     if len({len(names), len(dtypes), len(shapes), len(where)}) > 1:
         raise WeightsError("names, dtype_names, shapes, and offsets or ipc_handles are lists of one length")
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        if not isinstance(name, str) or dtype not in DTYPES or not _is_sizes(shape):
+        if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES or not _is_sizes(shape):
             raise WeightsError(
                 f"{str(name)[:200]}: {str(dtype)[:40]} {str(shape)[:80]} is no tensor; dtypes: {', '.join(DTYPES)}"
             )
@@ -162,6 +164,7 @@ def _of_cuda_handle(name: str, dtype: torch.dtype, shape: list[int], handles: An
     fields, stride, offset = [given[field] for field in HANDLE], given["stride"], given["offset"]
     if not _is_sizes(stride) or len(stride) != len(shape) or not isinstance(offset, int):
         raise WeightsError(f"{name}: its stride or offset is no tensor's")
+    _check_counter(name, given)
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if not 0 <= offset <= last or (last + 1) * dtype.itemsize > int(fields[2]):
         raise WeightsError(f"{name}: it is not in its storage of {fields[2]} bytes")
@@ -174,6 +177,23 @@ def _of_cuda_handle(name: str, dtype: torch.dtype, shape: list[int], handles: An
         raise WeightsError(
             f"{name}: its CUDA IPC handle cannot be opened, its process may have ended: {error}"
         ) from error
+
+
+def _check_counter(name: str, given: Mapping[str, Any]) -> None:
+    """Torch opens the counter's memory by its name, and writes to it at the offset, without a check of either.
+
+    Raises:
+        WeightsError: they are not as torch makes them.
+    """
+    handle, place, start = (
+        given[field] for field in ("ref_counter_handle", "ref_counter_offset", "storage_offset_bytes")
+    )
+    try:
+        known = COUNTER.fullmatch(base64.b64decode(handle, validate=True)) is not None
+    except (TypeError, ValueError):
+        known = False
+    if not known or type(place) is not int or not 0 <= place < MAX_COUNTERS or type(start) is not int or start < 0:
+        raise WeightsError(f"{name}: the counter or offset of its CUDA IPC handle is not of torch's making")
 
 
 def _list(info: Mapping[str, Any], name: str) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,30 @@ def test_live_requests_are_an_error_or_waited_for(folder: Path):
             with pytest.raises(ValueError, match=message):
                 lm.sleep(level=level, tags=tags)
         assert lm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids == handle.result().outputs[0].token_ids
+
+
+def test_a_sleep_or_a_wake_that_failed_shuts_nobody_out(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted() -> Future[None]:
+        done = Future[None]()
+        done.set_exception(RuntimeError("lm.resume() was called"))
+        return done
+
+    def fails() -> None:
+        raise MemoryError
+
+    with load(folder) as lm:
+        expected = lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids
+        with monkeypatch.context() as patched:
+            patched.setattr(lm.engine.intake, "drain", interrupted)
+            with pytest.raises(RuntimeError, match=r"lm\.resume"):
+                lm.sleep(drain=True)
+        assert lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == expected
+        lm.sleep()
+        with monkeypatch.context() as patched:
+            patched.setattr(lm.runner, "init_cuda_graphs", fails)
+            with pytest.raises(MemoryError):
+                lm.wake()
+        assert lm.wake() and lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == expected
 
 
 def test_an_engine_ends_asleep(folder: Path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 import subprocess
 import sys
+import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +22,12 @@ from safetensors.torch import load_file, save_file
 
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.config import ServerConfig
+from pymllm_interp.core.request import Request
+from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.interventions import PatchKV
 from pymllm_interp.mem_cache.kv_connector import page_keys
 from pymllm_interp.mem_cache.kv_pool import KVPool
+from pymllm_interp.mem_cache.radix_cache import RadixCache
 from pymllm_interp.mem_cache.spill_connector import SpillConnector
 from pymllm_interp.runner.stages.connector_stage import ConnectorStage, make_kv_connector
 
@@ -76,6 +84,38 @@ def test_edits_adapters_salts_and_weights_keep_prefixes_apart(model_folder) -> N
         next(lm.runner.get_model().parameters()).mul_(1.01)
     assert lm.generate([PROMPT], GREEDY)[0].num_cached_tokens == 0, "of other weights"
     lm.shutdown()
+
+
+def test_kv_of_old_weights_is_not_kept_by_the_name_of_new_ones(model_folder) -> None:
+    """A running request takes pages of a step before any other request asks whether the weights were edited."""
+    lm = lm_on("cpu", model_folder("llama"), kv_spill_bytes=64 << 20, **SMALL)
+    lm.generate([PROMPT], GREEDY)
+
+    def edit_and_grow() -> None:
+        kv, runs = lm.engine.scheduler.kv, SimpleNamespace(request_id="r", pages=list[int]())
+        with torch.no_grad():
+            next(lm.runner.get_model().parameters()).mul_(1.01)
+        kv.begin()
+        assert kv.grow(runs, kv.num_available_pages * kv.page_size)  # pyright: ignore[reportArgumentType]
+        del kv._changed["r"]
+        kv._free(runs.pages)
+
+    lm.engine.call(edit_and_grow)
+    assert lm.generate([PROMPT], GREEDY)[0].num_cached_tokens == 0 == connector(lm).counts["restored"]
+    lm.shutdown()
+
+
+def test_request_ids_of_other_processes_name_other_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names() -> Any:
+        request = Request("1", [1] * 8, SamplingParams(), 4, 0)
+        request.encoder, request.private_encoder = SimpleNamespace(content=b"input"), True  # pyright: ignore
+        state: Any = SimpleNamespace(version=0, namespace=lambda adapter: None)
+        return PrefixSharing(RadixCache(4), state).prefix_of(request).namespaces
+
+    first = names()
+    assert first == names()
+    monkeypatch.setattr("pymllm_interp.engine.prefix_sharing.PROCESS", "another")
+    assert first != names()
 
 
 SCRIPT = """
@@ -208,6 +248,35 @@ def test_a_full_folder_costs_nothing_but_the_file(tmp_path: Path, monkeypatch: p
     made.post_forward(None)
     made._writer.submit(lambda: None).result()
     assert made.counts["unwritten"] == 1 and made.restore(KEYS[:2]) is not None and not list(tmp_path.iterdir())
+
+
+def test_a_slow_folder_holds_a_bounded_amount_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, size = threading.Event(), 2 * 2 * 4 * 2 * 4 * 2
+    monkeypatch.setattr("pymllm_interp.mem_cache.spill_connector.MOST_WAITING", 2 * size)
+    monkeypatch.setattr(
+        "pymllm_interp.mem_cache.spill_connector.save_file", lambda *args: (goes_on.wait(60), save_file(*args))
+    )
+    made, alive = SpillConnector(pool(), lambda: "model", size, tmp_path, 1 << 20), list[Any]()
+    for key in KEYS:
+        made.save([key], torch.arange(4, 8).numpy())
+        alive.append(weakref.ref(made._places[key][0].kv))  # pyright: ignore
+        made.post_forward(None)
+    gc.collect()
+    assert sum(kv() is not None for kv in alive) <= 4, "one in host memory, two that wait, one that is written"
+    goes_on.set()
+    made._writer.submit(lambda: None).result()
+    assert made.counts["unwritten"] >= 4 and made.restore(KEYS[7:]) is not None and made._beyond == 0
+
+
+def test_a_folder_that_others_write_to_is_refused_and_odd_entries_are_left_out(tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    made = SpillConnector(pool(), lambda: "model", 0, tmp_path, 1 << 20)
+    assert made.counts["corrupt"] == 2 and made.restore(KEYS[:4]) is not None
+    tmp_path.chmod(0o777)
+    with pytest.raises(ValueError, match="kv_spill_folder: others may write"):
+        SpillConnector(pool(), lambda: "model", 0, tmp_path, 1 << 20)
 
 
 def test_the_runner_calls_a_connector_around_its_passes(lm_of, monkeypatch: pytest.MonkeyPatch) -> None:

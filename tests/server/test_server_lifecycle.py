@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.models.weights.loading import WeightsError
-from pymllm_interp.wire.weights import FOLDER, SentWeights, received
+from pymllm_interp.wire.weights import FOLDER, SentWeights, _check_counter, received
 
 OPTIONS = ["--operator", "code", "--allow-code-from", "code"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -210,3 +211,17 @@ def test_tensors_of_a_gpu_go_by_ipc(device: str, served_folder: Path, tmp_path: 
                 with pytest.raises(Exception, match="cannot be opened"):
                     lm.backend._sent_weights("ipc", sent.info, False)
             assert tokens_of(lm) == tokens_of(other)
+
+
+def test_a_handle_names_no_memory_of_others():
+    good = {
+        "ref_counter_handle": base64.b64encode(b"/torch_12_345_0").decode(), "ref_counter_offset": 7, "storage_offset_bytes": 512,
+    }  # fmt: skip
+    _check_counter("w", good)
+    for bad in (
+        {"ref_counter_offset": 10_000}, {"ref_counter_offset": -1}, {"ref_counter_offset": 1 << 60}, {"ref_counter_offset": True},
+        {"storage_offset_bytes": -8}, {"ref_counter_handle": base64.b64encode(b"/pymllm-ring").decode()},
+        {"ref_counter_handle": base64.b64encode(b"/torch_1/../x").decode()}, {"ref_counter_handle": 5}, {"ref_counter_handle": "%"},
+    ):  # fmt: skip
+        with pytest.raises(WeightsError, match="not of torch's making"):
+            _check_counter("w", good | bad)

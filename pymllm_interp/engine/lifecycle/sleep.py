@@ -114,7 +114,7 @@ class EngineSleep:
         self._engine = engine
         self._loaded_version = 0 if engine.runner.model_state is None else engine.runner.model_state.version
         self._asleep: dict[str, SleepingMemory] = {}
-        self.needs_weights = False
+        self.needs_weights = self._needs_graphs = False
 
     @property
     def is_sleeping(self) -> bool:
@@ -131,14 +131,14 @@ class EngineSleep:
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: 1 keeps the weights in host memory, 2 drops them")
         tags, engine = _checked(tags), self._engine
-        if drain:
-            paused = engine.intake.paused
-            self._close_intake()
-            try:
-                engine.call(engine.intake.drain).result()
-            finally:
-                engine.intake.paused = paused
         try:
+            if drain:
+                paused = engine.intake.paused
+                self._close_intake()
+                try:
+                    engine.call(engine.intake.drain).result()
+                finally:
+                    engine.intake.paused = paused
             engine.call(partial(self._sleep, level, tags))
         finally:
             if not self.is_sleeping:
@@ -183,7 +183,7 @@ class EngineSleep:
     def wake(self, tags: Sequence[str] | None = None) -> bool:
         """Take memory again, see `LM.wake`. Returns whether the engine is awake."""
         checked = TAGS if tags is None else _checked(tags)
-        if not self.is_sleeping:
+        if not (self.is_sleeping or self._needs_graphs):
             return True
         self._engine.call(partial(self._wake, checked))
         if self.needs_weights and tags is None:
@@ -212,12 +212,13 @@ class EngineSleep:
         runner = self._engine.runner
         if self.is_sleeping:
             return
+        self._needs_graphs = True  # until they are captured: a later `wake` tries again
         runner.init_cuda_graphs()
         if runner.adapters is not None and runner.adapters.any_loaded:
             runner.graphs.capture_adapted(runner.adapters)
         if runner.drafter is not None:
             runner.drafter.capture_graphs()
-        self._engine.intake.why_closed = None
+        self._needs_graphs, self._engine.intake.why_closed = False, None
 
     def _reload(self) -> None:
         """Load dropped weights from the model's folder. Raises ValueError: it has none, or they were changed since."""
