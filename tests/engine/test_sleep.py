@@ -19,6 +19,7 @@ from helpers_waits import assert_idle
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.events import EngineSleepingError
+from pymllm_interp.engine.lifecycle.lifecycle import EngineLifecycle
 from pymllm_interp.models.weights.loading import WeightsError
 
 PROMPTS = [[1], list(range(5, 22)), [7, 8, 9]]
@@ -153,6 +154,18 @@ def test_a_sleep_or_a_wake_that_failed_shuts_nobody_out(folder: Path, monkeypatc
             patched.setattr(lm.runner, "init_cuda_graphs", fails)
             with pytest.raises(MemoryError):
                 lm.wake()
+        assert lm.wake() and lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == expected
+
+
+def test_weights_that_fell_asleep_during_an_update_are_not_written(folder: Path):
+    with load(folder) as lm:
+        expected, weights = lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids, lm.runner.get_model().state_dict()
+        lifecycle = EngineLifecycle(lm.engine)
+        update = lifecycle.new_update()
+        update.add({name: tensor.clone() for name, tensor in weights.items()})
+        lm.sleep(tags=["weights"])
+        with pytest.raises(EngineSleepingError, match="the weights are asleep"):
+            lifecycle.install(update)
         assert lm.wake() and lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == expected
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from ...core.events import EngineClosedError
+from ...core.events import EngineClosedError, EngineSleepingError
 from ...core.receipt import Receipt
 from ...core.request import RequestStatus
 from ...models.updates import WeightUpdate
@@ -89,6 +89,8 @@ class EngineLifecycle:
         engine, runner, count = self._engine, self._engine.runner, len(update)
         state, scheduler = runner.model_state, engine.scheduler
         assert state is not None
+        if state.asleep:  # since the caller looked
+            raise EngineSleepingError("the weights are asleep: lm.wake(tags=['weights']) gives them memory")
         engine.sync_previous_step()
         if not draft:
             self._refuse_traces()
