@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,14 @@ def test_damaged_files_are_refused() -> None:
     _read(bytes(huge))
     with pytest.raises(PromptError, match=r"at most 0\.01 s"):
         samples_of(good, "the file", 0.01)
+    some, many = (
+        good[:4] + b"\xff\xff\xff\x7f" + good[8:36] + b"junk\0\0\0\0" * count + good[36:] for count in (60, 3_000_000)
+    )
+    assert samples_of(some, "the file", 30.0)[0].tolist() == samples_of(good, "the file", 30.0)[0].tolist()
+    started = time.thread_time()
+    with pytest.raises(PromptError, match="more than 64 chunks"):
+        samples_of(many, "the file", 30.0)
+    assert time.thread_time() - started < 1
 
 
 def _read(file: bytes) -> None:

@@ -20,6 +20,8 @@ MAX_VALUES, BLOCK = 3600 * 2 * 48_000, 1 << 20
 """Most values of all channels of a compressed file, an hour in stereo, and values that are read at a time. A megabyte may hold
 billions of them.
 """
+MAX_CHUNKS = 64
+"""Most chunks of a WAV file before its samples. Each has an object in Python's reader."""
 MAX_FILTER = 1 << 22
 """Most values of a resampling filter. Rates without a common divisor need more."""
 
@@ -37,6 +39,12 @@ def samples_of(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]
 
 
 def _of_wav(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]:
+    at, chunks = 12, 0
+    while at < len(file) and file[at : at + 4] != b"data":
+        size = int.from_bytes(file[at + 4 : at + 8], "little")
+        at, chunks = at + 8 + size + size % 2, chunks + 1
+        if chunks > MAX_CHUNKS:
+            raise PromptError(f"{what} is a WAV file with more than {MAX_CHUNKS} chunks before its samples")
     try:
         with wave.open(io.BytesIO(file)) as opened:
             channels, width, rate = opened.getparams()[:3]
