@@ -114,6 +114,8 @@ class Engine:
             for requests, _ in groups:
                 if self.intake.held is None:
                     self._add(requests)
+                    if self.intake.why_closed is not None:  # since the caller looked: no pass may run
+                        self.ends.fail(list(requests), self.intake.why_closed)
                 else:
                     self.intake.held += requests
 

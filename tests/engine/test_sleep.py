@@ -169,6 +169,18 @@ def test_weights_that_fell_asleep_during_an_update_are_not_written(folder: Path)
         assert lm.wake() and lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == expected
 
 
+def test_a_request_that_comes_as_the_engine_falls_asleep_runs_no_pass(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    with load(folder) as lm:
+        expected = lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids
+        lm.sleep()
+        with monkeypatch.context() as patched:
+            patched.setattr(lm.engine, "_check_awake", lambda: None)  # it looked before
+            with pytest.raises((EngineSleepingError, RuntimeError), match="the engine sleeps"):
+                lm.generate(PROMPTS, GREEDY)
+        assert lm.wake() and lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == expected
+        assert_idle(lm)
+
+
 def test_an_engine_ends_asleep(folder: Path):
     lm = load(folder)
     lm.sleep()
