@@ -112,12 +112,7 @@ class Engine:
 
         def add() -> None:
             for requests, _ in groups:
-                if self.intake.held is None:
-                    self._add(requests)
-                    if self.intake.why_closed is not None:  # since the caller looked: no pass may run
-                        self.ends.fail(list(requests), self.intake.why_closed)
-                else:
-                    self.intake.held += requests
+                self.intake.take(requests)
 
         self._check_awake()
         # Known from now on: a block may hold up the thread for longer than they wait.

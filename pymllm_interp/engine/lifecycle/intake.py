@@ -33,6 +33,15 @@ class Intake:
         self._ends, self._add = ends, add
         self._drained: list[Future[None]] = []
 
+    def take(self, requests: Sequence[Request]) -> None:
+        """Take new requests in. They fail if the engine fell asleep since their caller looked: no pass may run."""
+        if self.held is not None:
+            self.held += requests
+            return
+        self._add(requests)
+        if self.why_closed is not None:
+            self._ends.fail(list(requests), self.why_closed)
+
     def drain(self) -> Future[None]:
         """Hold new requests back until all others have ended; then pause."""
         self.paused, self.held = False, self.held or []
