@@ -70,6 +70,13 @@ def test_an_sae_that_was_trained_on_the_device_steers() -> None:
     assert re.search("sea|ocean|wave|beach|ship|boat|water|sail", edited)
 
 
+def test_rollouts_earn_more_of_their_probe() -> None:
+    rewards, off, versions = run("rollouts")
+    assert rewards[-1] > rewards[0] + 1, rewards
+    assert off < 1e-3, "the trainer's log probabilities are those that were sampled by"
+    assert sum(tokens for _, tokens in versions) == 24 and versions[-1][0] > versions[0][0]
+
+
 def test_every_example_is_tested_and_says_how_to_use_it() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names == {
@@ -80,6 +87,7 @@ def test_every_example_is_tested_and_says_how_to_use_it() -> None:
         "harvest",
         "image_patches",
         "train_sae",
+        "rollouts",
     }
     for name in names:
         doc = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))

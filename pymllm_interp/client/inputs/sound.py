@@ -17,8 +17,8 @@ FULL_SCALE = {1: 128, 2: 1 << 15, 3: 1 << 23, 4: 1 << 31}
 CROSSINGS, ROLLOFF = 6, 0.99
 """Zero crossings of the resampling filter on each side, and its share of the lower Nyquist frequency, as in torchaudio."""
 MAX_VALUES, BLOCK = 3600 * 2 * 48_000, 1 << 20
-"""Most values of all channels of a compressed file, an hour in stereo, and values that are read at a time. A megabyte may hold
-billions of them.
+"""Most values of all channels of a compressed file (an hour in stereo), and values of a read. A megabyte may hold billions of
+them.
 """
 MAX_CHUNKS = 64
 """Most chunks of a WAV file before its samples. Each has an object in Python's reader."""
