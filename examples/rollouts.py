@@ -58,9 +58,8 @@ def main() -> tuple[list[float], float, list[list[int]]]:
         watch = Monitor(SITE, sea_probe(lm), name="sea", positions="generated")
         prompts = [prompt for prompt in PROMPTS for _ in range(GROUP)]
         sampling = SamplingParams(top_k=TOP_K, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
-        params = [
-            replace(sampling, seed=seed) for seed in range(len(prompts))
-        ]  # in each step, which differ by weights only
+        # the same noise in each step: steps differ by their weights only
+        params = [replace(sampling, seed=seed) for seed in range(len(prompts))]
         rewards, off = [], 0.0
         for step in range(STEPS):
             outs = lm.generate(prompts, params, monitors=[watch])
