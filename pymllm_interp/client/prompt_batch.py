@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ def split(prompt: Any, what: str) -> PromptBatch:
     ):
         return PromptBatch([prompt])
     if is_audio(prompt):
-        features = prompt.get(FEATURES)
+        features: Any = prompt.get(FEATURES)
         several = getattr(features, "ndim", 0) == 3 and len(prompt) == 1
         return PromptBatch([{FEATURES: each} for each in features] if several else [prompt])
     if isinstance(prompt, Mapping):
@@ -205,7 +205,7 @@ def _is_one(prompt: Any) -> bool:
     )
 
 
-def is_audio(prompt: Any) -> bool:
+def is_audio(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a prompt is a dict with audio: vLLM's, or the output of transformers' processor."""
     if not isinstance(prompt, Mapping):
         return False

@@ -53,14 +53,20 @@ OF_ENCODER, OF_VISION = "encoder.", "vision."
 """Prefixes of the names of sites in an encoder, and in a vision tower: "encoder.resid_post.3"."""
 VISION_OUT = "vision.out"
 """Site of the states that the language model reads in an image's placeholders, behind the projector."""
-_LAYER = {"attention_norm": "layer_norm1", "o_proj": "out_proj", "mlp_norm": "layer_norm2", "down_proj": "fc2"}
-_BLOCK = {"attention_norm": "norm1", "attention": "attn", "o_proj": "proj", "mlp_norm": "norm2"}
+_LAYER: dict[str, Any] = {
+    "attention_norm": "layer_norm1",
+    "o_proj": "out_proj",
+    "mlp_norm": "layer_norm2",
+    "down_proj": "fc2",
+}
+_BLOCK: dict[str, Any] = {"attention_norm": "norm1", "attention": "attn", "o_proj": "proj", "mlp_norm": "norm2"}
+_DEEPSTACK_BLOCK: dict[str, Any] = {**_BLOCK, "down_proj": "linear_fc2"}
 _NO_TOWER = frozenset({"embed", "attn_in", "q", "k", "v", "mlp_in", "final_norm", "logits"})
 VISION_TOWERS = {
     name: Family(name=name, layers=f"model.{layers}", missing=_NO_TOWER, **children)
     for name, layers, children in (
         ("qwen2_5_vl", "visual.blocks", _BLOCK),
-        ("qwen3_vl", "visual.blocks", _BLOCK | {"down_proj": "linear_fc2"}),
+        ("qwen3_vl", "visual.blocks", _DEEPSTACK_BLOCK),
         *((name, "vision_model.encoder.layers", _LAYER) for name in ("smolvlm", "idefics3")),
         *((name, "vision_tower.encoder.layers", _LAYER) for name in ("llava", "llava_onevision", "gemma3")),
     )

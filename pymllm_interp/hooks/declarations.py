@@ -134,12 +134,13 @@ class Declarations:
             RuntimeError, MemoryError: no memory for the ring on the host.
         """
         assert request.hooks is not None and request.declared is not None, "it declared something"
-        captures = None if request.hooks.bound is None else request.hooks.bound.captures
+        bound = request.hooks.bound
+        captures = None if bound is None else bound.captures
         if captures is not None and captures.layout.stays:
             assert self.device_memory is not None, "`declare` refuses them"
             captures.prepare(self.device_memory)
-        if self.pool is not None:
-            request.hooks.vector_rows = self.pool.acquire(request.hooks.bound)
+        if self.pool is not None and bound is not None:
+            request.hooks.vector_rows = self.pool.acquire(bound)
         if self._ring is not None and request.declared.captures is not None:
             self._ring.open()
 

@@ -275,4 +275,4 @@ def _written_at(file: Path) -> float:
 
 
 def _crc(kv: torch.Tensor) -> int:
-    return zlib.crc32(kv.contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(kv.contiguous().view(torch.uint8).numpy().data)

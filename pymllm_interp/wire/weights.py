@@ -77,7 +77,7 @@ class SentWeights:
             for tensor in self._kept:
                 offsets.append(end)
                 file.seek(end)
-                file.write(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
                 end = -(-(end + tensor.nbytes) // ALIGNED) * ALIGNED
             file.truncate(end)
         self.info |= {"segment": self._path.name, "offsets": offsets}
@@ -91,7 +91,7 @@ class SentWeights:
 def _cuda_handle(tensor: Tensor) -> dict[str, dict[str, Any]]:
     from torch.multiprocessing.reductions import reduce_tensor
 
-    _, args = reduce_tensor(tensor)
+    args: Any = reduce_tensor(tensor)[1]
     fields = dict(zip(HANDLE, args[6:], strict=True))
     found = {name: base64.b64encode(v).decode() if isinstance(v, bytes) else v for name, v in fields.items()}
     uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
@@ -146,7 +146,7 @@ def _read(file: Any, size: int, name: str, dtype: torch.dtype, shape: list[int],
         raise WeightsError(f"{name}: {count} bytes at {offset} are not in the segment of {size}")
     found = torch.empty(count, dtype=torch.uint8)
     file.seek(offset)
-    if file.readinto(memoryview(found.numpy())) != count:
+    if file.readinto(found.numpy().data) != count:
         raise WeightsError(f"{name}: the segment ends early")
     return found.view(dtype).view(shape)
 

@@ -168,6 +168,11 @@ def test_damaged_files_are_refused() -> None:
     _read(bytes(huge))
     with pytest.raises(PromptError, match=r"at most 0\.01 s"):
         samples_of(good, "the file", 0.01)
+    slow = good[:24] + (999).to_bytes(4, "little") + good[28:]
+    with pytest.raises(PromptError, match="at 999 a second"):
+        samples_of(slow, "the file", 30.0)
+    with pytest.raises(PromptError, match="of 999 samples a second"):
+        resampled(np.zeros(9, np.float32), 999, RATE, "the audio")
     some, many = (
         good[:4] + b"\xff\xff\xff\x7f" + good[8:36] + b"junk\0\0\0\0" * count + good[36:] for count in (60, 3_000_000)
     )

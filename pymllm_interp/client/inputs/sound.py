@@ -20,6 +20,8 @@ MAX_VALUES, BLOCK = 3600 * 2 * 48_000, 1 << 20
 """Most values of all channels of a compressed file (an hour in stereo), and values of a read. A megabyte may hold billions of
 them.
 """
+LOWEST_RATE = 1000
+"""Fewest samples a second: at one a second, a file of kilobytes would be an hour, of 230 MB at the model's rate."""
 MAX_CHUNKS = 64
 """Most chunks of a WAV file before its samples. Each has an object in Python's reader."""
 MAX_FILTER = 1 << 22
@@ -71,7 +73,7 @@ def _of_wav(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]:
 def _of_others(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]:
     try:
         with library_of_extra("audio files other than WAV", "soundfile", "audio"):
-            import soundfile
+            import soundfile  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise PromptError(f"{what}: {error}") from None
     library: Any = soundfile
@@ -89,8 +91,10 @@ def _of_others(file: bytes, what: str, seconds: float) -> tuple[np.ndarray, int]
 
 
 def _check_length(frames: int, rate: int, what: str, seconds: float) -> None:
-    if rate < 1 or frames < 1:
-        raise PromptError(f"{what} has {frames} samples, at {rate} a second: expected audio")
+    if rate < LOWEST_RATE or frames < 1:
+        raise PromptError(
+            f"{what} has {frames} samples, at {rate} a second: expected audio of {LOWEST_RATE} or more a second"
+        )
     if frames > seconds * rate:
         raise PromptError(f"{what} has {frames / rate:.1f} s of audio; at most {seconds:g} s are read")
 
@@ -103,7 +107,7 @@ def resampled(samples: np.ndarray, rate: Any, wanted: int, what: str) -> np.ndar
     """
     if type(rate) is not int and not isinstance(rate, np.integer | float):
         raise PromptError(f"{what}: the sampling rate is {shown(rate)}: expected a number such as {wanted}")
-    if not 1 <= rate < 1 << 32 or rate != int(rate):
+    if not LOWEST_RATE <= rate < 1 << 32 or rate != int(rate):
         raise PromptError(f"{what}: audio of {shown(rate)} samples a second: resample it to {wanted}")
     rate = int(rate)
     if rate == wanted:

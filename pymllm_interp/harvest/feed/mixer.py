@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from ...hooks.captures.egress.device_memory import DeviceMemory
 from ...utils.upload import upload
 
 
-class MixedRows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class MixedRows:
     """Rows of all sites, and where they are from.
 
     Attributes:

@@ -117,17 +117,17 @@ def _bound(spec: PatchKV, model: ModelSpec, prompt_len: int) -> KVPatch:
     layers, count = model.num_hidden_layers, model.num_key_value_heads
     if not -layers <= spec.layer < layers:
         raise ValueError(f"{spec.name}: layer={spec.layer}; the model has {layers} layers (num_hidden_layers)")
-    heads = tuple(range(count)) if spec.heads is None else tuple(spec.heads)  # pyright: ignore[reportArgumentType]
+    listed: Any = range(count) if spec.heads is None else spec.heads
+    heads: tuple[int, ...] = tuple(listed)
     wrong = [head for head in heads if not -count <= head < count]
     if wrong or len({head % count for head in heads}) < len(heads):
         raise ValueError(
             f"{spec.name}: heads={list(heads)}; the model has {count} (num_key_value_heads), each named once"
         )
     try:
-        windows = windows_of(spec.positions, prompt_len)
-        named = (
-            absolute_positions(tuple(spec.positions), prompt_len) if isinstance(spec.positions, tuple | range) else None
-        )
+        places: Any = spec.positions
+        windows = windows_of(places, prompt_len)
+        named = absolute_positions(tuple(places), prompt_len) if isinstance(places, tuple | range) else None
     except ValueError as error:
         raise ValueError(f"{spec.name}: {error}") from None
     if windows[-1].stop is None or windows[-1].stop > prompt_len:

@@ -60,7 +60,8 @@ class RotatedAttention:
         turned = named.get("position_embeddings")
         if rest or turned is None or not _is_served_by_kernels(hidden_states):
             return super().forward(hidden_states, cu_seqlens, *rest, **named)  # pyright: ignore[reportAttributeAccessIssue]
-        return rotated_attention(self, hidden_states, cu_seqlens, *turned, named.get("max_seqlen"))
+        cos, sin = turned
+        return rotated_attention(self, hidden_states, cu_seqlens, cos, sin, named.get("max_seqlen"))
 
 
 def rotated_attention(
