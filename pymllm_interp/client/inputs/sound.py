@@ -21,7 +21,7 @@ MAX_VALUES, BLOCK = 3600 * 2 * 48_000, 1 << 20
 them.
 """
 LOWEST_RATE = 1000
-"""Fewest samples a second: at one a second, a file of kilobytes would be an hour, of 230 MB at the model's rate."""
+"""Fewest samples a second: resampling multiplies a file of a lower one."""
 MAX_CHUNKS = 64
 """Most chunks of a WAV file before its samples. Each has an object in Python's reader."""
 MAX_FILTER = 1 << 22
