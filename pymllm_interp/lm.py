@@ -430,7 +430,10 @@ class LM(ClientModel):
             raise RuntimeError("this cannot run inside the block of a trace: the engine would wait for itself")
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that the prefix cache keeps. Edits of the weights do so by themselves."""
+        """Forget the KV that the prefix cache keeps in the pool. Edits of the weights do so by themselves.
+
+        KV that was evicted to the host or to files (`kv_spill_bytes`, `kv_spill_folder`) stays.
+        """
         self.engine.reset_prefix_cache()
 
     @classmethod

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from ..core.limits import MAX_LISTED
 from ..core.model_spec import ModelSpec
 from ..core.request import Request
 from ..core.step import RequestHooks
@@ -15,6 +17,7 @@ from .captures.egress.ring import CaptureRing
 from .captures.reductions.reduction import Readout
 from .captures.spec import Capture
 from .declared import Declared
+from .image_words import Images, Located
 from .interventions.knockout import Intervention
 from .interventions.vector_pool import VectorPool
 from .monitors.request_monitors import RequestMonitors
@@ -64,8 +67,8 @@ class Declarations:
         parts = self._parts.bind(parts, request.encoder, request.images)
         if request.images:
             images = tuple(tuple(image.positions.tolist()) for image in request.images)
-            specs = [spec.located(images, request.prompt_len) for spec in specs]
-            captures = [spec.located(images, request.prompt_len) for spec in captures]
+            found = _located([*specs, *captures], images, request.prompt_len)
+            specs, captures = found[: len(specs)], found[len(specs) :]
         hooks = request.hooks = RequestHooks(
             specs, captures, request.max_tokens, request.logits_from, request.differentiable,
             trace_key=None if trace is None else trace.key, single=request.forward_only, parts=parts,
@@ -155,3 +158,18 @@ class Declarations:
         self._bindings.close()
         self._parts.close()
         self._limits = replace(self._limits, encoders=None)
+
+
+def _located(specs: Sequence[Any], images: Images, prompt_len: int) -> list[Any]:
+    """Specs with numbers in place of words for images. A word of five characters may stand for thousands of positions."""
+    made, left = [], MAX_LISTED
+    for spec in specs:
+        made.append(spec.located(images, prompt_len))
+        for one in (made[-1], *getattr(made[-1], "ops", ())):
+            places = [getattr(one, name) for name in one.places]
+            left -= sum(len(place) for place in places if isinstance(place, Located))
+        if left < 0:
+            raise ValueError(
+                f"the words for images select more than {MAX_LISTED} positions in all hooks of the request"
+            )
+    return made

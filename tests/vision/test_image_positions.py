@@ -14,6 +14,7 @@ from helpers_images import PICTURES, prompt_of
 
 from pymllm_interp import LM, Capture, Patch, SamplingParams, Steer
 from pymllm_interp.client.chat import RenderedPrompt
+from pymllm_interp.hooks import declarations
 from pymllm_interp.hooks.positions import checked_positions, located, missing_of, windows_of
 from pymllm_interp.interventions import Gate, Knockout, Monitor
 from pymllm_interp.utils.arguments import PromptError
@@ -222,3 +223,16 @@ def test_words_in_device_tables_and_graphs(family: str, way: str, vision_folder:
         assert outs[0].token_ids == outs[1].token_ids
         assert torch.equal(outs[0].activations["resid_post.1"], outs[1].activations["resid_post.1"])
         assert len(outs[0].activations["resid_post.1"]) == len(numbers(prompt, "image"))
+
+
+def test_words_select_a_bounded_number_of_positions(family: str, lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(family, [3, 4], 1, [5, 7])
+    count = len(numbers(prompt, "image"))
+    monkeypatch.setattr(declarations, "MAX_LISTED", 5 * count - 1)
+    steers = [Steer(f"resid_post.{i % 2}", torch.ones(lm.hidden_size), positions="image") for i in range(5)]
+    with pytest.raises(PromptError, match="select more than"):
+        lm.generate([prompt], GREEDY, interventions=steers)
+    watch = Monitor("resid_post.0", torch.ones(lm.hidden_size), 1e9, then=steers[0], positions="image")
+    with pytest.raises(PromptError, match="select more than"):
+        lm.generate([prompt], GREEDY, interventions=steers[:3], monitors=[watch])
+    assert lm.generate([prompt], GREEDY, interventions=steers[:4])[0].token_ids

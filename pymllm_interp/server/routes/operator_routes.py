@@ -86,8 +86,10 @@ def _add_pauses(router: APIRouter, state: ServerState) -> None:
     ) -> dict[str, Any]:  # fmt: skip
         """Give the device's memory back, as `lm.sleep`. `mode` is as of `/pause`; live requests of "keep" are an error."""
         if mode == "abort":
+            paused = await order(request, "is_paused")
             await order(request, "pause", mode="abort")
-            await order(request, "resume")
+            if not paused:
+                await order(request, "resume")
         given = {} if tags is None else {"tags": tags}
         await order(request, "sleep", level=level, drain=mode == "wait", **given)
         return {"status": "sleeping", "level": level}
