@@ -79,7 +79,8 @@ def test_patches_are_rotated_as_in_transformers(device: str, dtype: torch.dtype)
         found = rotated_attention(attention, states, bounds, angles.cos(), angles.sin(), None)
         wanted = attention(states, bounds, position_embeddings=(angles.cos(), angles.sin()))
     assert found.dtype is dtype
-    torch.testing.assert_close(found, wanted, rtol=BOUND[dtype], atol=BOUND[dtype])
+    bound = 5 * BOUND[dtype]  # of two kernels of attention
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
 
 
 @pytest.mark.gpu
