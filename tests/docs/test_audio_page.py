@@ -22,6 +22,6 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = script.replace('"openai/whisper-small"', f"{str(tmp_path)!r}, kv_cache_tokens=512, cross_cache_tokens=80")
     monkeypatch.chdir(tmp_path)
     Path("page.py").write_text(script)
-    names = runpy.run_path("page.py", run_name="__main__")
+    names = runpy.run_path(str(tmp_path / "page.py"), run_name="__main__")  # nnsight keeps sources by path
     assert names["heard"].shape == (20, 36)
     names["lm"].shutdown()

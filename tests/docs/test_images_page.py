@@ -22,5 +22,5 @@ def test_the_python_of_the_page_runs(
     picture(300, 200).save("street.png")
     tiny = f"LM({str(vision_folder('qwen2_5_vl'))!r}, device='cpu', dtype='float32', kv_cache_tokens=2048)"
     Path("page.py").write_text(script.replace(NAMED, tiny))
-    names = runpy.run_path("page.py", run_name="__main__")
+    names = runpy.run_path(str(tmp_path / "page.py"), run_name="__main__")  # nnsight keeps sources by path
     names["lm"].shutdown()

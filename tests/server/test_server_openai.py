@@ -349,6 +349,6 @@ def test_the_scale_op_by_its_object_and_by_http_has_one_schema():
     classes = [cls for found in Op.__subclasses__() for cls in (found.__subclasses__() or [found])]
     builtin = {cls.__name__.lower() for cls in classes if cls.__module__.startswith("pymllm_interp.")}
     # A Gate makes the first one, a lowered block the second, a Monitor the third.
-    assert (builtin | {"knockout", "monitor"}) - {"gateread", "rowedit", "scoreread"} == set(OP_MODELS)
+    assert (builtin | {"knockout", "monitor", "patchkv"}) - {"gateread", "rowedit", "scoreread"} == set(OP_MODELS)
     op = Scale("z.1", 0.5, heads=[1, 2], positions=[True, False, True])
     assert specs.intervention_of(json.loads(json.dumps(specs.to_json(op)))) == op
