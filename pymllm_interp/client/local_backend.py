@@ -109,7 +109,7 @@ class LocalBackend(FactoryBackend):
 
     def control(self, order: str, **arguments: Any) -> Any:
         self.engine.check_open()
-        return getattr(self._orders, order)(**arguments)
+        return self._orders.run(order, **arguments)
 
     def load_adapter(self, name: str, folder: str) -> None:
         self.engine.check_open()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
-from concurrent.futures import Future
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from helpers_waits import assert_idle
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.calls.lm_arguments import with_tuning
+from pymllm_interp.client.lifecycle import local_orders
 from pymllm_interp.core.events import EngineSleepingError
 from pymllm_interp.engine.lifecycle.lifecycle import EngineLifecycle
 from pymllm_interp.models.weights.loading import WeightsError
@@ -155,6 +158,40 @@ def test_a_sleep_or_a_wake_that_failed_shuts_nobody_out(folder: Path, monkeypatc
             with pytest.raises(MemoryError):
                 lm.wake()
         assert lm.wake() and lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == expected
+
+
+def test_an_engine_of_which_nothing_falls_asleep_has_its_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = list[int]()
+    with load(folder) as lm:
+        monkeypatch.setattr(lm.runner, "init_cuda_graphs", lambda: calls.append(1))
+        lm.sleep(tags=["captures"])
+        assert calls == [1] and not lm.is_sleeping() and lm.generate(PROMPTS, GREEDY)[0].token_ids
+
+
+def test_orders_run_one_after_another(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The end of an update waits for tensors that are still on their way."""
+    with load(folder) as lm:
+        weights, go = list(lm.runner.get_model().state_dict().items())[:2], threading.Event()
+
+        def slowly(info: Any, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+            yield weights[0]
+            assert go.wait(30)
+            yield weights[1]
+
+        monkeypatch.setattr(local_orders, "received", slowly)
+        control = lm.backend.control
+        control("init_weight_transfer_engine", init_info={})
+        control("start_weight_update")
+        with ThreadPoolExecutor(2) as pool:
+            receive = pool.submit(control, "receive_weights", update_info={})
+            orders: Any = lm.backend
+            while not orders._orders._one_order.locked():
+                time.sleep(0.01)
+            finish = pool.submit(control, "finish_weight_update")
+            assert not control("is_paused") and not finish.done()
+            go.set()
+            receive.result(30)
+            assert finish.result(30)["tensors"] == 2
 
 
 def test_weights_that_fell_asleep_during_an_update_are_not_written(folder: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from ...models.updates import NamedTensors, WeightUpdate
 from ...wire.weights import received
 
 BACKENDS = ("ipc", "shared_memory")
+AT_ANY_TIME = ("pause", "resume", "is_paused", "is_sleeping", "weight_info")
+"""Orders that may come while another one waits. All others run one after another: a server has a thread for each."""
 
 
 class LocalOrders:
@@ -24,12 +27,20 @@ class LocalOrders:
 
     def __init__(self, engine: Engine) -> None:
         self._lifecycle, self._device = EngineLifecycle(engine), engine.runner.device
+        self._one_order = threading.Lock()
         self._backend: str | None = None
         self._update: WeightUpdate | None = None
         self._is_draft, self._label = False, ""
         self._sleep = EngineSleep(engine)
         self.sleep, self.wake = self._sleep.sleep, self._sleep.wake
         self.pause, self.resume = self._lifecycle.pause, self._lifecycle.resume
+
+    def run(self, order: str, **arguments: Any) -> Any:
+        """The result of an order, by its method's name."""
+        if order in AT_ANY_TIME:
+            return getattr(self, order)(**arguments)
+        with self._one_order:
+            return getattr(self, order)(**arguments)
 
     def is_paused(self) -> bool:
         """Whether the engine is paused."""

@@ -179,6 +179,7 @@ class EngineSleep:
                 runner.capture_ring.wait()
                 memory.put([runner.capture_ring.memory], keep=False)
         return_freed_memory(runner.device)
+        self._open_if_whole()  # nothing fell asleep: graphs are captured anew
 
     def wake(self, tags: Sequence[str] | None = None) -> bool:
         """Take memory again, see `LM.wake`. Returns whether the engine is awake."""
