@@ -68,12 +68,13 @@ def test_hidden_units_are_filled_up_with_zeros(device: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_patches_are_rotated_as_in_transformers(device: str, dtype: torch.dtype) -> None:
-    config = Qwen2_5_VLVisionConfig(hidden_size=60, num_heads=3)
+@pytest.mark.parametrize("size", [20, 24])
+def test_patches_are_rotated_as_in_transformers(device: str, dtype: torch.dtype, size: int) -> None:
+    config = Qwen2_5_VLVisionConfig(hidden_size=3 * size, num_heads=3)
     config._attn_implementation = "eager"
     attention = Qwen2_5_VLVisionAttention(config).to(device, dtype).requires_grad_(False)
-    states = torch.randn(70, 60, device=device, dtype=dtype)
-    angles = torch.rand(70, 10, device=device).repeat(1, 2) * 6
+    states = torch.randn(70, 3 * size, device=device, dtype=dtype)
+    angles = torch.rand(70, size // 2, device=device).repeat(1, 2) * 6
     bounds = torch.tensor([0, 9, 10, 70], device=device, dtype=torch.int32)
     with torch.no_grad():
         found = rotated_attention(attention, states, bounds, angles.cos(), angles.sin(), None)

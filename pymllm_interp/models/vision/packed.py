@@ -146,7 +146,9 @@ def packed_attention(
         [1, patches, heads, head_dim], and None, in the place of weights.
     """
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    size = query.shape[-1]
+    # FlashAttention takes sizes of heads that eight divides; torch 2.11's call of it has its own scaling.
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not size % 8 and scaling == size**-0.5:
         from torch.nn.attention.varlen import varlen_attn
 
         longest = int(max_length_q)
