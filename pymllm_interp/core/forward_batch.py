@@ -19,7 +19,15 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from .norm_kind import Norm
-from .pass_parts import AdapterRows, AttentionCuts, CrossRows, DeepStates, EmbeddedRows, TransformersOutputs
+from .pass_parts import (
+    AdapterRows,
+    AttentionCuts,
+    CrossRows,
+    DeepStates,
+    EmbeddedMask,
+    EmbeddedRows,
+    TransformersOutputs,
+)
 
 
 class ForwardMode(IntEnum):
@@ -291,7 +299,7 @@ class ForwardBatch:
 
     # Fields beyond pymllm's.
     state_pool:      LayerStatePool | None = None  # set by the runner; slots are `req_pool_indices`; None: no layer has states
-    input_embeds:    EmbeddedRows | None = None  # rows with a vector in place of their token's embedding; not in decode passes
+    input_embeds:    EmbeddedRows | EmbeddedMask | None = None  # rows with a vector as their embedding; not in decode passes
     cross:           CrossRows | None = None  # encoders' sides of an encoder-decoder model's requests
     deepstack:       DeepStates | None = None    # states of images for the outputs of the first layers; None: none
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all

@@ -101,6 +101,35 @@ class EmbeddedRows(NamedTuple):
         return self if others is None else EmbeddedRows(*map(torch.cat, zip(self, others, strict=True)))
 
 
+class EmbeddedMask(NamedTuple):
+    """`EmbeddedRows` as captured passes read them: memory of all token rows.
+
+    Attributes:
+        rows: [tokens] bool, the rows that have a vector.
+        vectors: [tokens, width], dtype of the embeddings.
+    """
+
+    rows: torch.Tensor
+    vectors: torch.Tensor
+
+    def placed(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """`EmbeddedRows.placed`."""
+        return torch.where(self.rows[:, None], self.vectors, embeddings)
+
+    def first_rows(self, rows: int) -> EmbeddedMask:
+        """The first token rows."""
+        return EmbeddedMask(self.rows[:rows], self.vectors[:rows])
+
+    def write(self, embedded: EmbeddedRows) -> None:
+        """Give the rows of a pass their vectors. `clear` follows the pass: the next one may have none."""
+        self.rows.index_fill_(0, embedded.rows, True)
+        self.vectors.index_copy_(0, embedded.rows, embedded.vectors)
+
+    def clear(self) -> None:
+        """Let no row have a vector."""
+        self.rows.zero_()
+
+
 class DeepStates(NamedTuple):
     """States that are added to token rows of images behind the first layers (DeepStack, Meng et al., 2024; Qwen3-VL)."""
 

@@ -110,18 +110,39 @@ def test_requests_of_a_small_pool_do_not_see_each_other(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_behind_embeddings_are_replayed(model_folder: Callable[[str], Path], device: str) -> None:
-    """A step with embedded positions runs kernel by kernel. Each later one is a graph, as of a plain request."""
-    with captured_lms(model_folder, prefill_graph_tokens=32, max_num_tokens=32) as load:
+def test_steps_with_embeddings_are_replayed(
+    model_folder: Callable[[str], Path], oracle: Callable[[str], PreTrainedModel], device: str
+) -> None:
+    """Their vectors are in the memory that graphs read, and no later step finds them there."""
+    with captured_lms(model_folder, prefill_graph_tokens=32, max_num_tokens=32, page_size=4) as load:
         lm = load(device, "llama", tables=device == "cuda")
-        table, found, replays = lm.model.embed_tokens.weight.detach(), [], []
-        params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
-        for prompt in (list(range(3, 20)), {"prompt_embeds": table[3:20]}):
+        table, found = lm.model.embed_tokens.weight.detach(), []
+        params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, skip_reading_prefix_cache=True)
+        ids = list(range(3, 20))
+        other = {"prompt_token_ids": ids, "embeds": {i: table[40 + i].cpu() for i in (0, 3, 16)}}
+        for prompt in (ids, {"prompt_embeds": table[3:20]}, other, ids):
             before = Counter(lm.engine.stats()["execution"])
             found.append(lm.generate([prompt], params)[0].token_ids)
             steps = Counter(lm.engine.stats()["execution"]) - before
-            replays.append(sum(count for how, count in steps.items() if how.startswith("replay")))
-        assert found[0] == found[1] and replays == [7, 6]
+            assert sum(count for how, count in steps.items() if how.startswith("replay")) == 7, steps
+        assert found[0] == found[1] == found[3] != found[2]
+        check_crowd(lm, oracle("llama"), range(200, 212), 40)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_in_a_pass_with_embeddings_run_between_graphs(
+    model_folder: Callable[[str], Path], oracle: Callable[[str], PreTrainedModel], device: str
+) -> None:
+    with captured_lms(model_folder, prefill_graph_tokens=32, max_num_tokens=32, lower_traces="off") as load:
+        lm, model = load(device, "llama"), oracle("llama")
+        prompt, whole = mixed(model, 13, 3)
+        with lm.trace(prompt) as tracer:
+            lm.model.layers[0].output *= 2
+            logits = lm.lm_head.output.save()
+        assert tracer.receipt.steps == {"segments": 1}
+        with model.model.layers[0].register_forward_hook(lambda *found: found[-1] * 2):
+            wanted = model(inputs_embeds=whole).logits.detach()
+        torch.testing.assert_close(logits.cpu(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

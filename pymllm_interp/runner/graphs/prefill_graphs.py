@@ -28,6 +28,7 @@ import torch
 
 from ...attention.attention_backend import RadixAttention
 from ...core.forward_batch import ForwardBatch, ForwardMode
+from ...core.pass_parts import EmbeddedMask, EmbeddedRows
 from ...core.step import LogitsProcessorOutput
 from ...layers.edits.table import TableOps
 from ..parts import RunnerParts
@@ -69,6 +70,7 @@ class PrefillGraphs:
 
     Attributes:
         queries, outputs: [largest size, heads, head_dim] of attention, which runs between two graphs.
+        embedded: vectors in place of embeddings, of the first graph.
         pool: the memory pool of the graphs.
         memory_usage: device memory of the graphs and buffers, in bytes.
     """
@@ -79,6 +81,10 @@ class PrefillGraphs:
         shape = sizes[-1], layer.num_heads, layer.head_dim
         self.queries = torch.zeros(shape, dtype=model_runner.dtype, device=model_runner.device)
         self.outputs = torch.zeros_like(self.queries)
+        width = model_runner.model_spec.embedding_size
+        self.embedded = EmbeddedMask(
+            self.queries.new_zeros(sizes[-1], dtype=torch.bool), self.queries.new_zeros(sizes[-1], width)
+        )
         self._pieces: dict[int, Pieces[torch.Tensor]] = {}
         # By default separate: tensors live from one graph to the next, and another engine may replay its graphs in between.
         self.pool = graph_capture.memory_pool(model_runner.device)
@@ -93,7 +99,7 @@ class PrefillGraphs:
         """Whether `replay` serves the batch.
 
         It has to be laid out with its padding, without gradients (`fresh_kv_only`), cut edges of attention, adapters and
-        embedded rows.
+        states of images behind layers.
         Declared ops, if any, have to be in the tables that graphs read.
         """
         return (
@@ -103,7 +109,7 @@ class PrefillGraphs:
             and not batch.fresh_kv_only
             and batch.attention_cuts is None
             and batch.adapters is None
-            and batch.input_embeds is None
+            and batch.deepstack is None
             and isinstance(batch.site_ops, TableOps | None)
         )
 
@@ -116,7 +122,14 @@ class PrefillGraphs:
         backend, model = self.model_runner.attn_backend, self.model_runner.get_model()
         assert backend is not None
         backend.init_forward_metadata(batch)
-        h = self._pieces[batch.padded_size].replay(self.attend(batch), batch.depth)
+        embedded, pieces = batch.input_embeds, self._pieces[batch.padded_size]
+        if isinstance(embedded, EmbeddedRows):
+            self.embedded.write(embedded)
+        try:
+            h = pieces.replay(self.attend(batch), batch.depth)
+        finally:
+            if embedded is not None:
+                self.embedded.clear()
         if batch.depth is not None:
             return LogitsProcessorOutput(model.no_logits(h)[0])
         logits = model.head_fused(h, batch)[0]
@@ -136,6 +149,7 @@ class PrefillGraphs:
         """Release the graphs and the buffers. A second call does nothing."""
         self._pieces.clear()
         self.queries = self.outputs = torch.empty(0)
+        self.embedded = EmbeddedMask(self.queries, self.queries)
 
     @torch.no_grad()
     def _capture(self) -> None:
@@ -206,6 +220,7 @@ class PrefillGraphs:
             token_to_kv_pool=runner.token_to_kv_pool,
             site_ops=runner.captured_site_ops(size),
             query_buffer=self.queries[:size],
+            input_embeds=self.embedded.first_rows(size),
         )
         input_ids, positions = batch.input_ids.unsqueeze(0), buffers.positions[:size].unsqueeze(0)
 
