@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -57,6 +57,10 @@ class RowParts(Protocol):
 
     def parts(self) -> Iterator[Any]:
         """`hooks.captures.activations.Activations` of bounded size, in order of position."""
+        ...
+
+    def named_tokens(self, part: Any) -> Sequence[int]:
+        """Token ids that a lens named in one of them, ascending."""
         ...
 
 

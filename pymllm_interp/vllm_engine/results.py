@@ -52,6 +52,23 @@ class SentScores(NamedTuple):
     copied: Any
 
 
+class AskedRows(NamedTuple):
+    """Positions whose captured rows the client asks for, in the middle of a request (`Capture(stream=True)`).
+
+    Attributes:
+        token_ids: tokens of the positions from `start` on.
+    """
+
+    request_id: str
+    start: int
+    token_ids: list[int]
+
+    @property
+    def key(self) -> str:
+        """Name of the answer among the outcomes of requests, whose ids have no space."""
+        return f"{self.request_id} rows"
+
+
 class Shared(NamedTuple):
     """Location of a tensor in the rank's results."""
 

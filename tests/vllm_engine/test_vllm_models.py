@@ -17,6 +17,7 @@ from helpers_vllm import (
     LAYERS,
     WIDTH,
     assert_close,
+    assert_close_tensor,
     needs_vllm,
     own_lm,
     prompt,
@@ -199,6 +200,39 @@ def test_monitors_record_and_stop_as_in_our_engine(engines: tuple[Case, LM, LM])
     probe = Monitor("resid_post.1", vector(1), then=Steer("resid_post.1", vector(2)))
     with pytest.raises(ValueError, match="records or stops"):
         lm.generate(PROMPTS[:1], params, monitors=[probe])
+
+
+def test_captured_rows_stream_and_are_those_of_the_result(engines: tuple[Case, LM, LM]) -> None:
+    """All at once, behind chunks and preemptions; one request is ended by a monitor, and one does not stream."""
+    case, lm, oracle = engines
+    params = SamplingParams(temperature=0, max_tokens=20 if case.preempts else 7, ignore_eos=True)
+    captures = [
+        Capture("resid_post.*", stream=True), Capture("mlp_out.1", positions=slice(1, None, 3), stream=True),
+        Capture("resid_mid.2", reduce=Project(vector(11, 3, WIDTH)), stream=True), Capture("final_norm"),
+        Capture("attn_out.0", reduce="mean", stream=True), Capture("logits", positions="generated", stream=True),
+    ]  # fmt: skip
+    stop = [m for m in monitors_of(oracle, params)[1] if m.name == "stop"]
+    asked: list[dict[str, Any]] = [
+        {"capture": captures, "interventions": OPS[i], "monitors": stop if i == 1 else None} for i in range(4)
+    ]
+    streams = [lm.stream(PROMPTS[i], params, **options) for i, options in enumerate(asked)]
+    quiet = lm.submit(PROMPTS[4], params, capture=captures)
+    for i, (stream, options) in enumerate(zip(streams, asked, strict=True)):
+        pieces = list(stream)
+        (wanted,) = oracle.generate([PROMPTS[i]], params, **options)
+        assert [token for piece in pieces for token in piece.token_ids] == wanted.token_ids
+        assert pieces[-1].finish_reason == wanted.finish_reason == ("monitor" if i == 1 else "length")
+        parts, whole = [piece.captures for piece in pieces if piece.captures is not None], pieces[-1].activations
+        assert len(parts) > 1 and "final_norm" not in {site for part in parts for site in part}
+        for site in set(whole) - {"final_norm"}:
+            own = [part for part in parts if site in part]
+            assert len(own) > 1 or not site.startswith("resid_post") or i == 1
+            assert torch.equal(torch.cat([part[site] for part in own]), whole[site]), site
+            for name in ("positions", "token_ids"):
+                rows = torch.cat([getattr(part, name)[site] for part in own])
+                assert torch.equal(rows, getattr(whole, name)[site]), (site, name)
+            assert_close_tensor(whole[site], wanted.activations[site], site)
+    assert_close(quiet.result(600), oracle.generate([PROMPTS[4]], params, capture=captures)[0])
 
 
 def test_an_abort_leaves_the_others_as_they_are(engines: tuple[Case, LM, LM]) -> None:

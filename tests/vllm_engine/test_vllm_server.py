@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from helpers_server import serving
 from helpers_vllm import assert_close, assert_close_tensor, needs_vllm, own_lm, prompt, save_model, vector
 
-from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp.captures import Lens
 
 pytestmark = needs_vllm
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
@@ -44,6 +46,29 @@ def test_a_client_gets_our_engines_results(url: str, folder: Path) -> None:
             saved.append(state)
         assert_close_tensor(*map(torch.as_tensor, saved))
         assert "vLLM" in lm.backend.facts.engine_name and "pattern.*" not in lm.capabilities["sites"]
+
+
+def test_captured_rows_stream_to_a_client(url: str, folder: Path) -> None:
+    capture = [
+        Capture("resid_post.*", reduce=Lens(top_k=2, tokens=[3]), stream=True),
+        Capture("mlp_out.1", stream=True),
+    ]
+    with LM.connect(url) as lm, own_lm(folder) as oracle:
+        for model in (lm, oracle):
+            pieces = list(model.stream(prompt(9, 1), GREEDY, capture=capture))
+            parts, whole = [piece.captures for piece in pieces if piece.captures is not None], pieces[-1].activations
+            assert len(parts) > 2 and set(whole) == {site for part in parts for site in part}
+            for site in whole:
+                assert torch.equal(torch.cat([part[site] for part in parts]), whole[site])
+    with httpx.Client(base_url=url, timeout=120) as client:
+        body = {
+            "model": client.get("/v1/models").json()["data"][0]["id"], "prompt": [1, 2, 3], "max_tokens": 3, "stream": True,
+            "capture": [{"site": "resid_post.*", "reduce": {"type": "lens", "top_k": 2}, "stream": True}],
+        }  # fmt: skip
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    rows = [chunk["pymllm"]["captures"] for chunk in chunks if "captures" in chunk.get("pymllm", {})]
+    assert rows and all(part["tokens"] for part in rows)
 
 
 def test_openais_routes_and_metrics_answer(url: str) -> None:

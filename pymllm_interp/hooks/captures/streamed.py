@@ -52,6 +52,10 @@ class StreamedRows:
             if found:
                 yield found
 
+    def sent(self) -> list[SentRows]:
+        """The rows for another process."""
+        return [SentRows(part.to_bytes(), self.named_tokens(part)) for part in self.parts()]
+
     def named_tokens(self, part: Activations) -> list[int]:
         """Token ids that a lens named in a part, ascending."""
         sites = {site for source in self.sources for site in source.lens_sites} & set(part)
@@ -59,11 +63,17 @@ class StreamedRows:
 
 
 class SentRows(NamedTuple):
-    """Captured rows of a server's stream (`core.events.RowParts`)."""
+    """A part of captured rows, of another process (`core.events.RowParts`)."""
 
     body: bytes
     """Rows as safetensors."""
+    tokens: Sequence[int] = ()
+    """`StreamedRows.named_tokens` of the part."""
 
     def parts(self) -> Iterator[Activations]:
         """The rows."""
         yield Activations.from_bytes(self.body)
+
+    def named_tokens(self, part: Activations) -> Sequence[int]:
+        """Token ids that a lens named."""
+        return self.tokens

@@ -17,7 +17,6 @@ from ...core.events import Event, FinishedEvent, Logprob, RowsEvent, TokenEvent,
 from ...core.receipt import Receipt
 from ...core.request import Request
 from ...hooks.captures.activations import Activations
-from ...hooks.captures.streamed import StreamedRows
 from ...hooks.monitors.scores import MonitorScores
 from ...wire.failures import failure_of
 from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, MonitorResult, Rows, Submit, Token
@@ -172,11 +171,10 @@ class CallEvents:
     def _messages(self, event: Event) -> Iterator[FromEngine]:
         number = self._numbers[event.request_id]
         if isinstance(event, RowsEvent):
-            rows = cast(StreamedRows, event.rows)  # of an engine of this process
-            for part in rows.parts():
+            for part in event.rows.parts():
                 if self._left_by_client:
                     return
-                yield Rows(self._call, number, _states(part), rows.named_tokens(part))
+                yield Rows(self._call, number, _states(part), list(event.rows.named_tokens(part)))
         elif isinstance(event, TokenEvent):
             scores = score_pairs(self._monitors.shown(event.scores))
             yield Token(self._call, number, event.token_id, _logprobs(event.logprobs), scores)

@@ -72,10 +72,6 @@ class VllmDeclarations(Declarations):
                     f"leave out prompt_logprobs. {OURS}"
                 )
         for spec in captures:
-            if spec.stream and request.stream:
-                raise ValueError(
-                    f"{spec.name}: with engine='vllm' rows do not leave the ranks while a request runs: leave out stream. {OURS}"
-                )
             if str(spec.site).startswith(("pattern", "kv")):
                 what = "cached K and V" if is_kv(spec.site) else "attention patterns"
                 raise ValueError(f"{spec.name}: with engine='vllm' {what} are not captured. {OURS}")

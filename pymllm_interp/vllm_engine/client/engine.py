@@ -9,18 +9,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ...core.events import EngineClosedError, Event, Logprob, Subscriber, TokenEvent
+from ...core.events import EngineClosedError, Event, Logprob, RowsEvent, Subscriber, TokenEvent
 from ...core.request import Request, RequestStatus
-from ...core.step import DeclaredResult, ModelRunnerOutput, RequestHooks
+from ...core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, RequestHooks
 from ...engine.callbacks import Callbacks
 from ...engine.step_results import Progress, finished_event, take
 from ...hooks.declared import Declared
 from ..payloads import TensorKey
-from ..results import SentScores
+from ..results import AskedRows, SentScores
 from .core import VllmCore, closed
 from .sampling import follows, salt_of, vllm_params
 
@@ -287,7 +288,12 @@ class VllmRequestEngine:
                 self.num_events += 1
                 if request.monitors is not None and (new := len(output.outputs[0].token_ids)):
                     await self._wait_for_scores(one, len(request.output_token_ids) + new)
-                reason = self._take(one, output)
+                events = list[Event]()
+                reason = self._take(one, output, events)
+                if events and request.num_streamed is not None and reason is None:
+                    await self._stream_rows(one, request.num_streamed)
+                for event in events:
+                    self._emit(one, event)
                 if reason is not None:
                     return reason
         finally:
@@ -300,8 +306,26 @@ class VllmRequestEngine:
         """vLLM answers with the tokens so far."""
         await self.core.llm.abort(one.request.request_id)
 
-    def _take(self, one: _Live, output: Any) -> str | None:
-        """Append vLLM's output to the request. Returns the reason to end, or None."""
+    async def _stream_rows(self, one: _Live, start: int) -> None:
+        """Emit the rows captured from a position on, which the rank has on its host with the tokens or soon after."""
+        request = one.request
+        request.num_streamed = request.computed_once
+        token_ids = request.token_ids_between(start, request.num_streamed)
+        for rows in await self._asked(AskedRows(request.request_id, start, token_ids)):
+            self._emit(one, RowsEvent(request.request_id, rows))
+
+    async def _asked(self, question: RequestEnd | AskedRows) -> Any:
+        """The answer of rank 0. Raises its exception."""
+        assert self.core.link is not None
+        arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.core.link.ask(question, lambda outcome: _set(arrived, outcome))
+        found = await arrived
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _take(self, one: _Live, output: Any, events: list[Event]) -> str | None:
+        """Append vLLM's output to the request, and the events of its tokens. Returns the reason to end, or None."""
         request, (completion,) = one.request, output.outputs
         tokens = list(completion.token_ids)
         if output.num_cached_tokens is not None and not request.output_token_ids:
@@ -327,7 +351,7 @@ class VllmRequestEngine:
             if request.stream and request.generates:
                 found = request.logprobs[-1] if request.logprobs else None
                 scores = None if request.monitors is None else request.monitors.unsent()
-                self._emit(one, TokenEvent(request.request_id, token, found, scores))
+                events.append(TokenEvent(request.request_id, token, found, scores))
         if completion.finish_reason is None:
             return None
         return "stop" if completion.finish_reason == "stop" else str(completion.finish_reason)
@@ -351,22 +375,14 @@ class VllmRequestEngine:
                 self.release()
 
     async def _take_results(self, one: _Live) -> None:
-        request, link = one.request, self.core.link
+        request = one.request
         hooks, receipt = request.hooks, request.receipt
-        assert hooks is not None and link is not None
+        assert hooks is not None
         receipt.num_cached_tokens = request.num_cached_tokens
         found = None
         if one.sent and request.error is None:
-            end, loop = request.ending(), asyncio.get_running_loop()
-            arrived: asyncio.Future[Any] = loop.create_future()
-            told = type(end)(
-                end.request_id, end.prompt_token_ids, end.output_token_ids, end.num_computed, end.expected_len, 0,
-                RequestHooks(max_tokens=hooks.max_tokens, logits_from=hooks.logits_from),
-            )  # fmt: skip
-            link.ask(told, lambda outcome: _set(arrived, outcome))
-            found = await arrived
-            if isinstance(found, BaseException):
-                raise found
+            own = RequestHooks(max_tokens=hooks.max_tokens, logits_from=hooks.logits_from)
+            found = await self._asked(replace(request.ending(), num_preemptions=0, hooks=own, captures_lost=None))
         if found is None:  # it has not begun
             counted: Declared = hooks.bound
             result = DeclaredResult(
@@ -374,6 +390,8 @@ class VllmRequestEngine:
             )
         else:
             result, receipt.steps, receipt.preemptions = found.declared, found.steps, found.preemptions
+            for rows in found.rows:
+                self._emit(one, RowsEvent(request.request_id, rows))
         request.activations = result.activations
         receipt.interventions, receipt.captures = result.applied, result.captured
         lost = None if result.activations is None else result.activations.error

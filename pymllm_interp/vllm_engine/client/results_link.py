@@ -11,7 +11,7 @@ from typing import Any
 
 from ...core.step import RequestEnd
 from ...utils.stage_times import TIMES
-from ..results import SCORES, SentScores, SharedResults, host_name, read_block, send_at_once
+from ..results import SCORES, AskedRows, SentScores, SharedResults, host_name, read_block, send_at_once
 
 logger = logging.getLogger(__name__)
 LOST = "the connection to rank 0 of vLLM ended before the request's results had arrived"
@@ -35,7 +35,7 @@ class ResultsLink:
         send_at_once(self._connection)
         self._soon = soon
         self._lock = threading.Lock()
-        self._asked: list[RequestEnd] = []
+        self._asked: list[RequestEnd | AskedRows] = []
         self._waiting: dict[str, Callable[[Any], None]] = {}
         self._closed = False
         self._connection.send(host_name())
@@ -43,14 +43,16 @@ class ResultsLink:
         self._connection.send(self._shared.mapped)
         threading.Thread(target=self._read, name="pymllm-interp-vllm-results", daemon=True).start()
 
-    def ask(self, end: RequestEnd, arrived: Callable[[Any], None]) -> None:
+    def ask(self, question: RequestEnd | AskedRows, arrived: Callable[[Any], None]) -> None:
         """Have `arrived` called with a `RankResult`, None if the rank never met the request, or an exception.
+
+        Of `AskedRows`, with a list of `SentRows`, or an exception.
 
         Called on the loop. All requests of one turn of the loop are one message.
         """
         with self._lock:
-            self._waiting[end.request_id] = arrived
-            self._asked.append(end)
+            self._waiting[key_of(question)] = arrived
+            self._asked.append(question)
             first = len(self._asked) == 1
         if first:
             self._soon(self._send)
@@ -73,7 +75,7 @@ class ResultsLink:
             with TIMES.of("client: ask for results"):
                 self._connection.send_bytes(pickle.dumps((asked, freed), protocol=5))
         except (OSError, ValueError) as error:
-            self._pass_on([(end.request_id, RuntimeError(f"{LOST}: {error}")) for end in asked])
+            self._pass_on([(key_of(one), RuntimeError(f"{LOST}: {error}")) for one in asked])
 
     def _read(self) -> None:
         try:
@@ -102,3 +104,8 @@ class ResultsLink:
         with self._lock:
             waiting = list(self._waiting)
         self._pass_on([(request_id, RuntimeError(LOST)) for request_id in waiting])
+
+
+def key_of(question: RequestEnd | AskedRows) -> str:
+    """Name of the answer among outcomes."""
+    return question.key if isinstance(question, AskedRows) else question.request_id

@@ -18,8 +18,9 @@ from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 from ...core.step import RequestEnd
+from ...hooks.captures.streamed import SentRows
 from ...utils.stage_times import TIMES
-from ..results import SCORES, SentScores, TensorBlock, host_name, send_at_once
+from ..results import SCORES, AskedRows, SentScores, TensorBlock, host_name, send_at_once
 from .hooked_request import RankResult
 from .result_arena import ResultArena
 
@@ -32,13 +33,18 @@ class Egress:
     Args:
         key: key that the client must present.
         finish: `RankStage.finish`.
+        rows: `RankStage.rows`.
         arena: arena of the results.
     """
 
     def __init__(
-        self, key: bytes, finish: Callable[[list[RequestEnd]], list[Future[RankResult | None]]], arena: ResultArena
+        self,
+        key: bytes,
+        finish: Callable[[list[RequestEnd]], list[Future[RankResult | None]]],
+        rows: Callable[[AskedRows], Future[list[SentRows]]],
+        arena: ResultArena,
     ) -> None:
-        self._finish, self._arena = finish, arena
+        self._finish, self._rows, self._arena = finish, rows, arena
         self._clients: list[_Answers] = []
         self._listener = Listener((_own_address(), 0), backlog=4, authkey=key)
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,9 +78,13 @@ class Egress:
             answers = _Answers(connection, self._arena if connection.recv() else None)
             self._clients = [answers]  # there is one
             while True:
-                ends, freed = pickle.loads(connection.recv_bytes())
+                asked, freed = pickle.loads(connection.recv_bytes())
                 with TIMES.of("egress: take blocks back"):
                     self._arena.take_back(freed)
+                ends = [one for one in asked if isinstance(one, RequestEnd)]
+                for one in asked:
+                    if isinstance(one, AskedRows):
+                        answers.put(one.key, self._rows(one))
                 with TIMES.of("egress: end requests"):
                     for end, future in zip(ends, self._finish(ends), strict=True):
                         answers.put(end.request_id, future)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from ...hooks.bound_hooks import Bindings
 from ...hooks.captures.egress.result_memory import Memory
 from ...hooks.captures.egress.ring import CaptureRing
 from ...hooks.captures.reductions.reduction import Readout
+from ...hooks.captures.streamed import SentRows
 from ...hooks.declared import Declared
 from ...hooks.interventions.host_ops import logit_ops
 from ...kernels.edit_codes import TokenRows
@@ -30,7 +32,7 @@ from ...runner.async_output import copy_to_host
 from ...runner.stages.declared_stage import DeclaredStage
 from ...utils.stage_times import TIMES
 from ...utils.upload import upload
-from ..results import SentScores
+from ..results import AskedRows, SentScores
 from ..settings import limits_of, uses_tables
 from .batch import StepBatch, VllmStep, step_of
 from .hooked_request import HookedRequest, RankResult
@@ -213,6 +215,18 @@ class RankStage:
             seen = self._read_seen()
             return [self._finish(end, seen) for end in ends]
 
+    def rows(self, asked: AskedRows) -> Future[list[SentRows]]:
+        """Captured rows of a request that runs, when they are on the host; none if it has ended. On the client's thread."""
+        done: Future[list[SentRows]] = Future()
+        with self.lock, self.side():
+            found = self._by_own_id.get(asked.request_id)
+            if found is None or found.declared is None:
+                done.set_result([])
+            else:
+                rows = found.declared.rows_since(asked.start, asked.token_ids)
+                self.stage.when_arrived(partial(_answer, done, rows.sent))
+        return done
+
     def _finish(self, end: RequestEnd, seen: Callable[[int], int]) -> Future[RankResult | None]:
         done: Future[RankResult | None] = Future()
         found = self._by_own_id.pop(end.request_id, None)
@@ -222,13 +236,13 @@ class RankStage:
         end.hooks.interventions, end.hooks.captures = found.hooks.interventions, found.hooks.captures
         row = found.row
 
-        def complete(result: Future[DeclaredResult]) -> None:
-            try:
-                found.met += 0 if row is None else seen(row)
-                self._read.append(found)  # without the lock: the rank's thread may hold it, and wait for this one
-                done.set_result(RankResult(result.result(), found.steps, found.preemptions, self._unmet(found)))
-            except BaseException as failure:
-                done.set_exception(failure)
+        def complete(result: Future[DeclaredResult]) -> RankResult:
+            found.met += 0 if row is None else seen(row)
+            self._read.append(found)  # without the lock: the rank's thread may hold it, and wait for this one
+            declared, rows = result.result(), list[SentRows]()
+            if declared.rows is not None:
+                rows, declared.rows = declared.rows.sent(), None
+            return RankResult(declared, found.steps, found.preemptions, self._unmet(found), rows)
 
         try:
             arrived = self.stage.finish(end)
@@ -237,7 +251,7 @@ class RankStage:
             return done
         finally:
             found.declared = None
-        arrived.add_done_callback(complete)
+        arrived.add_done_callback(lambda result: _answer(done, partial(complete, result)))
         return done
 
     def side(self) -> Any:
@@ -475,3 +489,11 @@ class RankStage:
         self.calls += 1
         if self._ops is not None:
             at_site(rows, site, self._ops)
+
+
+def _answer(done: Future[Any], compute: Callable[[], Any]) -> None:
+    """Set a future to a function's result, or to its error."""
+    try:
+        done.set_result(compute())
+    except BaseException as failure:
+        done.set_exception(failure)

@@ -94,7 +94,8 @@ class InterpWorker:
         """Take hooks that were sealed with this key. Returns the properties of this rank, with rank 0's address of results."""
         self._hooks.open(key)
         if self.rank == 0 and self.egress is None:
-            self.egress = Egress(key, self._hooks.stage.finish, self._hooks.stage.arena)
+            own = self._hooks.stage
+            self.egress = Egress(key, own.finish, own.rows, own.arena)
             self._hooks.stage.tell_scores = self.egress.tell
         return {
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
