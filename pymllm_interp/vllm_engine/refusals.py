@@ -56,7 +56,6 @@ def _refused(config: Any) -> Iterator[str]:
         ),
         (getattr(model, "runner_type", "generate") != "generate", "runner='pooling': a generating model is expected"),
         (getattr(model, "is_encoder_decoder", False), "encoder-decoder models"),
-        (getattr(model, "enable_prompt_embeds", False), "enable_prompt_embeds: prompts are text or token ids"),
         (
             os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1",
             "VLLM_USE_BREAKABLE_CUDAGRAPH: such graphs were not tested with hooks; unset it",

@@ -293,7 +293,7 @@ def test_what_vllm_cannot_do_is_refused_by_name(name: str, lm: LM) -> None:
 
 
 def test_embeddings_are_refused_by_name(lm: LM) -> None:
-    with pytest.raises(PromptError, match="embeddings, which are not served with vLLM"):
+    with pytest.raises(PromptError, match="has embeddings: make the LM with enable_prompt_embeds=True"):
         lm.generate({"prompt_embeds": torch.zeros(2, lm.hidden_size, dtype=lm.dtype)}, GREEDY)
 
 

@@ -31,10 +31,12 @@ from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParam
 from pymllm_interp.captures import Lens, Project
 from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.interventions import Generated, Monitor, Probe
+from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 
 pytestmark = needs_vllm
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
+EMBEDS = "enable_prompt_embeds"
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,17 @@ CASES = {
         {"max_num_tokens": 48, "kv_cache_tokens": 384, "enable_prefix_caching": False}, preempts=True,
     ),
     "mixtral, two ranks, chunks of 20": Case(
-        "mixtral", "vllm V1 none", {"max_num_tokens": 20, "tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+        "mixtral", "vllm V1 none", {"max_num_tokens": 20, "tensor_parallel_size": 2, EMBEDS: True},
+        {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ),
-    "gemma2, compiled": Case("gemma2", "vllm V1 none", {"disable_cuda_graph": False, "max_num_tokens": 64}),
+    "gemma2, compiled": Case(
+        "gemma2", "vllm V1 none", {"disable_cuda_graph": False, "max_num_tokens": 64, EMBEDS: True}
+    ),
     "llama, device tables, in the norms": Case(
         "llama", "vllm V1 none", {"max_num_tokens": 24}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
     ),
     "llama, V2 runner": Case(
-        "llama", "vllm V2 none", {"max_num_tokens": 32}, {"TRITON_INTERPRET": "1"}
+        "llama", "vllm V2 none", {"max_num_tokens": 32, EMBEDS: True}, {"TRITON_INTERPRET": "1"}
     ),
 }  # fmt: skip
 
@@ -233,6 +238,41 @@ def test_captured_rows_stream_and_are_those_of_the_result(engines: tuple[Case, L
                 assert torch.equal(rows, getattr(whole, name)[site]), (site, name)
             assert_close_tensor(whole[site], wanted.activations[site], site)
     assert_close(quiet.result(600), oracle.generate([PROMPTS[4]], params, capture=captures)[0])
+
+
+def test_prompts_of_embeddings_are_our_engines(engines: tuple[Case, LM, LM]) -> None:
+    """Whole, mixed with tokens and beside plain prompts; with ops and captures; equal vectors twice, and near ones."""
+    case, lm, oracle = engines
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    table = 0.2 * vector(20, 60, WIDTH)
+    near = table[:40].clone()
+    near[39, -1] = torch.nextafter(near[39, -1], torch.tensor(torch.inf))
+    mixed = {"prompt_token_ids": PROMPTS[0], "embeds": {i: table[i] for i in (0, 7, 8, 29)}}
+    prompts: list[Any] = [
+        {"prompt_embeds": table[:40]},
+        mixed,
+        PROMPTS[0],
+        {"prompt_embeds": near},
+        {"prompt_embeds": table[3:4]},
+    ]
+    if EMBEDS not in case.options:
+        with pytest.raises(PromptError, match="enable_prompt_embeds=True"):
+            lm.generate(prompts, params)
+        return
+    options: dict[str, Any] = {
+        "interventions": [OPS[0], None, None, None, [Steer("embed", vector(6), 0.3, positions="all")]],
+        "capture": ["embed", "resid_post.*"],
+    }
+    for _ in range(2):
+        found, wanted = (model.generate(prompts, params, **options) for model in (lm, oracle))
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+    for _ in range(2):  # without captures, behind cached pages
+        found, wanted = (model.generate(prompts, params) for model in (lm, oracle))
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+    with pytest.raises(PromptError, match="repetition_penalty counts"):
+        lm.generate([mixed], SamplingParams(max_tokens=1, repetition_penalty=1.5))
 
 
 def test_an_abort_leaves_the_others_as_they_are(engines: tuple[Case, LM, LM]) -> None:

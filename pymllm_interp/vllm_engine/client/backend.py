@@ -38,7 +38,7 @@ from .canary import check_steering
 from .core import VllmCore
 from .declarations import VllmDeclarations
 from .engine import VllmRequestEngine
-from .sampling import check_params
+from .sampling import check_embeds, check_params
 from .weights import VllmWeights
 
 TRACES = "with engine='vllm' a block runs after its request, over captured states"
@@ -122,8 +122,7 @@ class VllmBackend(FactoryBackend):
         if submission.edits:
             raise PromptError(f"persistent edits are blocks that run in the passes; {TRACES}: {INSTEAD}")
         for prompt, params, what in zip(submission.prompts, submission.params, submission.names, strict=True):
-            if prompt.embeds is not None:
-                raise PromptError(f"{what} has embeddings, which are not served with vLLM as the engine: use LM(model)")
+            check_embeds(prompt, params, self.core.config.model_config, what)
             if params is not None:
                 check_params(params, what)
         return super().prepare(submission)

@@ -23,7 +23,7 @@ from ...hooks.declared import Declared
 from ..payloads import TensorKey
 from ..results import AskedRows, SentScores
 from .core import VllmCore, closed
-from .sampling import follows, salt_of, vllm_params
+from .sampling import follows, prompt_of, salt_of, vllm_params
 
 logger = logging.getLogger(__name__)
 CLOSING_SECONDS = 5.0
@@ -272,7 +272,7 @@ class VllmRequestEngine:
             sealed, one.keys = await core.uplink.sealed(request)
         observed = request.declared is not None and request.declared.first_observed(0)[0] is not None
         params = vllm_params(request, sealed, not observed, core.kinds)
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
+        prompt = prompt_of(request)
         if (salt := salt_of(request, declared if declares else None)) is not None:
             prompt["cache_salt"] = salt
         request.status = RequestStatus.RUNNING

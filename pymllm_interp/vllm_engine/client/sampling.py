@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import numpy as np
+
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from ...hooks.declared import Declared
 from ...hooks.monitors.monitor import ScoreRead
 from ...utils.arguments import PromptError
-from ..settings import KEY
+from ..settings import KEY, OURS
+
+MASK = "prompt_is_token_ids"
+"""vLLM's field of a prompt of token ids and embeddings."""
 
 
 def check_params(params: SamplingParams, what: str) -> None:
@@ -28,6 +33,43 @@ def check_params(params: SamplingParams, what: str) -> None:
         raise PromptError(
             f"{what}: SamplingParams(structured_outputs=...) is not passed to vLLM: use LM(model), whose engine is our own"
         )
+
+
+def check_embeds(prompt: Any, params: SamplingParams | None, model_config: Any, what: str) -> None:
+    """Refuse embeddings that vLLM does not take as they are meant.
+
+    Args:
+        prompt: the rendered prompt.
+        params: of its completion; None for calls without.
+        model_config: vLLM's.
+
+    Raises:
+        PromptError: the message says what helps.
+    """
+    if prompt.embeds is None:
+        return
+    if not model_config.enable_prompt_embeds:
+        raise PromptError(f"{what} has embeddings: make the LM with enable_prompt_embeds=True, or use LM(model)")
+    from vllm.inputs import EmbedsPrompt  # pyright: ignore[reportMissingImports]
+
+    if len(prompt.embeds.positions) < len(prompt.token_ids) and MASK not in EmbedsPrompt.__annotations__:
+        raise PromptError(f"{what} has token ids beside embeddings, which this version of vLLM does not take")
+    if params is not None and params.repetition_penalty != 1:
+        raise PromptError(
+            f"{what} has embeddings: with engine='vllm' repetition_penalty counts their placeholders as tokens. {OURS}"
+        )
+
+
+def prompt_of(request: Request) -> dict[str, Any]:
+    """A request's prompt as vLLM's."""
+    ids, own = list(request.prompt_token_ids), request.embeds
+    if own is None:
+        return {"prompt_token_ids": ids}
+    if len(own.positions) == len(ids):
+        return {"prompt_embeds": own.vectors}
+    vectors, is_token = own.vectors.new_zeros(len(ids), own.vectors.shape[1]), np.ones(len(ids), dtype=np.bool_)
+    vectors[own.positions], is_token[own.positions] = own.vectors, False
+    return {"prompt_embeds": vectors, "prompt_token_ids": ids, MASK: is_token.tolist()}
 
 
 def follows(request: Request) -> bool:
