@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
 
@@ -24,7 +24,7 @@ def output_copy_stream(device: torch.device) -> torch.cuda.Stream:
 class AsyncOutput:
     """The sampled tokens of a step. The next step may be launched before `get_output` waits for them.
 
-    On CUDA the tokens and all log probabilities are copied to pinned memory, on a separate stream with one event. The copy
+    On CUDA the tokens, all log probabilities and the scores of monitors go to pinned memory in one copy, on a separate stream. It
     waits for everything launched before this object was made, and for nothing launched later.
 
     Args:
@@ -114,18 +114,42 @@ class AsyncOutput:
         self._host = []
 
 
-def copy_to_host(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-    """The tensors in pinned memory, and the event after which they are there. On a CPU: the tensors themselves, and None."""
+def copy_to_host(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], torch.cuda.Event | None]:
+    """The tensors in pinned memory, by one copy whatever their number, and the event after which they are there.
+
+    On a CPU: the tensors themselves, and None.
+    """
     device = tensors[0].device
     if device.type != "cuda":
         return tensors, None
-    host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
     stream, copied = output_copy_stream(device), torch.cuda.Event()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for there, tensor in zip(host, tensors, strict=True):
-            there.copy_(tensor, non_blocking=True)
+        memory = packed(tensors)
+        host = torch.empty_like(memory, device="cpu", pin_memory=True)
+        host.copy_(memory, non_blocking=True)
         copied.record()
     for tensor in tensors:
         tensor.record_stream(stream)
-    return host, copied
+    return unpacked(host, tensors), copied
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[bytes] uint8 of all tensors, in `_order`; a single one's own memory."""
+    flat = [tensors[i].reshape(-1).view(torch.uint8) for i in _order(tensors)]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def unpacked(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of `packed` memory, with the shapes and dtypes of the tensors."""
+    found, start = list(tensors), 0
+    for i in _order(tensors):
+        stop = start + tensors[i].nbytes
+        found[i] = memory[start:stop].view(tensors[i].dtype).view(tensors[i].shape)
+        start = stop
+    return found
+
+
+def _order(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The widest numbers first, so that each tensor begins at a multiple of its own."""
+    return sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)

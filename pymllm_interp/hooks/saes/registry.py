@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,30 +10,32 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...core.model_spec import ModelSpec
+from ..by_name import ByName
 from ..site import expand
 from ..spec import Spec
-from ..vectors.files import _nearest
 from .sae import SAE
 
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
-class SAERegistry(MutableMapping[str, SAE]):
+class SAERegistry(ByName[SAE]):
     """SAEs by name, on the model's device, for captures and interventions that hold a name in place of an SAE.
 
         lm.saes["sea"] = SAE.load(path)                    # or a path, or an SAE of the package sae_lens
         Capture(lm.saes["sea"].site, reduce=Features("sea"))
 
-    Names are resolved when a request is submitted: replacing or deleting an SAE affects later requests only.
+    Replacing or deleting an SAE affects later requests only.
 
     Args:
         model: model that the SAEs must fit.
         device: device of their tensors.
     """
 
+    kind, attribute, example = "SAE", "saes", "SAE.load(path)"
+
     def __init__(self, model: ModelSpec, device: torch.device | str) -> None:
+        super().__init__()
         self._model, self._device = model, device
-        self._saes: dict[str, SAE] = {}
         self._moved: WeakKeyDictionary[SAE, tuple[int, SAE]] = WeakKeyDictionary()  # (version, copy on the device)
 
     def __setitem__(self, name: str, source: SAE | str | Path | Any) -> None:
@@ -44,23 +45,10 @@ class SAERegistry(MutableMapping[str, SAE]):
             ValueError: an empty name, no site, a site that the model lacks, another width, or an error of `SAE.load`.
             FileNotFoundError: as `SAE.load`.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"an SAE's name is a string that is not empty, not {name!r}")
+        self._check_name(name)
         sae = source if isinstance(source, SAE) else SAE.load(source)
         check_fits(sae, self._model, f"SAE {name!r}")
-        self._saes[name] = self._copy_of(sae)
-
-    def __getitem__(self, name: str) -> SAE:
-        """The SAE on the model's device.
-
-        Raises:
-            KeyError: an unknown name; the message lists similar ones.
-        """
-        try:
-            return self._saes[name]
-        except KeyError:
-            near = _nearest(name, dict(self._saes))
-            raise KeyError(f"no SAE {name!r}; {near} (lm.saes[{name!r}] = SAE.load(path) puts one there)") from None
+        self._keep(name, self._copy_of(sae))
 
     def resolved(self, spec: SpecT) -> SpecT:
         """A spec with SAEs on the model's device, in place of names and of SAEs elsewhere. Without SAEs it is the spec itself.
@@ -98,24 +86,8 @@ class SAERegistry(MutableMapping[str, SAE]):
 
     def close(self) -> None:
         """Drop all SAEs."""
-        self._saes.clear()
+        self._found.clear()
         self._moved.clear()
-
-    def __delitem__(self, name: str) -> None:
-        self[name]  # raises with the known names
-        del self._saes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._saes))
-
-    def __len__(self) -> int:
-        return len(self._saes)
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return list(self)
-
-    def __repr__(self) -> str:
-        return f"SAERegistry({list(self)})"
 
 
 def check_fits(sae: SAE, model: ModelSpec, who: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...utils.files.checked_files import MAX_VALUES, check_gguf, check_safetensors, check_zip
+from ..by_name import listed, nearest
 
 Source = Annotated[Any, "vector"]
 """Anything that `checked_vector` converts: a tensor, lists of numbers, a list of tensors, or an array."""
@@ -102,12 +102,12 @@ def load_vector(path: str | Path, name: str | None = None) -> Tensor:
     tensors = _read(Path(path))
     if name is None and len(tensors) > 1:
         raise ValueError(
-            f"{path} holds {len(tensors)} tensors ({_listed(tensors)}): give the name of one, or use load_layer_vectors"
+            f"{path} holds {len(tensors)} tensors ({listed(tensors)}): give the name of one, or use load_layer_vectors"
         )
     if name is None:
         name = next(iter(tensors))
     elif name not in tensors:
-        raise ValueError(f"{path} has no tensor {name!r}; {_nearest(name, tensors)}")
+        raise ValueError(f"{path} has no tensor {name!r}; {nearest(name, tensors)}")
     return checked_vector(tensors[name], f"{path}, {name}")
 
 
@@ -287,12 +287,3 @@ def _gguf(path: Path) -> Any:
 def _check_gguf_layers(path: Path, layers: Mapping[int, Tensor] | list[int]) -> None:
     if 0 in layers:
         raise ValueError(f"{path}: direction.0 does not exist in GGUF control vectors, whose layers start at 1")
-
-
-def _nearest(name: str, names: Mapping[str, Any]) -> str:
-    near = get_close_matches(name, names, n=3)
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are: {_listed(names) or 'none'}"
-
-
-def _listed(names: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")

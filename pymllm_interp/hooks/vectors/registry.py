@@ -16,41 +16,42 @@ from 0. Block 0 has none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
 
 from torch import Tensor
 
 from ...core.model_spec import ModelSpec
+from ..by_name import ByName
 from .files import (
     Named,
     Source,
-    _nearest,
     _of_file,
     checked_vector,
     origin_of,
 )
 
 
-class VectorRegistry(MutableMapping[str, Named]):
+class VectorRegistry(ByName[Named]):
     """Vectors by name, for specs that hold a name in place of a vector.
 
         lm.vectors["sea"] = torch.randn(hidden)               # [width] or [n, width]
         lm.vectors["happy"] = "happy.gguf"                    # a file; here one vector per layer, {layer: [width]}
         Steer("resid_post.12", "sea", scale=4.0)
 
-    Names are resolved when a request is submitted: replacing or deleting a vector affects later requests only. Vectors are
-    copied on assignment and on access.
+    Replacing or deleting a vector affects later requests only. Vectors are copied on assignment and on access.
 
     Args:
         model: its sites' widths are the allowed widths.
     """
 
+    kind, attribute, example = "vector", "vectors", "tensor"
+
     def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
         self._layers = model.num_hidden_layers
         self._widths = {model.width(kind): " * ".join(model.settings(kind)) for kind in model.family.points}
-        self._vectors: dict[str, Named] = {}
         self._made_for: dict[str, str] = {}
 
     def __setitem__(self, name: str, source: Source | Mapping[int, Source] | str | Path) -> None:
@@ -61,24 +62,25 @@ class VectorRegistry(MutableMapping[str, Named]):
                 `checked_vector`. Also a wrong width, or a layer that the model lacks.
             FileNotFoundError, ImportError: as `load_vector`.
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"a vector's name is a string that is not empty, not {name!r}")
+        self._check_name(name)
         who = f"vector {name!r}"
         made_for = getattr(source, "model_fingerprint", "")
         if isinstance(source, str | Path):
             path = Path(source)
             source, (_, made_for) = _of_file(path), origin_of(path)
         if not isinstance(source, Mapping):
-            self._vectors[name], self._made_for[name] = self._fitting(source, who), made_for
+            self._keep(name, self._fitting(source, who))
+            self._made_for[name] = made_for
             return
         if not source:
             raise ValueError(f"{who}: there is no layer in it")
         for layer in source:
             if not isinstance(layer, Integral) or int(layer) not in range(self._layers):
                 raise ValueError(f"{who}: there is no layer {layer!r}; the model has 0 to {self._layers - 1}")
-        self._vectors[name] = {
-            int(layer): self._fitting(vector, f"{who}, layer {layer}") for layer, vector in sorted(source.items())
-        }
+        self._keep(
+            name,
+            {int(layer): self._fitting(vector, f"{who}, layer {layer}") for layer, vector in sorted(source.items())},
+        )
         self._made_for[name] = made_for
 
     def made_for(self, name: str) -> str:
@@ -98,25 +100,5 @@ class VectorRegistry(MutableMapping[str, Named]):
         Raises:
             KeyError: an unknown name; the message lists similar ones.
         """
-        try:
-            found = self._vectors[name]
-        except KeyError:
-            near = _nearest(name, dict(self._vectors))
-            raise KeyError(f"no vector {name!r}; {near} (lm.vectors[{name!r}] = tensor puts one there)") from None
+        found = super().__getitem__(name)
         return {layer: v.clone() for layer, v in found.items()} if isinstance(found, dict) else found.clone()
-
-    def __delitem__(self, name: str) -> None:
-        self[name]  # raises with the known names
-        del self._vectors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._vectors))
-
-    def __len__(self) -> int:
-        return len(self._vectors)
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return list(self)
-
-    def __repr__(self) -> str:
-        return f"VectorRegistry({list(self)})"

@@ -244,8 +244,8 @@ def test_a_registry_reads_files(registry, tmp_path):
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
-        ("", [1.0] * WIDTH, "a vector's name is a string that is not empty, not ''"),
-        (None, [1.0] * WIDTH, "a vector's name is a string"),
+        ("", [1.0] * WIDTH, "the vector's name is a string that is not empty, not ''"),
+        (None, [1.0] * WIDTH, "the vector's name is a string"),
         ("x", [1.0, torch.nan] * (WIDTH // 2), "vector 'x': it holds NaN"),
         ("x", torch.ones(WIDTH + 1), r"vector 'x' has 73 values; the model's sites have .*72 \(hidden_size\)"),
         ("x", {0: torch.ones(WIDTH), 1: torch.ones(5)}, "vector 'x', layer 1 has 5 values"),
