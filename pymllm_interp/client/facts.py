@@ -71,6 +71,8 @@ class ModelFacts:
     # For checks of requests, in the process of the engine's client.
     names: tuple[str, ...] = field(default=(), repr=False)
     """Names under which files may know the model."""
+    own_device: torch.device | None = field(default=None, repr=False)
+    """The engine's device, where vectors of this process may stay; None: the engine is in another process."""
     page_size: int = field(default=1, repr=False)
     """Tokens of a KV page."""
     longest_pass: int = field(default=0, repr=False)

@@ -225,6 +225,7 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
         defaults=defaults,
         seed=config.seed, logprobs_mode=settings.logprobs_mode, tasks=runner.get_supported_tasks(), names=source.names,
         page_size=settings.page_size, longest_pass=len(runner.input_buffers.input_ids),
+        own_device=runner.input_buffers.input_ids.device,
         keeps_scores=keeps_scores(runner.get_model(), runner.attn_backend), speculates=settings.speculative is not None,
         pooler=pooler_of(source.root, spec.bidirectional), pooled_site=last_site(spec),
     )  # fmt: skip

@@ -126,6 +126,8 @@ def _embedded(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Rend
         found = rendered(tokenizer, rest, what)
         if found.images:
             raise PromptError(f"{what} has embeds and images: one of the two is expected")
+        if isinstance(placed, PromptEmbeds):  # of `verbalize`, which has checked them
+            return found._replace(embeds=placed)
         if not isinstance(placed, Mapping) or not placed:
             raise PromptError(f"{what}: embeds is {shown(placed)}: expected a dict of position and vector")
         for place in placed:
@@ -142,7 +144,7 @@ def _embedded(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Rend
 
 
 def _vectors(given: Any, facts: ModelFacts, what: str) -> torch.Tensor:
-    """Embeddings [positions, width] on the CPU."""
+    """Embeddings [positions, width] in memory of their own: on the engine's device if they are there, else on the CPU."""
     vectors, width = torch.as_tensor(given), facts.spec.embedding_size
     if vectors.dim() != 2 or vectors.shape[1] != width:
         raise PromptError(f"{what} has embeddings {list(vectors.shape)}: expected [positions, {width}]")
@@ -152,7 +154,7 @@ def _vectors(given: Any, facts: ModelFacts, what: str) -> torch.Tensor:
         )
     if not bool(vectors.isfinite().all()):
         raise PromptError(f"{what} has embeddings with NaN or infinity")
-    return vectors.detach().cpu()
+    return vectors.detach().to(vectors.device if vectors.device == facts.own_device else "cpu", copy=True)
 
 
 def only_tokens(prompt: RenderedPrompt, what: str) -> list[int]:

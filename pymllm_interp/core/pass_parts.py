@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -153,11 +154,15 @@ class PromptEmbeds:
 
     Args:
         positions: positions in ascending order.
-        vectors: [positions, width] on the CPU, of the model's dtype.
+        vectors: [positions, width] of the model's dtype, on the CPU or on the engine's device.
+        keys: `vector_keys` of vectors on a device; None: computed if need be.
     """
 
-    def __init__(self, positions: Sequence[int] | np.ndarray, vectors: torch.Tensor) -> None:
+    def __init__(
+        self, positions: Sequence[int] | np.ndarray, vectors: torch.Tensor, keys: np.ndarray | None = None
+    ) -> None:
         self.positions, self.vectors = np.asarray(positions, dtype=np.int64), vectors.detach().contiguous()
+        self._keys = vector_keys(self.vectors) if keys is None and vectors.device.type != "cpu" else keys
         self._namespaces: dict[int, list[tuple[int, Hashable]]] = {}
 
     def within(self, start: int, stop: int) -> tuple[np.ndarray, torch.Tensor]:
@@ -168,7 +173,13 @@ class PromptEmbeds:
     def part(self, start: int, stop: int) -> PromptEmbeds | None:
         """Vectors at the positions from `start` to `stop`, counted from `start`; None without any."""
         positions, vectors = self.within(start, stop)
-        return PromptEmbeds(positions, vectors) if len(positions) else None
+        first = np.searchsorted(self.positions, start)
+        keys = None if self._keys is None else self._keys[first : first + len(positions)]
+        return PromptEmbeds(positions, vectors, keys) if len(positions) else None
+
+    def on_host(self) -> PromptEmbeds:
+        """The same with vectors on the CPU, whose hash is of their bytes."""
+        return self if self._keys is None else PromptEmbeds(self.positions, self.vectors.cpu())
 
     def without(self, token_ids: np.ndarray) -> np.ndarray:
         """The prompt's token ids at the other positions."""
@@ -188,8 +199,36 @@ class PromptEmbeds:
         """Hash of the vectors from position `start` to `stop`, and of their offsets from `start`."""
         offsets, vectors = self.within(start, stop)
         found = hashlib.sha256(offsets.tobytes())
-        found.update(vectors.reshape(-1).view(torch.uint8).numpy().data)
+        if self._keys is None:
+            found.update(vectors.reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            first = np.searchsorted(self.positions, start)
+            found.update(b"keys" + self._keys[first : first + len(offsets)].tobytes())
         return found.digest()
+
+
+KEY_LANES = 4
+"""Numbers of a vector's key."""
+
+
+def vector_keys(vectors: torch.Tensor) -> np.ndarray:
+    """Keys of vectors [..., width], computed on their device and copied at once: [..., KEY_LANES] int64.
+
+    Each number is a sum of the vector's 32-bit words times secret random factors, modulo 2**64. Different vectors agree in one
+    by a chance of at most 2**-33 each, and in all by 2**-132, whoever chooses them.
+    """
+    if vectors.shape[-1] * vectors.itemsize % 4:
+        vectors = torch.nn.functional.pad(vectors, (0, 1))
+    words = vectors.contiguous().view(torch.int32).long()
+    factors = _factors(words.shape[-1], words.device)
+    return torch.stack([(words * own).sum(-1) for own in factors], -1).cpu().numpy()
+
+
+@cache
+def _factors(words: int, device: torch.device) -> torch.Tensor:
+    """[KEY_LANES, words] int64: secret, drawn once in this process."""
+    drawn = bytearray(os.urandom(8 * KEY_LANES * words))
+    return torch.frombuffer(drawn, dtype=torch.int64).view(KEY_LANES, words).to(device)
 
 
 # -- encoders --------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def document_key(item: Any, read: Callable[[], RenderedPrompt]) -> bytes:
     prompt = read()
     found = hashlib.sha256(b"tokens " + np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
     if prompt.embeds is not None:
-        found.update(b"embeddings " + prompt.embeds.digest(0, len(prompt.token_ids)))
+        found.update(b"embeddings " + prompt.embeds.on_host().digest(0, len(prompt.token_ids)))
     for image in prompt.images:
         found.update(b"image " + image.content + image.positions.numpy().tobytes())
     return found.digest()

@@ -14,7 +14,8 @@ import triton.language as tl
 
 from ..core.model_spec import delta_site
 from .edit_codes import OpTables, TokenRows
-from .edit_ops import CAPTURE_WORDS, MAX_REGISTERS, WORDS, _apply_ops, _capture, _first_vector
+from .edit_ops import MAX_REGISTERS
+from .edit_rows import CAPTURE_WORDS, WORDS, _apply_ops, _capture, _first_vector
 from .launch import Launcher, grid_wait, launch_dependents
 from .triton_norm import norm_launch
 

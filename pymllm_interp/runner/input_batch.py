@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..core.forward_batch import ForwardBatch
-from ..core.pass_parts import AdapterRows, EmbeddedRows, RowTiles, max_tiles, tiles_of
+from ..core.pass_parts import AdapterRows, RowTiles, max_tiles, tiles_of
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..kernels.edit_codes import MAX_SCORES
 from ..layers.edits.table import TableOps
@@ -37,7 +37,7 @@ class InputBatch:
         sampling: the request of each sampled row, in batch order: with drafts once for each of its rows.
         sample_rows: the logit row of each of them.
         verifier: compares the sampled tokens with the drafts of the step; None without drafts.
-        embeds: rows with vectors in place of embeddings, on the host; None: no row has one.
+        embeds: rows with vectors in place of embeddings, and the vectors of each request; None: no row has one.
     """
 
     # fmt: off
@@ -56,7 +56,7 @@ class InputBatch:
     decodes:              bool = False  # a decode pass: each row reads the KV up to its own position
     padded_size:          int = 0       # rows of the input buffers that are laid out, padding included
     verifier:             RejectionSampler | None = None
-    embeds:               EmbeddedRows | None = None
+    embeds:               tuple[np.ndarray, list[torch.Tensor]] | None = None
     depth:                int | None = None  # `SchedulerOutput.depth`
     # fmt: on
 

@@ -164,8 +164,10 @@ class StepInputs:
             depth=step.depth,
         )
 
-    def _embedded_rows(self, entries: Sequence[ScheduledRequest], first_rows: np.ndarray) -> EmbeddedRows | None:
-        """The step's rows with vectors in place of embeddings, on the host; None: no row has one."""
+    def _embedded_rows(
+        self, entries: Sequence[ScheduledRequest], first_rows: np.ndarray
+    ) -> tuple[np.ndarray, list[torch.Tensor]] | None:
+        """The step's rows with vectors in place of embeddings, and these of each request; None: no row has one."""
         rows, vectors = list[np.ndarray](), list[torch.Tensor]()
         for entry, first in zip(entries, first_rows, strict=False):
             request = self.states.requests[entry.row]
@@ -175,7 +177,16 @@ class StepInputs:
                 vectors.append(own)
         if not sum(map(len, rows)):
             return None
-        return EmbeddedRows(torch.from_numpy(np.concatenate(rows)), torch.cat(vectors))
+        return np.concatenate(rows), vectors
+
+    def _uploaded(self, rows: np.ndarray, vectors: Sequence[torch.Tensor]) -> EmbeddedRows:
+        """Rows with vectors, on the device. Vectors that are there do not leave it; the others come in one copy."""
+        there, *others = upload(self.device, rows, *(own for own in vectors if not own.is_cuda))
+        host = iter(others)
+        for own in vectors:
+            if own.is_cuda:
+                own.record_stream(torch.cuda.current_stream())
+        return EmbeddedRows(there, torch.cat([own if own.is_cuda else next(host) for own in vectors]))
 
     def prepare_attn(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
@@ -206,7 +217,7 @@ class StepInputs:
             found.input_ids = self.buffers.input_ids[: batch.padded_size]
             found.out_cache_loc = self.buffers.out_cache_loc[: batch.padded_size]
         if batch.embeds is not None:
-            found.input_embeds = EmbeddedRows(*upload(self.device, *batch.embeds))
+            found.input_embeds = self._uploaded(*batch.embeds)
         if self.vision is not None:
             self._place_images(found, batch, builder, self.vision)
         found.padded_size, found.depth = batch.padded_size, batch.depth

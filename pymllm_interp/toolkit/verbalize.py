@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..core.pass_parts import PromptEmbeds, vector_keys
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.specs import Patch, Steer
@@ -186,10 +187,11 @@ def _reader(lm: Any, reader: Any, template: Any, placeholder: str | int) -> _Rea
 
 
 def _checked(states: Any, reader: _Reader, site: str) -> torch.Tensor:
-    """States [n, placeholders, width] float32 on the CPU."""
+    """States [n, placeholders, width] float32: on the reader's device if its engine takes them from there, else on the CPU."""
     given = states if isinstance(states, torch.Tensor) else torch.stack([torch.as_tensor(state) for state in states])
     count, width = len(reader.positions), reader.width(site)
-    vectors = given.detach().float().cpu()
+    stays = site == EMBED and given.device == reader.lm.backend.facts.own_device
+    vectors = given.detach().float().to(given.device if stays else "cpu")
     if count == 1 and vectors.shape[-1:] == (width,) and vectors.dim() in (1, 2):
         vectors = vectors.reshape(-1, 1, width)
     if vectors.dim() != 3 or vectors.shape[1:] != (count, width):
@@ -204,10 +206,12 @@ def _embedded(reader: _Reader, vectors: torch.Tensor, match: bool) -> Iterator[d
     """The template with each state in place of the placeholders' embeddings."""
     if match:
         capture = Capture(EMBED, positions=reader.positions)
-        own = reader.prefill(reader.token_ids, [capture]).activations[EMBED].float()
+        own = reader.prefill(reader.token_ids, [capture]).activations[EMBED].float().to(vectors.device)
         vectors = torch.nn.functional.normalize(vectors, dim=-1) * own.norm(dim=-1, keepdim=True)
-    for rows in vectors.to(reader.lm.dtype):
-        yield {"prompt_token_ids": reader.token_ids, "embeds": dict(zip(reader.positions, rows, strict=True))}
+    vectors = vectors.to(reader.lm.dtype, copy=True)
+    keys = [None] * len(vectors) if vectors.device.type == "cpu" else vector_keys(vectors)
+    for rows, own_keys in zip(vectors, keys, strict=True):
+        yield {"prompt_token_ids": reader.token_ids, "embeds": PromptEmbeds(reader.positions, rows, own_keys)}
 
 
 def _op(site: str, vectors: torch.Tensor, positions: list[int], norm: Norm, replace: bool) -> Patch | Steer:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS, VOCAB
@@ -19,6 +20,8 @@ from helpers_graphs import captured_lms
 from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from pymllm_interp import LM, Capture, Patch, SamplingParams, Steer
+from pymllm_interp.core.pass_parts import PromptEmbeds, vector_keys
+from pymllm_interp.runner.step_inputs import StepInputs
 from pymllm_interp.utils.arguments import PromptError
 
 PAGE = 16
@@ -176,8 +179,11 @@ def fresh(model_folder: Callable[[str], Path]) -> Iterator[LM]:
         yield lm
 
 
-def test_equal_vectors_share_pages_and_others_never(fresh: LM, oracle: Callable[[str], PreTrainedModel]) -> None:
-    """One vector, at position 9 of 21, in its last bit: pages 0 and 1 are the template's, for all."""
+@pytest.mark.parametrize("keyed", [False, True])
+def test_equal_vectors_share_pages_and_others_never(
+    fresh: LM, oracle: Callable[[str], PreTrainedModel], keyed: bool
+) -> None:
+    """One vector, at position 9 of 21, in its last bit: pages 0 and 1 are the template's, for all. Also by keys of a device."""
     model = oracle("llama")
     ids = random.Random(5).choices(range(VOCAB - 2), k=21)
     vector = vectors_of(model, 1, 5)[0]
@@ -186,6 +192,8 @@ def test_equal_vectors_share_pages_and_others_never(fresh: LM, oracle: Callable[
     cached = []
     for given in (None, vector, vector.clone(), near, vector, None):
         prompt: Any = ids if given is None else {"prompt_token_ids": ids, "embeds": {9: given}}
+        if keyed and given is not None:
+            prompt["embeds"] = PromptEmbeds([9], given[None], vector_keys(given[None]))
         whole = model.get_input_embeddings()(torch.tensor([ids])).detach().clone()
         if given is not None:
             whole[0, 9] = given
@@ -194,6 +202,59 @@ def test_equal_vectors_share_pages_and_others_never(fresh: LM, oracle: Callable[
         cached.append(out.num_cached_tokens)
     assert cached == [0, 8, 20, 8, 20, 20]
     assert fresh.engine.stats()["prefix_cache"]["hit_rate"].keys() == {"plain", "embedded"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 65])
+def test_keys_of_vectors_differ_with_any_bit(dtype: torch.dtype, width: int, device: str) -> None:
+    chance = random.Random(1)
+    vectors = torch.randn(40, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    keys = vector_keys(vectors.to(device))
+    assert keys.shape == (40, 4) and (keys == vector_keys(vectors.to(device))).all()
+    assert all((vector_keys(vectors[i].to(device)) == keys[i]).all() for i in (0, 39)), "however many come at once"
+    for i in range(40):
+        changed = vectors[i].clone()
+        integers = changed.view(torch.int32 if dtype is torch.float32 else torch.int16)
+        integers[chance.randrange(width)] ^= 1 << chance.randrange(15)
+        assert (vector_keys(changed.to(device)) != keys[i]).all()
+        swapped = vectors[i].clone()
+        swapped[[0, 1]] = swapped[[1, 0]]
+        assert (vector_keys(swapped.to(device)) != keys[i]).all()
+    assert len(np.unique(keys)) == keys.size
+
+
+@pytest.mark.gpu
+def test_vectors_of_the_engines_device_stay_there(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of a capture that are read, and embeddings beside others of the host in one step."""
+    with LM(model_folder("llama"), device="cuda", dtype="float32", kv_cache_tokens=2048) as lm:
+        ids = list(range(3, 12))
+        (out,) = lm.generate([ids], GREEDY, capture=[Capture("resid_post.1", device="engine")])
+        states = out.activations["resid_post.1"]
+        table = lm.model.embed_tokens.weight.detach()
+        mixed_prompts = [{"prompt_embeds": table[3:9]}, {"prompt_embeds": table[3:9].cpu()}, ids]
+        wanted = lm.verbalize(states.cpu(), template=[5, 6, 7], placeholder=6, max_tokens=4).texts
+        tokens = [found.token_ids for found in lm.generate(mixed_prompts, GREEDY)]
+        read, cpu, met = StepInputs._uploaded, torch.Tensor.cpu, list[bool]()
+
+        def noted(own: StepInputs, rows: np.ndarray, vectors: list[torch.Tensor]) -> Any:
+            met.extend(vector.is_cuda for vector in vectors)
+            return read(own, rows, vectors)
+
+        def small(tensor: torch.Tensor) -> torch.Tensor:
+            assert not tensor.is_cuda or tensor.dtype is not torch.float32, "vectors leave the device"
+            return cpu(tensor)
+
+        monkeypatch.setattr(StepInputs, "_uploaded", noted)
+        lm.reset_prefix_cache()
+        assert [found.token_ids for found in lm.generate(mixed_prompts, GREEDY)] == tokens
+        assert set(met) == {True, False}
+        met.clear()
+        monkeypatch.setattr(torch.Tensor, "cpu", small)
+        assert lm.verbalize(states, template=[5, 6, 7], placeholder=6, max_tokens=4).texts == wanted
+        assert len(met) == len(states) and all(met)
 
 
 def test_vectors_edits_and_salts_are_parts_of_one_key(fresh: LM, oracle: Callable[[str], PreTrainedModel]) -> None:

@@ -143,6 +143,35 @@ def test_saes_are_used_by_name_on_every_replica(front, served_folder, sae_folder
     assert used == {"r0", "r1"}
 
 
+def test_stops_scores_and_streamed_rows_come_through_a_replica(front, served_folder):
+    site, probe, used = "resid_post.1", torch.randn(HIDDEN, generator=torch.Generator().manual_seed(2)), set()
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with connected(front) as lm, LM(str(served_folder), dtype="float32", device="cpu") as solo:
+        for prompt in prompts(10, 6):
+            (plain,) = solo.generate([prompt], params, capture=[site])
+            scores = plain.activations[site][len(prompt) :] @ probe
+            first = int((scores > float(scores.median())).nonzero()[0])
+            monitors = [
+                Monitor(site, -probe, 1e9, name="record"),
+                Monitor(site, probe, float(scores.median()), then="stop", name="stop", positions="generated"),
+            ]
+            options: dict[str, Any] = {"monitors": monitors, "capture": [Capture(site, stream=True), "resid_post.0"]}
+            pieces, wanted = (list(one.stream(prompt, params, **options)) for one in (lm, solo))
+            last, rows = pieces[-1], [piece.captures for piece in pieces if piece.captures is not None]
+            assert [token for piece in pieces for token in piece.token_ids] == plain.token_ids[: first + 1]
+            assert last.finish_reason == "monitor" and last.monitors["stop"].fired == [len(prompt) + first]
+            for name, own in wanted[-1].monitors.items():
+                found = [pair for piece in pieces for pair in piece.scores.get(name, [])]
+                assert [position for position, _ in found] == own.positions.tolist()
+                torch.testing.assert_close(last.monitors[name].scores, own.scores, rtol=1e-4, atol=1e-4)
+                assert [score for _, score in found] == last.monitors[name].scores.tolist()
+            assert len(rows) > 1 and all(set(part) == {site} for part in rows)
+            assert torch.equal(torch.cat([part[site] for part in rows]), last.activations[site])
+            assert torch.cat([part.positions[site] for part in rows]).tolist() == list(range(len(prompt) + first + 1))
+            used.add(last.receipt.replica)
+    assert used == {"r0", "r1"}
+
+
 def test_metrics_are_labelled_with_the_replica(front):
     with front.client() as client:
         text, stats = client.get("/metrics").text, client.get("/v1/interp/stats").json()

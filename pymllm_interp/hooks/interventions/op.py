@@ -2,7 +2,7 @@
 
 An op is one class. Its field annotations give the checks and the JSON form. It also has its vectors, its arithmetic, and its words
 in the device tables (kernels/edit_codes.py). To add an op, write a subclass of `Op`, and register it (`registry.op`) to have it
-over HTTP. To run it on CUDA, also add its code to kernels/edit_codes.py and a branch to kernels/edit_ops.py.
+over HTTP. To run it on CUDA, also add its code to kernels/edit_codes.py and a branch to kernels/edit_rows.py.
 """
 
 from __future__ import annotations
