@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from ..hooks.captures.activations import Activations
+from ..hooks.captures.streamed import StreamedRows
 from .payloads import loaded
 
 ALIGNMENT = 64
@@ -175,6 +176,8 @@ class _ResultsPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Activations:  # a separate pickle would copy each site
             return Activations, obj.as_pieces()
+        if type(obj) is StreamedRows:  # copies: their memory is the result's
+            return list, (obj.sent(),)
         return NotImplemented
 
 

@@ -311,7 +311,7 @@ class VllmRequestEngine:
         request = one.request
         request.num_streamed = request.computed_once
         token_ids = request.token_ids_between(start, request.num_streamed)
-        for rows in await self._asked(AskedRows(request.request_id, start, token_ids)):
+        for rows in await self._asked(AskedRows(request.request_id, start, token_ids)) or ():
             self._emit(one, RowsEvent(request.request_id, rows))
 
     async def _asked(self, question: RequestEnd | AskedRows) -> Any:
@@ -390,7 +390,7 @@ class VllmRequestEngine:
             )
         else:
             result, receipt.steps, receipt.preemptions = found.declared, found.steps, found.preemptions
-            for rows in found.rows:
+            for rows in result.rows or ():
                 self._emit(one, RowsEvent(request.request_id, rows))
         request.activations = result.activations
         receipt.interventions, receipt.captures = result.applied, result.captured

@@ -46,7 +46,7 @@ class ResultsLink:
     def ask(self, question: RequestEnd | AskedRows, arrived: Callable[[Any], None]) -> None:
         """Have `arrived` called with a `RankResult`, None if the rank never met the request, or an exception.
 
-        Of `AskedRows`, with a list of `SentRows`, or an exception.
+        Of `AskedRows`, with a list of `SentRows`, None, or an exception.
 
         Called on the loop. All requests of one turn of the loop are one message.
         """

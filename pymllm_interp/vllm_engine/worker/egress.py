@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 from ...core.step import RequestEnd
-from ...hooks.captures.streamed import SentRows
+from ...hooks.captures.streamed import StreamedRows
 from ...utils.stage_times import TIMES
 from ..results import SCORES, AskedRows, SentScores, TensorBlock, host_name, send_at_once
 from .hooked_request import RankResult
@@ -41,7 +41,7 @@ class Egress:
         self,
         key: bytes,
         finish: Callable[[list[RequestEnd]], list[Future[RankResult | None]]],
-        rows: Callable[[AskedRows], Future[list[SentRows]]],
+        rows: Callable[[AskedRows], Future[StreamedRows | None]],
         arena: ResultArena,
     ) -> None:
         self._finish, self._rows, self._arena = finish, rows, arena

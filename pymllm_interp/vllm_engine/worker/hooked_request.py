@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ...core.step import DeclaredResult, RequestHooks
 from ...hooks.captures.rows import CapturedRows
-from ...hooks.captures.streamed import SentRows
 from ...hooks.declared import Declared
 
 
@@ -60,11 +59,9 @@ class RankResult:
 
     Attributes:
         error: reason that it is invalid, or None.
-        rows: captured rows that its stream lacks.
     """
 
     declared: DeclaredResult
     steps: Counter[str]
     preemptions: int = 0
     error: str | None = None
-    rows: list[SentRows] = field(default_factory=list)

@@ -23,7 +23,7 @@ from ...hooks.bound_hooks import Bindings
 from ...hooks.captures.egress.result_memory import Memory
 from ...hooks.captures.egress.ring import CaptureRing
 from ...hooks.captures.reductions.reduction import Readout
-from ...hooks.captures.streamed import SentRows
+from ...hooks.captures.streamed import StreamedRows
 from ...hooks.declared import Declared
 from ...hooks.interventions.host_ops import logit_ops
 from ...kernels.edit_codes import TokenRows
@@ -215,16 +215,16 @@ class RankStage:
             seen = self._read_seen()
             return [self._finish(end, seen) for end in ends]
 
-    def rows(self, asked: AskedRows) -> Future[list[SentRows]]:
-        """Captured rows of a request that runs, when they are on the host; none if it has ended. On the client's thread."""
-        done: Future[list[SentRows]] = Future()
+    def rows(self, asked: AskedRows) -> Future[StreamedRows | None]:
+        """Captured rows of a request that runs, when they are on the host; None if it has ended. On the client's thread."""
+        done: Future[StreamedRows | None] = Future()
         with self.lock, self.side():
             found = self._by_own_id.get(asked.request_id)
             if found is None or found.declared is None:
-                done.set_result([])
+                done.set_result(None)
             else:
                 rows = found.declared.rows_since(asked.start, asked.token_ids)
-                self.stage.when_arrived(partial(_answer, done, rows.sent))
+                self.stage.when_arrived(partial(done.set_result, rows))
         return done
 
     def _finish(self, end: RequestEnd, seen: Callable[[int], int]) -> Future[RankResult | None]:
@@ -236,13 +236,13 @@ class RankStage:
         end.hooks.interventions, end.hooks.captures = found.hooks.interventions, found.hooks.captures
         row = found.row
 
-        def complete(result: Future[DeclaredResult]) -> RankResult:
-            found.met += 0 if row is None else seen(row)
-            self._read.append(found)  # without the lock: the rank's thread may hold it, and wait for this one
-            declared, rows = result.result(), list[SentRows]()
-            if declared.rows is not None:
-                rows, declared.rows = declared.rows.sent(), None
-            return RankResult(declared, found.steps, found.preemptions, self._unmet(found), rows)
+        def complete(result: Future[DeclaredResult]) -> None:
+            try:
+                found.met += 0 if row is None else seen(row)
+                self._read.append(found)  # without the lock: the rank's thread may hold it, and wait for this one
+                done.set_result(RankResult(result.result(), found.steps, found.preemptions, self._unmet(found)))
+            except BaseException as failure:
+                done.set_exception(failure)
 
         try:
             arrived = self.stage.finish(end)
@@ -251,7 +251,7 @@ class RankStage:
             return done
         finally:
             found.declared = None
-        arrived.add_done_callback(lambda result: _answer(done, partial(complete, result)))
+        arrived.add_done_callback(complete)
         return done
 
     def side(self) -> Any:
@@ -489,11 +489,3 @@ class RankStage:
         self.calls += 1
         if self._ops is not None:
             at_site(rows, site, self._ops)
-
-
-def _answer(done: Future[Any], compute: Callable[[], Any]) -> None:
-    """Set a future to a function's result, or to its error."""
-    try:
-        done.set_result(compute())
-    except BaseException as failure:
-        done.set_exception(failure)
