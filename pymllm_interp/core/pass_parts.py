@@ -178,7 +178,7 @@ class PromptEmbeds:
         return PromptEmbeds(positions, vectors, keys) if len(positions) else None
 
     def on_host(self) -> PromptEmbeds:
-        """The same with vectors on the CPU, whose hash is of their bytes."""
+        """The same with vectors on the CPU, hashed by their bytes."""
         return self if self._keys is None else PromptEmbeds(self.positions, self.vectors.cpu())
 
     def without(self, token_ids: np.ndarray) -> np.ndarray:
@@ -214,8 +214,8 @@ KEY_LANES = 4
 def vector_keys(vectors: torch.Tensor) -> np.ndarray:
     """Keys of vectors [..., width], computed on their device and copied at once: [..., KEY_LANES] int64.
 
-    Each number is a sum of the vector's 32-bit words times secret random factors, modulo 2**64. Different vectors agree in one
-    by a chance of at most 2**-33 each, and in all by 2**-132, whoever chooses them.
+    Each number is a sum of the vector's 32-bit words times secret random factors, modulo 2**64. Two vectors agree in one number
+    by a chance of at most 2**-33, and in all by 2**-132.
     """
     if vectors.shape[-1] * vectors.itemsize % 4:
         vectors = torch.nn.functional.pad(vectors, (0, 1))

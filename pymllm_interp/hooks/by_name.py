@@ -13,9 +13,9 @@ class ByName(MutableMapping[str, T]):
     """Values by name, in the order of the names. Names are resolved when a request is submitted.
 
     Attributes:
-        kind: what a value is, for messages.
+        kind: noun of the values, for messages.
         attribute: attribute of `LM`.
-        example: what is assigned.
+        example: value that is assigned.
     """
 
     kind: ClassVar[str]

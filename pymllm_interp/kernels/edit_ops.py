@@ -2,8 +2,7 @@
 # pyright: reportPossiblyUnboundVariable=false
 """Triton kernels for declared ops and captures, on rows held in registers (edit_rows.py).
 
-They keep flat parameters: `Launcher` passes addresses to compiled kernels by position, and the layout of tuples there changes
-with Triton.
+They keep flat parameters. `Launcher` passes addresses by position, and the layout of tuples changes with Triton.
 """
 
 from __future__ import annotations

@@ -87,13 +87,31 @@ def _set_features(
 
 
 @triton.jit
+def _words_of(word, live, position):
+    """Words of the op at `word` [rows, 1], and the rows of `live` with their position in its window.
+
+    Returns:
+        live, first row of the vectors, start and step of the window, row of the probe or flag word, a and b: each [rows, 1].
+    """
+    first = tl.load(word + 1, mask=live, other=0, eviction_policy="evict_last").to(tl.int64)
+    start = tl.load(word + 2, mask=live, other=0, eviction_policy="evict_last")
+    stop = tl.load(word + 3, mask=live, other=0, eviction_policy="evict_last")
+    step = tl.load(word + 4, mask=live, other=1, eviction_policy="evict_last")
+    probe_row = tl.load(word + 5, mask=live, other=-1, eviction_policy="evict_last").to(tl.int64)
+    a = tl.load(word + 6, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
+    b = tl.load(word + 7, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
+    live = live & (position >= start) & (position < stop) & ((position - start) % step == 0)
+    return live, first, start, step, probe_row, a, b
+
+
+@triton.jit
 def _conditions(
-    live, gates, state, first, probe_row, word, fires, rows, vectors, flags, first_fired, WIDTH: tl.constexpr,
+    live, gates, state, first, probe_row, word, fires, op, rows, vectors, flags, first_fired, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The rows `live` [rows, 1] whose op acts, by its gate and flag; they are counted in `fires`. Rows of a GATE set its flag.
+    """The rows of `live` [rows, 1] with an op that acts, by its gate and flag. `fires` counts them. Rows of a GATE set its flag.
 
     Args:
-        gates: [rows, 1], the op is a GATE.
+        gates: [rows, 1], rows with a GATE.
         state: [rows, block], the part of the state that the op sees.
     """
     owner, position, row, column, mask, _ = rows
@@ -107,47 +125,12 @@ def _conditions(
         if tl.max(reads.to(tl.int32)) > 0:
             _set_flag(probe_row, reads, dot > threshold, owner, position, row, flags, first_fired)
         live = live & (reads == 0) & ((gated == 0) | (dot > threshold))
-        tl.atomic_add(fires, 1, mask=gated & live, sem="relaxed")
+        tl.atomic_add(fires + op, 1, mask=gated & live, sem="relaxed")
     looks = live & (probe_row < -1)
     if tl.max(looks.to(tl.int32)) > 0:
         live = live & ((looks == 0) | _flag(probe_row, looks, owner, position, row, flags, first_fired))
-        tl.atomic_add(fires, 1, mask=looks & live, sem="relaxed")
+        tl.atomic_add(fires + op, 1, mask=looks & live, sem="relaxed")
     return live
-
-
-@triton.jit
-def _with_vectors(
-    state, edited, vector, live, code, rank, norms, norm, ordinal, first, a, b, fresh, rows, vectors, scores, score_stride,
-    SPAN: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """(`edited` [rows, block] with multiples of the op's vectors, the last vector). Dot products of a SCORE are stored.
-
-    Args:
-        norm: [rows, 1], of `state`, where an op needs it.
-        ordinal: [rows, 1], first vector of the position.
-        fresh: whether `vector` is the op's first vector.
-    """
-    _, _, row, column, mask, _ = rows
-    stores, patches = live & (code == SCORE), code == PATCH
-    along = stores | (live & ((code == PROJECT_OUT) | (code == CLAMP)))
-    for j in range(0, tl.max(tl.where(live, rank, 0))):
-        now = live & (j < rank)
-        if (fresh == 0) | (tl.max(ordinal) > 0):
-            source = vectors + (first + (ordinal + j) * SPAN) * WIDTH + column
-            vector = tl.load(source, mask=now & mask, other=0.0, eviction_policy="evict_last")
-        fresh = 0
-        gain = tl.where(patches, 1.0, tl.where(norms == MATCH, a * norm, a))
-        if tl.max(along.to(tl.int32)) > 0:
-            dot = tl.sum(state * vector, axis=1, keep_dims=True)
-            tl.store(scores + (b.to(tl.int32) + j) * score_stride + row, dot, mask=now & stores)
-            wanted = tl.where(code == CLAMP, tl.minimum(tl.maximum(dot, a), b), 0.0)
-            gain = tl.where(along, tl.where(stores, 0.0, wanted - dot), gain)
-        # A gain of 0 must keep all bits: adding +0.0 would change the sign of -0.0.
-        edited = tl.where(now & (gain != 0.0), edited + gain * vector, edited)
-    if tl.max((live & (norms == PRESERVE)).to(tl.int32)) > 0:
-        after = tl.sqrt(tl.sum(edited * edited, axis=1, keep_dims=True))
-        edited = tl.where((norms == PRESERVE) & (after > 0.0), edited * (norm / after), edited)
-    return edited, vector
 
 
 @triton.jit
@@ -175,16 +158,8 @@ def _apply_ops(
     op = (owner * SITES + site) * DEPTH
     while tl.max(kind) > 0:
         word = ops + op * WORDS
-        live = inside & (kind > 0)
         code, rank, norms = kind & 255, (kind >> 8) & 255, (kind >> 16) & 255
-        first = tl.load(word + 1, mask=live, other=0, eviction_policy="evict_last").to(tl.int64)
-        start = tl.load(word + 2, mask=live, other=0, eviction_policy="evict_last")
-        stop = tl.load(word + 3, mask=live, other=0, eviction_policy="evict_last")
-        step = tl.load(word + 4, mask=live, other=1, eviction_policy="evict_last")
-        probe_row = tl.load(word + 5, mask=live, other=-1, eviction_policy="evict_last").to(tl.int64)
-        a = tl.load(word + 6, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
-        b = tl.load(word + 7, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
-        live = live & (position >= start) & (position < stop) & ((position - start) % step == 0)
+        live, first, start, step, probe_row, a, b = _words_of(word, inside & (kind > 0), position)
         state = value
         if HEAD_DIM:
             head = column // HEAD_DIM
@@ -192,11 +167,13 @@ def _apply_ops(
             own = ((bits >> (head % 32)) & 1) > 0
             state = tl.where(own, value, 0.0)
         live = _conditions(
-            live, code == GATE, state, first, probe_row, word, fires + op, rows, vectors, flags, first_fired, WIDTH
+            live, code == GATE, state, first, probe_row, word, fires, op, rows, vectors, flags, first_fired, WIDTH
         )
         norm = tl.zeros_like(a)
         if tl.max(tl.where(live, norms, 0)) > 0:
             norm = tl.sqrt(tl.sum(state * state, axis=1, keep_dims=True))
+        stores = live & (code == SCORE)
+        along = stores | (live & ((code == PROJECT_OUT) | (code == CLAMP)))
         patches = code == PATCH
         # An addition or a patch of rank 2 has one vector per position, in the order of the window.
         single = patches | (code == ADD)
@@ -213,14 +190,26 @@ def _apply_ops(
             rebuilt = live & (code == RECONSTRUCT)
             memory = features + row * COLUMNS + tl.where(rebuilt, a, 0.0).to(tl.int32) + column
             edited = tl.where(rebuilt, tl.load(memory, mask=rebuilt & mask, other=0.0), edited)
-        edited, vector = _with_vectors(
-            state, edited, vector, live, code, rank, norms, norm, ordinal, first, a, b, fresh, rows, vectors, scores, score_stride,
-            span, WIDTH,
-        )  # fmt: skip
-        written = live
+        for j in range(0, tl.max(tl.where(live, rank, 0))):
+            now = live & (j < rank)
+            if (fresh == 0) | (tl.max(ordinal) > 0):
+                source = vectors + (first + (ordinal + j) * span) * WIDTH + column
+                vector = tl.load(source, mask=now & mask, other=0.0, eviction_policy="evict_last")
+            fresh = 0
+            gain = tl.where(patches, 1.0, tl.where(norms == MATCH, a * norm, a))
+            if tl.max(along.to(tl.int32)) > 0:
+                dot = tl.sum(state * vector, axis=1, keep_dims=True)
+                tl.store(scores + (b.to(tl.int32) + j) * score_stride + row, dot, mask=now & stores)
+                wanted = tl.where(code == CLAMP, tl.minimum(tl.maximum(dot, a), b), 0.0)
+                gain = tl.where(along, tl.where(stores, 0.0, wanted - dot), gain)
+            # A gain of 0 must keep all bits: adding +0.0 would change the sign of -0.0.
+            edited = tl.where(now & (gain != 0.0), edited + gain * vector, edited)
+        if tl.max((live & (norms == PRESERVE)).to(tl.int32)) > 0:
+            after = tl.sqrt(tl.sum(edited * edited, axis=1, keep_dims=True))
+            edited = tl.where((norms == PRESERVE) & (after > 0.0), edited * (norm / after), edited)
         if HEAD_DIM:
-            written = live & own
-        value = tl.where(written, edited.to(dtype).to(tl.float32), value)
+            live = live & own
+        value = tl.where(live, edited.to(dtype).to(tl.float32), value)
         fresh = 0
         op += 1
         kind = tl.load(ops + op * WORDS, mask=kind >= MORE, other=0, eviction_policy="evict_last")

@@ -24,7 +24,7 @@ def output_copy_stream(device: torch.device) -> torch.cuda.Stream:
 class AsyncOutput:
     """The sampled tokens of a step. The next step may be launched before `get_output` waits for them.
 
-    On CUDA the tokens, all log probabilities and the scores of monitors go to pinned memory in one copy, on a separate stream. It
+    On CUDA tokens, log probabilities and scores go to pinned memory in one copy, on a separate stream. The copy
     waits for everything launched before this object was made, and for nothing launched later.
 
     Args:

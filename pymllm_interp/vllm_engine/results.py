@@ -54,7 +54,7 @@ class SentScores(NamedTuple):
 
 
 class AskedRows(NamedTuple):
-    """Positions whose captured rows the client asks for, in the middle of a request (`Capture(stream=True)`).
+    """Positions of a running request, for which the client asks for captured rows (`Capture(stream=True)`).
 
     Attributes:
         token_ids: tokens of the positions from `start` on.
@@ -66,7 +66,7 @@ class AskedRows(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name of the answer among the outcomes of requests, whose ids have no space."""
+        """Name of the answer among the outcomes of requests; their ids have no space."""
         return f"{self.request_id} rows"
 
 

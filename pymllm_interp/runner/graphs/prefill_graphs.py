@@ -98,8 +98,8 @@ class PrefillGraphs:
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether `replay` serves the batch.
 
-        It has to be laid out with its padding, without gradients (`fresh_kv_only`), cut edges of attention, adapters and
-        states of images behind layers.
+        It has to be laid out with its padding. Gradients (`fresh_kv_only`), cut edges, adapters and DeepStack states are not
+        captured.
         Declared ops, if any, have to be in the tables that graphs read.
         """
         return (

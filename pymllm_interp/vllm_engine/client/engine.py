@@ -307,7 +307,7 @@ class VllmRequestEngine:
         await self.core.llm.abort(one.request.request_id)
 
     async def _stream_rows(self, one: _Live, start: int) -> None:
-        """Emit the rows captured from a position on, which the rank has on its host with the tokens or soon after."""
+        """Emit the rows captured from a position on, when they are on the rank's host."""
         request = one.request
         request.num_streamed = request.computed_once
         token_ids = request.token_ids_between(start, request.num_streamed)

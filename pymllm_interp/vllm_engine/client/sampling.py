@@ -40,7 +40,7 @@ def check_embeds(prompt: Any, params: SamplingParams | None, model_config: Any, 
 
     Args:
         prompt: the rendered prompt.
-        params: of its completion; None for calls without.
+        params: sampling parameters; None for calls without.
         model_config: vLLM's.
 
     Raises:
