@@ -91,7 +91,7 @@ def _words_of(word, live, position):
     """Words of the op at `word` [rows, 1], and the rows of `live` with their position in its window.
 
     Returns:
-        live, row of the first vector, start and step of the window, row of the probe, a, b: each [rows, 1].
+        live, first vector, start and step of the window, probe, a, b: each [rows, 1].
     """
     first = tl.load(word + 1, mask=live, other=0, eviction_policy="evict_last").to(tl.int64)
     start = tl.load(word + 2, mask=live, other=0, eviction_policy="evict_last")
