@@ -67,7 +67,8 @@ def test_captured_rows_stream_to_a_client(url: str, folder: Path) -> None:
         }  # fmt: skip
         with client.stream("POST", "/v1/completions", json=body) as stream:
             chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
-    rows = [chunk["pymllm"]["captures"] for chunk in chunks if "captures" in chunk.get("pymllm", {})]
+    found = [choice.get("pymllm", {}) for chunk in chunks for choice in chunk["choices"]]
+    rows = [part["captures"] for part in found if "captures" in part]
     assert rows and all(part["tokens"] for part in rows)
 
 
