@@ -26,7 +26,7 @@ from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.utils.stage_times import StageTimes
 from pymllm_interp.vllm_engine.client.results_link import ResultsLink
-from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
+from pymllm_interp.vllm_engine.results import AskedRows, SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
 from pymllm_interp.vllm_engine.worker import result_arena
 from pymllm_interp.vllm_engine.worker.egress import Egress
@@ -100,7 +100,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankStage, ResultsLi
     monkeypatch.setenv(WITH_TABLES, "1")
     config = ServerConfig(capture_ring_bytes=1 << 22, max_capture_bytes=1 << 26, capture_kept_bytes=1 << 28)
     stage = RankStage(config, SPEC, torch.device("cpu"), 256, 8, 0, 0, None)  # pyright: ignore
-    egress = Egress(b"key", stage.finish, stage.arena)
+    egress = Egress(b"key", stage.finish, stage.rows, stage.arena)
     link = ResultsLink(egress.address, b"key", lambda function, *given: function(*given))
     yield stage, link
     link.close()
@@ -108,10 +108,18 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankStage, ResultsLi
     stage.close()
 
 
-def outcome_of(link: ResultsLink, name: str, computed: int) -> Any:
+def outcome_of(link: ResultsLink, name: str, computed: int, streamed: int | None = None) -> Any:
     got: Future[Any] = Future()
-    end = RequestEnd(name, [0] * PROMPT, [0] * (computed - PROMPT + 1), computed, computed, 0, RequestHooks())
+    end = RequestEnd(
+        name, [0] * PROMPT, [0] * (computed - PROMPT + 1), computed, computed, 0, RequestHooks(), num_streamed=streamed
+    )
     link.ask(end, got.set_result)
+    return got.result(60)
+
+
+def rows_of(link: ResultsLink, name: str, start: int, stop: int) -> Any:
+    got: Future[Any] = Future()
+    link.ask(AskedRows(name, start, [0] * (stop - start)), got.set_result)
     return got.result(60)
 
 
@@ -120,7 +128,7 @@ def test_no_message_waits_for_another_to_be_acknowledged(monkeypatch: pytest.Mon
     ends: list[Any] = []
     accept = Listener.accept
     monkeypatch.setattr(Listener, "accept", lambda self: ends.append(found := accept(self)) or found)
-    egress = Egress(b"key", lambda _: [], ResultArena(0, 1 << 20))
+    egress = Egress(b"key", lambda _: [], lambda _: Future(), ResultArena(0, 1 << 20))
     link = ResultsLink(egress.address, b"key", lambda function, *given: function(*given))
     for connection in (*ends, link._connection):
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
@@ -164,3 +172,36 @@ def test_a_requests_states_are_copied_once(
         assert (stage.arena.kept, stage.arena.live) == (wanted, 0)
     fresh, kept = ({f"results: {kind} block": wanted} for kind in ("fresh", "kept"))
     assert taken == [fresh, kept, kept]  # not once more in a message
+
+
+def test_rows_of_a_running_request_are_copies_of_its_result(rank: tuple[RankStage, ResultsLink]) -> None:
+    """Their memory stays the rank's, which writes on and gives it away once, with the result."""
+    stage, link = rank
+    pool, limits = VectorPool(16, WIDTH), limits_of(ServerConfig(), "cpu")
+    ring = stage.stage.capture_ring
+    assert ring is not None
+    ring.open()
+    captures = [
+        Capture("resid_post.1", stream=True),
+        Capture("mlp_out.1", stream=True, reduce="mean"),
+        Capture("embed"),
+    ]
+    hooks = RequestHooks([], captures, NEW, PROMPT - 1)
+    hooks.vector_rows = pool.acquire(Declared(BoundHooks.of_request(hooks, PROMPT, SPEC, limits, None)))
+    stage.add("vllm-a", "a", hooks, PROMPT)
+    parts, first = [], 0
+    for count in (PROMPT, 1, 1):
+        stage.begin(["vllm-a"], np.array([0, count]), np.array([first]), "made up")
+        ring.memory.normal_(generator=torch.Generator().manual_seed(first))
+        stage.end()
+        if first + count < PROMPT + 2:  # the last ones come with the result
+            parts += [part for rows in rows_of(link, "a", first, first + count) for part in rows.parts()]
+        first += count
+    assert not stage.arena.take_back() and rows_of(link, "nobody", 0, 3) is None
+    result = outcome_of(link, "a", PROMPT + 2, PROMPT + 1).declared
+    parts += [part for rows in result.rows for part in rows.parts()]
+    assert [list(part) for part in parts] == [["resid_post.1"]] * 3 + [["mlp_out.1"]]
+    for site in ("resid_post.1", "mlp_out.1"):
+        own = [part[site] for part in parts if site in part]
+        assert torch.equal(torch.cat(own), result.activations[site])
+    assert rows_of(link, "a", 0, 3) is None
