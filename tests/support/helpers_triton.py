@@ -11,6 +11,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 NUMPY = {
     **dict.fromkeys(("__add__", "__radd__"), np.add),
@@ -36,6 +37,7 @@ def quicken_the_interpreter() -> None:
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
+    interpreter._patch_attr = _call_at_once
     interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     nothing = interpreter._LangPatchScope()
 
@@ -44,9 +46,45 @@ def quicken_the_interpreter() -> None:
     interpreter._patch_lang = lambda fn: nothing
     interpreter._get_np_dtype = lambda found: dtype_of(tl.uint64 if found.scalar.is_ptr() else found.scalar)
     _make_types_once(tl.core, TritonSemantic)
+    _make_values_once(interpreter)
     _compute_at_once(tl, interpreter.TensorHandle)
     names_of = cache(inspect.getfullargspec)
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getfullargspec": names_of, "getcallargs": _bind})
+
+
+def _call_at_once(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """A function of the language as its innermost function, which is told its semantics: no dictionary is made for each call."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    inner = inspect.unwrap(member)
+
+    def call(*given: Any, _semantic: Any = None, **named: Any) -> Any:
+        return inner(*given, **named, _semantic=interpreter_semantic)
+
+    scope.set_attr(owner, name, call)
+
+
+def _make_values_once(interpreter: Any) -> None:
+    """Ranges are made once, values checked once for each pair of types, and arguments on the host used where they are."""
+    make_handle, fits = interpreter.TensorHandle, set[Any]()
+    ranges = cache(lambda start, stop: np.arange(start, stop, dtype=np.int32))
+
+    def handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if (data.dtype, dtype.name) not in fits:
+            self.__post_init__()
+            fits.add((data.dtype, dtype.name))
+
+    def make_range(self: Any, kind: Any, start: int, stop: int) -> Any:
+        found = ranges(start, stop)
+        found.flags.writeable = False
+        return make_handle(found, interpreter.tl.int32)
+
+    make_handle.__init__ = handle
+    interpreter.InterpreterBuilder.create_make_range = make_range
+    if not torch.cuda.is_available():
+        interpreter.GridExecutor._init_args_hst = lambda self, given, named: (given, named)
+        interpreter.GridExecutor._restore_args_dev = lambda self, *given: None
 
 
 def _make_types_once(core: Any, semantic: Any) -> None:
@@ -116,6 +154,7 @@ def _compute_at_once(tl: Any, handle_of: Any) -> None:
     core = tl.core
     for name, function in NUMPY.items():
         setattr(core.tensor, name, _operator(core, handle_of, name, getattr(core.tensor, name), function))
+    core.tensor.to = _to(core, handle_of, core.tensor.to)
     core.where = tl.where = _where(core, handle_of, core.where)
     core.load = tl.load = _load(core, handle_of, core.load)
 
@@ -174,6 +213,31 @@ def _operator(core: Any, handle_of: Any, name: str, ordinary: Any, function: Any
         return core.tensor(handle_of(data, kind or self.handle.dtype), made)
 
     return operator
+
+
+def _to(core: Any, handle_of: Any, ordinary: Any) -> Any:
+    plans: dict[Any, Any] = {}
+
+    def plan(given: Any, result: Any) -> Any:
+        """(the result's type, its handle's, numpy's), or (); no type for the tensor itself."""
+        if result is given:
+            return None, None, None
+        alike = given.dtype.name in TYPES and result.dtype.name in TYPES
+        return (result.type, result.handle.dtype, result.handle.data.dtype) if alike else ()
+
+    def to(self: Any, dtype: Any, *options: Any, **named: Any) -> Any:
+        if options or named:
+            return ordinary(self, dtype, *options, **named)
+        key = self.type.name, (dtype.value if type(dtype) is core.constexpr else dtype).name
+        if not (found := plans.get(key)):
+            result = ordinary(self, dtype)
+            if found is None:
+                plans[key] = plan(self, result)
+            return result
+        made, kind, numbers = found
+        return self if made is None else core.tensor(handle_of(self.handle.data.astype(numbers), kind), made)
+
+    return to
 
 
 def _where(core: Any, handle_of: Any, ordinary: Any) -> Any:
