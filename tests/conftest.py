@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ if gc.isenabled():
 
 import pytest
 import torch
+from _pytest.logging import catching_logs
 from gpu_workers import SHARERS, share_of, take_device
 
 if torch.cuda.device_count():
@@ -158,6 +160,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"tests of the page: {sum(map(len, found.values()))} ran, {len(skipped)} skipped")
         for one in skipped:
             terminalreporter.write_line(f"  {one.nodeid}: {one.longrepr[2] if one.longrepr else ''}")
+
+
+def _catch_at_the_root(self: catching_logs[Any]) -> Any:
+    """`catching_logs.__enter__` without a search of all loggers, six times a test, for torch's 60 that do not propagate."""
+    if self.level is not None:
+        self.handler.setLevel(self.level)
+        self.orig_level = logging.root.level
+        logging.root.setLevel(min(self.orig_level, self.level))
+    logging.root.addHandler(self.handler)
+    if hasattr(self, "attached_loggers"):
+        self.attached_loggers.append(logging.root)
+    return self.handler
+
+
+catching_logs.__enter__ = _catch_at_the_root
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import struct
 import sys
 import threading
+import zlib
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -42,7 +44,11 @@ def with_image(image: Any, text: str = f"see {PLACE}") -> dict[str, Any]:
 
 
 def bomb() -> bytes:
-    return encoded(Image.new("1", (40_000, 40_000)))
+    """A PNG file of one pixel, whose header says 40,000 x 40,000."""
+    file = bytearray(encoded(Image.new("1", (1, 1))))
+    file[16:24] = struct.pack(">2I", 40_000, 40_000)
+    file[29:33] = struct.pack(">I", zlib.crc32(file[12:29]))
+    return bytes(file)
 
 
 def tiff() -> bytes:

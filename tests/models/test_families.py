@@ -139,7 +139,7 @@ def edited(served: Served, kind: str) -> Iterator[tuple[str, SitePoint, Callable
 
 
 @BY_MECHANISM
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("kind", ["embed", "attn_out", "mlp_out", "resid_post", "final_norm"])
 def test_a_declared_steer_is_the_edit_in_transformers(served, kind):
     if kind not in served.lm.model_spec.family.points:

@@ -103,6 +103,7 @@ def together(lm: LM, seed: int, **declared: Any) -> tuple[list[torch.Tensor], li
 
 
 @pytest.mark.few("family", "llama", "gpt2", "gemma3_text")
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)

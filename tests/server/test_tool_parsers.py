@@ -160,6 +160,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LM]:
 
 
 @pytest.mark.local
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("tool_format", "reasoning"),
     [(one, other) for one in TOOL_FORMATS for other in (None, *REASONING) if (one == "openai") >= (other == "openai_gptoss")

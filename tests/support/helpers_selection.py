@@ -20,8 +20,8 @@ def select(config: pytest.Config, items: list[pytest.Item], cuda: bool) -> None:
         cuda: Whether there is a CUDA device.
     """
     if not cuda:
-        _thin(items)
         _few(items)
+        _thin(items)
         _skip(
             [item for item in items if item.get_closest_marker("gpu")], "needs a CUDA device, and torch sees none here"
         )
@@ -57,12 +57,12 @@ def _few(items: list[pytest.Item]) -> None:
 
 def _thin(items: list[pytest.Item]) -> None:
     """Mark most cases of `thin` tests slow. Of several parameters, each value keeps a case; of one, the first case stays.
-    Cases for a CUDA device run nowhere here, and keep no value."""
+    Slow cases, and those for a CUDA device, run nowhere here and keep no value."""
     tests: dict[str, list[tuple[pytest.Item, set[tuple[int, str]]]]] = {}
     for item in items:
         if item.get_closest_marker("thin") is not None and item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.slow)
-        elif item.get_closest_marker("thin") is not None:
+        elif item.get_closest_marker("thin") is not None and item.get_closest_marker("slow") is None:
             test, _, case = item.nodeid.partition("[")
             tests.setdefault(test, []).append((item, set(enumerate(case.split("-")))))
     for cases in tests.values():

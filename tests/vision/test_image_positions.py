@@ -103,6 +103,7 @@ def test_missing_images_count_as_one_position_each() -> None:
     assert missing_of("image", 5) == 1 and missing_of("text", 5) == 0
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("words", WORDS, ids=str)
 def test_captures_reductions_and_ops_are_those_at_the_numbers(family: str, lm: LM, words: Any) -> None:
     prompt = two_images(family)

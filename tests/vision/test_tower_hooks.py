@@ -159,6 +159,7 @@ OPS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("site", ["vision.resid_post.0", "vision.attn_out.1", "vision.mlp_out.1", "vision.out"])
 def test_ops_are_edits_of_transformers_modules(family: str, lm: LM, vision_oracle: Oracle, site: str) -> None:
     prompt, model = some_prompt(family), vision_oracle(family)

@@ -81,6 +81,7 @@ def same(found: Any, wanted: Any) -> None:
         assert found.receipt.interventions == wanted.receipt.interventions
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("small", [False, True])
 def test_requests_over_one_image_do_not_see_each_other(family: str, vision_folder: Folders, small: bool) -> None:
     """All kinds of hooks over one image in one step, alone and together; in chunks of 7 tokens with preemption, too."""

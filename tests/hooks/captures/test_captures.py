@@ -1416,6 +1416,7 @@ class Capturing(Simulation):
         self.ring.close()
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8)), 68, 78, 94, 105]

@@ -254,7 +254,7 @@ APPENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("steps", ["[:]", "[1:]", "[:4]", "[2:5]", "[:9]", "[5:]", "[6:]"])
 @pytest.mark.parametrize("what", APPENDS)
 def test_steps_that_only_append_are_taken_at_once(what, steps, lms):

@@ -174,6 +174,7 @@ KEPT = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("what", KEPT)
 @pytest.mark.parametrize("opening", [ONE_PASS, GENERATION])
 def test_edits_by_their_own_values_give_the_same(lm_of, what, opening):

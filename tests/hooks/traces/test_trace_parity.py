@@ -514,6 +514,7 @@ CORNERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("script", CORNERS, ids=lambda s: s.__name__)
 def test_a_notebooks_other_habits_work_as_in_nnsight(pair: Pair, script: Callable[..., Any]) -> None:
     same(pair, script, PROMPT)
