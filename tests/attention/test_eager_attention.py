@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS, held, random_model, tiny_tokenizer
-from helpers_parity import assert_same, beside_plain_requests, plain_beside
+from helpers_parity import assert_same, beside_plain_requests, plain_beside, same
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, Capture, Patch, SamplingParams, Scale, Steer
@@ -49,17 +49,6 @@ def pair(request: pytest.FixtureRequest, pair_of: Callable[[str], Pair]) -> Pair
 @pytest.fixture
 def lm(pair_of: Callable[[str], Pair]) -> LM:
     return pair_of("llama")[0]
-
-
-def same(pair: Pair, script: Callable[..., Any], *args: Any) -> Any:
-    """Run the script over both models, then over ours beside plain requests; all are equal. Returns ours."""
-    lm, reference = pair
-    theirs = script(reference, *args)
-    ours = script(lm, *args)
-    assert_same(ours, theirs)
-    with beside_plain_requests(lm):
-        assert_same(script(lm, *args), theirs, "beside others: value")
-    return ours
 
 
 def logits_of(model: Any, prompt: list[int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_adapters import adapted, write_adapter
+from helpers_classes import state_gradient
 from helpers_devices import ways
 from helpers_graphs import use_eager_graphs
 from helpers_runner import ByHand, make_runner, random_ids
@@ -172,13 +173,8 @@ def test_gradients_of_a_prompt_are_transformers(pair: tuple[LM, Any]) -> None:
         hidden = lm.get("model.layers.0").output
         with lm.lm_head.output[0, -1].square().sum().backward():
             found = hidden.grad.save()
-    states: list[torch.Tensor] = []
-    layer = model.get_submodule("model.layers.0")
-    handle = layer.register_forward_hook(lambda module, args, output: states.append(output.requires_grad_()))
-    model(input_ids=torch.tensor([PROMPTS[0]]), use_cache=False).logits[0, -1].square().sum().backward()
-    handle.remove()
-    wanted = states[0].grad
-    assert wanted is not None and wanted.abs().max() > 1e-3
+    wanted = state_gradient(model, PROMPTS[0])
+    assert wanted.abs().max() > 1e-3
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 

@@ -7,11 +7,22 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_tokenizer
-from helpers_classes import GREEDY, TOLERANCE, check_chunks, greedily, load, oracle_of, random_prompt
-from helpers_graphs import use_eager_graphs
+from helpers_classes import (
+    GREEDY,
+    TOLERANCE,
+    check_chunks,
+    check_padding,
+    check_preempted,
+    check_unwritten,
+    greedily,
+    load,
+    oracle_of,
+    random_prompt,
+    state_gradient,
+)
 from nnsight.modeling.transformers import TransformersModel
 
-from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp import LM, Capture, Steer
 from pymllm_interp.captures import Lens
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -25,12 +36,7 @@ def test_chunks_of_any_size_are_transformers() -> None:
 
 
 def test_preempted_requests_end_as_they_would_alone() -> None:
-    lm = load(NAME, kv_cache_tokens=48, max_model_len=40)
-    oracle, prompts = oracle_of(lm, NAME), [random_prompt(12, n) for n in range(4)]
-    outs = lm.generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
-    assert lm.engine.scheduler.num_preempted > 0
-    assert [out.token_ids for out in outs] == [greedily(oracle, prompt, 16) for prompt in prompts]
-    lm.shutdown()
+    check_preempted(NAME)
 
 
 def test_a_prefix_with_a_snapshot_is_reused_and_a_steered_one_is_not() -> None:
@@ -46,27 +52,11 @@ def test_a_prefix_with_a_snapshot_is_reused_and_a_steered_one_is_not() -> None:
 
 
 def test_slots_that_hold_nothing_do_not_matter() -> None:
-    """All memory of the pool is NaN before each batch."""
-    lm = load(NAME, enable_prefix_caching=False)
-    oracle = oracle_of(lm, NAME)
-    for lens in ((1, 6, 11, 26), (4, 1, 3)):
-        for stored in (*lm.runner.token_to_kv_pool.k_buffer, *lm.runner.token_to_kv_pool.v_buffer):
-            stored.fill_(float("nan"))
-        prompts = [random_prompt(n, n) for n in lens]
-        expected = [greedily(oracle, prompt, 6) for prompt in prompts]
-        assert [out.token_ids for out in lm.generate(prompts, GREEDY)] == expected
-    lm.shutdown()
+    check_unwritten(NAME, (1, 6, 11, 26), (4, 1, 3))
 
 
 def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_eager_graphs(monkeypatch)
-    monkeypatch.setattr("pymllm_interp.models.transformers.probed.ProbedModel.why_no_graphs", None)
-    lm = load(NAME, max_running_requests=8)
-    oracle, prompts = oracle_of(lm, NAME), [random_prompt(n, n) for n in (21, 2, 9)]
-    expected = [greedily(oracle, prompt, 6) for prompt in prompts]
-    assert [out.token_ids for out in lm.generate(prompts, GREEDY)] == expected
-    assert "replay" in {way for way, _ in lm.runner.partition.counts}
-    lm.shutdown()
+    check_padding(NAME, monkeypatch)
 
 
 def test_a_lens_has_the_scale_and_the_vocabulary_of_the_logits() -> None:
@@ -124,11 +114,5 @@ def test_gradients_of_a_prompt_are_those_of_transformers() -> None:
         hidden = lm.get("model.layers.0").output
         with lm.output.logits[0, -1].square().sum().backward():
             found = hidden.grad.save()
-    states: list[torch.Tensor] = []
-    layer = oracle.get_submodule("model.layers.0")
-    handle = layer.register_forward_hook(lambda module, args, output: states.append(output.requires_grad_()))
-    oracle.requires_grad_(False)
-    oracle(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].square().sum().backward()
-    handle.remove()
-    torch.testing.assert_close(found, states[0].grad, **TOLERANCE)
+    torch.testing.assert_close(found, state_gradient(oracle, prompt), **TOLERANCE)
     lm.shutdown()

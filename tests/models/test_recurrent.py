@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from helpers_adapters import write_adapter
-from helpers_classes import GREEDY, TOLERANCE, check_chunks, greedily, load, oracle_of, random_prompt
+from helpers_classes import (
+    GREEDY,
+    TOLERANCE,
+    check_chunks,
+    check_preempted,
+    greedily,
+    load,
+    oracle_of,
+    random_prompt,
+    state_gradient,
+)
 from recurrent_configs import RECURRENT
 from registry_configs import registry_config
 
@@ -43,12 +53,7 @@ def test_chunks_of_any_size_are_transformers_in_every_family(name: str) -> None:
 @pytest.mark.few("name", "qwen3_5_text", "nemotron_h", "zaya", "rwkv")
 @pytest.mark.parametrize("name", PILOTS)
 def test_preempted_requests_end_as_they_would_alone(name: str) -> None:
-    lm = load(name, kv_cache_tokens=48, max_model_len=40)
-    oracle, prompts = oracle_of(lm, name), [random_prompt(12, n) for n in range(4)]
-    outs = lm.generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
-    assert lm.engine.scheduler.num_preempted > 0
-    assert [out.token_ids for out in outs] == [greedily(oracle, prompt, 16) for prompt in prompts]
-    lm.shutdown()
+    check_preempted(name)
 
 
 def test_a_traced_request_takes_its_states_to_the_host_and_back() -> None:
@@ -189,13 +194,7 @@ def test_gradients_of_a_prompt_are_those_of_transformers() -> None:
         hidden = lm.get("model.layers.0").output
         with lm.lm_head.output[0, -1].square().sum().backward():
             found = hidden.grad.save()
-    states: list[torch.Tensor] = []
-    layer = oracle.get_submodule("model.layers.0")
-    handle = layer.register_forward_hook(lambda module, args, output: states.append(output.requires_grad_()))
-    oracle.requires_grad_(False)
-    oracle(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].square().sum().backward()
-    handle.remove()
-    torch.testing.assert_close(found, states[0].grad, **TOLERANCE)
+    torch.testing.assert_close(found, state_gradient(oracle, prompt), **TOLERANCE)
     lm.shutdown()
 
 

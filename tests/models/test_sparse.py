@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 import torch
 from helpers_adapters import adapted, write_adapter
-from helpers_classes import GREEDY, TOLERANCE, check_chunks, greedily, load, oracle_of, random_prompt
-from helpers_graphs import use_eager_graphs
+from helpers_classes import (
+    GREEDY,
+    TOLERANCE,
+    check_chunks,
+    check_padding,
+    check_preempted,
+    check_unwritten,
+    greedily,
+    load,
+    oracle_of,
+    random_prompt,
+)
 
 from pymllm_interp import Capture, Patch, SamplingParams, Steer
 from pymllm_interp.captures import Lens
@@ -33,12 +43,7 @@ def test_chunks_of_any_size_are_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["glm_moe_dsa", *SLOWLY])
 def test_preempted_requests_end_as_they_would_alone(name: str) -> None:
-    lm = load(name, kv_cache_tokens=48, max_model_len=40)
-    oracle, prompts = oracle_of(lm, name), [random_prompt(12, n) for n in range(4)]
-    outs = lm.generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
-    assert lm.engine.scheduler.num_preempted > 0
-    assert [out.token_ids for out in outs] == [greedily(oracle, prompt, 16) for prompt in prompts]
-    lm.shutdown()
+    check_preempted(name)
 
 
 @pytest.mark.parametrize("name", [*PILOTS, *OTHERS])
@@ -77,16 +82,7 @@ def test_the_keys_of_all_indexers_are_in_one_layer_of_the_pool() -> None:
 
 
 def test_slots_that_hold_nothing_do_not_matter() -> None:
-    """All memory of the pool is NaN before each batch."""
-    lm = load("deepseek_v32", enable_prefix_caching=False)
-    oracle, params = oracle_of(lm, "deepseek_v32"), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    for lens in ((1, 6, 11, 26), (1, 2, 5), (4, 1, 3)):  # beyond `index_topk`, and within
-        for stored in (*lm.runner.token_to_kv_pool.k_buffer, *lm.runner.token_to_kv_pool.v_buffer):
-            stored.fill_(float("nan"))
-        prompts = [random_prompt(n, n) for n in lens]
-        expected = [greedily(oracle, prompt, 3) for prompt in prompts]
-        assert [out.token_ids for out in lm.generate(prompts, params)] == expected
-    lm.shutdown()
+    check_unwritten("deepseek_v32", (1, 6, 11, 26), (1, 2, 5), (4, 1, 3))  # beyond `index_topk`, and within
 
 
 def test_samples_of_one_prompt_are_samples_of_it_alone() -> None:
@@ -178,16 +174,7 @@ def test_what_indexers_do_not_allow_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PILOTS)
 def test_rows_of_padding_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode passes are laid out as for graphs, with rows of padding, which write to slots that nobody reads."""
-    use_eager_graphs(monkeypatch)
-    monkeypatch.setattr("pymllm_interp.models.transformers.probed.ProbedModel.why_no_graphs", None)
-    lm = load(name, max_running_requests=8)
-    oracle, prompts = oracle_of(lm, name), [random_prompt(n, n) for n in (21, 2, 9)]
-    assert lm.runner.graph_runner.padded_size(3) > 3
-    expected = [greedily(oracle, prompt, 6) for prompt in prompts]
-    outs = lm.generate(prompts, GREEDY)
-    assert [out.token_ids for out in outs] == expected and "replay" in {way for way, _ in lm.runner.partition.counts}
-    lm.shutdown()
+    check_padding(name, monkeypatch)
 
 
 def test_drafts_of_a_decode_pass_select_keys_by_their_own_length() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from helpers_families import points_of, states_of
+from helpers_graphs import use_eager_graphs
 from registry_configs import registry_config
 from transformers import AutoModelForCausalLM
 
@@ -67,3 +69,51 @@ def check_chunks(name: str) -> None:
                 error = float((out.activations[site].flatten(1) - state).abs().max()) / scale
                 assert error < 1e-4, (rows, site)
         lm.shutdown()
+
+
+def check_preempted(name: str) -> None:
+    """Requests that a small pool preempts end with transformers' tokens."""
+    lm = load(name, kv_cache_tokens=48, max_model_len=40)
+    oracle, prompts = oracle_of(lm, name), [random_prompt(12, n) for n in range(4)]
+    outs = lm.generate(prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True))
+    assert lm.engine.scheduler.num_preempted > 0
+    assert [out.token_ids for out in outs] == [greedily(oracle, prompt, 16) for prompt in prompts]
+    lm.shutdown()
+
+
+def state_gradient(model: Any, prompt: list[int]) -> torch.Tensor:
+    """transformers' gradient [1, tokens, hidden] of the first layer's output, from the sum of squares of the last logits."""
+    states: list[torch.Tensor] = []
+    layer = model.get_submodule("model.layers.0")
+    handle = layer.register_forward_hook(lambda module, args, output: states.append(output.requires_grad_()))
+    model.requires_grad_(False)
+    model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].square().sum().backward()
+    handle.remove()
+    assert states[0].grad is not None
+    return states[0].grad
+
+
+def check_unwritten(name: str, *batches: tuple[int, ...]) -> None:
+    """Batches of prompts of these lengths generate transformers' tokens where all of the pool is NaN before each batch."""
+    lm = load(name, enable_prefix_caching=False)
+    oracle = oracle_of(lm, name)
+    for lens in batches:
+        for stored in (*lm.runner.token_to_kv_pool.k_buffer, *lm.runner.token_to_kv_pool.v_buffer):
+            stored.fill_(float("nan"))
+        prompts = [random_prompt(n, n) for n in lens]
+        expected = [greedily(oracle, prompt, 6) for prompt in prompts]
+        assert [out.token_ids for out in lm.generate(prompts, GREEDY)] == expected
+    lm.shutdown()
+
+
+def check_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode passes are laid out as for graphs, with rows of padding, which write to slots that nobody reads."""
+    use_eager_graphs(monkeypatch)
+    monkeypatch.setattr("pymllm_interp.models.transformers.probed.ProbedModel.why_no_graphs", None)
+    lm = load(name, max_running_requests=8)
+    oracle, prompts = oracle_of(lm, name), [random_prompt(n, n) for n in (21, 2, 9)]
+    assert lm.runner.graph_runner.padded_size(3) > 3
+    expected = [greedily(oracle, prompt, 6) for prompt in prompts]
+    assert [out.token_ids for out in lm.generate(prompts, GREEDY)] == expected
+    assert "replay" in {way for way, _ in lm.runner.partition.counts}
+    lm.shutdown()

@@ -74,6 +74,17 @@ def assert_same(ours: Any, theirs: Any, where: str = "value") -> None:
         assert ours == pytest.approx(theirs, abs=1e-4) if isinstance(theirs, float) else ours == theirs, where
 
 
+def same(pair: Pair, script: Callable[..., Any], *args: Any) -> Any:
+    """Run the script over both models, then over ours beside plain requests; all are equal. Returns ours."""
+    lm, reference = pair
+    theirs = script(reference, *args)
+    ours = script(lm, *args)
+    assert_same(ours, theirs)
+    with beside_plain_requests(lm):
+        assert_same(script(lm, *args), theirs, "beside others: value")
+    return ours
+
+
 @contextmanager
 def beside_plain_requests(lm: LM) -> Iterator[None]:
     """Two plain requests decode while the body runs, again and again; none of their tokens may change."""

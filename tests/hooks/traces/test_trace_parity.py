@@ -18,9 +18,9 @@ from helpers_parity import (  # noqa: F401
     PROMPT,
     Pair,
     assert_same,
-    beside_plain_requests,
     pair_of,
     plain_beside,
+    same,
 )
 
 from pymllm_interp import LM, SamplingParams
@@ -35,17 +35,6 @@ LENGTHS = [len(p) for p in PROMPTS]
 @pytest.fixture(params=FAMILIES)
 def pair(request: pytest.FixtureRequest, pair_of: Callable[..., Pair]) -> Pair:
     return pair_of(request.param)
-
-
-def same(pair: Pair, script: Callable[..., Any], *args: Any) -> Any:
-    """Run the script over both models, compare, return ours."""
-    lm, reference = pair
-    theirs = script(reference, *args)
-    ours = script(lm, *args)
-    assert_same(ours, theirs)
-    with beside_plain_requests(lm):
-        assert_same(script(lm, *args), theirs, "beside others: value")
-    return ours
 
 
 def assert_edited(pair: Pair, logits: torch.Tensor) -> None:
