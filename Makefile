@@ -61,8 +61,10 @@ TRACE_PASSES := pass-segments pass-tenth
 ALL_TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
 .PHONY: test-all pass-main pass-tenth $(ALL_TRACE_PASSES)
 
-# What takes one core runs beside the main run, one after the other, so that none is idle while workers start or wait. The `+` lets the
-# main run show its progress; the others' output comes whole, when they end.
+# What takes one core runs beside the main run, one after the other, in the time in which its workers start or wait: with equal shares
+# it would end in the first third, and later waits would leave cores idle. The `+` lets the main run show its progress; the others'
+# output comes whole, when they end.
+BEHIND := nice -n 10
 BESIDE ?= $(if $(filter tests,$(TESTS)),$(TRACE_PASSES))
 AT_ONCE := $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-O)
 
@@ -79,11 +81,11 @@ test-all: $(STAMP)
 # One family, which has norms of heads as well. What a name or a class stands for, and whether a value is read, is decided before a
 # pass: those tests are in the main run.
 pass-segments: $(STAMP)
-	$(PASS) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS) $(filter-out %class_keys.py,$(BOTH_WAYS)) \
+	$(BEHIND) $(PASS) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS) $(filter-out %class_keys.py,$(BOTH_WAYS)) \
 		-k "not (trace_parity and llama) and not (trace_parity and renamed) and not does_not_read"
 
 pass-tenth: $(STAMP)
-	$(PASS) --remote --tenth $(TENTH) $(REMOTE_TESTS) -k "not qwen3 and not bit"
+	$(BEHIND) $(PASS) --remote --tenth $(TENTH) $(REMOTE_TESTS) -k "not qwen3 and not bit"
 
 pass-passes: $(STAMP)
 	$(PASS) --lower-traces off $(TRACE_TESTS) $(BOTH_WAYS)
@@ -120,7 +122,7 @@ test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BEHIND) $(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

@@ -8,7 +8,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,14 +15,15 @@ import torch
 from conftest import CONFIGS, VOCAB, held
 from helpers_declared import lms, vector
 from helpers_outputs import assert_equal
+from helpers_traffic import Call, random_edit
 
-from pymllm_interp import LM, Capture, Gate, Patch, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Capture, Gate, SamplingParams
 from pymllm_interp.client.completion import RequestOutput
-from pymllm_interp.interventions import Generated, Knockout
 
 WIDTH = CONFIGS["llama"]().hidden_size
 VECTORS = [4 * vector(WIDTH, seed) for seed in range(2)]
 BASES = [[random.Random(seed).randrange(VOCAB - 2) for seed in range(start, start + 48)] for start in (0, 100)]
+SITES = ["embed", "resid_post.0", "attn_out.1", "resid_post.2"]
 WAIT = 600
 SERVERS = {
     "in turn": {},
@@ -31,35 +31,6 @@ SERVERS = {
     "prefill first": {"prefill_policy": "prefill_first", "queue_order": "lpm"},
     "wide pages": {"page_size": 8, "kv_cache_tokens": 96, "async_scheduling": True, "queue_order": "lpm"},
 }
-
-
-@dataclass
-class Call:
-    """One request, and what the reference gave."""
-
-    prompt: list[int]
-    params: SamplingParams
-    options: dict[str, Any]
-    aborted: bool = False
-    traced: str | None = None
-    wanted: Any = None
-    found: Any = field(default=None, repr=False)
-
-
-def random_edit(rng: random.Random, length: int) -> Any:
-    site, chosen = rng.choice(["embed", "resid_post.0", "attn_out.1", "resid_post.2"]), rng.choice(VECTORS)
-    place = rng.randrange(length)
-    positions = rng.choice(["all", "prompt", "generated", [place], slice(place, None, 2), Generated(1, None, 2)])
-    kind = rng.randrange(6)
-    if kind == 0:
-        return Scale(site, 0.3, positions=positions)
-    if kind == 1:
-        return Patch(site, chosen, positions=positions)
-    if kind == 2:
-        return Knockout(rng.choice([0, 1, "*"]), from_=slice(max(place, 1), None), to=[0], heads=[rng.randrange(9)])
-    if kind == 3:
-        return Steer(site, chosen, positions=positions, when=Gate(VECTORS[0], -1e6))
-    return Steer(site, chosen, scale=rng.choice([0.5, 1.0]), positions=positions, norm=rng.choice(["none", "preserve"]))
 
 
 def random_call(rng: random.Random) -> Call:
@@ -75,7 +46,10 @@ def random_call(rng: random.Random) -> Call:
     if rng.random() < 0.3:
         params["logprobs"] = 2
     if rng.random() < 0.5:
-        options["interventions"] = [random_edit(rng, length) for _ in range(rng.randrange(1, 3))]
+        options["interventions"] = [
+            random_edit(rng, rng.choice(SITES), length, VECTORS, lambda: Gate(VECTORS[0], -1e6))
+            for _ in range(rng.randrange(1, 3))
+        ]
     if rng.random() < 0.4:
         positions = rng.choice(["all", "prompt", "generated", [rng.randrange(length)], [-1]])
         options["capture"] = [

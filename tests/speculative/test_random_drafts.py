@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from conftest import CONFIGS, VOCAB, held
 from helpers_constraints import Alternating, OnlyThese
 from helpers_declared import lms, vector
 from helpers_drafts import Told, checked_steps
+from helpers_traffic import Call, random_edit
 
-from pymllm_interp import LM, Capture, Gate, Patch, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Capture, Gate, SamplingParams, Steer
 from pymllm_interp.client.completion import CompletionOutput, RequestOutput
-from pymllm_interp.interventions import Generated, Knockout
+from pymllm_interp.interventions import Generated
 
 pytestmark = pytest.mark.local  # looks into an engine of this process
 WIDTH = CONFIGS["llama"]().hidden_size
@@ -35,36 +36,12 @@ SERVERS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Call:
-    """One request, and what the reference gave."""
-
-    prompt: list[int]
-    params: SamplingParams
-    options: dict[str, Any]
-    aborted: bool = False
-    traced: bool = False
-    wanted: Any = None
-    found: Any = field(default=None, repr=False)
-
-
-def random_edit(rng: random.Random, length: int) -> Any:
-    site, chosen = rng.choice(["embed", "resid_post.0", "attn_out.1", "resid_post.2", "logits"]), rng.choice(VECTORS)
-    place = rng.randrange(length)
-    positions = rng.choice(["all", "prompt", "generated", [place], slice(place, None, 2), Generated(1, None, 2)])
+def edit_of(rng: random.Random, length: int) -> Any:
+    site = rng.choice(["embed", "resid_post.0", "attn_out.1", "resid_post.2", "logits"])
     if site == "logits":
         return Steer(site, torch.eye(VOCAB)[rng.randrange(VOCAB)], scale=2.0, positions="generated")
-    kind = rng.randrange(6)
-    if kind == 0:
-        return Scale(site, 0.3, positions=positions)
-    if kind == 1:
-        return Patch(site, chosen, positions=positions)
-    if kind == 2:
-        return Knockout(rng.choice([0, 1, "*"]), from_=slice(max(place, 1), None), to=[0], heads=[rng.randrange(9)])
-    if kind == 3:
-        earlier = {"site": "embed", "scope": rng.choice(["token", "prompt"])} if site == "resid_post.2" else {}
-        return Steer(site, chosen, positions=positions, when=Gate(vector(WIDTH, 9), 0.0, **earlier))
-    return Steer(site, chosen, scale=rng.choice([0.5, 1.0]), positions=positions, norm=rng.choice(["none", "preserve"]))
+    earlier = {"site": "embed", "scope": rng.choice(["token", "prompt"])} if site == "resid_post.2" else {}
+    return random_edit(rng, site, length, VECTORS, lambda: Gate(vector(WIDTH, 9), 0.0, **earlier))
 
 
 def random_params(rng: random.Random) -> dict[str, Any]:
@@ -100,7 +77,7 @@ def random_call(rng: random.Random) -> Call:
     prompt = BASE[:shared] + [rng.randrange(VOCAB - 2) for _ in range(length - shared)]
     options: dict[str, Any] = {}
     if rng.random() < 0.5:
-        options["interventions"] = [random_edit(rng, length) for _ in range(rng.randrange(1, 3))]
+        options["interventions"] = [edit_of(rng, length) for _ in range(rng.randrange(1, 3))]
     if rng.random() < 0.5:
         positions = rng.choice(["all", "prompt", "generated", [rng.randrange(length)], Generated(0, None, 3)])
         reduce = rng.choice([None, None, "mean", "last"])
