@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
-FORMATS = ("json", "text")
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the HTTP request that the code works for."""
 

@@ -597,7 +597,6 @@ INNER_PLACES = {
     "mlp_act": "lm.model.layers[{i}].mlp.down_proj.input", "resid_pre": "lm.model.layers[{i}].input",
     "final_norm": "lm.model.norm.output", "logits": "lm.lm_head.output",
 }  # fmt: skip
-INDEXES = ("[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]")
 
 
 def random_edits(rng: random.Random, layers: int, single: bool, rows: int) -> list[str]:
