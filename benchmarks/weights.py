@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,19 @@ def seconds(function: Callable[[], Any]) -> float:
     return round(time.perf_counter() - started, 3)
 
 
+def asleep(lm: LM) -> dict[str, Any]:
+    """The memory that sleeps, by tag."""
+    orders: Any = lm.backend
+    return orders._orders._sleep._asleep
+
+
+def timed(function: Callable[[], Any], parts: dict[str, float]) -> Callable[[], None]:
+    def run() -> None:
+        parts["graphs"] = seconds(function)
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
@@ -77,10 +91,14 @@ def main() -> None:
     ours.send("done")
     sender.join()
     tokens = lm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
-    found["sleep"], found["wake"] = [], []
+    found["sleep"], found["wake"], found["wake_parts"] = [], [], []
     for _ in range(3):
         found["sleep"].append(seconds(lm.sleep))
-        found["wake"].append(seconds(lm.wake))
+        parts = {tag: seconds(partial(lm.engine.call, memory.restore)) for tag, memory in asleep(lm).items()}
+        lm.runner.init_cuda_graphs, capture = timed(lm.runner.init_cuda_graphs, parts), lm.runner.init_cuda_graphs
+        found["wake"].append(round(sum(parts.values()) + seconds(lm.wake), 3))
+        lm.runner.init_cuda_graphs = capture
+        found["wake_parts"].append(parts)
     assert lm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids == tokens
     lm.shutdown()
     json.dump(found, sys.stdout)

@@ -429,12 +429,13 @@ class LM(ClientModel):
         if self.engine.on_engine_thread:
             raise RuntimeError("this cannot run inside the block of a trace: the engine would wait for itself")
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, reset_connector: bool = False) -> None:
         """Forget the KV that the prefix cache keeps in the pool. Edits of the weights do so by themselves.
 
-        KV that was evicted to the host or to files (`kv_spill_bytes`, `kv_spill_folder`) stays.
+        Args:
+            reset_connector: also forget this model's KV, by its weights as they are now, in `kv_spill_bytes` and `kv_spill_folder`.
         """
-        self.engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache(reset_connector)
 
     @classmethod
     def connect(

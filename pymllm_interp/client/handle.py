@@ -63,8 +63,8 @@ class RequestEngine(Protocol):
         """Counters of steps and requests, as JSON."""
         ...
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the KV that the prefix cache keeps. Raises PermissionError where this client may not."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> None:
+        """Forget the KV of the prefix cache, and of a connector if asked. Raises PermissionError where this client may not."""
         ...
 
     def shutdown(self, timeout: float | None = None) -> None:

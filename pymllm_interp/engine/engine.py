@@ -148,9 +148,11 @@ class Engine:
         """`run` without waiting for the answer; after the engine's end it does nothing."""
         self._call_soon(partial(self.runner.run, command))
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the KV that the prefix cache keeps."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> None:
+        """Forget the KV that the prefix cache keeps; with `reset_connector` also this model's evicted KV."""
         self.call(self.scheduler.kv.reset_prefix_cache)
+        if reset_connector and (left := self.call(self.runner.kv_connector.reset)) is not None:
+            left.result()
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run `function` on the engine's thread, to inspect or measure the engine. Returns its result.

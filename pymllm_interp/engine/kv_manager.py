@@ -154,38 +154,47 @@ class KVManager:
     def _spill_pages(self, node: Node, kept: int) -> None:
         """Keep the KV of a node's pages behind its first `kept`, which are evicted."""
         assert self._spill is not None
-        keys, evicted = list(page_keys(self._spill.root, node.edges(self.page_size * TOKEN))), node.pages[kept:]
-        before = sum(len(above.pages) for above in node.path()) - len(evicted)
-        if len(keys) == before + len(evicted):
-            self._spill.save(keys[before:], self.allocator.slots_of(evicted, 0, len(evicted) * self.page_size))
+        if self._key_of(node) is not None:
+            self._spill.save(node.keys[kept:], node.pages[kept:])
+
+    def _key_of(self, node: Node) -> bytes | None:
+        """Key of the node's last page. Nodes keep their keys. None: a namespace has no value outside of this process."""
+        assert self._spill is not None
+        key = self._spill.root
+        for each in reversed(list(node.path())):
+            if (known := len(each.keys)) < len(each.pages):
+                start = each.keys[-1] if known else key
+                each.keys += page_keys(start, each.edges(known, self.page_size * TOKEN))
+                if len(each.keys) < len(each.pages):
+                    return None
+            key = each.keys[-1] if each.keys else key
+        return key
 
     def _with_spilled(self, request: Request, match: Match) -> Match:
         """The match, after pages of the connector that follow it entered the tree. The request holds it."""
         spill, key, known = self._spill, request.prefix.key, len(match.pages)
         most = self.sharing.limit_of(request) // self.page_size
-        if spill is None or known >= most:
+        held = request.prefix.node
+        if spill is None or known >= most or (start := self._key_of(held)) is None:
             return match
-        keys = list(page_keys(spill.root, map(key.edge, range(most))))
-        host = spill.restore(keys[known:])
-        if host is None:
-            return match
-        count = known + host.num_tokens // self.page_size
-        if request.declared is not None:
-            count = request.declared.whole_pages(count, self.page_size)
-        count = max(count - known, 0)
+        keys = spill.known(page_keys(start, map(key.edge, range(known, most))))
+        count = self._whole(request, known + len(keys)) - known
         if (short := count - self.allocator.available_pages()) > 0:
             self._free(self._tree.evict(short))
-        pages = self.allocator.alloc_pages(count) if count else None
+        pages = self.allocator.alloc_pages(count) if count > 0 else None
         if pages is None:
             return match
-        tokens = count * self.page_size
-        self.kv_pool.swap_in(self.allocator.slots_of(pages, 0, tokens), replace(host, kv=host.kv[:, :, :tokens]))
-        held = request.prefix.node
-        self._free(self._tree.insert(held, key, known, pages))
+        count = max(self._whole(request, known + spill.restore(keys[:count], pages)) - known, 0)
+        self._free(pages[count:])
+        self._free(self._tree.insert(held, key, known, pages[:count]))
         found = self._tree.match(key, known + count)
         request.prefix.node = self._tree.hold(found)
         self._free(self._tree.release(held))
         return found
+
+    def _whole(self, request: Request, count: int) -> int:
+        """Number of pages, at most `count`, that end inside of no edit of K and V."""
+        return count if request.declared is None else request.declared.whole_pages(count, self.page_size)
 
     def _match(self, request: Request) -> Match | None:
         if request.status is RequestStatus.SWAPPED:

@@ -1,4 +1,4 @@
-"""Captures of a corpus on disk: `LM.harvest` writes a folder, `open_harvest` reads it."""
+"""Captures of a corpus on disk: `LM.harvest` writes a folder, `open_harvest` reads it. States for another process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 from ..utils.extras import lazy_names
 
 if TYPE_CHECKING:
+    from .feed.handles import HandleError, StatesHandle, open_handle, share_states
     from .reader import Harvest, open_harvest
     from .result import HarvestError
 
-__all__ = ["Harvest", "HarvestError", "open_harvest"]
-__getattr__ = lazy_names(__name__, {"Harvest": "reader", "HarvestError": "result", "open_harvest": "reader"})
+__all__ = ["HandleError", "Harvest", "HarvestError", "StatesHandle", "open_handle", "open_harvest", "share_states"]
+_HANDLES = dict.fromkeys(("HandleError", "StatesHandle", "open_handle", "share_states"), "feed.handles")
+__getattr__ = lazy_names(
+    __name__, {"Harvest": "reader", "HarvestError": "result", "open_harvest": "reader", **_HANDLES}
+)

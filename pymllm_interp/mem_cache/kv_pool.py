@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from .state_pool import HostState
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+MOST_STAGED = 64 << 20
+"""Bytes of pages that are gathered on the device at a time."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,30 @@ class KVPool:
         for layer, own in enumerate(memory_of(self._kv)):
             own.index_copy_(1, index, memory_of(host.kv)[layer].to(self.device))
 
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """[layers, 2, page_size, kv_heads, head_dim]: a page's K and V of all layers."""
+        return self.num_layers, 2, self.page_size, self.num_kv_heads, self.head_dim
+
+    @property
+    def page_bytes(self) -> int:
+        return prod(self.page_shape) * self.dtype.itemsize
+
+    def pages_out(self, pages: Sequence[int], memory: torch.Tensor, places: Sequence[int]) -> None:
+        """Copy pages to `memory` [places, *page_shape] on the host. On CUDA the copy to pinned memory is not waited for."""
+        for part in self._parts(pages):
+            held = self._by_page.index_select(0, self._index(pages[part]))
+            for at, place, count in _runs(places[part]):
+                memory_of(memory)[place : place + count].copy_(held[at : at + count], non_blocking=True)
+
+    def pages_in(self, pages: Sequence[int], memory: torch.Tensor, places: Sequence[int]) -> None:
+        """Copy pages from `memory`, as `pages_out` left them."""
+        for part in self._parts(pages):
+            staged = torch.empty_like(self._by_page[: len(pages[part])], memory_format=torch.contiguous_format)
+            for at, place, count in _runs(places[part]):
+                staged[at : at + count].copy_(memory_of(memory)[place : place + count], non_blocking=True)
+            self._by_page.index_copy_(0, self._index(pages[part]), staged)
+
     def copy(
         self,
         src_slots: Sequence[int] | np.ndarray | torch.Tensor,
@@ -141,8 +168,28 @@ class KVPool:
         for own in memory_of(self._kv):
             own.index_copy_(1, target, own.index_select(1, source))
 
+    def _parts(self, pages: Sequence[int]) -> Iterator[slice]:
+        """Parts of the pages that take little memory of the device."""
+        step = max(MOST_STAGED // self.page_bytes, 1)
+        return (slice(start, start + step) for start in range(0, len(pages), step))
+
+    @property
+    def _by_page(self) -> torch.Tensor:
+        """The memory as [num_pages + 1, *page_shape], not contiguous."""
+        own = memory_of(self._kv)
+        return own.view(self.num_layers, 2, -1, *self.page_shape[2:]).permute(2, 0, 1, 3, 4, 5)
+
     def _index(self, slots: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(slots, dtype=torch.int64, device=self.device)
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(index, place, count) of each run of consecutive places."""
+    start = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end] != places[end - 1] + 1:
+            yield start, places[start], end - start
+            start = end
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype, device: str) -> torch.dtype:

@@ -80,20 +80,21 @@ class Node:
         tokens: token ids of the pages, as bytes.
         holders: requests that hold this node or one below it.
         used: time of the last use; larger is later.
+        keys: names of the first of its pages for a KV connector, as many as were asked for.
     """
 
-    __slots__ = ("children", "holders", "namespace", "pages", "parent", "tokens", "used")
+    __slots__ = ("children", "holders", "keys", "namespace", "pages", "parent", "tokens", "used")
 
     def __init__(self, parent: Node | None, namespace: Hashable, tokens: bytes, pages: list[int]) -> None:
         self.parent, self.namespace, self.tokens, self.pages = parent, namespace, tokens, pages
         self.children: dict[tuple[Hashable, bytes], Node] = {}
         self.holders = self.used = 0
+        self.keys: list[bytes] = []
 
-    def edges(self, page_bytes: int) -> Iterator[tuple[Hashable, bytes]]:
-        """(namespace, tokens) of each page from the root to the node's last."""
-        for node in reversed(list(self.path())):
-            for start in range(0, len(node.tokens), page_bytes):
-                yield node.namespace, node.tokens[start : start + page_bytes]
+    def edges(self, first: int, page_bytes: int) -> Iterator[tuple[Hashable, bytes]]:
+        """(namespace, tokens) of each of its pages from `first` on."""
+        for start in range(first * page_bytes, len(self.tokens), page_bytes):
+            yield self.namespace, self.tokens[start : start + page_bytes]
 
     def path(self) -> Iterator[Node]:
         """The node and those above it, with the root last."""
@@ -315,6 +316,7 @@ class RadixCache:
         edge = node.namespace, node.tokens[: self._page_bytes]
         upper = self._add(parent, edge, node.tokens[:size], node.pages[:num_pages])
         upper.holders, upper.used = node.holders, node.used
+        upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         node.parent, node.tokens, node.pages = upper, node.tokens[size:], node.pages[num_pages:]
         upper.children[node.namespace, node.tokens[: self._page_bytes]] = node
         return upper
@@ -331,7 +333,7 @@ class RadixCache:
             self._num_nodes -= 1
             self._note_leaf(parent)
         node.tokens = node.tokens[: kept * self._page_bytes]
-        del node.pages[kept:]
+        del node.pages[kept:], node.keys[kept:]
         self._note_leaf(node)
         return freed
 

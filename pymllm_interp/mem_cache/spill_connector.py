@@ -2,49 +2,48 @@
 
 A key depends on the model and its weights, and on the tokens and namespaces of all pages so far. Namespaces are of interventions,
 adapters, images and salts. KV of others is not found.
+
+The engine's thread only launches copies between the pool and one allocation of host memory, pinned on CUDA. Checksums and files are
+the work of other threads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
-import stat
 import threading
-import uuid
-import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 
-from .kv_pool import HostKV, KVPool
+from ..utils.out_of_memory import within_memory
+from .kv_pool import KVPool
+from .spill_files import SpillFiles, StoredPage
 
-TENSOR = "kv"
 MOST_WAITING = 256 << 20
-"""Most bytes that wait for their files, beyond the limit of host memory."""
+"""Bytes of host memory for pages on their way to and from files, beside the limit of host memory."""
+READERS = min(8, os.cpu_count() or 1)
+AT_ONCE = 4 * READERS
+"""Pages that are read while those before them are copied to the device."""
 
 
-class _PageRun:
-    """KV of consecutive pages.
+@dataclass
+class _NewFile:
+    """Pages on their way to a file.
 
     Attributes:
-        kv: [layers, 2, tokens, kv_heads, head_dim], or None: only in the file.
-        file: its file, or None.
-        waits: it is yet to be written.
-        beyond: it waits, and is held for its file only.
+        copied: event of their copies from the device; None on a CPU.
     """
 
-    def __init__(self, keys: Sequence[bytes], size: int, kv: torch.Tensor | None, file: Path | None) -> None:
-        self.keys, self.size, self.kv, self.file = list(keys), size, kv, file
-        self.waits = self.beyond = False
+    root: str
+    keys: list[bytes]
+    slots: list[int]
+    copied: torch.cuda.Event | None
 
 
 class SpillConnector:
@@ -57,9 +56,6 @@ class SpillConnector:
         folder: folder of the files; None: host memory only.
         disk_bytes: most bytes of the files.
 
-    Attributes:
-        counts: pages saved and restored, and files that were refused or could not be written.
-
     Raises:
         ValueError: others may write to the folder.
     """
@@ -67,27 +63,31 @@ class SpillConnector:
     def __init__(
         self, pool: KVPool, root: Callable[[], str], host_bytes: int, folder: Path | None, disk_bytes: int
     ) -> None:
-        self._pool, self._root, self._host_bytes, self._folder, self._disk_bytes = (
-            pool,
-            root,
-            host_bytes,
-            folder,
-            disk_bytes,
+        self._pool, self._root_of, self._root = pool, root, ("", b"")
+        self._files = None if folder is None else SpillFiles(folder, disk_bytes, pool)
+        self._most_kept = host_bytes // pool.page_bytes
+        beside = 0 if folder is None else max(MOST_WAITING // pool.page_bytes, 1)
+        shape = (self._most_kept + beside, *pool.page_shape)
+        self._is_pinned = pool.device.type == "cuda"
+        self._memory = within_memory(
+            lambda: torch.empty(shape, dtype=pool.dtype, pin_memory=self._is_pinned),
+            f"{shape[0]} pages of {pool.page_bytes} bytes do not fit in host memory; what helps: a lower kv_spill_bytes",
         )
-        self._runs: OrderedDict[int, _PageRun] = OrderedDict()  # the least recently used first
-        self._places: dict[bytes, tuple[_PageRun, int]] = {}
-        self._lock, self._waiting, self._disabled = threading.Lock(), list[_PageRun](), False
-        self._writer, self._beyond = ThreadPoolExecutor(1, "kv-spill"), 0
-        self.counts = {"saved": 0, "restored": 0, "corrupt": 0, "unwritten": 0}
-        if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.stat()
-            if status.st_mode & 0o022 or status.st_uid not in (0, os.geteuid()):
-                raise ValueError(
-                    f"kv_spill_folder: others may write to {folder}, and so decide what models read: chown, chmod go-w"
-                )
-            for file in sorted(folder.glob("*.safetensors"), key=_written_at):
-                self._find(file)
+        self._rows = self._memory.flatten(1).view(torch.uint8).numpy()  # [slots, page_bytes]
+        self._free, self._num_used = list[int](), 0  # slots that were used before, and their number
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._waiting: set[int] = set()  # slots that the writer reads
+        self._new: list[_NewFile] = []
+        self._copied: torch.cuda.Event | None = None  # all copies so far
+        self._lock, self._disabled = threading.Lock(), False
+        self._writer = ThreadPoolExecutor(1, "kv-spill")
+        self._readers = ThreadPoolExecutor(READERS, "kv-read")
+        self._counts = {"saved": 0, "restored": 0, "unwritten": 0}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pages saved and restored, files that could not be written, and files and pages that were refused."""
+        return self._counts | {"corrupt": 0 if self._files is None else self._files.num_corrupt}
 
     # -- around passes -----------------------------------------------------------------------
 
@@ -96,183 +96,171 @@ class SpillConnector:
 
     def post_forward(self, step: Any) -> None:
         """Begin to write the pages that the step has evicted, beside its pass."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        if waiting:
-            self._writer.submit(self._write, waiting)
+        new, self._new = self._new, []
+        if new:
+            self._writer.submit(self._write, new)
 
     no_forward = post_forward
 
     def set_disabled(self, disabled: bool) -> None:
         self._disabled = disabled
 
+    def reset(self) -> Future[None] | None:
+        """Forget all KV in host memory, and delete the files of the model as it is now."""
+        self.post_forward(None)
+        with self._lock:
+            self._free += [slot for slot in self._slots.values() if slot not in self._waiting]
+            self._slots.clear()
+        return None if self._files is None else self._writer.submit(self._files.clear, self.root.hex())
+
     def close(self) -> None:
         """Write the waiting files, and forget the rest."""
         self.post_forward(None)
         self._writer.shutdown(wait=True)
-        self._runs.clear()
-        self._places.clear()
+        self._readers.shutdown(wait=True)
+        self._slots.clear()
+        self._disabled = True
 
     # -- saving and restoring -------------------------------------------------------------------
 
     @property
     def root(self) -> bytes:
         """Identity of the model and of the form of its KV."""
-        pool = self._pool
-        scales = [pool.scales(layer) for layer in range(pool.num_layers)]
-        form = self._root(), pool.num_layers, pool.num_kv_heads, pool.head_dim, pool.page_size, str(pool.dtype), scales
-        return hashlib.sha256(repr(form).encode()).digest()
+        own, pool = self._root_of(), self._pool
+        if own != self._root[0]:
+            scales = [pool.scales(layer) for layer in range(pool.num_layers)]
+            form = own, pool.page_shape, str(pool.dtype), scales
+            self._root = own, hashlib.sha256(repr(form).encode()).digest()
+        return self._root[1]
 
-    def save(self, keys: Sequence[bytes], slots: np.ndarray) -> None:
-        """Copy the KV of consecutive pages, unless it is known."""
+    def save(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Copy the KV of pages that are not known. The copy comes before later work of the device."""
         with self._lock:
-            known = self._disabled or not keys or all(key in self._places for key in keys)
-        if known:
+            new = [] if self._disabled else [i for i, key in enumerate(keys) if not self._knows(key)]
+            slots = self._take(len(new))
+        if len(slots) < len(new):
+            self._counts["unwritten"] += 1  # the folder is slower than evictions
+        new = new[: len(slots)]
+        if not new:
             return
-        kv = self._pool.swap_out(slots).kv
-        run = _PageRun(keys, kv.nbytes, kv, None)
-        self.counts["saved"] += len(keys)
+        self._pool.pages_out([pages[i] for i in new], self._memory, slots)
+        self._note_copies()
+        self._counts["saved"] += len(new)
+        own = [keys[i] for i in new]
         with self._lock:
-            self._add(run)
-            if self._folder is not None:
-                run.waits = True
-                self._waiting.append(run)
-            self._bound_host()
+            self._slots |= dict(zip(own, slots, strict=True))
+            if self._files is not None:
+                self._waiting.update(slots)
+                self._new.append(_NewFile(self.root.hex(), own, slots, self._copied))
 
-    def restore(self, keys: Sequence[bytes]) -> HostKV | None:
-        """The KV of the first of these pages, as many as are known; None for none."""
-        parts, at, size = list[torch.Tensor](), 0, self._pool.page_size
-        while at < len(keys) and not self._disabled:
-            with self._lock:
-                run, place = self._places.get(keys[at], (None, 0))
-                if run is not None and id(run) in self._runs:
-                    self._runs.move_to_end(id(run))
-            kv = None if run is None else self._kv_of(run)
-            if run is None or kv is None:
+    def known(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The first of these keys, as many as are known."""
+        found: list[bytes] = []
+        with self._lock:
+            for key in keys:
+                if self._disabled or not self._knows(key):
+                    break
+                if key in self._slots:
+                    self._slots.move_to_end(key)  # evictions until they are restored take others
+                found.append(key)
+        return found
+
+    def restore(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+        """Copy the KV of known pages to pages of the pool. Returns their number: it ends at one that cannot be read."""
+        done = 0
+        while done < len(keys):
+            slots = self._in_memory(keys[done : done + AT_ONCE])
+            if not slots:
                 break
-            count = 1
-            while at + count < len(keys) and run.keys[place + count : place + count + 1] == [keys[at + count]]:
-                count += 1
-            parts.append(kv[:, :, place * size : (place + count) * size])
-            at += count
-        if not parts:
-            return None
-        self.counts["restored"] += at
-        return HostKV(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
-
-    def _add(self, run: _PageRun) -> None:
-        self._runs[id(run)] = run
-        self._places.update((key, (run, place)) for place, key in enumerate(run.keys))
-
-    def _forget(self, run: _PageRun) -> None:
-        self._runs.pop(id(run), None)
-        for key in run.keys:
-            if self._places.get(key, (None, 0))[0] is run:
-                del self._places[key]
-
-    def _bound_host(self) -> None:
-        """Let go of the oldest KV in host memory. What waits for its file beyond that is bounded, too."""
-        held = sum(run.size for run in self._runs.values() if run.kv is not None)
-        for run in list(self._runs.values()):
-            if held <= self._host_bytes:
-                return
-            if run.kv is not None:
-                held -= run.size
-                if run.file is None:
-                    self._forget(run)
-                    if run.waits and self._beyond + run.size > MOST_WAITING:
-                        run.kv = None  # the folder is slower than evictions
-                        self.counts["unwritten"] += 1
-                    elif run.waits:
-                        run.beyond = True
-                        self._beyond += run.size
-                else:
-                    run.kv = None
-
-    # -- files ---------------------------------------------------------------------------------
-
-    def _write(self, runs: Sequence[_PageRun]) -> None:
-        """Write runs to files. A file that cannot be written is left out: the folder is full, or gone."""
-        for run in runs:
-            file = None if run.kv is None else self._file_of(run, run.kv)
+            self._pool.pages_in(pages[done : done + len(slots)], self._memory, slots)
+            self._note_copies()
             with self._lock:
-                self._beyond -= run.size if run.beyond else 0
-                run.waits = run.beyond = False
-                if file is not None:
-                    run.file = file
-                    self._add(run)
-                    self._bound_host()
+                self._bound()
+            done += len(slots)
+        self._counts["restored"] += done
+        return done
 
-    def _file_of(self, run: _PageRun, kv: torch.Tensor) -> Path | None:
-        """Write a run to a new file; None if that fails."""
-        assert self._folder is not None
-        file = self._folder / f"{uuid.uuid4().hex}.safetensors"
-        part = file.with_suffix(".part")
-        try:
-            words = {"keys": json.dumps([key.hex() for key in run.keys]), "crc": str(_crc(kv))}
-            self._make_room(run.size)
-            save_file({TENSOR: kv.contiguous()}, part, words)
-            os.replace(part, file)
-        except (OSError, SafetensorError, RuntimeError, MemoryError):
-            self.counts["unwritten"] += 1
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            return None
-        return file
-
-    def _make_room(self, size: int) -> None:
-        """Delete the oldest files."""
-        if size > self._disk_bytes:
-            raise OSError(f"a file of {size} bytes, and the folder holds {self._disk_bytes}")
+    def _in_memory(self, keys: Sequence[bytes]) -> list[int]:
+        """Slots of the first of these pages, as many as there are. Pages in files are read."""
+        slots: list[int] = []
+        reads: list[tuple[bytes, int, StoredPage]] = []
         with self._lock:
-            written = [run for run in self._runs.values() if run.file is not None]
-            total = sum(run.size for run in written)
-            for run in written:
-                if total + size <= self._disk_bytes:
-                    return
-                assert run.file is not None
-                run.file.unlink(missing_ok=True)
-                run.file, total = None, total - run.size
-                if run.kv is None:
-                    self._forget(run)
+            for key in keys:  # they are not taken for others meanwhile
+                if key in self._slots:
+                    self._slots.move_to_end(key)
+            for key in keys:
+                slot, stored = self._slots.get(key), None if self._files is None else self._files.get(key)
+                if slot is None and stored is not None:
+                    (slot,) = self._take(1, keys) or (None,)
+                    if slot is not None:
+                        reads.append((key, slot, stored))
+                if slot is None:
+                    break
+                slots.append(slot)
+        if not reads or self._files is None:
+            return slots
+        if self._copied is not None:
+            self._copied.synchronize()  # from slots that are written now
+        rows, files = self._rows, self._files
+        whole = list(self._readers.map(lambda read: files.read(read[2], rows[read[1]]), reads))
+        with self._lock:
+            for (key, slot, _), ok in zip(reads, whole, strict=True):
+                if ok:
+                    self._slots[key] = slot
+                else:
+                    files.forget(key)
+                    self._free.append(slot)
+        bad = [slot for (_, slot, _), ok in zip(reads, whole, strict=True) if not ok]
+        return slots[: slots.index(bad[0])] if bad else slots
 
-    def _find(self, file: Path) -> None:
-        """Take up a file of an earlier process."""
-        try:
-            if not stat.S_ISREG(file.lstat().st_mode):
-                raise ValueError("a link, or no file")
-            with safe_open(file, "pt") as found:
-                keys = [bytes.fromhex(key) for key in json.loads((found.metadata() or {})["keys"])]
-            self._add(_PageRun(keys, file.stat().st_size, None, file))
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError):
-            self.counts["corrupt"] += 1
+    def _note_copies(self) -> None:
+        if self._is_pinned:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
-    def _kv_of(self, run: _PageRun) -> torch.Tensor | None:
-        """The run's KV; None for a file that is gone, or not whole."""
-        kv, file, pool = run.kv, run.file, self._pool
-        if kv is not None or file is None:
-            return kv
-        try:
-            with safe_open(file, "pt") as found:
-                crc = int((found.metadata() or {})["crc"])
-            kv = load_file(file)[TENSOR]
-            shape = (pool.num_layers, 2, len(run.keys) * pool.page_size, pool.num_kv_heads, pool.head_dim)
-            if tuple(kv.shape) != shape or kv.dtype is not pool.dtype or _crc(kv) != crc:
-                raise ValueError("other KV than its header says")
-        except (OSError, SafetensorError, KeyError, ValueError):
-            self.counts["corrupt"] += 1
+    # -- host memory, with the lock ----------------------------------------------------------------
+
+    def _knows(self, key: bytes) -> bool:
+        return key in self._slots or (self._files is not None and self._files.get(key) is not None)
+
+    def _take(self, count: int, keep: Sequence[bytes] = ()) -> list[int]:
+        """Slots for pages, as many as there are: unused ones, and slots of the least recently used pages.
+
+        Args:
+            keep: keys of pages that stay.
+        """
+        found = self._free[len(self._free) - min(count, len(self._free)) :]
+        del self._free[len(self._free) - len(found) :]
+        fresh = min(count - len(found), len(self._memory) - self._num_used)
+        found += range(self._num_used, self._num_used + fresh)
+        self._num_used += fresh
+        if len(found) < count:
+            old = (key for key, slot in self._slots.items() if slot not in self._waiting and key not in keep)
+            found += [self._slots.pop(key) for key, _ in list(zip(old, range(count - len(found)), strict=False))]
+        return sorted(found)
+
+    def _bound(self) -> None:
+        """Let go of the least recently used pages beyond the limit of host memory, unless they wait for a file."""
+        over = len(self._slots) - len(self._waiting) - self._most_kept
+        if over > 0:
+            old = (key for key, slot in self._slots.items() if slot not in self._waiting)
+            self._free += [self._slots.pop(key) for key, _ in list(zip(old, range(over), strict=False))]
+
+    # -- the writer's thread ---------------------------------------------------------------------
+
+    def _write(self, new: Sequence[_NewFile]) -> None:
+        """Write pages to files. A file that cannot be written is left out: the folder is full, or gone."""
+        assert self._files is not None
+        for each in new:
+            try:
+                if each.copied is not None:
+                    each.copied.synchronize()
+                self._files.write(each.root, each.keys, [self._rows[slot] for slot in each.slots])
+            except (OSError, RuntimeError, MemoryError):
+                self._counts["unwritten"] += 1
             with self._lock:
-                self._forget(run)
-            return None
-        return kv
-
-
-def _written_at(file: Path) -> float:
-    try:
-        return file.lstat().st_mtime
-    except OSError:  # another process has deleted it
-        return 0.0
-
-
-def _crc(kv: torch.Tensor) -> int:
-    return zlib.crc32(kv.contiguous().view(torch.uint8).numpy().data)
+                self._waiting.difference_update(each.slots)
+                for key, slot in zip(each.keys, each.slots, strict=True):
+                    if self._slots.get(key) != slot:  # forgotten meanwhile
+                        self._free.append(slot)
+                self._bound()

@@ -28,6 +28,7 @@ from ..layers.quantization.weight import QuantizedWeight, quantized
 from ..layers.seal import quantised_names
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
+from .native.eagle import Eagle3Head
 from .registry import load_model, named_tensors
 from .weights.code_writes import other_experts, other_form, write_codes, write_experts
 from .weights.experts import load_experts
@@ -86,6 +87,8 @@ class WeightUpdate:
             self._given[name] = tensor.detach()
 
     def _of_folder(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(self.model, Eagle3Head):
+            raise WeightsError("an EAGLE-3 head takes named tensors, with the names of its module tree, and no folder")
         config = replace(self._config, model=str(folder), load_format="auto", hf_config=None, saes={})
         source = resolve_model(config)
         ours, theirs = settings_of(self._hf_config), settings_of(source.hf_config)

@@ -136,7 +136,9 @@ class AskProgress(EngineMessage):
 
 
 class ResetPrefixCache(EngineMessage):
-    """Forget the KV that the prefix cache keeps. Answered by `Answer`."""
+    """Forget the KV that the prefix cache keeps, and that of a connector if asked. Answered by `Answer`."""
+
+    reset_connector: bool = False
 
 
 class Control(EngineMessage):

@@ -9,6 +9,7 @@ Tensors on a CPU are in one segment of shared memory, which the engine copies. T
 from __future__ import annotations
 
 import base64
+import ctypes
 import math
 import os
 import re
@@ -86,6 +87,16 @@ class SentWeights:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._path.unlink(missing_ok=True)
         self._kept.clear()
+
+    def take_back(self) -> None:
+        """End handles that no process has opened: let torch free the memory with the tensors. Torch counts an opener for each."""
+        for handles in self.info.get("ipc_handles", ()):
+            for uuid, handle in handles.items():
+                device = next(
+                    t.device for t in self._kept if str(torch.cuda.get_device_properties(t.device).uuid) == uuid
+                )
+                counter = base64.b64decode(handle["ref_counter_handle"]), handle["ref_counter_offset"]
+                torch.UntypedStorage._release_ipc_counter(*counter, device=device)
 
 
 def _cuda_handle(tensor: Tensor) -> dict[str, dict[str, Any]]:
@@ -172,11 +183,23 @@ def _of_cuda_handle(name: str, dtype: torch.dtype, shape: list[int], handles: An
         fields = [base64.b64decode(f) if isinstance(f, str) else f for f in fields]
         fields[0] = torch.cuda.current_device() if own.index is None else own.index
         storage = torch.storage.TypedStorage
-        return rebuild_cuda_tensor(Tensor, torch.Size(shape), tuple(stride), offset, storage, dtype, *fields)
+        found = rebuild_cuda_tensor(Tensor, torch.Size(shape), tuple(stride), offset, storage, dtype, *fields)
+        if found.numel() and found.data_ptr() + (last - offset + 1) * dtype.itemsize > _end_of_memory(found):
+            raise WeightsError(f"{name}: its memory ends before its storage of {fields[2]} bytes")  # the sender's word
+        return found
     except (RuntimeError, TypeError, ValueError) as error:
         raise WeightsError(
             f"{name}: its CUDA IPC handle cannot be opened, its process may have ended: {error}"
         ) from error
+
+
+def _end_of_memory(tensor: Tensor) -> int:
+    """Address behind the device memory that a tensor is in, as the driver knows it. Raises RuntimeError: it knows none."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(tensor.data_ptr())
+    if (code := driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)) != 0:
+        raise RuntimeError(f"cuMemGetAddressRange failed with {code}")
+    return base.value + size.value
 
 
 def _check_counter(name: str, given: Mapping[str, Any]) -> None:

@@ -218,6 +218,61 @@ def test_a_request_that_comes_as_the_engine_falls_asleep_runs_no_pass(folder: Pa
         assert_idle(lm)
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_requests_that_keep_coming_do_not_keep_an_engine_awake(
+    mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """From the order on they are refused, also those whose caller looked before it."""
+    with load(folder) as lm:
+        expected, stop, ends = lm.generate(PROMPTS, GREEDY)[0].token_ids, threading.Event(), list[str]()
+
+        def client() -> None:
+            while not stop.is_set():
+                try:
+                    ends.append(lm.generate([[1]], GREEDY)[0].outputs[0].finish_reason or "")
+                except (EngineSleepingError, RuntimeError) as error:
+                    assert "the engine sleeps" in str(error)
+                    ends.append("refused")
+
+        with monkeypatch.context() as patched, ThreadPoolExecutor(3) as pool:
+            patched.setattr(lm.engine, "_check_awake", lambda: None)  # all looked before
+            clients = [pool.submit(client) for _ in range(3)]
+            try:
+                for _ in range(5):
+                    served = len(ends) + 6
+                    while len(ends) < served:
+                        time.sleep(0.002)
+                    lm.backend.control("sleep", mode=mode)
+                    assert lm.is_sleeping() and lm.wake() and not lm.is_paused()
+            finally:
+                stop.set()
+            [one.result(30) for one in clients]
+        assert {"refused", "length"} <= {*ends} <= {"refused", "length", *(["abort"] if mode == "abort" else [])}
+        with pytest.raises(ValueError, match="mode='later': expected one of"):
+            lm.backend.control("sleep", mode="later")
+        assert lm.generate(PROMPTS, GREEDY)[0].token_ids == expected
+        assert_idle(lm)
+
+
+def test_a_sleep_that_aborts_lets_a_waiting_pause_begin(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    with load(folder) as lm, ThreadPoolExecutor(1) as pool:
+        step = lm.engine.step
+        monkeypatch.setattr(lm.engine, "step", lambda: (time.sleep(0.02), step()))
+        handle = lm.submit([1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
+        waiting = pool.submit(lm.pause, "wait")
+        while not lm.is_paused():
+            time.sleep(0.002)
+        held = lm.submit([3], GREEDY)
+        while not lm.engine.intake.held:
+            time.sleep(0.002)
+        lm.backend.control("sleep", mode="abort")
+        waiting.result(30)
+        assert {one.result().outputs[0].finish_reason for one in (handle, held)} == {"abort"}
+        assert lm.is_sleeping() and lm.wake() and lm.is_paused()
+        lm.resume()
+        assert lm.generate([[3]], GREEDY)[0].token_ids
+
+
 def test_an_engine_ends_asleep(folder: Path):
     lm = load(folder)
     lm.sleep()

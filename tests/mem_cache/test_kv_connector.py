@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
+import fcntl
 import json
 import os
 import random
 import subprocess
 import sys
 import threading
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +17,17 @@ from typing import Any
 import pytest
 import torch
 from helpers_devices import DEVICES, lm_on
-from safetensors.torch import load_file, save_file
 
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core.request import Request
 from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.interventions import PatchKV
-from pymllm_interp.mem_cache.kv_connector import page_keys
+from pymllm_interp.mem_cache.kv_connector import _value_of, page_keys
 from pymllm_interp.mem_cache.kv_pool import KVPool
 from pymllm_interp.mem_cache.radix_cache import RadixCache
 from pymllm_interp.mem_cache.spill_connector import SpillConnector
+from pymllm_interp.mem_cache.spill_files import SpillFiles
 from pymllm_interp.runner.stages.connector_stage import ConnectorStage, make_kv_connector
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -86,6 +85,19 @@ def test_edits_adapters_salts_and_weights_keep_prefixes_apart(model_folder) -> N
     lm.shutdown()
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_reset_of_the_connector_is_asked_for(folder: bool, model_folder, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"kv_spill_folder": str(tmp_path)} if folder else {"kv_spill_bytes": 64 << 20}
+    lm = lm_on("cpu", model_folder("llama"), **own, **SMALL)
+    first = lm.generate([PROMPT], GREEDY)[0].token_ids
+    for reset, cached in ((False, 96), (True, 0)):
+        push_out(lm)
+        lm.reset_prefix_cache(reset_connector=reset)
+        (again,) = lm.generate([PROMPT], GREEDY)
+        assert again.token_ids == first and again.num_cached_tokens == cached
+    lm.shutdown()
+
+
 def test_kv_of_old_weights_is_not_kept_by_the_name_of_new_ones(model_folder) -> None:
     """A running request takes pages of a step before any other request asks whether the weights were edited."""
     lm = lm_on("cpu", model_folder("llama"), kv_spill_bytes=64 << 20, **SMALL)
@@ -128,7 +140,7 @@ params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 kv = lm.kv([prompt])[0]
 lm.generate([other], params)
 lm.generate([other[::-1]], params)
-while any(run.file is None for run in lm.runner.kv_connector._runs.values()) or not lm.runner.kv_connector._runs:
+while lm.runner.kv_connector._waiting or not lm.runner.kv_connector._files._files:
     lm.generate([[1]], params)
 torch.save((out.token_ids, out.num_cached_tokens, kv.k, kv.v), spill + "/found.pt")
 if kill:
@@ -170,9 +182,11 @@ def long_folder(tmp_path_factory) -> Path:
 
 # -- the connector alone ---------------------------------------------------------------------
 
+PAGE = 2 * 2 * 4 * 2 * 4 * 2  # bytes of a page of `pool`
 
-def pool() -> KVPool:
-    found = KVPool(2, 64, 2, 4, torch.bfloat16, "cpu", 4)
+
+def pool(dtype: torch.dtype = torch.bfloat16) -> KVPool:
+    found = KVPool(2, 64, 2, 4, dtype, "cpu", 4)
     torch.manual_seed(1)
     found._kv.copy_(torch.randn(found._kv.shape))
     return found
@@ -181,102 +195,221 @@ def pool() -> KVPool:
 KEYS = list(page_keys(b"root", [(None, bytes([i])) for i in range(8)]))
 
 
-def written(folder: Path, model: str = "model") -> SpillConnector:
-    made = SpillConnector(pool(), lambda: model, 0, folder, 1 << 20)
-    made.save(KEYS[:4], torch.arange(4, 20).numpy())
+def connector_of(
+    folder: Path | None, host: int = 0, disk: int = 1 << 20, own: KVPool | None = None, model: str = "model"
+) -> SpillConnector:
+    return SpillConnector(own or pool(), lambda: model, host, folder, disk)
+
+
+def settle(made: SpillConnector) -> None:
+    made.post_forward(None)
+    made._writer.submit(lambda: None).result()
+
+
+def written(folder: Path, model: str = "model") -> Path:
+    """The file of pages 1 to 4."""
+    before = {*folder.glob("*.safetensors")}
+    made = connector_of(folder, model=model)
+    made.save(KEYS[:4], range(1, 5))
     made.close()
-    return made
+    (file,) = {*folder.glob("*.safetensors")} - before
+    return file
 
 
-def test_pages_are_found_from_any_place_and_only_in_their_order(tmp_path: Path) -> None:
-    own = pool()
-    made = SpillConnector(own, lambda: "model", 1 << 20, None, 1 << 20)
-    made.save(KEYS[:3], torch.arange(4, 16).numpy())
-    made.save(KEYS[3:5], torch.arange(20, 28).numpy())
-    slots = [*range(8, 16), *range(20, 28)]
-    found = made.restore(KEYS[1:7])
-    assert found is not None and torch.equal(found.kv, own.swap_out(slots).kv)
-    assert made.restore(KEYS[5:]) is None and made.restore([]) is None
+def restored(made: SpillConnector, keys: list[bytes]) -> int:
+    """How many pages came back: to other pages, bit for bit."""
+    own = made._pool
+    first = own._by_page.clone()
+    own._by_page[9:] = 0
+    found = made.restore(known := made.known(keys), range(9, 9 + len(known)))
+    for i, key in enumerate(keys[:found]):
+        assert torch.equal(own._by_page[9 + i], first[1 + KEYS.index(key)])
+    assert not own._by_page[9 + found :].any()
+    own._by_page.copy_(first)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["host", "files", "both"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_pages_are_found_from_any_place_and_only_in_their_order(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    own = pool(torch.float32 if dtype is torch.float8_e4m3fn else dtype)
+    own = KVPool(2, 64, 2, 4, dtype, "cpu", 4) if dtype is torch.float8_e4m3fn else own
+    if dtype is torch.float8_e4m3fn:
+        own._kv.view(torch.uint8).random_(0, 120)
+    made = connector_of(None if kind == "host" else tmp_path, 0 if kind == "files" else 1 << 20, own=own)
+    made.save(KEYS[:3], [1, 2, 3])
+    made.save(KEYS[:5], [1, 2, 3, 4, 5])  # two of them are new
+    settle(made)
+    assert made.counts["saved"] == 5
+    for _ in range(2):
+        assert restored(made, KEYS[1:7]) == 4 and restored(made, KEYS[4:]) == 1
+        assert restored(made, KEYS[5:]) == 0 == restored(made, [])
     made.set_disabled(True)
-    assert made.restore(KEYS) is None
-    made.save(KEYS[5:], torch.arange(28, 40).numpy())
+    made.save(KEYS[5:], [6, 7, 8])
+    assert restored(made, KEYS) == 0
     made.set_disabled(False)
-    assert made.restore(KEYS[5:]) is None
+    assert restored(made, KEYS[5:]) == 0 and restored(made, KEYS) == 5
+    made.close()
+    assert restored(made, KEYS) == 0
+
+
+def test_many_pages_come_back_by_less_memory_than_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files through three places in host memory, and over parts on the device; beside pages that stay in host memory."""
+    monkeypatch.setattr("pymllm_interp.mem_cache.spill_connector.MOST_WAITING", 3 * PAGE)
+    monkeypatch.setattr("pymllm_interp.mem_cache.kv_pool.MOST_STAGED", 2 * PAGE)
+    for host in (0, 2 * PAGE):
+        made = connector_of(tmp_path / str(host), host)
+        for i in range(0, 8, 2):
+            made.save(KEYS[i : i + 2], [1 + i, 2 + i])
+            settle(made)
+        found = [restored(made, KEYS[at:]) for at in (0, 3, 7)]
+        assert found == [8, 5, 1]
+        made.close()
 
 
 def test_host_memory_and_files_are_bounded(tmp_path: Path) -> None:
-    size = 2 * 2 * 4 * 2 * 4 * 2  # bytes of a page
-    made = SpillConnector(pool(), lambda: "model", 2 * size, None, 1)
+    made = connector_of(None, 2 * PAGE)
     for i in range(4):
-        made.save(KEYS[i : i + 1], torch.arange(4, 8).numpy())
-    assert (
-        made.restore(KEYS[:1]) is None and made.restore(KEYS[2:3]) is not None and made.restore(KEYS[3:4]) is not None
-    )
-    disk = SpillConnector(pool(), lambda: "model", 0, tmp_path, 2 * size)
+        made.save(KEYS[i : i + 1], [1 + i])
+    assert [restored(made, KEYS[i : i + 1]) for i in range(4)] == [0, 0, 1, 1]
+    one = connector_of(tmp_path / "one")
+    one.save(KEYS[:1], [1])
+    settle(one)
+    (file,) = (tmp_path / "one").iterdir()
+    disk = connector_of(tmp_path, 0, 2 * file.stat().st_size + PAGE)
     for i in range(4):
-        disk.save(KEYS[i : i + 1], torch.arange(4, 8).numpy())
-        disk.post_forward(None)
-        disk._writer.submit(lambda: None).result()
-    assert len(list(tmp_path.glob("*"))) == 2 and disk.restore(KEYS[:1]) is None and disk.restore(KEYS[3:4]) is not None
+        disk.save(KEYS[i : i + 1], [1 + i])
+        settle(disk)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert [restored(disk, KEYS[i : i + 1]) for i in range(4)] == [0, 0, 1, 1]
+
+
+def test_a_folder_is_bounded_over_all_processes_and_left_parts_are_removed(tmp_path: Path) -> None:
+    """Files of another process count, and the least recently used goes first, whoever wrote it. Files of other names stay."""
+    one = connector_of(tmp_path)
+    one.save(KEYS[:2], [1, 2])
+    settle(one)
+    left, theirs = tmp_path / f"{'a' * 32}.part", tmp_path / "model.safetensors"
+    left.write_bytes(b"x" * 1000)
+    theirs.write_bytes(b"y" * 1000)
+    with open(tmp_path / f"{'b' * 32}.part", "wb") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        locked.write(b"z" * 100)
+        locked.flush()
+        (file,) = tmp_path.glob("?" * 32 + ".safetensors")
+        os.utime(file, (1, 1))
+        other = connector_of(tmp_path, disk=file.stat().st_size + 100 + 10)
+        assert not left.exists() and restored(other, KEYS[:2]) == 2
+        other.save(KEYS[2:4], [3, 4])
+        settle(other)
+        assert not file.exists() and theirs.exists() and Path(locked.name).exists()
+        assert restored(other, KEYS[:4]) == 0 and restored(other, KEYS[2:4]) == 2
+    assert one.known(KEYS[:2]) and restored(one, KEYS[:2]) == 0 and one.counts["corrupt"], "its file is gone"
+    assert not one.known(KEYS[:1])
+
+
+def test_a_reset_forgets_this_models_kv_only(tmp_path: Path) -> None:
+    another = connector_of(tmp_path, model="another")
+    another.save(list(page_keys(b"another", [(None, b"1")])), [1])
+    settle(another)
+    (other,), made = tmp_path.glob("*.safetensors"), connector_of(tmp_path, 1 << 20)
+    made.save(KEYS[:2], [1, 2])
+    settle(made)
+    third = connector_of(tmp_path, 1 << 20)  # a second process of the model
+    third.save(KEYS[2:4], [3, 4])
+    settle(third)
+    made.save(KEYS[6:], [7, 8])  # is not written yet
+    left = made.reset()
+    assert left is not None
+    left.result()
+    assert not made.known(KEYS[:1]) and [*tmp_path.glob("*.safetensors")] == [other] and restored(made, KEYS[6:]) == 0
+    made.save(KEYS[:2], [1, 2])
+    settle(made)
+    assert restored(made, KEYS[:2]) == 2 and len(made._free) + len(made._slots) == made._num_used
+    host = connector_of(None, 1 << 20)
+    host.save(KEYS[:2], [1, 2])
+    assert host.reset() is None and not host.known(KEYS)
 
 
 def test_a_file_that_is_not_whole_or_of_another_model_is_a_miss(tmp_path: Path) -> None:
-    written(tmp_path)
-    (file,) = tmp_path.glob("*.safetensors")
+    file = written(tmp_path)
     good = file.read_bytes()
-    again = SpillConnector(pool(), lambda: "model", 0, tmp_path, 1 << 20)
-    assert again.restore(KEYS[:4]) is not None
-    for bad in (good[:-7], b"", good[:-3] + bytes([good[-3] ^ 1]) + good[-2:], b"\xff" * 100):
+    assert restored(connector_of(tmp_path), KEYS[:4]) == 4
+    flipped = good[:-3] + bytes([good[-3] ^ 1]) + good[-2:]
+    huge = (1 << 62).to_bytes(8, "little") + good[8:]
+    for bad, most in ((good[:-7], 0), (b"", 0), (flipped, 3), (b"\xff" * 100, 0), (huge, 0), (good + b"1", 0)):
         file.write_bytes(bad)
-        other = SpillConnector(pool(), lambda: "model", 0, tmp_path, 1 << 20)
-        assert other.restore(KEYS[:4]) is None and other.counts["corrupt"]
+        other = connector_of(tmp_path)
+        assert restored(other, KEYS[:4]) == most and other.counts["corrupt"]
+    for change in (("BF16", "F16"), ('"kv"', '"KV"'), ('"crcs"', '"cccc"'), ("[4, 2, 2", "[2, 2, 4")):
+        file.write_bytes(good.replace(*(part.encode() for part in change), 1))
+        assert restored(connector_of(tmp_path), KEYS[:4]) == 0
     file.write_bytes(good)
-    save_file(
-        {"kv": load_file(file)["kv"].float()}, file, {"keys": json.dumps([key.hex() for key in KEYS[:4]]), "crc": "1"}
-    )
-    assert SpillConnector(pool(), lambda: "model", 0, tmp_path, 1 << 20).restore(KEYS[:4]) is None
-    assert again.root != SpillConnector(pool(), lambda: "another", 0, None, 1).root
+    wide = connector_of(tmp_path, own=pool(torch.float32))
+    assert not wide.known(KEYS) and wide.counts["corrupt"] == 0
+    assert connector_of(None).root != connector_of(None, model="another").root != wide.root
 
 
 def test_a_full_folder_costs_nothing_but_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
+    def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pymllm_interp.mem_cache.spill_connector.save_file", full)
-    made = SpillConnector(pool(), lambda: "model", 1 << 20, tmp_path, 1 << 20)
-    made.save(KEYS[:2], torch.arange(4, 12).numpy())
-    made.post_forward(None)
-    made._writer.submit(lambda: None).result()
-    assert made.counts["unwritten"] == 1 and made.restore(KEYS[:2]) is not None and not list(tmp_path.iterdir())
+    made = connector_of(tmp_path, 1 << 20)
+    monkeypatch.setattr(SpillFiles, "_fill", full)
+    made.save(KEYS[:2], [1, 2])
+    settle(made)
+    assert made.counts["unwritten"] == 1 and restored(made, KEYS[:2]) == 2 and not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    gone = connector_of(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    gone.save(KEYS[:2], [1, 2])
+    settle(gone)
+    assert gone.counts["unwritten"] == 1 and restored(gone, KEYS[:2]) == 0
 
 
 def test_a_slow_folder_holds_a_bounded_amount_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, size = threading.Event(), 2 * 2 * 4 * 2 * 4 * 2
-    monkeypatch.setattr("pymllm_interp.mem_cache.spill_connector.MOST_WAITING", 2 * size)
-    monkeypatch.setattr(
-        "pymllm_interp.mem_cache.spill_connector.save_file", lambda *args: (goes_on.wait(60), save_file(*args))
-    )
-    made, alive = SpillConnector(pool(), lambda: "model", size, tmp_path, 1 << 20), list[Any]()
-    for key in KEYS:
-        made.save([key], torch.arange(4, 8).numpy())
-        alive.append(weakref.ref(made._places[key][0].kv))  # pyright: ignore
+    goes_on, fill = threading.Event(), SpillFiles._fill
+    monkeypatch.setattr("pymllm_interp.mem_cache.spill_connector.MOST_WAITING", 2 * PAGE)
+    monkeypatch.setattr(SpillFiles, "_fill", staticmethod(lambda *args: (goes_on.wait(60), fill(*args))))
+    made = connector_of(tmp_path, PAGE)
+    for i, key in enumerate(KEYS):
+        made.save([key], [1 + i])
         made.post_forward(None)
-    gc.collect()
-    assert sum(kv() is not None for kv in alive) <= 4, "one in host memory, two that wait, one that is written"
+    assert len(made._memory) == 3 == len(made._slots) and made.counts["unwritten"] == 5
     goes_on.set()
-    made._writer.submit(lambda: None).result()
-    assert made.counts["unwritten"] >= 4 and made.restore(KEYS[7:]) is not None and made._beyond == 0
+    settle(made)
+    assert restored(made, KEYS[:3]) == 3 and restored(made, KEYS[3:]) == 0 and len(made._slots) == 1
+    made.save(KEYS[7:], [8])
+    settle(made)
+    assert restored(made, KEYS[7:]) == 1 and not made._waiting
 
 
 def test_a_folder_that_others_write_to_is_refused_and_odd_entries_are_left_out(tmp_path: Path) -> None:
     written(tmp_path)
-    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "nothing")
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    made = SpillConnector(pool(), lambda: "model", 0, tmp_path, 1 << 20)
-    assert made.counts["corrupt"] == 2 and made.restore(KEYS[:4]) is not None
+    (tmp_path / f"{'a' * 32}.safetensors").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / f"{'b' * 32}.safetensors")
+    os.mkfifo(tmp_path / f"{'b' * 32}.part")
+    made = connector_of(tmp_path)
+    assert made.counts["corrupt"] == 2 and restored(made, KEYS[:4]) == 4
     tmp_path.chmod(0o777)
     with pytest.raises(ValueError, match="kv_spill_folder: others may write"):
-        SpillConnector(pool(), lambda: "model", 0, tmp_path, 1 << 20)
+        connector_of(tmp_path)
+
+
+def test_namespaces_have_names_that_differ_and_hold_in_other_processes() -> None:
+    class Local:
+        pass
+
+    names: list[Any] = [
+        None, "None", b"None", 1, "1", 1.0, (), ((),), (1, 2), (12,), ("1", "2"), ("12",), ("1|2",), (b"1", 2),
+        range(3), (0, 1, 2), ((1,), 2), (1, (2,)), "\ud800",
+    ]  # fmt: skip
+    assert len({_value_of(name) for name in names}) == len(names) and None not in {_value_of(name) for name in names}
+    assert _value_of((1, Local())) is None is _value_of((repr(Local()), 2)) is _value_of(frozenset({1}))
+    edges: list[Any] = [(None, b"a"), ("x", b"b"), ("x", b"c")]
+    whole = list(page_keys(b"root", edges))
+    assert whole == [*page_keys(b"root", edges[:2]), *page_keys(whole[1], edges[2:])]
+    assert len(list(page_keys(b"root", [*edges, (Local(), b"d"), (None, b"e")]))) == 3
 
 
 def test_the_runner_calls_a_connector_around_its_passes(lm_of, monkeypatch: pytest.MonkeyPatch) -> None:

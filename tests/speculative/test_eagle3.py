@@ -189,6 +189,29 @@ def test_drafts_of_a_head_that_knows_the_text_are_accepted(plain, model_folder, 
         assert lm.engine.stats()["steps"] - before < 10
 
 
+def test_a_head_is_updated_and_follows_the_models_update(plain, model_folder, tmp_path):
+    """Its vocabulary is one token, which is then another one. A folder is refused by name."""
+    checkpoint(tmp_path, form="safeailab")
+    with LM(model_folder("llama"), dtype="float32", device="cpu", speculative=eagle(tmp_path)) as lm:
+        for said in (7, 9):
+            lm.update_weights({"d2t": said - torch.arange(DRAFT_VOCAB)}, draft=True)
+            params = greedy(24, allowed_token_ids=[said])
+            found, wanted = lm.generate(PROMPTS, params), plain.generate(PROMPTS, params)
+            assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
+            counts = [out.outputs[0].drafts for out in found]
+            assert all(c is not None and c.drafted == c.accepted >= 17 for c in counts)
+        for wrong, message in (({"nope": torch.ones(2)}, "1 unknown: nope"), (tmp_path, "takes named tensors")):
+            with pytest.raises(ValueError, match=message):
+                lm.update_weights(wrong, draft=True)
+        own: Any = plain
+        weights = {name: tensor * 1.01 for name, tensor in own.runner.get_model().state_dict().items()}
+        with LM(model_folder("llama"), dtype="float32", device="cpu") as other:
+            other.update_weights(weights)
+            lm.update_weights(weights)
+            wanted = other.generate(PROMPTS, greedy(24))
+            assert [o.token_ids for o in lm.generate(PROMPTS, greedy(24))] == [o.token_ids for o in wanted]
+
+
 @pytest.mark.parametrize(
     "server", [pytest.param({}, marks=pytest.mark.slow), {"async_scheduling": True}], ids=["in turn", "ahead"]
 )

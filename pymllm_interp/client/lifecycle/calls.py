@@ -86,7 +86,8 @@ def sleep(
         ValueError: live requests, or another level or tag.
         EngineClosedError: the engine was shut down.
     """
-    _control(self, "sleep", level=level, tags=list(tags) if not isinstance(tags, str) else tags, drain=drain)
+    tags = tags if isinstance(tags, str) else list(tags)
+    _control(self, "sleep", level=level, tags=tags, mode="wait" if drain else "keep")
 
 
 def wake(self: ClientModel, tags: Sequence[str] | None = None) -> bool:

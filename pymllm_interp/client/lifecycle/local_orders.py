@@ -30,7 +30,7 @@ class LocalOrders:
         self._one_order = threading.Lock()
         self._backend: str | None = None
         self._update: WeightUpdate | None = None
-        self._is_draft, self._label = False, ""
+        self._is_draft, self._label, self._stamp = False, "", 0
         self._sleep = EngineSleep(engine)
         self.sleep, self.wake = self._sleep.sleep, self._sleep.wake
         self.pause, self.resume = self._lifecycle.pause, self._lifecycle.resume
@@ -101,17 +101,29 @@ class LocalOrders:
             self._update = None
             raise
 
-    def finish_weight_update(self, weight_version: str | None = None) -> dict[str, Any]:
+    def check_weight_update(self) -> None:
+        """Check the collected tensors. Nothing is written. Raises like `finish_weight_update`, which may follow."""
+        if self._update is None:
+            raise ValueError("finish_weight_update comes after start_weight_update")
+        try:
+            self._sleep.check_weights()
+            self._update.check(self._sleep.needs_weights and not self._is_draft)
+        except BaseException:
+            self._update = None
+            raise
+
+    def finish_weight_update(self, weight_version: str | None = None, stamp: int = 0) -> dict[str, Any]:
         """Check and write the collected tensors, see `EngineLifecycle.install`.
 
         Args:
             weight_version: a name for `weight_info`.
+            stamp: time of the update, which replicas of one model share.
         """
         update, self._update = self._update, None
         if update is None:
             raise ValueError("finish_weight_update comes after start_weight_update")
         found = self._install(update, self._is_draft)
-        self._label = weight_version or str(found["version"])
+        self._label, self._stamp = weight_version or str(found["version"]), stamp
         return found
 
     def shutdown_weight_transfer_engine(self) -> None:
@@ -119,5 +131,7 @@ class LocalOrders:
         self._backend = self._update = None
 
     def weight_info(self) -> dict[str, Any]:
-        """{"weight_version": name of the last update; "" before the first}."""
-        return {"weight_version": self._label}
+        """Name and stamp of the last update, "" and 0 before the first. Also whether the engine is paused or asleep."""
+        return {
+            "weight_version": self._label, "stamp": self._stamp, "paused": self.is_paused(), "sleeping": self.is_sleeping(),
+        }  # fmt: skip

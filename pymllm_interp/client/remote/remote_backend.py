@@ -142,8 +142,6 @@ class RemoteBackend(Backend):
     def control(self, order: str, **arguments: Any) -> Any:
         if order == "update_weights":
             return self._update_weights(**arguments)
-        if order == "sleep":
-            arguments["mode"] = "wait" if arguments.pop("drain") else "keep"
         method, route = "GET" if order.startswith("is_") else "POST", "wake_up" if order == "wake" else order
         params = {name: value for name, value in arguments.items() if value is not None}
         found = self.engine.ask(method, f"/{route}", params=params, timeout=LOAD_SECONDS).json()

@@ -247,9 +247,9 @@ class RemoteEngine:
         """Counters of the server's engine."""
         return self.ask("GET", "/v1/interp/stats").json()
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, reset_connector: bool = False) -> None:
         """Forget the KV that the server's prefix cache keeps, of all clients. Servers do it for operators (`serve --operator`)."""
-        self.ask("POST", "/v1/interp/reset_prefix_cache")
+        self.ask("POST", "/v1/interp/reset_prefix_cache", params={"reset_connector": reset_connector})
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Close the connections. Running calls end; the server continues."""

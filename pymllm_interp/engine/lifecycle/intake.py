@@ -35,7 +35,7 @@ class Intake:
 
     def take(self, requests: Sequence[Request]) -> None:
         """Take new requests in. They fail if the engine fell asleep since their caller looked: no pass may run."""
-        if self.held is not None:
+        if self.held is not None and self.why_closed is None:
             self.held += requests
             return
         self._add(requests)
@@ -56,6 +56,15 @@ class Intake:
         self.admit()
         if not self._ends.scheduler.has_work():
             self._answer(None)
+
+    def end_all(self) -> None:
+        """End all requests, also held ones, with "abort". Pauses that wait for them begin."""
+        waits = self.held is not None
+        self.admit()
+        self._ends.end(self._ends.scheduler.live, "abort")
+        if waits:
+            self.paused = True
+        self._answer(None)
 
     def resume(self) -> None:
         """Let all requests run."""

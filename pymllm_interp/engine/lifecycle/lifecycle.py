@@ -51,8 +51,7 @@ class EngineLifecycle:
             return engine.intake.drain()
         engine.intake.stop()
         if mode == "abort":
-            engine.ends.end(engine.scheduler.live, "abort")
-            engine.intake.stop()  # which answers those that wait for the last one
+            engine.intake.end_all()
         return None
 
     # -- weights ----------------------------------------------------------------------------

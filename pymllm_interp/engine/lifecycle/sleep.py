@@ -18,6 +18,7 @@ from ...models.updates import WeightUpdate
 from ...runner.device_memory import return_freed_memory
 from ...runner.model_runner import ModelRunner
 from ..engine import Engine
+from .lifecycle import MODES
 
 TAGS = ("weights", "kv_cache", "captures")
 
@@ -126,20 +127,27 @@ class EngineSleep:
         if "weights" in self._asleep:
             raise ValueError("the weights are asleep: lm.wake(tags=['weights']) gives them memory")
 
-    def sleep(self, level: int = 1, tags: Sequence[str] = TAGS, drain: bool = False) -> None:
-        """Give memory back, see `LM.sleep`."""
+    def sleep(self, level: int = 1, tags: Sequence[str] = TAGS, mode: str = "keep") -> None:
+        """Give memory back, see `LM.sleep`.
+
+        Args:
+            mode: "keep": live requests are an error. "wait", "abort": new ones are refused from now on, and live ones end first.
+        """
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: 1 keeps the weights in host memory, 2 drops them")
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
         tags, engine = _checked(tags), self._engine
         try:
-            if drain:
-                paused = engine.intake.paused
+            if mode != "keep":
                 self._close_intake()
+            if mode == "wait":
+                paused = engine.intake.paused
                 try:
                     engine.call(engine.intake.drain).result()
                 finally:
                     engine.intake.paused = paused
-            engine.call(partial(self._sleep, level, tags))
+            engine.call(partial(self._sleep, level, tags, mode == "abort"))
         finally:
             if not self.is_sleeping:
                 engine.intake.why_closed = None
@@ -147,9 +155,11 @@ class EngineSleep:
     def _close_intake(self) -> None:
         self._engine.intake.why_closed = EngineSleepingError("the engine sleeps: lm.wake() (POST /wake_up) wakes it")
 
-    def _sleep(self, level: int, tags: Sequence[str]) -> None:
+    def _sleep(self, level: int, tags: Sequence[str], abort: bool) -> None:
         engine, runner = self._engine, self._engine.runner
         engine.sync_previous_step()
+        if abort:
+            engine.intake.end_all()
         if live := len(engine.scheduler.live) + len(engine.intake.held or ()):
             raise ValueError(f"{live} requests are live: drain=True waits for them, lm.pause('abort') ends them")
         self._close_intake()

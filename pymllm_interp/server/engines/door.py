@@ -193,14 +193,13 @@ class Door(ABC):
         """
         raise ValueError(f"adapter {name!r}: replicas keep the adapters that they started with")
 
+    @abstractmethod
     async def control(self, order: str, **arguments: Any) -> Any:
         """Have the engine carry out an order, see `Backend.control`.
 
         Raises:
-            ValueError: the engine has replicas.
             Exception: the engine refuses it.
         """
-        raise ValueError(f"{order}: replicas take no such orders; serve one engine, or restart them with other weights")
 
     # -- vectors ---------------------------------------------------------------------------
 

@@ -89,12 +89,23 @@ class Link:
         self._has = VectorOrders()
         self._own_numbers = 0
         self._socket: zmq.asyncio.Socket | None = None
+        self._again = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
     @property
     def name(self) -> str:
         """Name of the replica."""
         return self.replica.name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the replica answers questions. It need not take calls yet."""
+        return self._socket is not None and self.ready is not None
+
+    def look_again(self) -> None:
+        """Take no new calls until the owner has opened the session again."""
+        self.up, self.why_down = False, "its state is looked at"
+        self._again.set()
 
     # -- calls -------------------------------------------------------------------------------
 
@@ -210,12 +221,16 @@ class Link:
 
     async def _begin(self) -> None:
         await self._greeted.wait()
-        await self._owner.opened(self)
-        while await self.bring(self._owner.vector_orders()):
-            pass
-        self.up, self.why_down = True, ""
-        logger.info("replica %s serves, at %s", self.name, self.replica.address)
-        self._owner.came_up(self)
+        while True:
+            self._again.clear()
+            await self._owner.opened(self)
+            while await self.bring(self._owner.vector_orders()):
+                pass
+            if not self._again.is_set():
+                self.up, self.why_down = True, ""
+                logger.info("replica %s serves, at %s", self.name, self.replica.address)
+                self._owner.came_up(self)
+            await self._again.wait()
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:

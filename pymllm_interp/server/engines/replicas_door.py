@@ -9,10 +9,11 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from ...wire import messages as m
+from ...wire.failures import EngineError, failure_of
 from ..settings import ServeSettings
 from .call import Call, EngineDiedError
 from .captured_files import stored_states
@@ -23,12 +24,25 @@ from .routing import choose, key_of, least_loaded, weight_of
 from .vector_orders import VectorOrder
 
 logger = logging.getLogger(__name__)
+UNDONE_BY = {
+    "sleep": "wake", "start_weight_update": "shutdown_weight_transfer_engine", "receive_weights": "shutdown_weight_transfer_engine",
+    "check_weight_update": "shutdown_weight_transfer_engine",
+}  # fmt: skip
+"""Orders that some replicas refuse are taken back from the others."""
+QUESTIONS = ("is_paused", "is_sleeping", "weight_info")
+"""Orders for the replicas that take calls only."""
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at a replica that has other weights than the others."""
 RUNS = 2
 """Attempts of a request: one more if its replica ended before any output."""
 UNREAD = 4
 """Most bytes on their way to a replica, in multiples of `max_queued_bytes`."""
 WAIT_SECONDS = 60.0
 """Seconds that a retried request waits for a replica."""
+
+
+class ReplicasDifferError(RuntimeError):
+    """Some replicas have carried out an order, and others have not."""
 
 
 class ReplicatedCall(Call):
@@ -94,6 +108,7 @@ class ReplicasDoor(Door):
         self._came_up = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._refused: dict[str, str] = {}
+        self._weights = (0, "")  # stamp and name of the last update that is known
 
     # -- life --------------------------------------------------------------------------------
 
@@ -190,6 +205,10 @@ class ReplicasDoor(Door):
             self._refused[link.name] = why
             raise LinkBrokenError(why)
         self._fingerprint = link.replica.fingerprint
+        while why := await self._differs(link):
+            self._refused[link.name] = why
+            await asyncio.sleep(LOOK_SECONDS)
+        self._refused.pop(link.name, None)
         if self.info is None:
             files = await link.ask(m.AskTokenizer)
             if files:
@@ -342,6 +361,109 @@ class ReplicasDoor(Door):
             raise EngineDiedError("no replica takes calls now; try again in some seconds")
         return left
 
+    # -- orders ------------------------------------------------------------------------------
+
+    async def control(self, order: str, **arguments: Any) -> Any:
+        """Have all replicas carry out an order, see `Backend.control`.
+
+        Raises:
+            EngineDiedError: a replica does not answer. No other was asked.
+            ReplicasDifferError: some have done it and others not, or their answers differ. The message has each one's state.
+            Exception: a replica refuses it. No replica has done it.
+        """
+        if order == "finish_weight_update":
+            return await self._finish(**arguments)
+        if order in QUESTIONS:
+            found = self._answers(
+                await self._answers_of([link for link in self._links.values() if link.up], order, arguments)
+            )
+        else:
+            found = await self._ask_everyone(order, arguments)
+        first = next(iter(found.values()))
+        if order == "wake":
+            return all(found.values())
+        if any(answer != first for answer in found.values()):
+            raise ReplicasDifferError(f"{order}: the replicas differ: {_listed(found)}")
+        return first
+
+    async def _finish(self, weight_version: str | None = None) -> dict[str, Any]:
+        """Check the collected weights everywhere, and then write them. A replica that fails then takes no calls until the next
+        update."""
+        await self._ask_everyone("check_weight_update", {})
+        stamp = time.time_ns()
+        arguments: dict[str, Any] = {"weight_version": weight_version or str(stamp), "stamp": stamp}
+        try:
+            found = await self._ask_everyone("finish_weight_update", arguments)
+        except Exception:
+            for link in self._links.values():
+                link.look_again()
+            raise
+        self._weights = stamp, arguments["weight_version"]
+        return {
+            "tensors": next(iter(found.values()))["tensors"],
+            "version": max(one["version"] for one in found.values()),
+        }
+
+    async def _ask_everyone(self, order: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The answers of all replicas to an order."""
+        links = list(self._links.values())
+        gone = sorted([*self._down, *(link.name for link in links if not link.is_open)])
+        if gone or not links:
+            raise EngineDiedError(
+                f"{order}: nothing was done, replicas do not answer: {', '.join(gone) or 'all'}; try again later"
+            )
+        found = await self._answers_of(links, order, arguments)
+        failed = {name: answer for name, answer in found.items() if isinstance(answer, BaseException)}
+        if not failed:
+            return found
+        if (undo := UNDONE_BY.get(order)) is not None:
+            done = [link for link in links if link.name not in failed]
+            left = await self._answers_of(done, undo, {})
+            if not any(isinstance(answer, BaseException) for answer in left.values()):
+                found = failed  # as if no replica had been asked
+        if len(failed) < len(found):
+            weights = await self._answers_of([link for link in links if link.is_open], "weight_info", {})
+            raise ReplicasDifferError(
+                f"{order}: some replicas failed: {_listed(found)}; now their weights are {_listed(weights)}"
+            )
+        raise next(iter(failed.values()))
+
+    @staticmethod
+    async def _answers_of(links: list[Link], order: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Answer or error of each of these replicas."""
+        asked = (link.ask(lambda number: m.Control(number, order, arguments)) for link in links)
+        return dict(
+            zip([link.name for link in links], await asyncio.gather(*asked, return_exceptions=True), strict=True)
+        )
+
+    async def _differs(self, link: Link) -> str:
+        """Reason that a replica does not fit the others as they are now, or "". A process that was started again has the weights
+        of the model's folder. It is paused here, if the others are."""
+        links = [one for one in self._links.values() if one.is_open]
+        found = await self._answers_of(links, "weight_info", {})
+        states = {name: one for name, one in found.items() if not isinstance(one, BaseException)}
+        own = states.pop(link.name, None)
+        if own is None:
+            if isinstance(found.get(link.name), EngineError):
+                return ""  # the weights of another engine do not change
+            raise LinkBrokenError("it does not tell its weights")
+        weights = {name: (one["stamp"], one["weight_version"]) for name, one in states.items()}
+        mine = own["stamp"], own["weight_version"]
+        self._weights = newest = max([self._weights, mine, *weights.values()])
+        for one in links:
+            if one.up and weights.get(one.name, newest) != newest:
+                one.look_again()
+        if mine != newest:
+            return (
+                f"it has the weights {mine[1]!r}, and the others {newest[1]!r}: send the update again, for all of them"
+            )
+        others = [states[one.name] for one in links if one.up and one.name in states]
+        if any(one["sleeping"] for one in others) and not own["sleeping"]:
+            return "the others sleep: POST /wake_up"
+        if any(one["paused"] for one in others) and not own["paused"]:
+            await link.ask(lambda number: m.Control(number, "pause", {"mode": "keep"}))
+        return ""
+
     # -- vectors -----------------------------------------------------------------------------
 
     async def _order(self, order: VectorOrder) -> Any:
@@ -363,3 +485,12 @@ class ReplicasDoor(Door):
                 pass  # it gets them before it is up again
 
         await asyncio.gather(*(bring(link) for link in self._links.values() if link.up))
+
+
+def _listed(answers: Mapping[str, Any]) -> str:
+    """Answers by replica, in words."""
+    words = (
+        (name, failure_of(one).message or failure_of(one).type) if isinstance(one, BaseException) else (name, one)
+        for name, one in sorted(answers.items())
+    )
+    return "; ".join(f"{name}: {'done' if one is None else one}" for name, one in words)

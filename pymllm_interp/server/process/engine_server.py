@@ -288,7 +288,7 @@ class EngineServer:
         return m.Answer(message.call, {path.name: path.read_bytes() for path in files})
 
     def _reset_prefix_cache(self, message: m.ResetPrefixCache) -> m.Answer:
-        self.model.engine.reset_prefix_cache()
+        self.model.engine.reset_prefix_cache(message.reset_connector)
         return m.Answer(message.call)
 
 

@@ -78,10 +78,12 @@ def interp_routes(state: ServerState) -> APIRouter:
         return await state.stats() or {}
 
     @router.post("/v1/interp/reset_prefix_cache")
-    async def reset_prefix_cache(request: Request, body: EmptyRequest | None = None) -> dict[str, Any]:
+    async def reset_prefix_cache(
+        request: Request, body: EmptyRequest | None = None, reset_connector: bool = False
+    ) -> dict[str, Any]:
         """Forget the KV that the prefix cache keeps, of all clients: for operators."""
         require_operator(request)
-        await state.engine.ask_all(m.ResetPrefixCache)
+        await state.engine.ask_all(lambda number: m.ResetPrefixCache(number, reset_connector))
         return {}
 
     @router.post("/v1/interp/lens")

@@ -85,13 +85,8 @@ def _add_pauses(router: APIRouter, state: ServerState) -> None:
         tags: Annotated[list[str] | None, Query(max_length=8)] = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Give the device's memory back, as `lm.sleep`. `mode` is as of `/pause`; live requests of "keep" are an error."""
-        if mode == "abort":
-            paused = await order(request, "is_paused")
-            await order(request, "pause", mode="abort")
-            if not paused:
-                await order(request, "resume")
         given = {} if tags is None else {"tags": tags}
-        await order(request, "sleep", level=level, drain=mode == "wait", **given)
+        await order(request, "sleep", level=level, mode=mode, **given)
         return {"status": "sleeping", "level": level}
 
     @router.post("/wake_up")
@@ -152,4 +147,4 @@ def _add_weights(router: APIRouter, state: ServerState) -> None:
     @router.get("/weight_info")
     async def weight_info(request: Request) -> dict[str, Any]:
         """The name of the weights that the last update gave."""
-        return await order(request, "weight_info")
+        return {"weight_version": (await order(request, "weight_info"))["weight_version"]}

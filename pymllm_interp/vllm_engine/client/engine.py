@@ -149,8 +149,8 @@ class VllmRequestEngine:
         """The engine's progress, for watchdogs."""
         return Progress(f"{self.num_events} {self._steps}", bool(self._live), False)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the KV that vLLM keeps."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> None:
+        """Forget the KV that vLLM keeps. It has no connector here."""
         self.check_open()
         self.core.wait(self.core.llm.reset_prefix_cache())
 
