@@ -44,6 +44,7 @@ from .hooks.positions import Positions
 from .hooks.site import Site
 from .hooks.traces.syntax.pass_options import take_options
 from .lens.bridge_of import bridge_of
+from .toolkit.circuits.call import circuit
 
 if TYPE_CHECKING:
     from .runner.interp_model_runner import InterpModelRunner
@@ -300,6 +301,8 @@ class LM(ClientModel):
     generate_corpus, activations = generate_corpus, activations
 
     # -- experiments -------------------------------------------------------------------------
+
+    circuit = circuit
 
     def verbalize(
         self, states: Any, *, template: Any, reader: Any = None, placeholder: str | int = " ?", site: str = "embed",
