@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..core.forward_batch import ForwardBatch, ForwardMode
-from ..core.pass_parts import AdapterRows, EmbeddedRows
+from ..core.pass_parts import AdapterRows, EmbeddedMask, EmbeddedRows
 from ..core.step import ScheduledRequest, SchedulerOutput
 from ..mem_cache.cross_pool import CrossPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
@@ -255,6 +255,7 @@ class StepInputs:
             if builder.model_spec.image_span:
                 found.attention_cuts = vision.spans(rows)
             embedded, found.deepstack = vision.gather_mm_embeddings(parts)
+            assert not isinstance(found.input_embeds, EmbeddedMask), "of captured passes"
             found.input_embeds = embedded.joined(found.input_embeds)
 
     def _adapter_rows(self, batch: InputBatch, version: int) -> AdapterRows | None:
