@@ -102,6 +102,17 @@ def _checked(way: str, process: Any, out: Any, err: Any) -> dict[str, Any]:
     return found
 
 
+def block(lm: Any, ids: list[int], added: torch.Tensor) -> list[torch.Tensor]:
+    """Values of a block that does not lower: a part of a product, a branch after an edit, and the logits."""
+    with lm.trace(ids):
+        q = lm.model.layers[0].self_attn.q_proj.output.save()
+        h = lm.model.layers[1].output
+        lm.model.layers[1].output = h + added.to(h.device, h.dtype)
+        branch = lm.model.layers[2].mlp.output.save()
+        logits = lm.output.logits.save()
+    return [q[0], branch[0], logits[0]]
+
+
 def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]:
     """Ops and captures of one engine against our own engine on the CPU, in float32 over the same weights."""
     from pymllm_interp import LM, Ablate, Capture, Gate, Patch, SamplingParams, Steer
@@ -147,9 +158,15 @@ def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]
         outs = lm.generate(prompts, params, interventions=ops, capture=captures)
         again = lm.generate(prompts, params, interventions=ops, capture=captures)
         plain = lm.generate([prompts[0]], params, capture=["resid_post.1"])[0]
+        read = block(lm, prompts[0], vector(10))
         name = lm.backend.facts.engine_name
     with LM(folder, dtype="float32", device="cpu", max_model_len=512) as own:
         worst: dict[str, float] = {}
+        for name_of, found, theirs in zip(
+            ("q_proj", "mlp", "logits"), read, block(own, prompts[0], vector(10)), strict=True
+        ):
+            off = (found.float() - theirs).norm(dim=-1).max() / theirs.norm(dim=-1).square().mean().sqrt()
+            worst[f"block {name_of}"] = float(off)
         for i, out in enumerate(outs):
             completion = out.outputs[0]
             if not captures[i]:

@@ -13,10 +13,7 @@ from .. import __version__
 from ..config import MAX_IMAGES, ModelConfig, ServerConfig
 from ..core.limits import EngineLimits
 from ..engine.engine import Engine
-from ..hooks.captures.activations import NOTHING
 from ..hooks.traces.blocks.trace import RequestTrace
-from ..hooks.traces.nnsight_compat import apply
-from ..hooks.traces.saves.save_transfer import SaveTransfer
 from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..hooks.traces.syntax.session import SessionTracer
 from ..hooks.traces.syntax.tracer import TraceInput
@@ -28,11 +25,10 @@ from ..runner.device_memory import keeps_scores
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from . import open_engines
 from .calls.lowered import Lowered
-from .calls.traces import Running, check_outside, error_of
+from .calls.traces import run_pass, serve
 from .factory_backend import FactoryBackend
 from .facts import HOOK_LIMITS, ModelFacts
 from .generation_defaults import GenerationDefaults
-from .handle import RequestHandle
 from .images.families import IMAGE_FAMILIES
 from .images.reader import ImageReader
 from .inputs.audio import AudioReader
@@ -142,38 +138,10 @@ class LocalBackend(FactoryBackend):
         refused: Exception | None = None,
     ) -> None:
         self.engine.check_open()
-        requests = self.factory.for_traces(mode, traces, inputs)
-        handles = [RequestHandle(None, [request], None, self.engine) for request in requests]
-        running = Running(traces)
-        try:
-            self.send([(handle.requests, handle) for handle in handles])
-            running.add(handles)
-            running.wait()
-        except BaseException:
-            running.end()
-            raise
-        saves = {key: names for request in requests for key, names in request.saves.items()}
-        for trace in traces:
-            trace.saves.collected = saves.get(trace.key, {})
-        for request, handle in zip(requests, handles, strict=True):
-            trace = request.trace
-            trace.activations.append(NOTHING if request.activations is None else request.activations)
-            trace.scores.append(handle.ends[0].monitors or {})
-            trace.error = error_of(handle.ends[0]) or trace.error
+        serve(self, traces, self.factory.for_traces(mode, traces, inputs))
 
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        blocks = model._edits_of(kwargs.pop("edits", None))
-        options = model._pass_options(blocks, kwargs)
-        trace = RequestTrace(None, blocks, options=options, transfer=SaveTransfer(None))
-        trace.keeps_result = True
-        check_outside(self)
-        self.run_blocks(mode, [trace], [(inputs, kwargs)])
-        trace.saves.queue()
-        result, error = trace.result, trace.take_error()
-        trace.release_blocks()
-        if error is not None:
-            raise error
-        return apply(result, lambda tensor: tensor.detach().to("cpu", copy=True), torch.Tensor)
+        return run_pass(self, model, mode, inputs, kwargs)
 
     # -- commands and facts ----------------------------------------------------------------
 

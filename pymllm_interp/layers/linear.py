@@ -194,6 +194,7 @@ class MergedLinear:
         self._biases = [nn.Parameter(part, False) for part in parts] or [None] * len(self.sizes)
         self.gemm: Gemm | QuantizedGemm = Gemm(self._weights, weight, merged_bias)
         self.lora: LoRASlots | None = None
+        self._elsewhere: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._input: torch.Tensor | None = None
         self._version = 0
         self._product: torch.Tensor | None = None
@@ -217,6 +218,10 @@ class MergedLinear:
         self._quantized = [QuantizedGemm(*own) for own in zip(parts, biases, strict=True)]
         self._weights = []
         return parts
+
+    def compute_by(self, product: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compute by another product [..., in] -> [..., sum of out], of weights that are elsewhere."""
+        self.gemm = self._elsewhere = product  # pyright: ignore[reportAttributeAccessIssue]
 
     def project(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         """All projections of x, concatenated along the last dim, after the ops and captures at their output sites."""
@@ -255,6 +260,8 @@ class MergedLinear:
         """
         batch = current_batch()
         if self._input is None:
+            if self._elsewhere is not None:
+                return self._part(self._elsewhere(x), index)
             if self._quantized:
                 return adapted(self._quantized[index], x, self.lora, batch, index)
             own = partial(F.linear, weight=self._weights[index], bias=self._biases[index])
@@ -306,9 +313,13 @@ class Embedding(nn.Embedding):
 
     Args:
         has_site: whether its output is the stream, with its site.
+
+    Attributes:
+        look_up: embeddings of token ids by a weight that is elsewhere; None: by `weight`.
     """
 
     padding_idx = max_norm = None
+    look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
     norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
     def __init__(
@@ -325,7 +336,7 @@ class Embedding(nn.Embedding):
 
     def of_tokens(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [..., hidden] of token ids."""
-        return F.embedding(ids, self.weight)
+        return F.embedding(ids, self.weight) if self.look_up is None else self.look_up(ids)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         out = self.embed(input, current_batch())

@@ -171,7 +171,12 @@ class Experts(QuantizableExperts):
 
     Args:
         act: the name of the activation function.
+
+    Attributes:
+        elsewhere: computes them by weights that are elsewhere, see `fused`; None: by its own. No hook then waits at `act_fn`.
     """
+
+    elsewhere: Callable[..., torch.Tensor] | None = None
 
     def __init__(
         self, layer_idx: int, experts: int, hidden: int, intermediate: int, act: str, dtype: torch.dtype, device: str
@@ -190,6 +195,10 @@ class Experts(QuantizableExperts):
         top_k_index, top_k_weights = known_experts(top_k_index, top_k_weights, self.num_experts)
         if query is None or query.try_fuse(self.layer_idx, "mlp.experts"):
             return self.fused(hidden_states, top_k_index, top_k_weights)
+        if self.elsewhere is not None:
+            raise NotImplementedError(
+                "`mlp.experts.act_fn` is inside of a kernel here: read `mlp.experts.input` or `.output`"
+            )
         query.runs_eagerly(self.layer_idx, "mlp.experts", but="")
 
         def act(gate_up: torch.Tensor) -> torch.Tensor:
@@ -201,6 +210,8 @@ class Experts(QuantizableExperts):
     def fused(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden] through the experts `ids`, weighted by `scores`, both [tokens, top_k]; no call to a module."""
         (act,) = self._act
+        if self.elsewhere is not None:
+            return self.elsewhere(x, ids, scores)
         if act is silu and triton_kernels_for(x) is not None:
             return multiplied(x, ids, scores, self._weights, self.num_experts)
         return one_by_one(x, ids, scores, self._gemms, lambda gate_up: gated(gate_up, act))

@@ -92,6 +92,7 @@ class HookedOnWire(NamedTuple):
     Attributes:
         specs: pickled interventions and captures (`dumped`).
         vector_rows: see `RequestHooks`.
+        trace: fields of a `TraceOnWire`; None without blocks.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class HookedOnWire(NamedTuple):
     logits_from: int
     vector_rows: Any
     specs: bytes
+    trace: tuple[Any, ...] | None = None
 
 
 class _HooksPickler(pickle.Pickler):

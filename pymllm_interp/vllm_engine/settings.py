@@ -19,8 +19,11 @@ from .structures import SITES
 
 KEY = "pymllm_interp"
 """Name of this package in vLLM's `additional_config`, which is part of the key of its compile cache, and in `extra_args`."""
+WHOLE = "pymllm_interp_whole"
+"""Name in `extra_args` of requests with a prompt that runs in one step."""
 SETTINGS = (
     "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes",
+    "trace_step_warning", "trace_step_timeout",
 )  # fmt: skip
 """Fields of `ServerConfig` that ranks read."""
 WITH_TABLES = "PYMLLM_INTERP_VLLM_TABLES"

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
+
+from ..models.registry import architecture_of, is_native
 
 INPUT_NORM = "input_layernorm"
 LAYERS = {
@@ -37,6 +40,10 @@ LAYERS = {
     "Rnj1DecoderLayer": "pre_feedforward_layernorm",
 }
 """Decoder layers of vLLM that call their two norms with a pair -> the norm in front of the MLP."""
+WITH_BLOCKS = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"}
+)
+"""Model types with modules for blocks: this package has them, and knows their parts in vLLM."""
 SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm", "logits")
 """Kinds of sites that such a model serves."""
 
@@ -98,3 +105,13 @@ def _with_layers(model: Any) -> Any:
         if model is None:
             return None
     return None
+
+
+def why_without_blocks(config: PretrainedConfig) -> str | None:
+    """Reason that no block runs in the passes of a model, or None."""
+    if config.model_type in WITH_BLOCKS and is_native(config, "auto"):
+        return None
+    return (
+        f"with engine='vllm' no block runs in the passes of {architecture_of(config)}: those of {', '.join(sorted(WITH_BLOCKS))} "
+        "have them. Declare it (interventions=, capture=), or use LM(model), whose engine is our own"
+    )

@@ -242,16 +242,15 @@ WRONG: dict[str, Callable[[LM], Any]] = {
 }
 
 
-def in_passes(engine: str) -> None:
-    """Skip what runs blocks in the passes of vLLM; its refusals are tests of tests/vllm_engine."""
-    if engine == "vllm":
-        pytest.skip("vLLM's passes run no blocks: tests/vllm_engine has what it refuses, and what lowers")
+def assert_same(found: Any, wanted: Any, engine: str) -> None:
+    """Equal tensors; of vLLM, which has its own kernels, close ones."""
+    (assert_close_tensor if engine == "vllm" else torch.testing.assert_close)(
+        torch.as_tensor(found), torch.as_tensor(wanted), **({} if engine == "vllm" else {"rtol": 0, "atol": 0})
+    )
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_served_has_the_oracles_error(name: str, lm: LM, oracle: LM, engine: str) -> None:
-    if name == "traced parameters":
-        in_passes(engine)
+def test_what_cannot_be_served_has_the_oracles_error(name: str, lm: LM, oracle: LM) -> None:
     with pytest.raises(Exception) as wanted:
         WRONG[name](oracle)
     with pytest.raises(type(wanted.value)) as found:
@@ -259,8 +258,7 @@ def test_what_cannot_be_served_has_the_oracles_error(name: str, lm: LM, oracle: 
     assert type(found.value) is type(wanted.value) and str(found.value) == str(wanted.value)
 
 
-def test_a_block_that_raises_has_its_own_error(lm: LM, engine: str) -> None:
-    in_passes(engine)
+def test_a_block_that_raises_has_its_own_error(lm: LM) -> None:
     with pytest.raises(KeyError, match="of mine"), lm.trace(PROMPT):
         lm.model.layers[0].output.save()
         raise KeyError("of mine")
@@ -269,7 +267,6 @@ def test_a_block_that_raises_has_its_own_error(lm: LM, engine: str) -> None:
 
 
 def test_a_trace_reads_and_edits_what_the_oracles_does(lm: LM, oracle: LM, engine: str) -> None:
-    in_passes(engine)
     saved = []
     for model in (lm, oracle):
         with model.trace(PROMPT) as tracer:
@@ -281,18 +278,21 @@ def test_a_trace_reads_and_edits_what_the_oracles_does(lm: LM, oracle: LM, engin
             for _ in generation.iter[:]:
                 states.append(model.model.layers[2].output[0, -1])
             ids = generation.result.save()
-        with model.trace(PROMPT, grad=True):
-            read = model.model.layers[0].output
-            (gradient,) = torch.autograd.grad(model.output.logits[0, -1, 7], read)
-            gradient = gradient.save()
-        saved.append([before, logits, torch.stack(states), ids, gradient, model(PROMPT).logits])
+        saved.append([before, logits, torch.stack(states), ids, model(PROMPT).logits])
         assert tracer.receipt.reads
+        if engine != "vllm":  # whose kernels have no derivatives
+            with model.trace(PROMPT, grad=True):
+                read = model.model.layers[0].output
+                (gradient,) = torch.autograd.grad(model.output.logits[0, -1, 7], read)
+                gradient = gradient.save()
+            saved[-1].append(gradient)
     for found, wanted in zip(*saved, strict=True):
-        assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
+        assert_same(found, wanted, engine)
 
 
 def test_sessions_and_edits_are_the_oracles(lm: LM, oracle: LM, engine: str) -> None:
-    in_passes(engine)
+    if engine == "vllm":
+        pytest.skip("its sessions are refused: tests/vllm_engine has persistent edits")
     saved = []
     for model in (lm, oracle):
         with model.session():

@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import torch
+
 from ...core.events import FinishedEvent
+from ...core.request import Request
 from ...hooks.captures.activations import NOTHING
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.lowering.plan import BlockPlan
+from ...hooks.traces.nnsight_compat import apply
+from ...hooks.traces.saves.save_transfer import SaveTransfer
+from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.scanned import check_outside_scan
 from ...hooks.traces.syntax.tracer import TraceInput
 from ...utils.arguments import PromptError
@@ -111,6 +117,47 @@ class Running:
         for handle in self.handles:
             handle.cancel()
         self.wait()
+
+
+def serve(backend: Any, traces: Sequence[RequestTrace], requests: Sequence[Request]) -> None:
+    """Run the requests of traces with their blocks in the passes. Returns when all have ended.
+
+    Args:
+        backend: a `FactoryBackend`.
+    """
+    handles = [RequestHandle(None, [request], None, backend.engine) for request in requests]
+    running = Running(traces)
+    try:
+        backend.send([(handle.requests, handle) for handle in handles])
+        running.add(handles)
+        running.wait()
+    except BaseException:
+        running.end()
+        raise
+    saves = {key: names for request in requests for key, names in request.saves.items()}
+    for trace in traces:
+        trace.saves.collected = saves.get(trace.key, {})
+    for request, handle in zip(requests, handles, strict=True):
+        trace = request.trace
+        trace.activations.append(NOTHING if request.activations is None else request.activations)
+        trace.scores.append(handle.ends[0].monitors or {})
+        trace.error = error_of(handle.ends[0]) or trace.error
+
+
+def run_pass(backend: Backend, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of a trace without a block (`Backend.run_pass`), where blocks run in the passes."""
+    blocks = model._edits_of(kwargs.pop("edits", None))
+    options = model._pass_options(blocks, kwargs)
+    trace = RequestTrace(None, blocks, options=options, transfer=SaveTransfer(None))
+    trace.keeps_result = True
+    check_outside(backend)
+    backend.run_blocks(mode, [trace], [(inputs, kwargs)], "")
+    trace.saves.queue()
+    result, error = trace.result, trace.take_error()
+    trace.release_blocks()
+    if error is not None:
+        raise error
+    return apply(result, lambda tensor: tensor.detach().to("cpu", copy=True), torch.Tensor)
 
 
 class _Shared(NamedTuple):

@@ -13,6 +13,7 @@ from ...utils.device import DTYPES
 TAKEN = {
     "device", "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "kv_cache_dtype", "page_size",
     "enable_prefix_caching", "async_scheduling", "disable_cuda_graph", "gpu_memory_utilization", "logprobs_mode", "lower_traces",
+    "trace_step_warning", "trace_step_timeout",
     "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes",
 }  # fmt: skip
 """Fields of `ServerConfig` that mean something to this engine. Others must have their defaults."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from ... import __version__
 from ...client import open_engines
 from ...client.backend import Submission
 from ...client.calls.lowered import Lowered
+from ...client.calls.traces import run_pass, serve
 from ...client.factory_backend import FactoryBackend
 from ...client.facts import HOOK_LIMITS, ModelFacts
 from ...client.generation_defaults import GenerationDefaults
@@ -28,12 +30,13 @@ from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import TraceInput
 from ...models.registry import architecture_of, check_supported, is_native
 from ...models.weights.source import load_tokenizer, resolve_model
-from ...utils.arguments import PromptError
 from ..architectures import check_architecture
+from ..blocks import payload_of
 from ..refusals import VllmRefusalError
-from ..settings import limits_of, served_spec, uses_tables
+from ..settings import OURS, limits_of, served_spec, uses_tables
 from ..versions import installed_version
 from .arguments import engine_arguments
+from .blocks import check_blocks, check_traced
 from .canary import check_steering
 from .core import VllmCore
 from .declarations import VllmDeclarations
@@ -41,10 +44,10 @@ from .engine import VllmRequestEngine
 from .sampling import check_embeds, check_params
 from .weights import VllmWeights
 
-TRACES = "with engine='vllm' a block runs after its request, over captured states"
 HOOKS = {
     "declared": "in front of vLLM's norms, inside its compiled passes and CUDA graphs",
-    "traces": "after their requests, over captured states (lm.trace lowered)",
+    "traces": "after their requests, over captured states (lm.trace lowered); else on rank 0, between the modules of passes "
+    "without graphs",
 }
 """Description of how hooks run, by kind."""
 INSTEAD = "declare it (interventions=, capture=), or use LM(model), whose engine is our own"
@@ -119,15 +122,20 @@ class VllmBackend(FactoryBackend):
         open_engines.release_with(self.factory, cast(Any, self.engine))
 
     def prepare(self, submission: Submission) -> list[list[Request]]:
-        if submission.edits:
-            raise PromptError(f"persistent edits are blocks that run in the passes; {TRACES}: {INSTEAD}")
         for prompt, params, what in zip(submission.prompts, submission.params, submission.names, strict=True):
             check_embeds(prompt, params, self.core.config.model_config, what)
             if params is not None:
                 check_params(params, what)
-        return super().prepare(submission)
+        found = super().prepare(submission)
+        if submission.edits:
+            requests = [request for group in found for request in group]
+            self._send_blocks([request.trace for request in requests], requests)
+        return found
 
     # -- traces ----------------------------------------------------------------------------
+
+    def attach(self, model: TracedModel) -> None:
+        self.core.tree = weakref.ref(model)
 
     def run_blocks(
         self,
@@ -137,20 +145,40 @@ class VllmBackend(FactoryBackend):
         why: str,
         refused: Exception | None = None,
     ) -> None:
-        """Raise VllmRefusalError: no block runs in the passes. The message has the line that prevents it."""
-        why = why or "lower_traces='off'"
-        raise VllmRefusalError(f"{TRACES}, and this one cannot: {why}. {INSTEAD}") from refused
+        """Run the blocks on rank 0, between the modules of its passes.
+
+        Raises:
+            VllmRefusalError: no block can do this here. The message names it.
+        """
+        self.engine.check_open()
+        check_blocks(self.facts, traces)
+        requests = self.factory.for_traces(mode, traces, inputs)
+        for trace in traces:
+            trace.receipt.not_lowered = why
+        self._send_blocks(traces, requests)
+        serve(self, traces, requests)
+
+    def _send_blocks(self, traces: Sequence[RequestTrace], requests: Sequence[Request]) -> None:
+        """Make the blocks of requests known to the ranks."""
+        try:
+            if self.core.config.model_config.enable_prompt_embeds:
+                raise VllmRefusalError(f"blocks and enable_prompt_embeds=True: leave one of them out. {OURS}")
+            check_blocks(self.facts, traces)
+            for request in requests:
+                check_params(request.params, "the prompt")
+                check_traced(request)
+            self.core.wait(self.core.uplink.send_traces(payload_of(traces)))
+        except BaseException:
+            self.factory.release(requests)
+            raise
 
     def session(self, model: TracedModel, device: Any, **kwargs: Any) -> SessionTracer:
         raise VllmRefusalError(
-            f"lm.session: {TRACES}, each by itself: write the traces one after the other, or {INSTEAD}"
+            f"lm.session: with engine='vllm' only saved values leave the ranks: write the traces one after the other, or {INSTEAD}"
         )
 
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        raise VllmRefusalError(
-            "a pass without a block, such as lm(prompt), returns the model's own output object, which vLLM does not make: "
-            "lm.forward(prompt) has the logits, or use LM(model), whose engine is our own"
-        )
+        return run_pass(self, model, mode, inputs, kwargs)
 
     def load_adapter(self, name: str, folder: str) -> None:
         raise NotImplementedError(

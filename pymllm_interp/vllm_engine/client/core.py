@@ -15,6 +15,7 @@ from ...core.events import EngineClosedError
 from ..faults import with_causes
 from ..payloads import Sealer
 from ..refusals import VllmRefusalError, refuse_config
+from ..scheduler import scheduler_name
 from ..settings import additional_config
 from ..versions import installed_version
 from .results_link import ResultsLink
@@ -40,6 +41,7 @@ class VllmCore:
         ranks: answers of all ranks to `interp_open`.
         uplink, link: connections to all ranks, and from rank 0.
         kinds: the module `vllm.sampling_params`.
+        tree: weak reference to the tree that traces are written against, or None.
 
     Raises:
         ModuleNotFoundError, ImportError: vLLM is missing, or was not tested.
@@ -64,9 +66,12 @@ class VllmCore:
         own = {"worker_cls": worker, "additional_config": additional_config(config, arguments.get("quantization"))}
         self.config: Any = AsyncEngineArgs(**arguments, **own).create_engine_config()
         refuse_config(self.config)
+        if self.config.scheduler_config.scheduler_cls is None:
+            self.config.scheduler_config.scheduler_cls = scheduler_name(self.config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pymllm-interp-vllm", daemon=True)
         self._thread.start()
+        self.tree: Any = None
         self.llm: Any = None
         self.link: ResultsLink | None = None
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import pickle
 import threading
 import time
 from collections import deque
@@ -14,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from ...client.remote.remote_errors import exception_of
 from ...core.events import EngineClosedError, Event, Logprob, RowsEvent, Subscriber, TokenEvent
 from ...core.request import Request, RequestStatus
 from ...core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, RequestHooks
 from ...engine.callbacks import Callbacks
 from ...engine.step_results import Progress, finished_event, take
 from ...hooks.declared import Declared
+from ..blocks import StepEnds, take_outer, unpacked
 from ..payloads import TensorKey
 from ..results import AskedRows, SentScores
 from .core import VllmCore, closed
@@ -85,7 +88,7 @@ class VllmRequestEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._steps = 0
         if core.link is not None:
-            core.link.scored = self._scored
+            core.link.scored = self._told
         self._watching = core.start(self._watch())
 
     def __repr__(self) -> str:
@@ -196,6 +199,14 @@ class VllmRequestEngine:
                 with contextlib.suppress(Exception):  # the requests get the error of an engine that has ended
                     self._steps = (await self.core.call_async("interp_stats"))[0]["steps"]
 
+    def _told(self, found: SentScores | StepEnds) -> None:
+        """Take rank 0's findings of a step."""
+        if isinstance(found, SentScores):
+            self._scored(found)
+            return
+        self._stop_all(found.failed, "error")
+        self._stop_all(found.stopped, "stop")
+
     def _scored(self, sent: SentScores) -> None:
         values = sent.values.numpy()
         for request_id, first, start, stop in sent.parts:
@@ -266,12 +277,13 @@ class VllmRequestEngine:
     async def _serve(self, one: _Live) -> str:
         request, core = one.request, self.core
         declares = request.hooks is not None and request.hooks.declares
+        blocks = request.trace is not None
         declared = request.hooks.bound if request.hooks is not None else None
         sealed = None
-        if declares:
+        if declares or blocks:
             sealed, one.keys = await core.uplink.sealed(request)
         observed = request.declared is not None and request.declared.first_observed(0)[0] is not None
-        params = vllm_params(request, sealed, not observed, core.kinds)
+        params = vllm_params(request, sealed, not (observed or blocks), core.kinds)
         prompt = prompt_of(request)
         if (salt := salt_of(request, declared if declares else None)) is not None:
             prompt["cache_salt"] = salt
@@ -360,12 +372,14 @@ class VllmRequestEngine:
         """Fetch the captures, and emit the last event."""
         request = one.request
         try:
+            if request.trace is not None:
+                await self._take_saves(one)
             if request.declared is not None:
                 await self._take_results(one)
         except BaseException as error:
             request.error = request.error or error
         finally:
-            if request.error is not None:
+            if request.error is not None and request.trace is None:  # a block may fail at the end that it waited past
                 request.finish_reason = "error"
             self.core.uplink.release(one.keys)
             self._release(request)
@@ -373,6 +387,25 @@ class VllmRequestEngine:
             self._emit(one, finished_event(request))
             if self._released and not self._live:
                 self.release()
+
+    async def _take_saves(self, one: _Live) -> None:
+        """End the blocks of a request on rank 0, and fetch their saves."""
+        request, trace = one.request, one.request.trace
+        end = request.ending()
+        told = pickle.dumps(replace(end, hooks=RequestHooks(trace_key=trace.key)))
+        found = (await self.core.call_async("interp_end_trace", told))[0]
+        if found is None:
+            return
+        result = unpacked(found, None if self.core.tree is None else self.core.tree())
+        if result.error is not None and request.error is None:
+            request.error = exception_of(result.error)
+        request.saves = {trace.key: result.saves}
+        take_outer(trace, result.outer)
+        for name in ("steps", "reads", "edits", "nan_edits"):
+            setattr(trace.receipt, name, getattr(result.receipt, name))
+        trace.warnings += result.warnings
+        request.warnings += result.warnings
+        trace.stopped, trace.result = result.stopped, result.result
 
     async def _take_results(self, one: _Live) -> None:
         request = one.request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from ...core.sampling_params import SamplingParams
 from ...hooks.declared import Declared
 from ...hooks.monitors.monitor import ScoreRead
 from ...utils.arguments import PromptError
-from ..settings import KEY, OURS
+from ..settings import KEY, OURS, WHOLE
 
 MASK = "prompt_is_token_ids"
 """vLLM's field of a prompt of token ids and embeddings."""
@@ -99,7 +100,7 @@ def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: 
         logit_bias=params.logit_bias, allowed_token_ids=allowed,
         output_kind=kinds.RequestOutputKind.DELTA if follows(request) else kinds.RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=True if params.skip_reading_prefix_cache or not read_cache else None,
-        extra_args=None if hooks is None else {KEY: hooks},
+        extra_args=None if hooks is None else {KEY: hooks} | ({WHOLE: True} if request.trace is not None else {}),
     )  # fmt: skip
     if request.bad_words:
         made._bad_words_token_ids = [list(word) for word in request.bad_words]
@@ -118,6 +119,8 @@ def salt_of(request: Request, declared: Declared | None) -> str | None:
     they are bound to the prompt. One that counts from the prompt's end is another position for another prompt.
     """
     parts: list[str] = []
+    if request.trace is not None:  # its block may edit at any position
+        parts.append(f"block {secrets.token_hex(16)}")
     if request.cache_owner is not None:
         parts.append(f"owner {request.cache_owner}")
     if request.cache_salt is not None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from ...client.remote.remote_errors import exception_of
 from ...core.request import Request
 from ...core.step import RequestHooks
 from ...hooks.bound_hooks import KEPT
+from ..blocks import trace_on_wire
 from ..payloads import HookedOnWire, Sealer, TensorKey, TensorKeys, dumped, packed_tensor, version_of
 
 MAX_BYTES = 4 << 30
@@ -47,8 +49,9 @@ class Uplink:
         assert hooks is not None
         specs, tensors = self._pickled(hooks)
         told = HookedOnWire(
-            request.request_id, request.prompt_len, hooks.max_tokens, hooks.logits_from, hooks.vector_rows, specs
-        )
+            request.request_id, request.prompt_len, hooks.max_tokens, hooks.logits_from, hooks.vector_rows, specs,
+            None if hooks.trace_key is None else tuple(trace_on_wire(request, hooks.trace_key)),
+        )  # fmt: skip
         for key in tensors:
             self._used[key] = self._used.get(key, 0) + 1
         try:
@@ -62,6 +65,12 @@ class Uplink:
             self.release(list(tensors))
             raise
         return self._sealer.sealed(pickle.dumps(tuple(told), protocol=5)), list(tensors)
+
+    async def send_traces(self, payload: bytes) -> None:
+        """Make traces known to all ranks. Raises the error of a rank that cannot serve them."""
+        for failure in await self._call("interp_traces", self._sealer.sealed(payload)):
+            if failure is not None:
+                raise exception_of(pickle.loads(failure))
 
     def _pickled(self, hooks: RequestHooks) -> tuple[bytes, dict[TensorKey, torch.Tensor]]:
         """The specs of a request, and their tensors. Equal ones are pickled once."""

@@ -22,6 +22,7 @@ class StepBatch:
         ids: vLLM's, in the order of the batch.
         find: the request with hooks of such an id, with a row of the tables; or None.
         logits_site: number of the logits' site.
+        reads_all: whether all positions of a request have logits.
 
     Attributes:
         hooked: (place in the batch, request) of those with hooks.
@@ -33,7 +34,9 @@ class StepBatch:
         monitored: whether some request has monitors.
     """
 
-    def __init__(self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int) -> None:
+    def __init__(
+        self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int, reads_all: Callable[[str], bool],
+    ) -> None:  # fmt: skip
         self.ids = list(ids)
         self.found = [find(vllm_id) for vllm_id in ids]
         self.hooked = [(i, one) for i, one in enumerate(self.found) if one is not None]
@@ -43,7 +46,7 @@ class StepBatch:
         self.largest_records = np.array(
             [0 if one is None else one.layout.max_reserved_size for one in captures], dtype=np.int64
         )
-        self.all_logits = np.array([one is not None and one.reads_all_logits for one in self.found], dtype=np.bool_)
+        self.all_logits = np.array([reads_all(vllm_id) for vllm_id in ids], dtype=np.bool_)
         self.monitored = any(one.declared is not None and one.declared.hooks.monitors for _, one in self.hooked)
         self.touches_logits = any(one.touches(logits_site) for _, one in self.hooked)
         self._tokens = np.zeros(len(self.ids), dtype=np.int64)

@@ -20,6 +20,7 @@ from typing import Any
 from ...core.step import RequestEnd
 from ...hooks.captures.streamed import StreamedRows
 from ...utils.stage_times import TIMES
+from ..blocks import StepEnds
 from ..results import SCORES, AskedRows, SentScores, TensorBlock, host_name, send_at_once
 from .hooked_request import RankResult
 from .result_arena import ResultArena
@@ -50,10 +51,10 @@ class Egress:
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._accept, name="pymllm-interp-egress", daemon=True).start()
 
-    def tell(self, scores: SentScores) -> None:
-        """Send the scores of a step."""
+    def tell(self, found: SentScores | StepEnds) -> None:
+        """Send the scores of a step, or the requests with blocks that ended in it."""
         for answers in self._clients:
-            answers.tell(scores)
+            answers.tell(found)
 
     def close(self) -> None:
         """Stop accepting clients."""
@@ -115,15 +116,17 @@ class _Answers:
         else:
             future.add_done_callback(lambda done: (self._arrived.append((request_id, done)), self.flush()))
 
-    def tell(self, scores: SentScores) -> None:
-        """Send the scores of a step, before the results of requests that end after it."""
-        self._writer.submit(self._send_scores, scores)
+    def tell(self, found: SentScores | StepEnds) -> None:
+        """Send the findings of a step, before the results of requests that end after it."""
+        self._writer.submit(self._send_found, found)
 
-    def _send_scores(self, scores: SentScores) -> None:
-        if scores.copied is not None:
-            scores.copied.synchronize()
+    def _send_found(self, found: SentScores | StepEnds) -> None:
+        if isinstance(found, SentScores):
+            if found.copied is not None:
+                found.copied.synchronize()
+            found = found._replace(copied=None)
         block = TensorBlock()
-        pickled = block.dumped([(SCORES, scores._replace(copied=None))])
+        pickled = block.dumped([(SCORES, found)])
         with contextlib.suppress(OSError, ValueError):  # the client is gone
             self._connection.send((pickled, block.sent()))
 

@@ -7,11 +7,15 @@ import pickle
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...core.step import RequestHooks
 from ...hooks.bound_hooks import KEPT
+from ...wire.failures import failure_of
+from ..blocks import TraceOnWire
 from ..payloads import HookedOnWire, Sealer, TensorKey, loaded, unpacked_tensor
 from ..settings import KEY
+from .blocks.traces import RankTraces
 from .stage import RankStage
 
 logger = logging.getLogger(__name__)
@@ -22,7 +26,8 @@ class HooksOf:
 
     Args:
         stage: stage of the rank.
-        model: vLLM's model. A wrapper replaces its `compute_logits`, to serve the logits' site.
+        traces: blocks of the rank.
+        model: vLLM's model. Wrappers replace its `compute_logits`, to serve the logits' site, and its `forward`.
 
     Attributes:
         hidden: [tokens, hidden] of the pass under way, after the final norm.
@@ -30,8 +35,8 @@ class HooksOf:
         tensors: tensors of the requests' hooks, by key.
     """
 
-    def __init__(self, stage: RankStage, model: Any) -> None:
-        self.stage = stage
+    def __init__(self, stage: RankStage, model: Any, traces: RankTraces) -> None:
+        self.stage, self.traces = stage, traces
         self.hidden: Any = None
         self.expects_pass = False
         self.tensors: dict[TensorKey, Any] = {}
@@ -39,10 +44,24 @@ class HooksOf:
         self._specs: dict[bytes, tuple[Any, Any]] = {}  # by pickle
         self._compute = model.compute_logits
         model.compute_logits = self._logits
+        self._run = model.forward
+        model.forward = self._forward
+        self._logit_counts: list[int] = []
+        self._starts = np.zeros(1, dtype=np.int32)
+        stage.reads_all = self._reads_all
 
     def open(self, key: bytes) -> None:
         """Take requests that were sealed with this key."""
         self._sealer = Sealer(key)
+
+    def open_traces(self, sealed: bytes) -> bytes | None:
+        """Make the traces of a client's ``with`` known. Returns the pickled `Failure` of traces that this rank cannot serve."""
+        assert self._sealer is not None, "`open` comes before"
+        try:
+            self.traces.open(self._sealer.opened(sealed))
+        except Exception as error:
+            return pickle.dumps(failure_of(error))
+        return None
 
     def put(self, packed: list[Any]) -> None:
         """Keep tensors."""
@@ -60,6 +79,7 @@ class HooksOf:
         """Requests that have finished, and new ones."""
         for vllm_id in scheduled.finished_req_ids:
             self.stage.remove(vllm_id)
+            self.traces.remove(vllm_id)
         for vllm_id in scheduled.preempted_req_ids or ():
             self.stage.preempted(vllm_id)
         for new in scheduled.scheduled_new_reqs:
@@ -70,7 +90,12 @@ class HooksOf:
             if self._sealer is None:
                 raise PermissionError("this rank has no client that may send hooks: start vLLM by LM(engine='vllm')")
             told = HookedOnWire(*pickle.loads(self._sealer.opened(bytes(sealed))))
+            if told.trace is not None:
+                wire = TraceOnWire(*told.trace)
+                self.traces.add(new.req_id, told.request_id, new.prompt_token_ids, wire)
             specs = self._specs_of(told.specs)
+            if not any(specs):
+                continue
             hooks = RequestHooks(*specs, told.max_tokens, told.logits_from, vector_rows=told.vector_rows)
             self.stage.add(new.req_id, told.request_id, hooks, told.prompt_len)
 
@@ -83,8 +108,45 @@ class HooksOf:
             found = self._specs[pickled] = loaded(pickled, self.tensors)
         return found
 
+    def _reads_all(self, vllm_id: str) -> bool:
+        """Whether all positions of a request have logits: its block, or its captures, may read them."""
+        return self.traces.reads_all_logits(vllm_id) or self.stage.reads_all_logits(vllm_id)
+
+    def begin_blocks(self, ids: list[str], counts: list[int], first: list[int]) -> None:
+        """Run new blocks of a step's requests until they wait, before its inputs are laid out.
+
+        Args:
+            counts, first: token rows, and first position, of each.
+        """
+        self._logit_counts = []
+        if self.traces.knows_any:
+            self._logit_counts = [
+                count if self._reads_all(vllm_id) else 1 for vllm_id, count in zip(ids, counts, strict=True)
+            ]
+            self.traces.begin(ids, counts, first, self._logit_counts)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's model: by modules where blocks wait for one, and else its own forward."""
+        hidden = self._by_modules(kwargs["input_ids"], kwargs["positions"]) if self.traces.own_pass else None
+        return self._run(*args, **kwargs) if hidden is None else hidden
+
+    def _by_modules(self, input_ids: Any, positions: Any) -> Any:
+        """Hidden states [tokens, hidden] of the step's pass with its blocks; None if it has failed."""
+        tokens = np.concatenate([
+            np.arange(stop - rows, stop, dtype=np.int64)
+            for rows, stop in zip(self._logit_counts, self._starts[1:].tolist(), strict=True)
+        ])  # fmt: skip
+        count, stage = int(self._starts[-1]), self.stage
+        ops = None if stage.step is None else stage.ops
+        if stage.step is not None and stage.static is not None:
+            ops = ops or stage.static.first_rows(count)
+        hidden = self.traces.run_pass(input_ids[:count], positions[:count], self._starts, ops, tokens)
+        self.stage.by_modules = hidden is not None
+        return hidden
+
     def begin(self, req_ids: list[str], starts: np.ndarray, computed: np.ndarray, mode: str) -> None:
         """Begin a step, see `RankStage.begin`."""
+        self._starts, self.traces.mode = starts, mode
         self.stage.begin(req_ids, starts, computed, mode)
 
     def end(self) -> None:
@@ -103,8 +165,22 @@ class HooksOf:
 
         return get_forward_context().cudagraph_runtime_mode.name.lower()
 
+    def _logits_of_modules(self, sampled: Any) -> Any:
+        """The logits [requests, vocab] of a pass by modules. Ranks that follow do not choose tokens, and have zeros."""
+        logits = self.traces.logits
+        if logits is None:
+            return sampled.new_zeros(len(sampled), self.stage.model.num_logits)
+        rows = logits[torch.from_numpy(np.cumsum(self._logit_counts) - 1).to(logits.device)]
+        if (step := self.stage.step) is not None and step.batch.touches_logits:
+            self.stage.stage.capture_logits(step, logits, rows)
+        return rows
+
     def _logits(self, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, self.hidden = self.hidden, None
         if hidden is None:
             return self._compute(sampled, *args, **kwargs)
-        return self.stage.logits(lambda rows: self._compute(rows, *args, **kwargs), hidden, sampled)
+        if self.traces.ran:
+            logits = self._logits_of_modules(sampled)
+        else:
+            logits = self.stage.logits(lambda rows: self._compute(rows, *args, **kwargs), hidden, sampled)
+        return logits if logits is None else self.traces.sample_from(logits)

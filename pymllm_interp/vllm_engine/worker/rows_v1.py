@@ -50,6 +50,11 @@ class RowsOfV1:
         if self.interp is not None:
             self.interp.take(scheduler_output)
         found = super()._update_states(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.interp is not None and scheduler_output.total_num_scheduled_tokens:
+            batch: Any = self.input_batch  # pyright: ignore[reportAttributeAccessIssue]
+            ids, scheduled = batch.req_ids[: batch.num_reqs], scheduler_output.num_scheduled_tokens
+            first = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+            self.interp.begin_blocks(ids, [scheduled[one] for one in ids], first)
         if self.interp is not None and self.interp.stage.device.type == "cpu":
             keep_noise_back(self.input_batch.generators)  # pyright: ignore[reportAttributeAccessIssue]
         return found
@@ -62,10 +67,29 @@ class RowsOfV1:
         batch: Any = runner.input_batch  # pyright: ignore[reportAttributeAccessIssue]
         count = batch.num_reqs
         starts = runner.query_start_loc.np[: count + 1]  # pyright: ignore[reportAttributeAccessIssue]
-        own.begin(batch.req_ids[:count], starts, batch.num_computed_tokens_cpu[:count], f"vllm V1 {own.graph_mode()}")
-        hidden = forward(*args, **kwargs)
-        own.hidden = hidden
+        mode = "modules" if own.traces.own_pass else own.graph_mode()
+        own.begin(batch.req_ids[:count], starts, batch.num_computed_tokens_cpu[:count], f"vllm V1 {mode}")
+        own.hidden = hidden = forward(*args, **kwargs)
         return hidden
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.interp
+        if own is not None and own.traces.own_pass:
+            kwargs["force_eager"] = True
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._sample(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.interp is not None and self.interp.traces.busy:
+            found.sampled_token_ids = self.interp.traces.sampled(found.sampled_token_ids[:, 0])[:, None]
+        return found
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().sample_tokens(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            if self.interp is not None:
+                self.interp.traces.end()
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         own = self.interp

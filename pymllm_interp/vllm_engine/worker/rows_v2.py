@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .hooks_of import HooksOf
+
+
+class _NoGraphs:
+    """A runner's CUDA graphs in a step that runs without any.
+
+    Args:
+        graphs: vLLM's `CudaGraphManager`.
+    """
+
+    def __init__(self, graphs: Any) -> None:
+        self._graphs = graphs
+
+    def dispatch(self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's description of the step's pass, without a graph and its padding."""
+        found = self._graphs.dispatch(num_reqs, num_tokens, *args, **kwargs)
+        return replace(found, cg_mode=type(found.cg_mode).NONE, num_reqs=num_reqs, num_tokens=num_tokens)
 
 
 class RowsOfV2:
@@ -15,26 +32,42 @@ class RowsOfV2:
     """
 
     interp: HooksOf | None = None
+    cudagraph_manager: Any
+    _graphs: Any = None
 
     def finish_requests(self, scheduler_output: Any) -> Any:
         if self.interp is not None:
             self.interp.take(scheduler_output)
         return super().finish_requests(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def gather_batch_req_state(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super().gather_batch_req_state(scheduler_output, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        own, state = self.interp, found[0]
+        if own is not None and state is not None:
+            counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+            first = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            first |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+            ids = list(state.req_ids)
+            own.begin_blocks(ids, [counts[one] for one in ids], [first[one] for one in ids])
+            if own.traces.own_pass:
+                self._graphs, self.cudagraph_manager = self.cudagraph_manager, _NoGraphs(self.cudagraph_manager)
+        return found
+
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        self._take_graphs_back()
         batch: Any = super().prepare_inputs(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         own = self.interp
         if own is not None:
             given = (*args, *kwargs.values())
             mode = next((name for one in given if (name := getattr(getattr(one, "cg_mode", None), "name", ""))), "NONE")
             count = len(batch.req_ids)
-            own.begin(
-                batch.req_ids,
-                batch.query_start_loc_np[: count + 1],
-                batch.num_computed_tokens_np,
-                f"vllm V2 {mode.lower()}",
-            )
+            mode = f"vllm V2 {'modules' if own.traces.own_pass else mode.lower()}"
+            own.begin(batch.req_ids, batch.query_start_loc_np[: count + 1], batch.num_computed_tokens_np, mode)
         return batch
+
+    def _take_graphs_back(self) -> None:
+        if self._graphs is not None:
+            self.cudagraph_manager, self._graphs = self._graphs, None
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         own = self.interp
@@ -46,6 +79,7 @@ class RowsOfV2:
         try:
             return run(scheduler_output, *args, **kwargs)
         except BaseException:
+            self._take_graphs_back()
             own.idle()
             raise
 
@@ -56,6 +90,11 @@ class RowsOfV2:
             return run(hidden_states, *args, **kwargs)
         own.hidden = hidden_states
         try:
-            return run(hidden_states, *args, **kwargs)
+            found = run(hidden_states, *args, **kwargs)
+            if own.traces.busy:
+                sampled = found[0].sampled_token_ids
+                sampled[:, 0] = own.traces.sampled(sampled[:, 0])
+            return found
         finally:
             own.end()
+            own.traces.end()

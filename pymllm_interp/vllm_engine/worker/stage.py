@@ -115,13 +115,15 @@ class RankStage:
         self._read: deque[HookedRequest] = deque()  # results were asked for: a row may be free
         self._known: dict[str, HookedRequest] = {}  # by vLLM's id
         self._by_own_id: dict[str, HookedRequest] = {}
-        self._ops: Any = None
-        self._step: VllmStep | None = None
+        self.ops: Any = None
+        self.step: VllmStep | None = None
         self._batch: StepBatch | None = None
         self._calls_before = 0
         self._marked = (0.0, 0.0)
         self._held = False
         self.static = self.stage.table_ops
+        self.reads_all: Callable[[str], bool] = self.reads_all_logits  # blocks may read more
+        self.by_modules = False  # the pass under way called no tap: its modules have met all rows
         self.tell_scores: Callable[[SentScores], None] | None = None  # of the client, on rank 0
 
     # -- requests ----------------------------------------------------------------------------
@@ -129,7 +131,7 @@ class RankStage:
     @property
     def busy(self) -> bool:
         """Whether a request with hooks is known, or rows of the last pass have owners."""
-        return bool(self._known) or self._step is not None or self.buffers.used > 0
+        return bool(self._known) or self.step is not None or self.buffers.used > 0
 
     def add(self, vllm_id: str, request_id: str, hooks: RequestHooks, prompt_len: int) -> None:
         """A request with hooks enters, or comes back after a preemption."""
@@ -142,6 +144,11 @@ class RankStage:
                 found.declared.captures = None
             self._known[vllm_id] = self._by_own_id[request_id] = found
             self._close_batch()
+
+    def reads_all_logits(self, vllm_id: str) -> bool:
+        """Whether logits of all positions of a request are computed for its captures."""
+        found = self._live(vllm_id)
+        return found is not None and found.reads_all_logits
 
     def remove(self, vllm_id: str) -> None:
         """vLLM forgets a request. Its row waits for the client to ask for the results."""
@@ -299,7 +306,7 @@ class RankStage:
             computed: [at least reqs], first position of each.
             mode: execution mode of the pass.
         """
-        self.num_steps += 1
+        self.num_steps, self.by_modules = self.num_steps + 1, False
         if not self.busy:
             return
         self._mark("step: between steps")
@@ -310,14 +317,14 @@ class RankStage:
             self._close_batch()
             with TIMES.of("step: rows of new requests"):
                 self._take_rows(req_ids)
-            batch = self._batch = StepBatch(req_ids, self._live, self._logits_site)
+            batch = self._batch = StepBatch(req_ids, self._live, self._logits_site, self.reads_all)
         if not batch.hooked:
             self.idle()
             return
-        step = self._step = step_of(batch, starts, computed, mode)
+        step = self.step = step_of(batch, starts, computed, mode)
         self._calls_before = self.calls
         if not self.in_tables:
-            self._ops = self.stage.site_ops(step, step.num_tokens, False)
+            self.ops = self.stage.site_ops(step, step.num_tokens, False)
             self._mark()
             return
         records = None
@@ -329,7 +336,7 @@ class RankStage:
         with TIMES.of("step: fill the tables"):
             self.buffers.fill(step.owners, step.positions, records)
         if batch.touches_logits:
-            self._ops = self.stage.logit_table_ops(step, step.num_tokens)
+            self.ops = self.stage.logit_table_ops(step, step.num_tokens)
         self._mark()
 
     def _mark(self, stage: str | None = None) -> None:
@@ -376,7 +383,7 @@ class RankStage:
         """The next pass is not one of requests with hooks: a dummy one, or plain."""
         with self.lock:
             self._close_batch()
-        self._step, self._ops = None, None
+        self.step, self.ops = None, None
         if self.in_tables:
             self.buffers.clear()
         self._let_go()
@@ -389,7 +396,7 @@ class RankStage:
             hidden: [tokens, hidden] of all token rows.
             sampled: [reqs, hidden], the rows that are sampled from.
         """
-        step = self._step
+        step = self.step
         if step is None or not step.batch.touches_logits:
             return compute(sampled)
         if not step.samples_only:
@@ -397,8 +404,8 @@ class RankStage:
         logits = compute(sampled)
         if logits is None:  # the head's rows are gathered on another rank
             return None
-        if self._ops is not None:
-            logits = self._ops.at(self._logits_site, logits[None])[0]
+        if self.ops is not None:
+            logits = self.ops.at(self._logits_site, logits[None])[0]
         rows = logits if step.samples_only else logits[torch.tensor(step.sample_rows, device=logits.device)]
         if not self.rank:
             self.stage.capture_logits(step, logits, rows)
@@ -406,7 +413,7 @@ class RankStage:
 
     def end(self) -> None:
         """A step was launched: its captured states may leave the device."""
-        step = self._step
+        step = self.step
         if step is None:
             self._let_go()
             return
@@ -419,8 +426,9 @@ class RankStage:
         if self._stream is not None:
             self._launched = torch.cuda.Event()
             self._launched.record()
-        step.batch.count(step.counts, step.mode, 0 if self.in_tables else self.calls - self._calls_before)
-        self._step, self._ops = None, None
+        calls = 0 if self.in_tables else self.calls - self._calls_before
+        step.batch.count(step.counts, step.mode, self.taps if self.by_modules else calls)
+        self.step, self.ops = None, None
         self._let_go()
         self._mark()
 
@@ -456,7 +464,7 @@ class RankStage:
             edit_pair(delta, stream, residual_add, self.static.tables, self.static.token_rows, self.buffers.seen)
             return
         self.calls += 1
-        ops = self._ops
+        ops = self.ops
         if ops is not None:
             pair_on_host(delta, stream, residual_add, ops)
 
@@ -487,5 +495,5 @@ class RankStage:
             edit_state(rows, site, self.static.tables, self.static.token_rows, self.buffers.seen)
             return
         self.calls += 1
-        if self._ops is not None:
-            at_site(rows, site, self._ops)
+        if self.ops is not None:
+            at_site(rows, site, self.ops)

@@ -6,13 +6,16 @@ Each is vLLM's own worker of the platform. Its runner, whichever vLLM chose, get
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from typing import Any
 
 import torch
 
 from ... import __version__
+from ...config import ModelConfig
 from ...models.weights.model_state import checksum
+from ...models.weights.source import load_tokenizer, resolve_model
 from ...utils.stage_times import TIMES
 from ..faults import told
 from ..payloads import TensorKey
@@ -22,6 +25,7 @@ from ..settings import KEY, served_spec, server_config_of
 from ..structures import structure_of
 from ..versions import installed_version
 from . import op
+from .blocks.traces import RankTraces
 from .egress import Egress
 from .hooks_of import HooksOf
 from .readout import VllmReadout
@@ -82,7 +86,12 @@ class InterpWorker:
         if os.environ.get(WITHOUT_OP) != "1":
             within = stage.in_tables and config.additional_config[KEY]["taps"] == "norm"
             put_taps(structure, op.register(stage), within)
-        self.model_runner.interp = HooksOf(stage, model)
+        named = ModelConfig(model=config.model_config.model, load_format="dummy")
+        traces = RankTraces(
+            model, config.model_config.hf_config, spec, device, _tensor_parallel_group, settings,
+            lambda: load_tokenizer(resolve_model(named, quantised=True)),
+        )  # fmt: skip
+        self.model_runner.interp = HooksOf(stage, model, traces)
         sys.setswitchinterval(SWITCH_SECONDS)
         return found
 
@@ -96,7 +105,7 @@ class InterpWorker:
         if self.rank == 0 and self.egress is None:
             own = self._hooks.stage
             self.egress = Egress(key, own.finish, own.rows, own.arena)
-            self._hooks.stage.tell_scores = self.egress.tell
+            own.tell_scores = self._hooks.traces.tell = self.egress.tell
         return {
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
             "address": None if self.egress is None else self.egress.address,
@@ -111,6 +120,14 @@ class InterpWorker:
     def interp_drop(self, keys: list[TensorKey]) -> None:
         """Forget tensors."""
         self._hooks.drop(keys)
+
+    def interp_traces(self, sealed: bytes) -> bytes | None:
+        """Make blocks known, before the requests that name them. Returns a pickled `Failure` of this rank, or None."""
+        return self._hooks.open_traces(sealed)
+
+    def interp_end_trace(self, end: bytes) -> bytes | None:
+        """The outcome of an ended request's blocks (`blocks.packed`), from rank 0."""
+        return self._hooks.traces.finish(pickle.loads(end))
 
     def interp_checksum(self) -> int:
         """A checksum of this rank's weights."""
@@ -131,6 +148,12 @@ class InterpWorker:
             "results: kept": {"bytes": arena.kept}, "results: live": {"bytes": arena.live}
         }  # fmt: skip
         return TIMES.taken() | memory if TIMES.on else {}
+
+
+def _tensor_parallel_group() -> Any:
+    from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
+
+    return get_tp_group()
 
 
 def _checksum_of(parameter: torch.Tensor) -> int:

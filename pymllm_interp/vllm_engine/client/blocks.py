@@ -1,0 +1,56 @@
+"""Refusals of blocks that vLLM's passes cannot serve, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...client.facts import ModelFacts
+from ...core.request import Request
+from ...hooks.traces.blocks.trace import RequestTrace
+from ...hooks.traces.syntax.pass_options import NONE
+from ..refusals import VllmRefusalError
+from ..settings import OURS
+from ..structures import why_without_blocks
+
+
+def check_blocks(facts: ModelFacts, traces: Sequence[RequestTrace]) -> None:
+    """Refuse traces that cannot run.
+
+    Raises:
+        VllmRefusalError: the message names the reason.
+    """
+    if (why := why_without_blocks(facts.hf_config)) is not None:
+        raise VllmRefusalError(why)
+    for holds, what in (
+        (any(trace.grad for trace in traces), "gradients: vLLM's kernels have no derivatives"),
+        (any(trace.options is not NONE for trace in traces), "transformers' own attention, and its attention weights"),
+        (
+            any(trace.gang or trace.padded for trace in traces),
+            "prompts that run in the same steps (a barrier, names of another invoke, padding, or an invoke without a prompt): "
+            "vLLM's scheduler decides which requests share a step",
+        ),
+        (
+            any(trace.on_step is not None for trace in traces),
+            "on_step: saved values leave the ranks when a request ends",
+        ),
+    ):
+        if holds:
+            raise VllmRefusalError(f"with engine='vllm' a block has no {what}. {OURS}")
+
+
+def check_traced(request: Request) -> None:
+    """Refuse a traced request that only our own engine serves.
+
+    Raises:
+        VllmRefusalError: the message names the reason.
+    """
+    trace: Any = request.trace
+    if len(trace.request_ids) > 1:
+        raise VllmRefusalError(f"with engine='vllm' a block sees one prompt: give each an invoke. {OURS}")
+    if request.stop_checker is not None:
+        raise VllmRefusalError(
+            f"with engine='vllm' a request with a block ends at stop_token_ids, not at texts (stop=...). {OURS}"
+        )
+    if request.monitors is not None and request.monitors.stops:
+        raise VllmRefusalError(f"with engine='vllm' monitors do not end a request with a block. {OURS}")

@@ -1,0 +1,378 @@
+"""Blocks between the modules of vLLM's passes, on rank 0: values, edits, loops and errors are our own engine's."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import parity_scripts as scripts
+import pytest
+import torch
+from fuzz.traces import Traced
+from helpers_vllm import WIDTH, assert_close_tensor, needs_vllm, own_lm, prompt, save_model, vector, vllm_lm
+
+from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp.hooks.traces.blocks.errors import EditError, TraceTimeoutError
+from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
+from pymllm_interp.vllm_engine.refusals import VllmRefusalError
+from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
+
+pytestmark = needs_vllm
+SHORT = 4.0
+"""Seconds after which a block is ended, in one case."""
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "llama, chunks of 40": ("llama", {"max_num_tokens": 40, "trace_step_timeout": SHORT}, {}),
+    "qwen3, two ranks": ("qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2}, TWO_RANKS),
+    "mixtral, two ranks": ("mixtral", {"max_num_tokens": 64, "tensor_parallel_size": 2}, TWO_RANKS),
+    "gemma2, compiled": ("gemma2", {"disable_cuda_graph": False, "max_num_tokens": 64}, {}),
+    "llama, device tables, in the norms": (
+        "llama", {"max_num_tokens": 64}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
+    ),
+    "llama, V2 runner": ("llama", {"max_num_tokens": 40}, {"TRITON_INTERPRET": "1"}),
+}  # fmt: skip
+V2 = "VLLM_USE_V2_MODEL_RUNNER"
+PROMPTS = [prompt(9, 1), prompt(33, 2), prompt(1, 3), prompt(17, 4)]
+
+
+NIGHTLY = {"mixtral, two ranks", "llama, device tables, in the norms"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in NIGHTLY else ()) for name in CASES],
+)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LM, LM]]:
+    """vLLM, whose blocks never run after their requests, and our own engine over the same weights."""
+    if ("V2" in request.param) != (os.environ.get(V2) == "1"):
+        pytest.skip(
+            f"vLLM asks for Triton when it is imported: make test-vllm runs this with {V2}={int('V2' in request.param)}"
+        )
+    family, options, environment = CASES[request.param]
+    folder = save_model(family, tmp_path_factory.mktemp("blocks"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        with vllm_lm(folder, lower_traces="off", **options) as lm, own_lm(folder) as oracle:
+            yield lm, oracle
+
+
+def same(found: Any, wanted: Any, what: str = "") -> None:
+    """Equal nests of tensors, within the tolerance."""
+    if isinstance(wanted, torch.Tensor):
+        assert_close_tensor(found, wanted, what)
+        if not wanted.is_floating_point():
+            assert torch.equal(found, wanted), what
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            same(found[name], wanted[name], f"{what}.{name}")
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), what
+        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            same(one, other, f"{what}[{i}]")
+    else:
+        assert found == (pytest.approx(wanted, rel=1e-4) if isinstance(wanted, float) else wanted), what
+
+
+def runner_of(lm: LM) -> str:
+    backend: Any = lm.backend
+    return backend.core.ranks[0]["runner"]
+
+
+def read(lm: LM, ids: list[int]) -> Any:
+    """Values at all kinds of places, in the order of the pass."""
+    layer = lm.model.layers[1]
+    found: dict[str, Any] = {}
+    with lm.trace(ids):
+        found = dict().save()
+        found["embed"] = lm.model.embed_tokens.output
+        found["rotary"] = lm.model.rotary_emb.output
+        found["in"] = layer.input
+        found["norm"] = layer.input_layernorm.output
+        found["q"] = layer.self_attn.q_proj.output
+        found["k"] = layer.self_attn.k_proj.output
+        found["v"] = layer.self_attn.v_proj.output
+        found["z"] = layer.self_attn.o_proj.input
+        found["attention"] = layer.self_attn.output[0]
+        found["mlp in"] = layer.mlp.input
+        found["mlp"] = layer.mlp.output
+        found["out"] = layer.output
+        found["lens"] = lm.lm_head(lm.model.norm(layer.output))
+        found["again"] = layer.mlp(layer.output)
+        found["last"] = lm.model.layers[-1].output
+        found["final"] = lm.model.norm.output
+        found["head"] = lm.lm_head.output
+        found["logits"] = lm.output.logits
+        found["step"] = lm.logits
+    return found
+
+
+def edit(lm: LM, ids: list[int]) -> Any:
+    """Edits by assignment, in place, of inputs, of parts of products; a skip; and what follows from them."""
+    layers, added = lm.model.layers, vector(3)
+    with lm.trace(ids):
+        layers[0].output[:, -1] += added
+        layers[1].self_attn.q_proj.output *= 0.5
+        layers[1].self_attn.o_proj.input[..., :32] = 0
+        layers[1].mlp.output = layers[1].mlp.output * 2
+        layers[2].mlp.skip(layers[2].mlp.input * 0.1)
+        layers[3].input = layers[3].input + added
+        hidden = layers[3].output.save()
+        if hidden.sum() > 1e9:  # its value decides what runs
+            hidden[:] = 0
+        logits = lm.output.logits.save()
+    return hidden, logits
+
+
+def generation(lm: LM, ids: list[int]) -> Any:
+    """Loops over steps: values of each, edits of some, a forced token, and the result."""
+    layers, added = lm.model.layers, vector(4)
+    with lm.generate(ids, max_new_tokens=6, temperature=0, ignore_eos=True) as tracer:
+        states, tokens = list().save(), list().save()
+        for step in tracer.iter[:]:
+            states.append(layers[1].self_attn.v_proj.output)
+            if step in (1, 3):
+                layers[2].output[:] += added
+            if step == 4:
+                lm.logits[:] = lm.logits.flip(-1)
+            if step == 2:
+                lm.samples = torch.full_like(lm.samples, 5)
+            else:
+                tokens.append(lm.samples)
+        result = tracer.result.save()
+    return states, tokens, result
+
+
+def few_steps(lm: LM, ids: list[int]) -> Any:
+    """A block that waits for one step of six: the others run as without it."""
+    with lm.generate(ids, max_new_tokens=6, temperature=0, ignore_eos=True) as tracer:
+        for _ in tracer.iter[3:4]:
+            state = lm.model.layers[2].output.save()
+    return state
+
+
+BLOCKS = [read, edit, generation, few_steps]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+def test_a_block_sees_and_changes_what_it_does_in_our_engine(block: Any, engines: tuple[LM, LM]) -> None:
+    lm, oracle = engines
+    for ids in PROMPTS[:3]:
+        same(block(lm, ids), block(oracle, ids), block.__name__)
+
+
+SCRIPTS = [
+    scripts.plain, scripts.read_root, scripts.edit_root, scripts.assign_root, scripts.fill_root, scripts.several_edits,
+    scripts.saved_then_edited, scripts.generate_all_steps, scripts.generate_all, scripts.generate_without_iter,
+    scripts.generate_forced, scripts.stop_early, scripts.stop_generation, scripts.step_logits, scripts.identity_edits,
+    scripts.logit_lens, scripts.logit_lens_while_generating, scripts.call_of_projection, scripts.skip_layer, scripts.skip_mlp,
+    scripts.skip_attention, scripts.no_skip, scripts.skip_at_every_step, scripts.edited_copy, scripts.edited_generation,
+    scripts.branches, scripts.handlers, scripts.functions, scripts.reads_in_a_function, scripts.saved_values,
+    scripts.negative_and_sliced_layers, scripts.heads_of_z, scripts.heads_of_q, scripts.flat_heads_of_q, scripts.reshaped_k,
+    scripts.sequential_loops, scripts.break_and_else, scripts.source_of_mlp, scripts.cache_some, scripts.call_with_hook,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_nnsights_scripts_give_what_they_do_in_our_engine(script: Any, engines: tuple[LM, LM]) -> None:
+    lm, oracle = engines
+    if lm.hf_config.model_type not in ("llama", "qwen3"):
+        pytest.skip("the scripts name Llama's modules")
+    same(script(lm, PROMPTS[3]), script(oracle, PROMPTS[3]), script.__name__)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_blocks_are_our_engines(seed: int, engines: tuple[LM, LM]) -> None:
+    """The grammar of tests/fuzz: reads and edits at random places of each step."""
+    lm, oracle = engines
+    job = Traced.random(random.Random(seed), lm.model_spec)
+    job.fault, job.ops, job.captures = "", [], []
+    job.prompt = [token % 97 for token in job.prompt]
+    same(played(job, lm), played(job, oracle), str(job))
+
+
+def played(job: Traced, lm: LM) -> list[torch.Tensor]:
+    return (job.generation if job.new_tokens else job.forward)(lm, {})["seen"]
+
+
+def test_only_the_steps_that_a_block_waits_for_run_by_modules(engines: tuple[LM, LM]) -> None:
+    lm, _ = engines
+    with lm.generate(PROMPTS[0], max_new_tokens=6, temperature=0, ignore_eos=True) as tracer:
+        for _ in tracer.iter[3:4]:
+            lm.model.layers[2].output.save()
+    steps = tracer.receipt.steps
+    assert steps.pop(f"vllm {runner_of(lm)} modules") == 1 and sum(steps.values()) == 5
+    with lm.generate(PROMPTS[0], max_new_tokens=3, temperature=0, ignore_eos=True) as tracer:
+        for _ in tracer.iter[:]:
+            lm.logits[:] *= 0.5
+    assert f"vllm {runner_of(lm)} modules" not in tracer.receipt.steps and tracer.receipt.edits == 3
+
+
+def test_many_requests_at_once_are_each_their_own(engines: tuple[LM, LM]) -> None:
+    """Blocks, declared requests and plain ones of many threads in the same steps; prompts that wait for room."""
+    lm, oracle = engines
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    jobs = [(block, ids) for block in BLOCKS for ids in PROMPTS]
+    wanted = [block(oracle, ids) for block, ids in jobs]
+    options: dict[str, Any] = {
+        "interventions": [[Steer("resid_post.1", vector(5), 2.0)], None, [Steer("mlp_out.2", vector(6))], None],
+        "capture": [["resid_post.2", "logits"], None, [Capture("resid_mid.1", reduce="mean")], ["attn_out.3"]],
+    }
+    with ThreadPoolExecutor(10) as pool:
+        declared = [pool.submit(lm.generate, PROMPTS, params, **options) for _ in range(3)]
+        plain = [pool.submit(lm.generate, PROMPTS, params) for _ in range(2)]
+        found = [pool.submit(block, lm, ids) for block, ids in jobs]
+        for one, other, (block, _) in zip(found, wanted, jobs, strict=True):
+            same(one.result(300), other, block.__name__)
+    expected = oracle.generate(PROMPTS, params, **options)
+    for handle in declared:
+        for one, other in zip(handle.result(300), expected, strict=True):
+            assert one.outputs[0].token_ids == other.outputs[0].token_ids
+            for site in other.outputs[0].activations or ():
+                assert_close_tensor(one.outputs[0].activations[site], other.outputs[0].activations[site], site)
+            assert one.receipt is None or one.receipt.interventions == other.receipt.interventions
+    tokens = [out.outputs[0].token_ids for out in oracle.generate(PROMPTS, params)]
+    for handle in plain:
+        assert [out.outputs[0].token_ids for out in handle.result(300)] == tokens
+
+
+def test_invokes_of_one_with_and_what_is_saved_above_them(engines: tuple[LM, LM]) -> None:
+    found = []
+    for lm in engines:
+        with lm.generate(max_new_tokens=3, temperature=0, ignore_eos=True) as tracer:
+            states = list().save()
+            for i, ids in enumerate(PROMPTS[:2]):
+                with tracer.invoke(ids):
+                    states.append((i, lm.model.layers[1].self_attn.o_proj.input[:, -1]))
+        found.append(sorted(states, key=lambda entry: entry[0]))
+    same(*found)
+
+
+def test_a_block_beside_declared_hooks_of_its_own_request(engines: tuple[LM, LM]) -> None:
+    found = []
+    for lm in engines:
+        options: dict[str, Any] = {
+            "interventions": [Steer("resid_post.1", vector(5), 2.0)],
+            "capture": ["resid_post.2"],
+        }
+        with lm.trace(PROMPTS[1], **options) as tracer:
+            lm.model.layers[2].output[:, 0] = 1
+            state = lm.model.layers[3].self_attn.k_proj.output.save()
+        found.append((state, tracer.activations["resid_post.2"]))
+    same(*found)
+
+
+def test_a_stop_ends_the_generation(engines: tuple[LM, LM]) -> None:
+    found = []
+    for lm in engines:
+        with lm.generate(PROMPTS[0], max_new_tokens=20, temperature=0, ignore_eos=True) as tracer:
+            states = list().save()
+            for step in tracer.iter[:]:
+                states.append(lm.model.layers[1].output[:, -1])
+                if step == 2:
+                    tracer.stop()
+        found.append(states)
+    same(*found)
+
+
+def test_end_of_sequence_is_the_last_step_that_a_block_sees(engines: tuple[LM, LM]) -> None:
+    _, oracle = engines
+    tokens = (
+        oracle.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
+        .outputs[0]
+        .token_ids
+    )
+    found = []
+    for model in engines:
+        with model.generate(PROMPTS[1], max_new_tokens=20, temperature=0, stop_token_ids=[tokens[3]]) as tracer:
+            states = list().save()
+            for _ in tracer.iter[:]:
+                states.append(model.model.layers[1].output[:, -1])
+        found.append(states)
+    same(*found)
+
+
+def test_an_error_of_a_block_is_its_requests_alone(engines: tuple[LM, LM]) -> None:
+    lm, _ = engines
+    wanted = read(engines[1], PROMPTS[0])
+
+    def wrong_shape() -> None:
+        with lm.trace(PROMPTS[1]):
+            lm.model.layers[1].output = lm.model.layers[1].output[:, :-1]
+
+    def raises() -> None:
+        with lm.generate(PROMPTS[1], max_new_tokens=4, ignore_eos=True):
+            lm.model.layers[1].output.save()
+            raise KeyError("mine")
+
+    def too_late() -> None:
+        with lm.trace(PROMPTS[1]):
+            lm.model.layers[2].output.save()
+            lm.model.layers[1].output.save()
+
+    def wrong_token() -> None:
+        with lm.generate(PROMPTS[1], max_new_tokens=4, ignore_eos=True):
+            lm.samples = torch.full_like(lm.samples, 10**6)
+
+    with ThreadPoolExecutor(8) as pool:
+        beside = [pool.submit(read, lm, PROMPTS[0]) for _ in range(3)]
+        for failing, error in (
+            (wrong_shape, EditError), (raises, KeyError), (too_late, OutOfOrderError), (wrong_token, ValueError)
+        ):  # fmt: skip
+            with pytest.raises(error):
+                pool.submit(failing).result(300)
+        for one in beside:
+            same(one.result(300), wanted)
+
+
+def test_a_block_that_overruns_is_ended(engines: tuple[LM, LM]) -> None:
+    lm, oracle = engines
+    backend: Any = lm.backend
+    if backend.core.config.additional_config["pymllm_interp"]["trace_step_timeout"] != SHORT:
+        pytest.skip("one engine has a short time limit")
+    with pytest.raises(TraceTimeoutError, match=f"more than trace_step_timeout={SHORT}"), lm.trace(PROMPTS[1]):
+        lm.model.layers[1].output.save()
+        while True:
+            pass
+    same(read(lm, PROMPTS[0]), read(oracle, PROMPTS[0]))
+
+
+def test_persistent_edits_follow_a_block(engines: tuple[LM, LM]) -> None:
+    found = []
+    for lm in engines:
+        with lm.edit() as (_, edited):
+            lm.model.layers[1].output[:] *= 1.5
+        with edited.trace(PROMPTS[0]):
+            state = edited.model.layers[2].output.save()
+        found.append((state, edited(PROMPTS[0]).logits))
+    same(*found)
+
+
+def test_what_no_block_has_is_refused_by_name(engines: tuple[LM, LM]) -> None:
+    lm, _ = engines
+    with pytest.raises(VllmRefusalError, match="no gradients"), lm.trace(PROMPTS[0]):
+        lm.model.layers[1].output.requires_grad_()
+        lm.lm_head.output.sum().backward()
+    with pytest.raises(VllmRefusalError, match="same steps"), lm.trace() as tracer:
+        barrier = tracer.barrier(2)
+        for ids in PROMPTS[:2]:
+            with tracer.invoke(ids):
+                barrier()
+    with pytest.raises(VllmRefusalError, match="not at texts"):
+        with lm.generate(PROMPTS[0], max_new_tokens=3, stop=["x"]):
+            lm.model.layers[1].output.save()
+    with pytest.raises(VllmRefusalError, match="no transformers' own attention"), lm.trace(PROMPTS[0]):
+        lm.model.layers[1].self_attn.source.attention_interface_0.output.save()
+    assert lm.generate([PROMPTS[0]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
+def test_a_prompt_longer_than_a_step_is_refused(engines: tuple[LM, LM]) -> None:
+    lm, _ = engines
+    with pytest.raises(ValueError, match="max_num_tokens"), lm.trace(prompt(100, 7)):
+        lm.model.layers[1].output.save()
+    assert WIDTH == lm.hidden_size
