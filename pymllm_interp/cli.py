@@ -158,6 +158,9 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     serve.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: %(default)s)")
     serve.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
+    serve.add_argument(
+        "--batch-invariant", action="store_true", help="equal bits in any company (docs/batch-invariance.md)"
+    )
     serve.add_argument("--served-model-name", default=None, metavar="NAME", help="the model's name for clients")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
     serve.add_argument("--port", type=int, default=8000, help="0 takes any free port (default: %(default)s)")
@@ -193,12 +196,9 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         "--log-format", choices=["json", "text"], default="json", help="of all processes (default: %(default)s)"
     )
     serve.add_argument(
-        "--option",
-        type=_option,
-        action="append",
-        metavar="NAME=VALUE",
+        "--option", type=_option, action="append", metavar="NAME=VALUE",
         help="argument of LM, such as max_model_len; repeatable",
-    )
+    )  # fmt: skip
     _add_vllm(serve.add_argument_group("vLLM as the engine (docs/engine/vllm.md)"))
     serve.add_argument(
         "--lora-modules", type=_named_path, nargs="+", action="extend", metavar="NAME=FOLDER",

@@ -185,6 +185,9 @@ class ServerConfig(EngineTuning):
     attention_backend: str = "auto"
     """ "torch", or "flashinfer" on CUDA."""
     disable_cuda_graph: bool = False
+    batch_invariant: bool = False
+    """Whether a request's results have the same bits in any company (docs/batch-invariance.md). It costs time, and the bits are
+    others than without it. Models and settings without such kernels are refused at load."""
     limit_mm_per_prompt: Mapping[str, int] | None = None
     """Most images of a prompt, {"image": n}. None: 256."""
     mm_processor_cache_gb: float = 1.0

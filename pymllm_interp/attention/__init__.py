@@ -9,6 +9,7 @@ import torch
 
 from ..utils.extras import install_command
 from .attention_backend import AttentionBackend, RadixAttention
+from .fixed_backend import FixedAttnBackend, check_fixed_kv
 from .flashinfer_backend import (
     DTYPES,
     HEAD_DIMS,
@@ -17,7 +18,7 @@ from .flashinfer_backend import (
     check_head_dim,
     check_kv_dtype,
 )
-from .torch_backend import TorchAttnBackend
+from .torch_backend import InvariantTorchBackend, TorchAttnBackend
 
 __all__ = [
     "AttentionBackend",
@@ -37,8 +38,11 @@ def create_attention_backend(
     dtype: torch.dtype,
     head_dim: int | None = None,
     kv_cache_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> AttentionBackend:
     """The backend `name` ("auto", "torch" or "flashinfer") for `device` and `dtype`. None: K and V have the dtype, too.
+
+    With `batch_invariant` it computes each row by itself, on either device.
 
     "auto" is FlashInfer for half precision on CUDA, if it is installed and has kernels for `head_dim`; otherwise torch.
 
@@ -49,6 +53,9 @@ def create_attention_backend(
     if name not in ("auto", "torch", "flashinfer"):
         raise ValueError(f"attention_backend={name!r}: expected 'auto', 'torch' or 'flashinfer'")
     on_cuda = torch.device(device).type == "cuda"
+    if batch_invariant and on_cuda:
+        check_fixed_kv(kv_cache_dtype or dtype, dtype)
+        return FixedAttnBackend(device)
     if name == "auto":
         name = "torch"
         if on_cuda and dtype in DTYPES:
@@ -58,7 +65,7 @@ def create_attention_backend(
             else:
                 logger.warning("attention runs on the torch backend, which is slower: %s", why_not)
     if name == "torch":
-        return TorchAttnBackend()
+        return InvariantTorchBackend() if batch_invariant else TorchAttnBackend()
     if not on_cuda:
         raise ValueError(f"attention_backend='flashinfer' needs a CUDA device, not {device}; use 'torch'")
     if head_dim is not None:

@@ -19,6 +19,9 @@ from ..core.forward_batch import ForwardBatch
 class AttentionBackend(ABC):
     """Attention over paged KV. tests/attention/test_attention.py is the conformance suite for every implementation."""
 
+    by_row = False
+    """Whether each query is computed by itself (batch-invariant mode)."""
+
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the pass, before its first layer: set `forward_batch.attn_metadata` to the data that all layers share."""

@@ -20,7 +20,8 @@ from ..core.forward_batch import ForwardBatch
 from ..mem_cache.kv_pool import read_rows
 from ..utils.upload import upload
 from .attention_backend import RadixAttention
-from .patterns import PatternRead, hidden_keys, pattern_of
+from .by_row import attend_visible, pattern_by_row
+from .patterns import PatternFunction, PatternRead, hidden_keys, pattern_of
 
 MAX_SCORES = 1 << 26
 """Most scores, and most values of K, that are computed with at once."""
@@ -116,12 +117,13 @@ class RequestCuts:
         """The edges within spans [rows, keys] bool; None without spans."""
         return upload(device, self._opened())[0] if self.spans else None
 
-    def read_pattern(self, q: torch.Tensor, k: torch.Tensor, layer: RadixAttention) -> None:
+    def read_pattern(self, q: torch.Tensor, k: torch.Tensor, layer: RadixAttention, pattern: PatternFunction) -> None:
         """Compute the patterns that are captured at a layer.
 
         Args:
             q: [tokens, heads, head_dim] of the flat batch.
             k: [keys, kv_heads, head_dim] of the request.
+            pattern: computes a pattern.
         """
         read = self.reads.get(layer.layer_id)
         if read is None:
@@ -134,7 +136,7 @@ class RequestCuts:
         cut = self.hidden(layer.layer_id, layer.num_heads, layer.sliding_window, q.device)
         if cut is not None:
             hidden = hidden | cut[0][heads][:, rows]
-        read.keep(pattern_of(q[self.first_row + rows], k, hidden, heads, layer))
+        read.keep(pattern(q[self.first_row + rows], k, hidden, heads, layer))
 
     def keep_pattern(self, layer: int, weights: torch.Tensor) -> None:
         """Keep the captured part of a layer's weights [1, heads, queries, keys] of the request, which its modules computed."""
@@ -207,16 +209,20 @@ class PassCuts:
             k, v: [slots, kv_heads, head_dim] of the pool, or [tokens, ...] if a pass attends to its own K and V.
         """
         pool = None if batch.fresh_kv_only else batch.token_to_kv_pool
+        assert batch.attn_backend is not None, "prepare_forward_batch_* sets the attention backend"
+        by_row = batch.attn_backend.by_row and not torch.is_grad_enabled()
+        attend = attend_by_row if by_row else _attend
         stored = tuple(zip((k, v), (1.0, 1.0) if pool is None else pool.scales(layer.layer_id), strict=True))
         for request in self.requests:
             for cut in request.at(layer.layer_id, layer.num_heads, layer.sliding_window, q.device):
                 keys, values = (read_rows(x, request.slots(batch), q.dtype, scale) for x, scale in stored)
-                z = _attend(q[cut.rows], keys, values, cut, layer)
+                z = attend(q[cut.rows], keys, values, cut, layer)
                 shaped = out.view(-1, layer.num_heads, layer.head_dim)
                 out = shaped.index_put((cut.rows.unsqueeze(1), cut.heads), z).view_as(out)
             if layer.layer_id in request.reads:
                 with torch.no_grad():
-                    request.read_pattern(q, read_rows(k, request.slots(batch), q.dtype, stored[0][1]), layer)
+                    keys = read_rows(k, request.slots(batch), q.dtype, stored[0][1])
+                    request.read_pattern(q, keys, layer, pattern_by_row if by_row else pattern_of)
         return out
 
     def hidden(self, layer: int, num_heads: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -284,3 +290,10 @@ def _attend(
             parts.append(layer.softmax(scores.masked_fill(hidden, float("-inf")), heads) @ values)
         of_heads.append(torch.cat(parts, 1))
     return torch.cat(of_heads).transpose(0, 1).to(q.dtype)
+
+
+def attend_by_row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: CutHeads, layer: RadixAttention
+) -> torch.Tensor:
+    """`_attend` with each row computed by itself (batch-invariant mode)."""
+    return attend_visible(q, k, v, ~cut.hidden, layer)[:, cut.heads]

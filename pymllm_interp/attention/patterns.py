@@ -16,6 +16,10 @@ MAX_SCORES = 1 << 26
 """Most scores, and most values of K, that are computed with at once."""
 
 
+PatternFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, RadixAttention], torch.Tensor]
+"""`pattern_of`, or a function with its arguments."""
+
+
 class PatternRead(NamedTuple):
     """The rows of a request for which a layer's attention pattern is captured, in a pass."""
 

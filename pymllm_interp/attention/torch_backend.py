@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 
@@ -21,6 +23,7 @@ from .torch_plan import (
     decode_rows,
     effective_window,
     make_chunks,
+    token_rows,
 )
 
 # Below this many scores one fused call is faster than two matmuls and a softmax.
@@ -63,8 +66,10 @@ class TorchAttnBackend(AttentionBackend):
                 pool.set_kv(layer.layer_id, forward_batch.out_cache_loc[: len(k)], k, v)
             k, v = pool.get_kv(layer.layer_id)
             scales = pool.scales(layer.layer_id)
-        if (out := _decode_on_cpu(q, k, v, layer, forward_batch)) is not None:
-            return out
+        if (rows := decode_rows_of(forward_batch)) is not None and (
+            kernels := cpu_kernels_of(q, k, v, layer)
+        ) is not None:
+            return attend_rows(kernels, q, k, v, layer, rows)
         plan = self._plan(layer, forward_batch, q.dtype)
         outs = [_attend_group(q, k, v, layer, group, scales) for group in plan.groups]
         if not outs:
@@ -115,13 +120,72 @@ def decode_rows_of(forward_batch: ForwardBatch) -> DecodeRows | None:
     return metadata.decode if isinstance(metadata, AttnMetadata) else None
 
 
-def _decode_on_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
-) -> torch.Tensor | None:
-    """Attention of a pass with one query for each request, over the pool's K and V. None: no kernel computes it."""
-    rows = decode_rows_of(forward_batch)
-    if rows is None or (kernels := cpu_kernels_for(q, k, v)) is None or layer.head_dim % kernels.ATTENTION_WIDTH:
-        return None
+class InvariantTorchBackend(TorchAttnBackend):
+    """Each query by itself, over its positions in order: a prompt's rows are computed as decode passes compute them.
+
+    So their bits do not depend on the other rows of the pass, nor on how a prompt is cut. Passes with gradients have one request,
+    and run as usual.
+    """
+
+    by_row = True
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        metadata = forward_batch.attn_metadata
+        assert isinstance(metadata, AttnMetadata)
+        if not torch.is_grad_enabled():
+            metadata.tokens = token_rows(metadata.chunks, forward_batch)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        metadata, pool = forward_batch.attn_metadata, forward_batch.token_to_kv_pool
+        assert isinstance(metadata, AttnMetadata)
+        if metadata.tokens is None:
+            return super().forward(q, k, v, layer, forward_batch, save_kv_cache)
+        if not forward_batch.fresh_kv_only:
+            assert pool is not None, "prepare_forward_batch_* sets the pools"
+            if save_kv_cache:
+                pool.set_kv(layer.layer_id, forward_batch.out_cache_loc[: len(k)], k, v)
+            k, v = pool.get_kv(layer.layer_id)
+        kernels = cpu_kernels_for(q, k, v)
+        assert kernels is not None, "runner/invariant.py has checked the model"
+        return attend_rows(kernels, q.contiguous(), k.contiguous(), v.contiguous(), layer, metadata.tokens)
+
+    def can_replay(self, forward_batch: ForwardBatch, bs: int) -> bool:
+        return True
+
+    def init_forward_metadata_capture_cuda_graph(self, forward_batch: ForwardBatch) -> None:
+        """The captured pass reads rows and lengths where they are."""
+        assert forward_batch.req_to_token_pool is not None, "prepare_forward_batch_* sets the pools"
+        rows = DecodeRows(
+            forward_batch.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens
+        )
+        forward_batch.attn_metadata = AttnMetadata([], None, rows)
+
+    def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
+        """Do nothing, as for a capture."""
+
+    def forget_plan(self, forward_batch: ForwardBatch) -> None:
+        """Do nothing: no layer computes data for later ones."""
+
+
+def cpu_kernels_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> ModuleType | None:
+    """The kernels that compute attention of one query each; None: none does."""
+    kernels = cpu_kernels_for(q, k, v)
+    return None if kernels is None or layer.head_dim % kernels.ATTENTION_WIDTH else kernels
+
+
+def attend_rows(
+    kernels: ModuleType, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, rows: DecodeRows
+) -> torch.Tensor:
+    """Attention of one query for each entry of `rows`, over the pool's K and V."""
     sinks = None if layer.sinks is None else layer.sinks.float()
     return kernels.decode_attention(q, k, v, *rows, layer.scaling, layer.sliding_window, layer.logit_cap, sinks)
 

@@ -91,6 +91,30 @@ def decode_rows(chunks: list[QueryChunk], forward_batch: ForwardBatch) -> Decode
     return DecodeRows(table.req_to_token, rows.contiguous(), lens.contiguous())
 
 
+def token_rows(chunks: list[QueryChunk], forward_batch: ForwardBatch) -> DecodeRows:
+    """The `DecodeRows` of a pass with each token row as a request of its own."""
+    if (found := decode_rows(chunks, forward_batch)) is not None:
+        return found
+    device, owners, lens = forward_batch.input_ids.device, list[int](), list[int]()
+    for chunk in chunks:
+        owners += [chunk.request] * chunk.num
+        lens += range(chunk.prefix + 1, chunk.end + 1)
+    rows, ends = (
+        torch.tensor(owners, dtype=torch.int64, device=device),
+        torch.tensor(lens, dtype=torch.int32, device=device),
+    )
+    if forward_batch.fresh_kv_only:  # rows of the pass itself
+        firsts = torch.zeros(forward_batch.batch_size, 1, dtype=torch.int32)
+        for chunk in chunks:
+            firsts[chunk.request] = chunk.row
+        longest = torch.arange(max((chunk.end for chunk in chunks), default=0), dtype=torch.int32)
+        return DecodeRows((firsts + longest).to(device), rows, ends)
+    assert forward_batch.req_to_token_pool is not None, "prepare_forward_batch_* sets the pools"
+    return DecodeRows(
+        forward_batch.req_to_token_pool.req_to_token, forward_batch.req_pool_indices.to(torch.int64)[rows], ends
+    )
+
+
 class PlanKey(NamedTuple):
     """The parameters of a layer that its plan depends on."""
 
@@ -111,6 +135,8 @@ class AttnMetadata:
     chunks: list[QueryChunk]
     decode: DecodeRows | None = None
     """Rows for the CPU's decode kernel, if each request has one query over the KV pool."""
+    tokens: DecodeRows | None = None
+    """One entry for each token row, in batch-invariant mode."""
     plans: dict[PlanKey, AttnPlan] = field(default_factory=dict)
 
 

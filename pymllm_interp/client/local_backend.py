@@ -180,7 +180,8 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
         name=source.name, model=config.model, folder=source.folder, spec=spec, hf_config=source.hf_config,
         impl="native" if is_native(source.hf_config, config.impl) else "transformers",
         architecture=type(runner.get_model()).__name__, dtype=runner.dtype, device=runner.device,
-        engine_name=f"pymllm-interp {__version__}, torch {torch.__version__}, {runner.device}, {attention}, {runner.dtype}",
+        engine_name=f"pymllm-interp {__version__}, torch {torch.__version__}, {runner.device}, {attention}, {runner.dtype}"
+        + (f", batch-invariant {runner.kernels[:16]}" if runner.kernels else ""),
         inner_sites=runner.declared.limits.inner_sites,
         limits=EngineLimits(
             runner.vocab_size, runner.context_len, runner.max_num_tokens, runner.max_total_num_tokens,

@@ -83,6 +83,10 @@ class Receipt(_Brief, Shown):
     """Hash of weights, dtype and config (models/weights/model_state.py)."""
     spec: str = field(default="", repr=False)
     """Hash of the interventions and captures, vectors included."""
+    batch_invariant: bool = False
+    """Whether its bits are independent of other requests (docs/batch-invariance.md)."""
+    kernels: str = field(default="", repr=False)
+    """Hash of the kernels in batch-invariant mode; "" in the default mode."""
     reads: int = 0
     """Number of values served to the trace."""
     edits: int = 0

@@ -204,6 +204,8 @@ class RequestEnds:
         self.num_flat_logits += request.num_flat
         if request.receipt is not None and request.receipt.weights and self.runner.model_state is not None:
             request.receipt.made_with(self.runner.model_state.version, len(request.output_token_ids))
+        if request.receipt is not None and (kernels := self.runner.kernels):
+            request.receipt.batch_invariant, request.receipt.kernels = True, kernels
         self._emit(finished_event(request))
         self.subscribers.pop(request.request_id, None)
 

@@ -181,6 +181,32 @@ def conv_prompts(
 
 
 @triton.jit
+def _delta_token(
+    memory, qkv, b, a, row, head, key, column, rate, shift, QKV_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr,
+    A_STRIDE: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+):  # fmt: skip
+    """(columns of a head's state behind a token, the token's output)."""
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    key_head = head // (HEADS // KEY_HEADS)
+    source = qkv + row * QKV_STRIDE
+    q = tl.load(source + key_head * KEY_DIM + key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+    k = tl.load(source + (KEY_HEADS + key_head) * KEY_DIM + key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+    values = source + 2 * KEY_HEADS * KEY_DIM + head * DIM + column
+    v = tl.load(values, mask=column < DIM, other=0.0).to(tl.float32)
+    q = q * tl.rsqrt(tl.sum(q * q, axis=0, keep_dims=True) + 1e-6) * SCALE
+    k = k * tl.rsqrt(tl.sum(k * k, axis=0, keep_dims=True) + 1e-6)
+    step = tl.load(a + row * A_STRIDE + head).to(tl.float32) + shift
+    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    beta = tl.load(b + row * B_STRIDE + head).to(tl.float32)
+    beta = (1.0 / (1.0 + tl.exp(-beta))).to(dtype).to(tl.float32)
+    memory = memory * tl.exp(rate * step)
+    delta = (v - tl.sum(memory * k, axis=0, keep_dims=True)) * beta
+    memory = memory + k * delta
+    return memory, tl.sum(memory * q, axis=0, keep_dims=True)
+
+
+@triton.jit
 def _delta_step(
     qkv, b, a, decay, bias, state, slots, out, QKV_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr, A_STRIDE: tl.constexpr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr,
@@ -199,27 +225,72 @@ def _delta_step(
     rate = -tl.exp(tl.load(decay + head).to(tl.float32))
     shift = tl.load(bias + head).to(tl.float32)
     grid_wait(PDL)
-    key_head = head // (HEADS // KEY_HEADS)
-    source = qkv + row * QKV_STRIDE
-    q = tl.load(source + key_head * KEY_DIM + key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
-    k = tl.load(source + (KEY_HEADS + key_head) * KEY_DIM + key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
-    values = source + 2 * KEY_HEADS * KEY_DIM + head * DIM + column
-    v = tl.load(values, mask=column < DIM, other=0.0).to(tl.float32)
-    q = q * tl.rsqrt(tl.sum(q * q, axis=0, keep_dims=True) + 1e-6) * SCALE
-    k = k * tl.rsqrt(tl.sum(k * k, axis=0, keep_dims=True) + 1e-6)
-    step = tl.load(a + row * A_STRIDE + head).to(tl.float32) + shift
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-    beta = tl.load(b + row * B_STRIDE + head).to(tl.float32)
-    beta = (1.0 / (1.0 + tl.exp(-beta))).to(dtype).to(tl.float32)
-    memory = memory * tl.exp(rate * step)
-    delta = (v - tl.sum(memory * k, axis=0, keep_dims=True)) * beta
-    memory = memory + k * delta
+    memory, read = _delta_token(
+        memory, qkv, b, a, row, head, key, column, rate, shift, QKV_STRIDE, B_STRIDE, A_STRIDE, KEY_HEADS, HEADS, KEY_DIM,
+        DIM, SCALE,
+    )  # fmt: skip
     tl.store(at, memory.to(state.dtype.element_ty), mask=inside)
-    read = tl.sum(memory * q, axis=0, keep_dims=True)
     tl.store(out + (row * HEADS + head) * DIM + column, read.to(dtype), mask=column < DIM)
 
 
 _delta_step_launch = Launcher(_delta_step, pdl=True)
+
+
+@triton.jit
+def _delta_scan(
+    qkv, b, a, decay, bias, state, starts, slots, continued, out, QKV_STRIDE: tl.constexpr, KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr, SCALE: tl.constexpr, STEPS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_delta_step` over all tokens of a request, one after the other. STEPS: each request has one, and a state."""
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key = tl.arange(0, KEY_BLOCK)[:, None]
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (key < KEY_DIM) & (column < DIM)
+    slot = tl.load(slots + request).to(tl.int64)
+    at = state + ((slot * HEADS + head) * KEY_DIM + key) * DIM + column
+    first, stop = request, request + 1
+    known = inside
+    if not STEPS:
+        first, stop = tl.load(starts + request), tl.load(starts + request + 1)
+        known = inside & (tl.load(continued + request) > 0)
+    memory = tl.load(at, mask=known, other=0.0).to(tl.float32)
+    rate = -tl.exp(tl.load(decay + head).to(tl.float32))
+    shift = tl.load(bias + head).to(tl.float32)
+    for row in range(first, stop):
+        memory, read = _delta_token(
+            memory, qkv, b, a, row, head, key, column, rate, shift, QKV_STRIDE, HEADS, HEADS, KEY_HEADS, HEADS, KEY_DIM, DIM, SCALE,
+        )  # fmt: skip
+        memory = memory.to(state.dtype.element_ty).to(tl.float32)  # as it is stored between passes
+        tl.store(out + (row * HEADS + head) * DIM + column, read.to(dtype), mask=column < DIM)
+    tl.store(at, memory.to(state.dtype.element_ty), mask=inside)
+
+
+_delta_scan_launch = Launcher(_delta_scan, enable_fp_fusion=False)
+
+
+def delta_scan(
+    qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, decay: torch.Tensor, bias: torch.Tensor, state: torch.Tensor,
+    slots: torch.Tensor, starts: torch.Tensor | None = None, continued: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`delta_step` for requests with any number of rows, token by token: [rows, heads, dim], in fresh memory.
+
+    Args:
+        starts: [requests + 1] int64, the first row of each request, and the number of rows; None: each has one.
+        continued: [requests] int32, whether the slot has a state from before; with `starts`.
+    """
+    rows, (heads, key_dim, dim) = len(qkv), state.shape[1:]
+    out = qkv.new_empty(rows, heads, dim)
+    if rows:
+        key_heads = (qkv.shape[1] - heads * dim) // (2 * key_dim)
+        block = min(VALUE_BLOCK, triton.next_power_of_2(dim))
+        sizes = (qkv.stride(0), key_heads, heads, key_dim, dim, key_dim**-0.5, starts is None)
+        constants = (*sizes, triton.next_power_of_2(key_dim), block)
+        tensors = (qkv, b.contiguous(), a.contiguous(), decay, bias, state, slots if starts is None else starts, slots)
+        tensors = (*tensors, slots if continued is None else continued, out)
+        _delta_scan_launch((len(slots), heads, -(-dim // block)), tensors, (), constants, STEP_WARPS)
+    return out
 
 
 def delta_step(

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.unsupported import UnsupportedModelError
+from . import invariant
 from .dispatch import kernels_for, triton_kernels_for
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -38,12 +40,24 @@ FUNCTIONS: dict[str, Activation] = {
 """Names in configs -> functions with kernels."""
 
 
+INVARIANT: dict[Activation, Activation] = {gelu: invariant.gelu, gelu_tanh: partial(invariant.gelu, tanh=True)}
+"""Functions with last bits that depend on the place in the batch, on a CPU -> the functions of batch-invariant mode."""
+
+
 def activation(name: str) -> Activation:
-    """The function of a config's name: native, or else transformers'."""
-    return FUNCTIONS.get(name) or _of_transformers(name)
+    """The function of a config's name: native, or else transformers'.
+
+    Raises:
+        UnsupportedModelError: in batch-invariant mode, a function of transformers.
+    """
+    if (function := FUNCTIONS.get(name)) is None:
+        return _of_transformers(name)
+    return INVARIANT.get(function, function) if invariant.invariant_device() == "cpu" else function
 
 
 def _of_transformers(name: str) -> nn.Module:
+    if invariant.invariant_device() is not None and name not in ("relu", "relu2"):
+        raise UnsupportedModelError(f"batch_invariant=True: the activation function {name!r} is not batch-invariant")
     from transformers.activations import ACT2FN  # which imports much else
 
     return ACT2FN[name]
@@ -79,10 +93,10 @@ class GELU(nn.Module):
 
     def __init__(self, tanh: bool = False) -> None:
         super().__init__()
-        self.tanh = tanh
+        self._function = activation("gelu_new" if tanh else "gelu")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return gelu(input, self.tanh)
+        return self._function(input)
 
 
 def activation_module(name: str) -> nn.Module:

@@ -27,6 +27,7 @@ from torch import nn
 from ..core.forward_batch import ForwardBatch
 from ..utils.extras import install_command
 from ..utils.upload import upload
+from . import invariant
 from .dispatch import triton_kernels_for
 from .gemm import HALF
 
@@ -124,10 +125,11 @@ class StateRows:
         if steps == len(sizes):
             return cls(steps, None)
         sizes, has_state = sizes[steps:], [with_states and prefix > 0 for prefix in prefixes[steps:]]
-        return cls(steps, _prompt_rows(sizes, has_state, batch.req_pool_indices[steps:]))
+        return cls(steps, prompt_rows(sizes, has_state, batch.req_pool_indices[steps:]))
 
 
-def _prompt_rows(sizes: list[int], has_state: list[bool], slots: torch.Tensor) -> PromptRows:
+def prompt_rows(sizes: list[int], has_state: list[bool], slots: torch.Tensor) -> PromptRows:
+    """The `PromptRows` of requests with these numbers of rows."""
     starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)))
     continued = np.array(has_state, dtype=np.int32)
     owners = np.repeat(np.arange(len(sizes)), sizes)
@@ -154,7 +156,7 @@ def mix(
     """
     if batch is None:
         return _prompts(
-            x, b, a, weights, sizes, None, _prompt_rows([len(x)], [False], torch.zeros(1, dtype=torch.int64))
+            x, b, a, weights, sizes, None, prompt_rows([len(x)], [False], torch.zeros(1, dtype=torch.int64))
         )
     if states is not None and batch.forward_mode.is_decode():
         return _steps(x, b, a, weights, sizes, states, batch.req_pool_indices)
@@ -185,7 +187,7 @@ def _steps(
     window = torch.cat((states.conv.index_select(0, slots).to(x.dtype), x.unsqueeze(1)), 1)
     states.conv.index_copy_(0, slots, window[:, 1:].to(states.conv.dtype))
     taps = weights.conv[:, 0].t().float()
-    q, k, v = _heads(F.silu((window.float() * taps).sum(1).to(x.dtype)), sizes)
+    q, k, v = heads_of_mixed(F.silu((window.float() * taps).sum(1).to(x.dtype)), sizes)
     g, beta = _gates(b, a, weights)
     memory = states.recurrent.index_select(0, slots).float() * g.exp()[..., None, None]
     delta = (v - (memory * k.unsqueeze(-1)).sum(-2)) * beta.unsqueeze(-1)
@@ -194,7 +196,7 @@ def _steps(
     return (memory * q.unsqueeze(-1)).sum(-2).to(x.dtype)
 
 
-def _heads(mixed: torch.Tensor, sizes: DeltaSizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def heads_of_mixed(mixed: torch.Tensor, sizes: DeltaSizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v [rows, heads, size] float32. q and k are normalised, with as many heads as v."""
     q, k, v = mixed.float().split([sizes.keys, sizes.keys, sizes.values], dim=-1)
     q, k = (_normalised(part.unflatten(-1, (sizes.key_heads, sizes.key_dim))) for part in (q, k))
@@ -227,7 +229,7 @@ def _prompts(
     by_fla = triton_kernels_for(x) is not None and x.dtype in HALF and sizes.key_dim in FLA_DIMS
     if by_fla and (rule := fla_rule()) is not None:
         return _by_fla(rule, _convolve(x, weights.conv, states, rows, sizes.keys), g, beta, sizes, states, rows)
-    q, k, v = _heads(_convolve(x, weights.conv, states, rows)[-1], sizes)
+    q, k, v = heads_of_mixed(_convolve(x, weights.conv, states, rows)[-1], sizes)
     outs, first = [], 0
     for prompt, (size, has_state) in enumerate(zip(rows.sizes, rows.has_state, strict=True)):
         own, slot = slice(first, first + size), rows.slots[prompt : prompt + 1]
@@ -364,6 +366,7 @@ class GatedRMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), False)
         self.variance_epsilon = eps
+        self._silu = invariant.silu if invariant.invariant_device() == "cpu" else F.silu
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Both [tokens, heads, size] -> the same shape, in fresh memory."""
@@ -376,7 +379,7 @@ class GatedRMSNorm(nn.Module):
 
             return triton_delta.gated_norm(x, gate, self.weight, self.variance_epsilon)
         normed = self.weight * F.rms_norm(x.float(), x.shape[-1:], None, self.variance_epsilon).to(x.dtype)
-        return (normed * F.silu(gate.contiguous().float())).to(x.dtype)
+        return (normed * self._silu(gate.contiguous().float())).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
 from .dispatch import triton_kernels_for
+from .invariant import invariant_device
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -23,6 +25,10 @@ class Gemm:
     oneDNN's blocked layout, if oneDNN has such products. The copy is made at first use, and again after a write to the
     weight.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Gemm:
+        """The kind for parts that are made now."""
+        return super().__new__(InvariantGemm if cls is Gemm and invariant_device() == "cuda" else cls)
 
     def __init__(self, weights: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight  # [out, in]
@@ -59,6 +65,17 @@ class Gemm:
             self._versions = versions
         assert self._packed is not None
         return self._packed
+
+
+class InvariantGemm(Gemm):
+    """The product of batch-invariant mode on CUDA. Passes with gradients have one request, and multiply as usual."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if triton_kernels_for(x) is None:
+            return super().__call__(x)
+        from ..kernels.products.fixed import product
+
+        return product(x, self.weight, self.bias)
 
 
 @cache

@@ -17,6 +17,7 @@ from .activation import Activation, activation, activation_module, gated, silu
 from .dispatch import triton_kernels_for
 from .edits.base import apply_inner, capture_inner
 from .gemm import Gemm
+from .invariant import sigmoid_of_mode
 from .quantization.expert_tiles import ExpertTiles
 from .quantization.experts import ExpertWeight, QuantizableExperts
 
@@ -122,11 +123,12 @@ class SigmoidRouter(TopKRouter):
     ) -> None:  # fmt: skip
         super().__init__(layer_idx, experts, hidden, top_k, normalise, dtype, torch.float32, device)
         self.num_group, self.topk_group, self.routed_scaling_factor = groups, top_groups, scaling
+        self._sigmoid = sigmoid_of_mode()
         self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=torch.float32, device=device))
 
     def logits_of(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.detach().float()
-        return Gemm([weight], weight, None)(x.float())
+        return type(self._gemm)([weight], weight, None)(x.float())
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if triton_kernels_for(logits) is not None and self.topk_group == self.num_group:
@@ -137,7 +139,7 @@ class SigmoidRouter(TopKRouter):
         return self.chosen(logits)
 
     def chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits.float().sigmoid()
+        scores = self._sigmoid(logits.float())
         ranks = scores + self.e_score_correction_bias
         if self.topk_group < self.num_group:
             grouped = ranks.unflatten(-1, (self.num_group, -1))
@@ -213,7 +215,7 @@ class Experts(QuantizableExperts):
         if self.elsewhere is not None:
             return self.elsewhere(x, ids, scores)
         if act is silu and triton_kernels_for(x) is not None:
-            return multiplied(x, ids, scores, self._weights, self.num_experts)
+            return multiplied(x, ids, scores, self._weights, self.num_experts, one_tiling=self.one_tiling)
         return one_by_one(x, ids, scores, self._gemms, lambda gate_up: gated(gate_up, act))
 
 
@@ -238,15 +240,15 @@ class ClampedExperts(QuantizableExperts):
         """Run the experts, see `Experts.fused`."""
         if triton_kernels_for(x) is not None:
             clamp = self.alpha, self.limit
-            return multiplied(x, ids, scores, self._weights, self.num_experts, self._biases, clamp)
+            return multiplied(x, ids, scores, self._weights, self.num_experts, self._biases, clamp, self.one_tiling)
         return one_by_one(x, ids, scores, self._gemms, clamped_swiglu)
 
 
 def multiplied(
     x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, weights: Sequence[ExpertWeight], experts: int,
-    biases: tuple[torch.Tensor, torch.Tensor] | None = None, clamp: tuple[float, float] | None = None,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None, clamp: tuple[float, float] | None = None, one_tiling: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`kernels.products.moe.experts` with weights that may be quantised."""
+    """`kernels.products.moe.experts` with weights that may be quantised. `one_tiling`: of 64 entries, for any rows."""
     from ..kernels.products import fp4_experts, moe, quantized_experts
 
     def product_of(weight: ExpertWeight) -> Any:
@@ -264,6 +266,7 @@ def multiplied(
     else:
         plain = isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor)
         tilings = moe.TILINGS if plain else quantized_experts.TILINGS
+    tilings = tilings[2:3] if one_tiling else tilings
     return moe.experts(
         x.contiguous(), ids, scores, experts, product_of(first), product_of(last), biases, clamp, tilings
     )

@@ -36,8 +36,10 @@ from .drafting.draft_model import ModelDrafter
 from .drafting.eagle import EagleDrafter
 from .graphs.prompt_segments import PromptSegments
 from .graphs.segments import DecodeSegments
+from .invariant import invariant_kind
 from .model_runner import ModelRunner
 from .stages.connector_stage import ConnectorStage, make_kv_connector
+from .stages.invariant_stage import InvariantStage
 from .stages.traced_stage import TracedStage
 
 
@@ -122,7 +124,8 @@ class InterpModelRunner(ModelRunner):
         encoders = Encoders(self.saes, self.model_spec, readout, self.server_config.reconstruct)
         self.declared_stage = DeclaredStage(self.server_config, self.model_spec, self.device, readout, encoders)
         own = (self.drafter.stage,) if isinstance(self.drafter, EagleDrafter) else ()
-        self.stages = self.traced_stage, self.declared_stage, *own
+        mode = (InvariantStage(invariant_kind(self) or ""),) if self.kernels else ()
+        self.stages = self.traced_stage, self.declared_stage, *own, *mode
         super().init_memory_pool()
         assert self.token_to_kv_pool is not None and self.model_state is not None
         connector = make_kv_connector(self.server_config, self.model_spec, self.token_to_kv_pool, self.model_state)

@@ -36,7 +36,7 @@ from ..models.weights.model_state import ModelState
 from ..models.weights.source import ModelSource, resolve_model
 from ..sampling import RejectionSampler, Sampler, SamplerOutput, SamplingBatch, TokenMasks
 from ..utils.upload import upload
-from . import device_memory, dummy_run
+from . import device_memory, dummy_run, invariant
 from .async_output import AsyncOutput
 from .device_memory import get_available_gpu_memory, return_freed_memory
 from .device_memory import get_total_gpu_memory as get_total_gpu_memory
@@ -97,13 +97,15 @@ class ModelRunner(RunnerParts):
         self.source = resolve_model(self.model_config)
         check_supported(self.source.hf_config)
         self._init_metadata(spec_of(self.source.hf_config, self.model_config.impl, self.dtype))
-        self.load_model()
+        with invariant.mode(self, self.source.hf_config):
+            self.load_model()
 
     def open(self) -> None:
         """The second half: memory, attention and graphs."""
-        self.init_memory_pool()
-        self.init_attention_backend()
-        self.init_cuda_graphs()
+        with invariant.mode(self):
+            self.init_memory_pool()
+            self.init_attention_backend()
+            self.init_cuda_graphs()
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Build the architecture's class and write its weights.
@@ -140,9 +142,8 @@ class ModelRunner(RunnerParts):
 
     @torch.no_grad()
     def _model(self, dummy: bool) -> CausalLM:
-        assert self.source is not None
+        assert self.source is not None and (dummy or self.source.folder is not None)
         folder = None if dummy else self.source.folder
-        assert dummy or folder is not None
         return load_model(
             self.source.hf_config, self.model_config.impl, self.model_spec, self.device, self.context_len, folder,
             self.model_config.seed, self.model_config.quantize,
@@ -192,9 +193,9 @@ class ModelRunner(RunnerParts):
             ValueError, ImportError: see `create_attention_backend`.
             torch.OutOfMemoryError: its workspace does not fit beside the pools.
         """
-        name = self.server_config.attention_backend
+        name, by_row = self.server_config.attention_backend, self.server_config.batch_invariant
         self.attn_backend = device_memory.fitting(
-            self, lambda: create_attention_backend(name, self.device, self.dtype, self.head_dim, self.kv_cache_dtype),
+            self, lambda: create_attention_backend(name, self.device, self.dtype, self.head_dim, self.kv_cache_dtype, by_row),
             "the workspace of attention does not fit", device_memory.smaller_pool(self.server_config),
         )  # fmt: skip
 
@@ -495,6 +496,5 @@ class ModelRunner(RunnerParts):
             batch.num_logprobs = list(forward_batch.top_logprobs_nums or [0] * len(logits))
         output = self.sampler(logits, batch)
         if output.logprobs is not None:
-            entries = output.logprobs.tolists()
-            logits_output.next_token_logprobs = [entry for entry in entries if entry is not None]
+            logits_output.next_token_logprobs = [entry for entry in output.logprobs.tolists() if entry is not None]
         return output.token_ids

@@ -175,6 +175,7 @@ class RunnerParts(ABC):
         demands: demands of the stages on the current step's pass.
         rows_of_request: most rows of a request in a decode pass: with drafts, one more than these.
         draft: the runner of a draft model, or None. Its memory counts with this runner's.
+        kernels: hash of the kernels in batch-invariant mode; "" in the default mode.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
         is_capturing: CUDA graphs of this runner are being captured right now.
@@ -203,7 +204,7 @@ class RunnerParts(ABC):
         self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
         self.num_hidden_layers = self.num_kv_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
         self.hidden_size = self.vocab_size = self.context_len = self.forward_pass_id = 0
-        self.is_capturing = False
+        self.is_capturing, self.kernels = False, ""
         self.stages: Sequence[Stage] = ()
         self.demands = PassDemands()
 

@@ -45,6 +45,8 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     model = {"model": args.model, "dtype": args.dtype} | {k: v for k, v in options.items() if k in model_fields}
     model["saes"] = dict(args.sae or ())
     server = {"device": args.device} | {k: v for k, v in options.items() if k in server_fields}
+    if args.batch_invariant:
+        server["batch_invariant"] = True
     if args.limit_mm_per_prompt is not None:
         server["limit_mm_per_prompt"] = args.limit_mm_per_prompt
     ModelConfig(**model)

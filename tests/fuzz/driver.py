@@ -175,8 +175,10 @@ def identities(world: World) -> dict[str, str]:
     return {"model": world.lm.weights.fingerprint, "SAE": world.sae.fingerprint}
 
 
-def fuzz(seed: int, family: str, way: str, parent: Path, rounds: int, count: int) -> Counter[str]:
-    """Rounds of random jobs, every second one with edited weights.
+def fuzz(
+    seed: int, family: str, way: str, parent: Path, rounds: int, count: int, exact: dict[str, Any] | None = None
+) -> Counter[str]:
+    """Rounds of random jobs, every second one with edited weights. `exact`: settings for equal bits (`engines`).
 
     Returns:
         How often requests were preempted and swapped, and steps overlapped.
@@ -185,7 +187,7 @@ def fuzz(seed: int, family: str, way: str, parent: Path, rounds: int, count: int
         Differs: a result, an identity, or what is left in the engine afterwards is wrong. The same seed makes the same jobs.
     """
     rng = random.Random(seed)
-    with engines(folder_of(family, parent), WAYS[way]) as (pressed, solo):
+    with engines(folder_of(family, parent), WAYS[way], exact) as (pressed, solo):
         sae = sae_of(pressed.runner.model_spec.hidden_size)
         under, alone = World(pressed, sae, parent, solo), World(solo, sae, parent, pressed)
         for number in range(rounds):

@@ -75,15 +75,23 @@ def folder_of(family: str, parent: Path) -> Path:
 
 
 @contextmanager
-def engines(folder: Path, way: Way) -> Iterator[tuple[LM, LM]]:
-    """(an LM under pressure that runs in `way`, an LM for single requests)."""
-    given = {"dtype": "float32", "device": "cpu"}
-    with LM(folder, **given, **SOLO) as solo, pytest.MonkeyPatch.context() as patch:
+def engines(folder: Path, way: Way, exact: dict[str, Any] | None = None) -> Iterator[tuple[LM, LM]]:
+    """(an LM under pressure that runs in `way`, an LM for single requests).
+
+    Args:
+        exact: settings of both, for equal bits: then both have device tables, if one has; None: results differ by roundings.
+    """
+    given = {"dtype": "float32", "device": "cpu"} | (exact or {})
+    pressure = PRESSURE | given.pop("pressure", {})
+    with pytest.MonkeyPatch.context() as built:
+        built.setattr(DeclaredStage, "has_tables", way.tables and exact is not None)
+        solo = LM(folder, **given, **SOLO | ({"inner_sites": INNER} if way.tables and exact is not None else {}))
+    with solo, pytest.MonkeyPatch.context() as patch:
         if way.graphs and not torch.cuda.is_available():
             use_eager_graphs(patch)
         with pytest.MonkeyPatch.context() as built:
             built.setattr(DeclaredStage, "has_tables", way.tables)
-            pressed = LM(folder, **with_tuning(**given, **PRESSURE, **way.options))
+            pressed = LM(folder, **with_tuning(**given, **pressure, **way.options))
         with pressed:
             yield pressed, solo
 

@@ -89,7 +89,7 @@ def test_the_convolution_of_prompts_is_torchs(lengths: list[int], keys: int) -> 
         if not continues:
             ours.conv[slot] = float("nan")
     expected = DeltaStates(*(state.clone() for state in ours))
-    rows = delta._prompt_rows(lengths, has_state, slots)
+    rows = delta.prompt_rows(lengths, has_state, slots)
     with torch.enable_grad():  # plain torch
         wanted = delta._convolve(x, weight, expected, rows, keys)
     given = rows.starts, rows.slots, rows.continued, rows.firsts, rows.sources
@@ -163,7 +163,7 @@ def test_fla_core_computes_the_rule_of_prompts(lengths: list[int]) -> None:
             ours.recurrent[slot] = float("nan")
     expected = DeltaStates(*(state.clone() for state in ours))
     weights = DeltaWeights(*(weight.bfloat16() for weight in weights))
-    rows = delta._prompt_rows(lengths, has_state, slots)
+    rows = delta.prompt_rows(lengths, has_state, slots)
     out = delta._prompts(x, b, a, weights, sizes, ours, rows)
     with torch.enable_grad():  # plain torch
         wanted = delta._prompts(x, b, a, weights, sizes, expected, rows)

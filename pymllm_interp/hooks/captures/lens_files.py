@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...core.model_spec import ModelSpec
+from ...layers.invariant import product
 from ...utils.cached_properties import version_of, versioned_property
 from ...utils.files.checked_files import read_json
 from ..saes.formats import read_tensors
@@ -163,7 +164,7 @@ class TunedLens(_Transport):
         return num_layers
 
     def _mapped(self, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        moved = rows + rows @ matrix.T
+        moved = rows + product(rows, matrix.T)
         return moved if bias is None else moved + bias
 
 
@@ -210,4 +211,4 @@ class JacobianLens(_Transport):
         return num_layers - 1
 
     def _mapped(self, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        return rows @ matrix.T
+        return product(rows, matrix.T)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...layers.invariant import product
+
 
 class Pursuit(NamedTuple):
     """End of a pursuit of one state."""
@@ -29,7 +31,7 @@ def pursue(x: Tensor, decoder: Tensor, pursuit: Pursuit) -> Tensor:
     features = left.new_zeros(len(left), len(decoder))
     done = torch.zeros(len(left), dtype=torch.bool, device=x.device)
     for _ in range(pursuit.max_iterations or x.shape[-1]):
-        chosen = (left.detach() @ decoder.detach().T).relu_().argmax(-1, keepdim=True)
+        chosen = product(left.detach(), decoder.detach().T).relu_().argmax(-1, keepdim=True)
         directions = decoder[chosen[:, 0]]
         values = (left * directions).sum(-1, keepdim=True).relu() * ~done[:, None]
         # SAELens compares the sets of features before and after.

@@ -30,6 +30,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from ...layers.invariant import batch_invariant, invariant_device, product
 from ...utils.arguments import check_names
 from ...utils.cached_properties import version_of, versioned_property
 from ..site import Site, canonical, is_several
@@ -243,7 +244,7 @@ class SAE:
         x, _, _ = self._normalized(x.to(self.dtype))
         if self.subtract_b_dec and not self.transcoder:
             x = x - self.b_dec
-        return pursue(x, self.W_dec, self.pursuit) if self.pursuit else self._activated(x @ self.W_enc)
+        return pursue(x, self.W_dec, self.pursuit) if self.pursuit else self._activated(product(x, self.W_enc))
 
     def encode_float32(self, x: Tensor) -> Tensor:
         """`encode` of rows [n, width], with products that are not rounded: [n, d_sae] float32.
@@ -280,7 +281,7 @@ class SAE:
     @versioned_property
     def _shift(self) -> Tensor:
         """[d_sae] float32, the encoder's products with `b_dec`. Captured passes keep its address."""
-        with torch.no_grad():
+        with torch.no_grad(), batch_invariant(None):  # the same for all who share the SAE
             shift = products_float32(self.b_dec[None], self.W_enc)[0]
             kept: Tensor = self.__dict__.setdefault("_shift_memory", shift)
             return kept.copy_(shift)
@@ -300,7 +301,7 @@ class SAE:
         Raises:
             ValueError: `x` is needed.
         """
-        out = features.to(self.dtype) @ self.W_dec + self.b_dec
+        out = product(features.to(self.dtype), self.W_dec) + self.b_dec
         undone = self.normalization != "none" and not self.transcoder
         if x is None:
             if undone or self.W_skip is not None:
@@ -310,7 +311,7 @@ class SAE:
         if undone:
             _, scale, mean = self._normalized(x.to(self.dtype))
             out = out * scale + mean
-        return out if self.W_skip is None else out + x.to(self.dtype) @ self.W_skip
+        return out if self.W_skip is None else out + product(x.to(self.dtype), self.W_skip)
 
     def reconstruct(self, x: Tensor, features: Tensor | None = None) -> Tensor:
         """``decode(encode(x), x)`` of rows [n, width], with products that are not rounded: [n, d_out] float32.
@@ -352,6 +353,11 @@ class SAE:
 
 def products_float32(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight`` for x [n, width], not rounded to the dtype of either."""
-    if x.is_cuda and x.dtype is weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
+    if (
+        x.is_cuda
+        and x.dtype is weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and invariant_device() is None
+    ):
         return torch.mm(x, weight, out_dtype=torch.float32)
-    return x.float() @ weight.float()
+    return product(x, weight, torch.float32)

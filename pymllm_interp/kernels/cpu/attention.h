@@ -15,6 +15,7 @@ constexpr int64_t AHEAD = 16;  // positions whose keys are on their way to the c
 template <int HEADS, class T>
 void attend(const T* queries, const T* keys, const T* values, const int32_t* slots, float* weights, T* out, int64_t count,
             int64_t padded, int64_t slot_stride, int64_t head_dim, float scale, float cap, const float* sinks) {
+  int64_t whole = head_dim / LANES * LANES;
   for (int64_t p = 0; p < count; p += 4) {  // up to three positions too many: the last one again
     const T* at[4];
     for (int64_t i = 0; i < 4; i++) {
@@ -27,14 +28,16 @@ void attend(const T* queries, const T* keys, const T* values, const int32_t* slo
       }
     }
     Vec dots[HEADS][4] = {};
-    for (int64_t i = 0; i < head_dim; i += LANES) {
+    auto multiply = [&](int64_t i, auto read) {
       Vec key[4];
-      for (int j = 0; j < 4; j++) key[j] = load(at[j] + i);
+      for (int j = 0; j < 4; j++) key[j] = read(at[j] + i);
       for (int g = 0; g < HEADS; g++) {
-        Vec query = load(queries + g * head_dim + i);
+        Vec query = read(queries + g * head_dim + i);
         for (int j = 0; j < 4; j++) dots[g][j] = fma(query, key[j], dots[g][j]);
       }
-    }
+    };
+    for (int64_t i = 0; i < whole; i += LANES) multiply(i, [](const T* from) { return load(from); });
+    if (whole < head_dim) multiply(whole, [&](const T* from) { return load_upto(from, head_dim - whole); });
     for (int g = 0; g < HEADS; g++) store4(weights + g * padded + p, sum4(dots[g]));
   }
   for (int g = 0; g < HEADS; g++) {
@@ -51,17 +54,22 @@ void attend(const T* queries, const T* keys, const T* values, const int32_t* slo
     Vec inverse = Vec{} + 1.0f / (sum(total) + (sinks ? expf(sinks[g] - peak) : 0.0f));
     for (int64_t p = 0; p < padded; p += LANES) store(row + p, load(row + p) * inverse);
   }
-  for (int64_t i = 0; i < head_dim; i += LANES) {
+  auto weigh = [&](int64_t i, auto read, auto write) {
     Vec sums[HEADS] = {};
     for (int64_t p = 0; p < count; p++) {
-      Vec value = load(values + slots[p] * slot_stride + i);
+      Vec value = read(values + slots[p] * slot_stride + i);
       for (int g = 0; g < HEADS; g++) sums[g] = fma(Vec{} + weights[g * padded + p], value, sums[g]);
     }
-    for (int g = 0; g < HEADS; g++) store(out + g * head_dim + i, sums[g]);
-  }
+    for (int g = 0; g < HEADS; g++) write(out + g * head_dim + i, sums[g]);
+  };
+  for (int64_t i = 0; i < whole; i += LANES)
+    weigh(i, [](const T* from) { return load(from); }, [](T* to, Vec value) { store(to, value); });
+  if (whole < head_dim)
+    weigh(whole, [&](const T* from) { return load_upto(from, head_dim - whole); },
+          [&](T* to, Vec value) { store_upto(to, value, head_dim - whole); });
 }
 
-// One query for each request, over the KV slots of its positions [begin, len). head_dim is a multiple of LANES.
+// One query for each request, over the KV slots of its positions [begin, len).
 template <class T>
 void decode_attention(const T* q, const T* k_cache, const T* v_cache, const int32_t* table, const int64_t* table_rows,
                       const int32_t* lens, T* out, int64_t requests, int64_t heads, int64_t kv_heads, int64_t head_dim,

@@ -56,7 +56,7 @@ def load_library(source: Path, isa: str) -> ctypes.CDLL:
     openmp = [str(path) for path in sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))[:1]]
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
     flags = (*FLAGS, "-mno-avx512f") if isa == "avx2" else FLAGS
-    key = (texts, compiler, flags, _processor(), torch.__version__)
+    key = (texts, compiler, flags, processor(), torch.__version__)
     name = f"{source.stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     library = default_cache_dir() / name
     if not library.exists():
@@ -80,7 +80,7 @@ def _compile(command: list[str], library: Path) -> None:
         raise BuildError(f"the kernels cannot be compiled: {error}") from error
 
 
-def _processor() -> str:
+def processor() -> str:
     """Description of the processor, on which `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -23,7 +23,7 @@ from .cpu_build import ISAS, load_library, max_isa
 POINTER, SIZE, FLOAT, FLAG = c_void_p, c_int64, c_float, c_int
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 ATTENTION_WIDTH = 16
-"""Attention takes multiples of this as head_dim."""
+"""Decode passes run attention here for multiples of this as head_dim, and by torch for others."""
 
 _library = load_library(Path(__file__).with_name("cpu_kernels.cpp"), max_isa())
 _isa = _library.init(ISAS.index(max_isa()))

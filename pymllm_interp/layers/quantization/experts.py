@@ -10,6 +10,7 @@ from torch import nn
 
 from ...kernels.products.quantized_blocks import has_expert_kernel
 from ..gemm import Gemm
+from ..invariant import invariant_device
 from .expert_tiles import ExpertTiles
 from .gemm import QuantizedGemm
 from .readable import DequantizedWeight
@@ -30,6 +31,7 @@ class QuantizableExperts(nn.Module):
         interleaved: gate and up are every other row of `gate_up_proj`.
         quantized: name -> the weight as it is stored; without an entry it is a parameter.
         dtype: dtype of unquantised weights.
+        one_tiling: kernels have one tiling for any number of rows (batch-invariant mode).
     """
 
     NAMES: ClassVar = ("gate_up_proj", "down_proj")
@@ -40,6 +42,7 @@ class QuantizableExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts, self.dtype = experts, dtype
+        self.one_tiling = invariant_device() is not None
         self.quantized: dict[str, StoredExperts] = {}
         sizes = (2 * intermediate, hidden), (hidden, intermediate)
         for name, (rows, width) in zip(self.NAMES, sizes, strict=True):

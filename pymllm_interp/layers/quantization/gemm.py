@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from ...kernels.products.quantized_blocks import block_of
 from ..dispatch import triton_kernels_for
 from ..gemm import HALF, Gemm
+from ..invariant import invariant_device
 from .weight import BITS, FP8_MAX, QuantizedWeight
 
 MAX_KERNEL_ROWS, MAX_UNROUNDED_ROWS = 256, 48
@@ -40,6 +41,10 @@ class QuantizedGemm:
     Attributes:
         rounds_rows: whether many rows are rounded to FP8, like the weight.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> QuantizedGemm:
+        """The kind for parts that are made now."""
+        return super().__new__(InvariantQuantizedGemm if cls is QuantizedGemm and invariant_device() == "cuda" else cls)
 
     def __init__(self, weight: QuantizedWeight | None, bias: torch.Tensor | None) -> None:
         self._weight, self.bias = weight, bias
@@ -71,6 +76,17 @@ class QuantizedGemm:
         if x.is_cuda:
             return F.linear(x, dequantized, self.bias)
         return Gemm([dequantized], dequantized, self.bias)(x)
+
+
+class InvariantQuantizedGemm(QuantizedGemm):
+    """The product of batch-invariant mode on CUDA: the weight is dequantised for any number of rows."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if triton_kernels_for(x) is None:
+            return super().__call__(x)
+        from ...kernels.products.fixed import product
+
+        return product(x, self.weight.dequantize(x.dtype), self.bias)
 
 
 def laid_out(weight: QuantizedWeight) -> QuantizedWeight:

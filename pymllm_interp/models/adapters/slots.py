@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from ...layers.invariant import invariant_device
 from ...layers.lora import LoRASlots, padded_rank
 from ...utils.arguments import shown
 from ..base import CausalLM
@@ -67,6 +68,7 @@ class AdapterSlots:
     def __init__(self, model: CausalLM, max_loras: int, max_rank: int, digests: MutableMapping[str, str]) -> None:
         self._model, self.max_loras, self.max_rank, self._digests = model, max_loras, max_rank, digests
         self.version = 0
+        self._refuses = invariant_device() == "cuda"
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._pending: dict[int, _Entry] = {}  # slots to write before the next step
@@ -98,6 +100,10 @@ class AdapterSlots:
             raise AdapterError(f"load_adapter({name!r}, ...): the name is a string that is not empty")
         if name in self._entries:
             raise AdapterError(f"an adapter {name!r} is loaded already: unload it first, or give another name")
+        if self._refuses:
+            raise AdapterError(
+                f"load_adapter({name!r}, ...): adapters are not served with batch_invariant=True on CUDA"
+            )
         if self._model.spec.source is not None:
             raise AdapterError(f"load_adapter({name!r}, ...): adapters are not supported in encoder-decoder models")
         return read_adapter(name, folder, self._model, self.targets, self.max_rank)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import skip_init
 from transformers import PretrainedConfig
@@ -17,8 +16,10 @@ from ...core.current_pass import current_batch
 from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import ModelSpec, attention_add, delta_site
 from ...layers.delta import DeltaSizes, DeltaStates, DeltaWeights, GatedRMSNorm, mix
+from ...layers.delta_by_token import mix_by_token
 from ...layers.dispatch import triton_kernels_for
 from ...layers.edits.base import apply_and_capture, apply_at, apply_inner, capture_at
+from ...layers.invariant import invariant_device, sigmoid_of_mode
 from ...layers.linear import Linear, MergedLinear
 from ...layers.norm import OffsetRMSNorm, rms_norm
 from ...layers.rope import RotaryEmbedding
@@ -76,6 +77,7 @@ class GatedDeltaNet(ProjectedBranch):
         self.norm = GatedRMSNorm(sizes.dim, config.rms_norm_eps, dtype, device)
         self.out_proj = Linear(sizes.values, spec.hidden_size, False, dtype, device)
         self.first_state = first_state
+        self._mix = mix if invariant_device() is None else mix_by_token
         self.state_layouts = (
             StateLayout("conv", (taps - 1, channels), dtype, layer_idx),
             StateLayout("recurrent", (sizes.heads, sizes.key_dim, sizes.dim), torch.float32, layer_idx),
@@ -115,7 +117,7 @@ class GatedDeltaNet(ProjectedBranch):
         if pool is not None:
             states = DeltaStates(pool.memory(first), pool.memory(first + 1))
         weights = DeltaWeights(self.conv1d.weight, self.A_log, self.dt_bias)
-        return mix(projected.mixed, projected.b, projected.a, weights, self.sizes, states, batch)
+        return self._mix(projected.mixed, projected.b, projected.a, weights, self.sizes, states, batch)
 
 
 class Qwen3_5GatedDeltaNet(GatedDeltaNet):
@@ -170,6 +172,10 @@ class GatedAttention(Qwen3Attention):
 
     norm_cls = OffsetRMSNorm
 
+    def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
+        super().__init__(config, spec, layer_idx, device)
+        self._sigmoid = sigmoid_of_mode()
+
     @staticmethod
     def sizes_of(spec: ModelSpec) -> list[int]:
         q, k, v = Qwen3Attention.sizes_of(spec)
@@ -217,7 +223,7 @@ class GatedAttention(Qwen3Attention):
             from ...kernels import triton_delta
 
             return triton_delta.open_gate(z[0], gate).unsqueeze(0)
-        return z * torch.sigmoid(gate.contiguous()).flatten(1)
+        return z * self._sigmoid(gate.contiguous()).flatten(1)
 
 
 class Qwen3_5Attention(GatedAttention):
@@ -340,6 +346,7 @@ class Qwen3NextSparseMoeBlock(Qwen3MoeBlock):
         super().__init__(config, spec, layer_idx, device)
         self.shared_expert = SharedExpert(config, spec, config.shared_expert_intermediate_size, device)
         self.shared_expert_gate = Linear(spec.hidden_size, 1, False, spec.dtype, device)
+        self._sigmoid = sigmoid_of_mode()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch = current_batch()
@@ -350,7 +357,7 @@ class Qwen3NextSparseMoeBlock(Qwen3MoeBlock):
             _, scores, ids = self.gate(hidden)
             self.gate.capture(ids, scores, hidden.dtype, batch)
             chosen = self.experts(hidden, ids, scores)
-            out = (chosen + F.sigmoid(self.shared_expert_gate(hidden)) * shared).view(hidden_states.shape)
+            out = (chosen + self._sigmoid(self.shared_expert_gate(hidden)) * shared).view(hidden_states.shape)
         return self.after_ops(out, batch)
 
     def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -360,7 +367,7 @@ class Qwen3NextSparseMoeBlock(Qwen3MoeBlock):
         _, scores, ids = self.gate.route(hidden, batch)
         self.gate.capture(ids, scores, hidden.dtype, batch)
         chosen = self.experts.fused(hidden, ids, scores)
-        return (chosen + F.sigmoid(self.shared_expert_gate.project(hidden, batch)) * shared).view(x.shape)
+        return (chosen + self._sigmoid(self.shared_expert_gate.project(hidden, batch)) * shared).view(x.shape)
 
 
 class Qwen3NextDecoderLayer(Qwen3_5DecoderLayer):

@@ -1,0 +1,234 @@
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+"""Attention over paged KV with one partition of the keys for all passes: for batch-invariant mode.
+
+A tile has the query heads of one KV head for consecutive rows of a request. A decode row is a tile with one row. Keys are divided
+at multiples of `SPAN`. Each part has its own softmax, and parts are merged in order. A program that has all parts of a tile merges
+them; else `_merge` does, with the same operations. Hidden keys add zeros. So a row's bits depend on its own keys only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Launcher
+
+TILE = 64
+"""Rows of a tile's matrix product: heads times tokens. One instruction of the tensor cores has this many."""
+BLOCK, STAGES = 64, 2
+"""Keys of a step, and steps on their way."""
+SPAN = 1024
+"""Keys of a part."""
+PROGRAMS_PER_SM, MAX_PARTS = 4, 48
+"""Programs wanted, and most programs for a tile."""
+
+
+@triton.jit
+def _join(best, total, value, part_best, part_total, part_value):
+    """Two softmaxes as one: maxima and sums [rows], and values [rows, dim] before the division by the sum."""
+    peak = tl.maximum(best, part_best)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    fade, own = tl.exp2(best - base), tl.exp2(part_best - base)
+    return peak, total * fade + part_total * own, value * fade[:, None] + part_value * own[:, None]
+
+
+@triton.jit
+def _scores(q, k, position, length, scale, cap, CAPPED: tl.constexpr, WINDOW: tl.constexpr):
+    """Scores [rows, keys] to base 2; minus infinity at keys that a row does not see."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAPPED:  # the hyperbolic tangent, by exponentials
+        scores = cap * (2.0 / (1.0 + tl.exp2(scores * (-2.8853900817779268 / cap))) - 1.0)
+    seen = position[None, :] < length[:, None]
+    if WINDOW > 0:
+        seen = seen & (position[None, :] >= length[:, None] - WINDOW)
+    return tl.where(seen, scores * 1.4426950408889634, float("-inf"))
+
+
+@triton.jit
+def _absorb(best, total, value, scores, v):
+    """The softmax of a part with more keys."""
+    peak = tl.maximum(best, tl.max(scores, 1))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(best - base)
+    added = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return peak, total * fade + tl.sum(weights, 1), value * fade[:, None] + added
+
+
+@triton.jit(do_not_specialize=["width", "q_stride", "scale", "cap", "v_scale", "parts"])
+def _attend(
+    q, k_cache, v_cache, firsts, counts, owners, lens, table, out, kept, sinks, width, q_stride, scale, cap, v_scale, parts,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, ONE: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    first, count = tile, 1
+    if not ONE:
+        first, count = tl.load(firsts + tile), tl.load(counts + tile)
+    entry, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
+    token, member = entry // GROUP, entry % GROUP
+    queries: tl.constexpr = HEADS // KV_HEADS
+    head = kv_head * queries + member
+    real = (token < count) & (member < queries)
+    row = (first + tl.where(token < count, token, 0)).to(tl.int64)
+    length = tl.load(lens + row)  # keys up to the row's own
+    at = table + tl.load(owners + first).to(tl.int64) * width
+    known_dim = dim[None, :] < DIM
+    q_tile = tl.load(
+        q + row[:, None] * q_stride + head[:, None] * DIM + dim[None, :], mask=real[:, None] & known_dim, other=0.0
+    )
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        q_tile = q_tile.to(tl.float16)
+    longest = tl.max(length)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(tl.min(length) - WINDOW, 0)
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    value = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
+    if SINKS and not SPLIT:
+        best = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    offset = kv_head * DIM + dim
+    stop_part = tl.cdiv(longest, PART)
+    for part in range(begin // PART + tl.program_id(2), stop_part, parts):
+        part_best = tl.full((ROWS,), float("-inf"), tl.float32)
+        part_total = tl.zeros((ROWS,), tl.float32)
+        part_value = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
+        stop = tl.minimum(part * PART + PART, longest)
+        start = part * PART
+        if WINDOW > 0:
+            start = tl.maximum(start, begin // KEYS * KEYS)
+        for at_key in range(start, stop, KEYS):
+            position = at_key + tl.arange(0, KEYS)
+            there = position < longest
+            slot = tl.load(at + position, mask=there, other=0).to(tl.int64)
+            where = slot[:, None] * (KV_HEADS * DIM) + offset[None, :]
+            k = tl.load(k_cache + where, mask=there[:, None] & known_dim, other=0.0).to(q_tile.dtype)
+            v = tl.load(v_cache + where, mask=there[:, None] & known_dim, other=0.0).to(q_tile.dtype)
+            scores = _scores(q_tile, k, position, length, scale, cap, CAPPED, WINDOW)
+            part_best, part_total, part_value = _absorb(part_best, part_total, part_value, scores, v)
+        if SPLIT:  # [rows, heads, parts of the row, dim + 2]
+            most = tl.cdiv(width, PART)
+            place = kept + ((row * HEADS + head) * most + part) * (DIM + 2)
+            tl.store(place[:, None] + dim[None, :], part_value, mask=real[:, None] & known_dim)
+            tl.store(place + DIM, part_best, mask=real)
+            tl.store(place + DIM + 1, part_total, mask=real)
+        else:
+            best, total, value = _join(best, total, value, part_best, part_total, part_value)
+    if not SPLIT:
+        target = out + (row[:, None] * HEADS + head[:, None]) * DIM + dim[None, :]
+        result = (value / total[:, None] * v_scale).to(out.dtype.element_ty)
+        tl.store(target, result, mask=real[:, None] & known_dim)
+
+
+@triton.jit(do_not_specialize=["width", "v_scale"])
+def _merge(
+    lens, out, kept, sinks, width, v_scale, HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, DIM_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIM_BLOCK)
+    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    real, known_dim = head < HEADS, dim[None, :] < DIM
+    length = tl.load(lens + row)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(length - WINDOW, 0)
+    best = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((HEAD_BLOCK,), tl.float32)
+    value = tl.zeros((HEAD_BLOCK, DIM_BLOCK), tl.float32)
+    if SINKS:
+        best = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    for part in range(begin // PART, tl.cdiv(length, PART)):
+        place = kept + ((row * HEADS + head) * tl.cdiv(width, PART) + part) * (DIM + 2)
+        part_value = tl.load(place[:, None] + dim[None, :], mask=real[:, None] & known_dim, other=0.0)
+        part_best = tl.load(place + DIM, mask=real, other=float("-inf"))
+        part_total = tl.load(place + DIM + 1, mask=real, other=0.0)
+        best, total, value = _join(best, total, value, part_best, part_total, part_value)
+    target = out + (row * HEADS + head[:, None]) * DIM + dim[None, :]
+    result = (value / total[:, None] * v_scale).to(out.dtype.element_ty)
+    tl.store(target, result, mask=real[:, None] & known_dim)
+
+
+# Without fused multiply-adds: `_attend` and `_merge` join parts alike.
+_attend_launch = Launcher(_attend, num_stages=STAGES, enable_fp_fusion=False)
+_merge_launch = Launcher(_merge, enable_fp_fusion=False)
+
+
+def tokens_of_tile(heads: int, kv_heads: int) -> int:
+    """Most rows of a request in a tile."""
+    return max(1, TILE // triton.next_power_of_2(heads // kv_heads))
+
+
+def num_programs(tiles: int, kv_heads: int, width: int, num_sms: int) -> int:
+    """Number of programs for a tile, which share its parts. Bits do not depend on it."""
+    wanted = PROGRAMS_PER_SM * num_sms // max(tiles * kv_heads, 1)
+    return max(1, min(wanted, MAX_PARTS, triton.cdiv(width, SPAN)))
+
+
+def attention(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    tiles: tuple[torch.Tensor, torch.Tensor] | None,
+    owners: torch.Tensor,
+    lens: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    num_sms: int,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+    window: int | None = None,
+) -> None:
+    """Attention of rows over their keys, written to `out`.
+
+    Args:
+        q, out: [rows, heads, head_dim].
+        kv: the caches, [slots, kv_heads, head_dim] each.
+        tiles: (first row, number of rows) of each tile, int32. Its rows are of one request, in order. None: a tile for each row.
+        owners: [rows], row of `table` of each row.
+        lens: [rows] int32: a row sees the keys before this position.
+        table: [requests, width] int32, slots.
+        scale: factor of the scores.
+        num_sms: multiprocessors of the device.
+        cap: soft cap of the scores; None: none.
+        sinks: [heads], see `RadixAttention`; None: none.
+        kept: float32 memory for parts, `kept_size` elements; None: each tile's parts run in one program.
+        kv_scales: dequantization scales of the caches.
+        window: keys that a row sees at most; None: all.
+    """
+    heads, dim = q.shape[1:]
+    rows = min(len(q), len(lens))  # behind them is padding
+    kv_heads, width = kv[0].shape[1], table.shape[1]
+    group = triton.next_power_of_2(heads // kv_heads)
+    num_tiles = rows if tiles is None else len(tiles[0])
+    if not num_tiles:
+        return
+    programs = 1 if kept is None else num_programs(num_tiles, kv_heads, width, num_sms)
+    warps = 4 if dim <= 128 else 8  # of all passes of a model
+    split, dim_block = programs > 1, max(16, triton.next_power_of_2(dim))
+    firsts, counts = (lens, lens) if tiles is None else tiles
+    memory, given = out if kept is None else kept, q if sinks is None else sinks
+    _attend_launch(
+        (num_tiles, kv_heads, programs),
+        (q, *kv, firsts, counts, owners, lens, table, out, memory, given),
+        (width, q.stride(0), scale * kv_scales[0], cap or 0.0, kv_scales[1], programs),
+        (heads, kv_heads, dim, group, window or 0, bool(cap), sinks is not None, tiles is None, split, dim_block,
+         max(TILE, group), BLOCK, SPAN),
+        warps,
+    )  # fmt: skip
+    if split:
+        block = min(8, triton.next_power_of_2(heads))
+        _merge_launch(
+            (rows, triton.cdiv(heads, block), 1), (lens, out, memory, given), (width, kv_scales[1]),
+            (heads, dim, window or 0, sinks is not None, dim_block, block, SPAN), warps,
+        )  # fmt: skip
+
+
+def kept_size(rows: int, heads: int, dim: int, width: int) -> int:
+    """Elements of `kept` for as many rows."""
+    return rows * heads * triton.cdiv(width, SPAN) * (dim + 2)
