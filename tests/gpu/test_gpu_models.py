@@ -208,6 +208,7 @@ def assert_near(outs: list[Any], expected: list[Any], tolerance: float) -> None:
                 break
 
 
+@pytest.mark.few("family", "llama", "llama-9-over-3")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("family", "dtype"),
@@ -245,6 +246,7 @@ def test_plain_requests_keep_their_tokens_beside_hooked_ones(family, dtype, devi
 
 
 @pytest.mark.thin(9)
+@pytest.mark.few("family", "llama", "llama-9-over-3")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["split", "segments", "eager"])
 @pytest.mark.parametrize(
@@ -291,6 +293,7 @@ def test_saves_beside_others_are_those_of_the_request_alone(family, dtype, how, 
             assert worst >= 0.999, f"save {i}: cosine {worst:.5f}"
 
 
+@pytest.mark.few("family", "llama", "llama-9-over-3")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("family", "dtype"),

@@ -24,6 +24,7 @@ def random_prompt(size: int, seed: int) -> list[int]:
 
 
 @pytest.mark.few("graphs", True)  # a CPU has none
+@pytest.mark.few("name", "qwen3_5_text", "mamba", "kimi_linear")  # there models/test_recurrent.py has all
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("device", DEVICES)

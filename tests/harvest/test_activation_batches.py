@@ -110,7 +110,7 @@ def others(lm: LM) -> Iterator[None]:
 def test_each_row_of_a_harvest_comes_once_at_any_pace(shuffle: int, lm_of: Any, tmp_path: Path) -> None:
     """In chunks, after giving way, with equal documents, beside others; two epochs, each in an order of its own."""
     lm, rng = lm_of("llama", **SMALL), random.Random(shuffle)
-    documents = corpus(14, 30, seed=2)
+    documents = corpus(8, 30, seed=2)
     documents += [documents[3], documents[3][:5], [7], documents[4] * 2]
     wanted, held = harvested(lm, documents, tmp_path), memory_of(lm).used
     batches, orders = lm.activations(documents, SITES, rows=16, shuffle=shuffle), []
@@ -150,7 +150,7 @@ def test_a_buffer_mixes_evenly(lm: LM) -> None:
 
 def test_the_order_of_the_input_does_not_depend_on_how_a_loop_is_resumed(lm: LM) -> None:
     """From any batch, in another object, also within a document that is split; and from the end of an epoch."""
-    documents = corpus(20, 40, seed=3)
+    documents = corpus(10, 40, seed=3)
     for shuffle in (0, 32):
         options: Any = {"rows": 16, "shuffle": shuffle, "seed": 3, "max_length": 12, "too_long": "split"}
         make = lambda options=options: lm.activations(documents, SITES, **options)  # noqa: E731
