@@ -81,7 +81,8 @@ class SpillFiles:
             file = os.open(page.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 found = os.preadv(file, [into.data], page.offset)
-                os.utime(file)
+                with contextlib.suppress(PermissionError):  # another user's
+                    os.utime(file)
             finally:
                 os.close(file)
         except OSError:
