@@ -73,6 +73,7 @@ def prefixes(tiny: bool, tokens: int, repeats: int, **settings: Any) -> dict[str
     rng = random.Random(0)
     with loaded(tiny, **settings) as lm:
         connector: Any = lm.runner.kv_connector
+        page_bytes = connector._pool.page_bytes
         restore, speeds = connector.restore, list[float]()
 
         def timed(keys: Any, pages: Any) -> int:
@@ -80,9 +81,7 @@ def prefixes(tiny: bool, tokens: int, repeats: int, **settings: Any) -> dict[str
             started = time.perf_counter()
             found = restore(keys, pages)
             sync(lm)
-            speeds.append(
-                round(found * lm.runner.token_to_kv_pool.page_bytes / 1e9 / (time.perf_counter() - started), 3)
-            )
+            speeds.append(round(found * page_bytes / 1e9 / (time.perf_counter() - started), 3))
             return found
 
         connector.restore = timed
@@ -100,7 +99,8 @@ def prefixes(tiny: bool, tokens: int, repeats: int, **settings: Any) -> dict[str
 
 def no_op(tiny: bool, repeats: int) -> dict[str, Any]:
     """Milliseconds of decode steps with a connector that does nothing, and without one, in turns."""
-    params = SamplingParams(temperature=0, max_tokens=20 if tiny else 200, ignore_eos=True)
+    tokens = 20 if tiny else 200
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     with loaded(tiny) as lm:
         stages = {"none": lm.runner.stages, "no_op": (*lm.runner.stages, ConnectorStage(NO_CONNECTOR))}
         found: dict[str, Any] = {name: [] for name in stages}
@@ -110,7 +110,7 @@ def no_op(tiny: bool, repeats: int) -> dict[str, Any]:
             started = time.perf_counter()
             lm.generate([[turn, i, 3] for i in range(16)], params)
             if turn > 1:
-                found[name].append(round(1000 * (time.perf_counter() - started) / params.max_tokens, 4))
+                found[name].append(round(1000 * (time.perf_counter() - started) / tokens, 4))
         medians = {name: statistics.median(values) for name, values in found.items()}
         return {"step_ms": found, "ratio": round(medians["no_op"] / medians["none"], 4)}
 

@@ -215,8 +215,8 @@ class SpillConnector:
 
     def _note_copies(self) -> None:
         if self._is_pinned:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied = copied = torch.cuda.Event()
+            copied.record()
 
     # -- host memory, with the lock ----------------------------------------------------------------
 

@@ -66,7 +66,8 @@ def lm(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> I
 
 
 def captured(lm: LM, *specs: Any, length: int = 17) -> Activations:
-    captures = [Capture(**spec, device="engine") for spec in specs or [{"site": "resid_post.*"}]]
+    wanted: Any = specs or [{"site": "resid_post.*"}]
+    captures = [Capture(**spec, device="engine") for spec in wanted]
     return lm.generate([list(range(1, length + 1))], SamplingParams(max_tokens=0), capture=captures)[0].activations
 
 

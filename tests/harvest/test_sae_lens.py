@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,30 +19,29 @@ SITE, ROWS, STEPS = "resid_post.12", 32, 60
 
 @pytest.mark.parametrize("kind", ["standard", "topk"])
 def test_its_trainer_takes_the_batches_and_its_sae_is_served(kind: str, tmp_path: Path) -> None:
-    from sae_lens import StandardTrainingSAE, StandardTrainingSAEConfig, TopKTrainingSAE, TopKTrainingSAEConfig
-    from sae_lens.config import LoggingConfig, SAETrainerConfig
-    from sae_lens.training.sae_trainer import SAETrainer
-
+    lens, config, trainer = (
+        import_module(name) for name in ("sae_lens", "sae_lens.config", "sae_lens.training.sae_trainer")
+    )
     torch.manual_seed(0)
     with LM("demo") as lm:
         sizes = {"d_in": lm.hidden_size, "d_sae": 256, "dtype": "float32", "device": "cpu"}
         if kind == "standard":
-            sae = StandardTrainingSAE(StandardTrainingSAEConfig(**sizes, l1_coefficient=1e-3))
+            sae = lens.StandardTrainingSAE(lens.StandardTrainingSAEConfig(**sizes, l1_coefficient=1e-3))
         else:
-            sae = TopKTrainingSAE(TopKTrainingSAEConfig(**sizes, k=8))
+            sae = lens.TopKTrainingSAE(lens.TopKTrainingSAEConfig(**sizes, k=8))
         samples = ROWS * STEPS
-        cfg = SAETrainerConfig(
+        cfg = config.SAETrainerConfig(
             total_training_samples=samples, train_batch_size_samples=ROWS, device="cpu", lr=3e-3, lr_end=3e-4, n_checkpoints=0,
             checkpoint_path=None, save_final_checkpoint=False, dead_feature_window=1000, feature_sampling_window=2000,
             lr_scheduler_name="constant", lr_warm_up_steps=0, lr_decay_steps=0, n_restart_cycles=1, adam_beta1=0.9,
-            adam_beta2=0.999, autocast=False, logger=LoggingConfig(log_to_wandb=False),
+            adam_beta2=0.999, autocast=False, logger=config.LoggingConfig(log_to_wandb=False),
         )  # fmt: skip
         texts = ["The sea was calm.", "Nobody was at the office.", "They set sail at dawn."] * 8
         batches = lm.activations(texts, SITE, rows=ROWS, shuffle=64)
         rows = torch.cat([batch.rows for batch in batches]).float()
         before = (sae(rows) - rows).pow(2).mean().item()
         provider = batches.tensors(epochs=None)
-        SAETrainer(cfg, sae, data_provider=provider).fit()
+        trainer.SAETrainer(cfg, sae, data_provider=provider).fit()
         provider.close()
         after = (sae(rows) - rows).pow(2).mean().item()
         assert after < 0.5 * before and batches.epoch > 1

@@ -12,7 +12,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -342,7 +342,7 @@ def test_a_file_that_is_not_whole_or_of_another_model_is_a_miss(tmp_path: Path) 
         other = connector_of(tmp_path)
         assert restored(other, KEYS[:4]) == most and other.counts["corrupt"]
     for change in (("BF16", "F16"), ('"kv"', '"KV"'), ('"crcs"', '"cccc"'), ("[4, 2, 2", "[2, 2, 4")):
-        file.write_bytes(good.replace(*(part.encode() for part in change), 1))
+        file.write_bytes(good.replace(change[0].encode(), change[1].encode(), 1))
         assert restored(connector_of(tmp_path), KEYS[:4]) == 0
     file.write_bytes(good)
     wide = connector_of(tmp_path, own=pool(torch.float32))
@@ -368,7 +368,7 @@ def test_a_full_folder_costs_nothing_but_the_file(tmp_path: Path, monkeypatch: p
 
 
 def test_a_slow_folder_holds_a_bounded_amount_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, fill = threading.Event(), SpillFiles._fill
+    goes_on, fill = threading.Event(), cast(Any, SpillFiles._fill)
     monkeypatch.setattr("pymllm_interp.mem_cache.spill_connector.MOST_WAITING", 2 * PAGE)
     monkeypatch.setattr(SpillFiles, "_fill", staticmethod(lambda *args: (goes_on.wait(60), fill(*args))))
     made = connector_of(tmp_path, PAGE)

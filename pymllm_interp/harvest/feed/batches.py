@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -123,7 +123,7 @@ class ActivationBatches(IterableDataset[StateBatch]):
                 self._resumes = True  # the state could not be gone on from, and the next loop tries again
             self._mixer = None
 
-    def tensors(self, site: str | Site | None = None, epochs: int | None = 1) -> Iterator[torch.Tensor]:
+    def tensors(self, site: str | Site | None = None, epochs: int | None = 1) -> Generator[torch.Tensor, None, None]:
         """The rows of a site, batch by batch: what SAELens' `SAETrainer` takes as its `data_provider`.
 
         Args:
