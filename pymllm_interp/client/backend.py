@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..core.limits import EngineLimits
@@ -57,6 +57,14 @@ class Submission:
     """Persistent edits of the model, which follow each request."""
     passes: PassOptions = NONE
     """Options of forward passes, set by persistent edits."""
+
+    def of(self, i: int, prompt: RenderedPrompt) -> Submission:
+        """The call's i-th prompt, as it was read."""
+        one = slice(i, i + 1)
+        return replace(
+            self, prompts=[prompt], params=self.params[one], interventions=self.interventions[one], names=self.names[one],
+            captures=self.captures[one], priority=self.priority[one], adapters=self.adapters[one],
+        )  # fmt: skip
 
 
 class Backend(ABC):

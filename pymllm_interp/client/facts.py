@@ -81,6 +81,8 @@ class ModelFacts:
     """Whether attention keeps all scores of a pass in memory."""
     audio: Any = field(default=None, repr=False, compare=False)
     """Reads audio for the encoder (`inputs.audio.AudioReader`); None: the model takes none."""
+    banned: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    """Tokens that no request generates, as `Request.bad_words`."""
     images: Any = field(default=None, repr=False, compare=False)
     """Reads images of prompts (`images.reader.ImageReader`); None: the model takes text only."""
     speculates: bool = field(default=False, repr=False)
@@ -117,7 +119,7 @@ class ModelFacts:
                 in_part(kind, part): {"shape": list(own.shape(kind)), "layers": kind not in ("embed", "final_norm")}
                 for part, own in spec.parts.items()
                 for kind in own.family.points
-                if kind in PART_KINDS.get(part, ("embed",))
+                if kind in PART_KINDS.get(part, ("embed", "resid_post"))
             },
             "ops": sorted(ops()),
             "hooks": dict(self.hooks),

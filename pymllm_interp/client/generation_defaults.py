@@ -8,7 +8,7 @@ requests without any.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,8 @@ NOT_FOLLOWED: Mapping[str, Any] = {
     "penalty_alpha": None, "dola_layers": None, "max_time": None, "num_return_sequences": 1, "remove_invalid_values": False,
 }  # fmt: skip
 """Values of the file that are not supported -> the value that changes nothing."""
+OF_SPEECH = ("suppress_tokens", "begin_suppress_tokens")
+"""Values that Whisper's requests follow (`SpeechTokens.banned`)."""
 
 
 class Lengths(NamedTuple):
@@ -94,7 +96,9 @@ class GenerationDefaults:
         if setting == "none":
             return cls({}, ids)
         found = cls({name: value for name, value in config.to_dict().items() if value is not None}, ids)
-        found._log(FILE if setting == "auto" else f"{setting}/{FILE}")
+        found._log(
+            FILE if setting == "auto" else f"{setting}/{FILE}", OF_SPEECH if hf_config.model_type == "whisper" else ()
+        )
         return found
 
     def overlaid(self, config: GenerationConfig | None) -> GenerationDefaults:
@@ -112,7 +116,7 @@ class GenerationDefaults:
         given = {name: value for name, value in config.to_diff_dict().items() if value is not None}
         return GenerationDefaults({**self.values, **given}, self.eos_token_ids, "eos_token_id" in given)
 
-    def _log(self, origin: str) -> None:
+    def _log(self, origin: str, followed: Sequence[str]) -> None:
         """Log applied and ignored values: they change tokens without a word in the caller's code."""
         if self.sampling_params != SamplingParams():
             logger.warning(
@@ -120,7 +124,7 @@ class GenerationDefaults:
                 origin,
                 ", ".join(f"{name}={value!r}" for name, value in self._of_calls.items()),
             )
-        ignored = {name: self.values.get(name, neutral) for name, neutral in NOT_FOLLOWED.items()}
+        ignored = {name: self.values.get(name, same) for name, same in NOT_FOLLOWED.items() if name not in followed}
         if unlike := [f"{name}={value!r}" for name, value in ignored.items() if value != NOT_FOLLOWED[name]]:
             logger.warning("%s has values that are not supported, and not followed: %s", origin, ", ".join(unlike))
 

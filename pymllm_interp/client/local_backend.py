@@ -188,7 +188,7 @@ def facts_of(runner: InterpModelRunner) -> ModelFacts:
             runner.max_running_requests, not runner.is_pooling_model,
             0 if cross is None else cross.longest,
         ),
-        decoder_start_ids=start, audio=audio,
+        decoder_start_ids=start, audio=audio, banned=() if audio is None else tuple(map(tuple, audio.tokens.banned)),
         settings={name: getattr(settings, name) for name in (*HOOK_LIMITS, "max_loras", "max_lora_rank")},
         hooks={"hook_execution": settings.hook_execution, **HOOKS},
         defaults=defaults,

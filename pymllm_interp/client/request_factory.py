@@ -184,7 +184,7 @@ class RequestFactory:
             PromptError: the request can never be served; the message names the limit and its setting.
         """
         words, size = params.bad_words, self.facts.limits.vocab_size
-        bad_words = bad_word_ids(self.tokenizer, words, size, what) if words else ()
+        bad_words = self.facts.banned + (bad_word_ids(self.tokenizer, words, size, what) if words else ())
         max_tokens = max_tokens_of(self.facts.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
         if images:
             check_embedded(params, what, "images")

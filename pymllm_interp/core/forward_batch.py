@@ -292,10 +292,10 @@ class ForwardBatch:
     token_to_kv_pool:  PagedKV | None = None
     attn_backend:      PassAttention | None = None
 
-    # Multimodal inputs: refused for text models.
+    # Multimodal inputs: refused for text models. Images enter the language model's pass as `input_embeds`.
     mrope_position_deltas: torch.Tensor | None = None  # [batch] int64, distance of later positions from the number of tokens
-    pixel_values:          torch.Tensor | None = None
-    image_grid_thw:        torch.Tensor | None = None
+    pixel_values:          torch.Tensor | None = None  # the processor's, in the pass of hooks in a vision tower
+    image_grid_thw:        torch.Tensor | None = None  # [images, 3] int64, beside them, of towers that read patches
 
     # Fields beyond pymllm's.
     state_pool:      LayerStatePool | None = None  # set by the runner; slots are `req_pool_indices`; None: no layer has states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class ImageInput:
         positions: [tokens] int64, its placeholders among the prompt's token ids, ascending; tiles may have separators between.
         features: its part of the processor's outputs: pixel_values of patches or tiles, image_grid_thw [1, 3], image_sizes,
             pixel_attention_mask; on the CPU.
-        content: digest of the features. Images of equal content share KV, and the output of the vision tower.
+        content: digest of the features. Images of equal content share KV, and the output of the vision tower (`scoped`).
     """
 
     positions: Tensor
@@ -49,6 +49,13 @@ class ImageInput:
     def num_tokens(self) -> int:
         """Number of placeholders."""
         return len(self.positions)
+
+    def scoped(self, salt: str | None, owner: str | None) -> ImageInput:
+        """The image with a content of its own for each cache salt and owner of a prefix cache. Without both, the image."""
+        if salt is None and owner is None:
+            return self
+        digest = hashlib.sha256(repr((salt, owner)).encode() + self.content).digest()
+        return replace(self, content=digest)
 
     def part(self, start: int, stop: int) -> ImageInput | None:
         """The image in a prompt's part from `start` to `stop`; None if it is elsewhere. Raises ValueError if it is partly there."""

@@ -53,6 +53,8 @@ OF_ENCODER, OF_VISION = "encoder.", "vision."
 """Prefixes of the names of sites in an encoder, and in a vision tower: "encoder.resid_post.3"."""
 VISION_OUT = "vision.out"
 """Site of the states that the language model reads in an image's placeholders, behind the projector."""
+DEEPSTACK = "vision.deepstack."
+"""Prefix of the sites of states that the language model adds behind its first layers, in an image's placeholders (Qwen3-VL)."""
 _LAYER: dict[str, Any] = {
     "attention_norm": "layer_norm1",
     "o_proj": "out_proj",
@@ -73,8 +75,14 @@ VISION_TOWERS = {
 }
 """Vision towers, by the whole config's `model_type`. Sites of these are named with the prefix `vision.`."""
 _PROJECTOR = Family(name="projector", missing=frozenset({*Family(name="").points} - {"embed"}))
+_LEVELS = Family(name="deepstack", missing=frozenset({*Family(name="").points} - {"resid_post"}))
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """RoPE scalings with frequencies that depend on the length of the sequence."""
+
+
+def has_images(config: Any) -> bool:
+    """Whether a model reads images, by its config."""
+    return getattr(config, "vision_config", None) is not None
 
 
 def rope_scalings(text: Any) -> list[dict[str, Any]]:
@@ -256,6 +264,8 @@ class ModelSpec:
     """Placeholders of an image, where they attend to each other in both directions (Gemma 3); else 0."""
     vision: ModelSpec | None = None
     """Spec of the vision tower, or None. Its `context_len` is the rows of a tile; 0 where images have patches of any number."""
+    num_deepstack: int = 0
+    """Layers of a language model that states of images are added behind."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:
@@ -301,6 +311,7 @@ class ModelSpec:
             image_span=getattr(config, "mm_tokens_per_image", 0) if vision is not None else 0,
             mrope_merge=vision.spatial_merge_size if vision is not None and text.model_type in MROPE_SECTIONS else None,
             num_labels=num_labels_of(config),
+            num_deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
             vision=_tower_spec(config, vision, dtype)
             if vision is not None and config.model_type in VISION_TOWERS
             else None,
@@ -308,11 +319,18 @@ class ModelSpec:
 
     @cached_property
     def parts(self) -> dict[str, ModelSpec]:
-        """Prefix of their sites' names -> spec, of the parts that run before the language model. `VISION_OUT` is an `embed`."""
+        """Prefix of their sites' names -> spec, of the parts that run before the language model. `VISION_OUT` is an `embed`, and
+        `DEEPSTACK` the `resid_post` of its layers.
+        """
         found = {} if self.source is None else {OF_ENCODER: self.source}
         if self.vision is not None:
             out = replace(self.vision, family=_PROJECTOR, num_hidden_layers=0, hidden_size=self.hidden_size)
             found |= {OF_VISION: self.vision, VISION_OUT: out}
+        if self.vision is not None and self.num_deepstack:
+            own = replace(
+                self.vision, family=_LEVELS, num_hidden_layers=self.num_deepstack, hidden_size=self.hidden_size
+            )
+            found[DEEPSTACK] = own
         return found
 
     @property

@@ -239,7 +239,8 @@ class EncoderInput:
     """Input of an encoder, which an encoder-decoder model reads before its decoder's prompt.
 
     Attributes:
-        values: token ids [tokens] int64, or features of audio [mel bins, frames] float32, on the CPU.
+        values: token ids [tokens] int64, or features of audio [mel bins, frames] float32, on the CPU. To a server, samples
+            [n] float32.
         length: positions of the encoder's output.
         content: digest of the values.
     """
@@ -259,7 +260,9 @@ class EncoderInput:
     @property
     def kind(self) -> str:
         """transformers' name of the values."""
-        return "input_features" if self.values.is_floating_point() else "input_ids"
+        if not self.values.is_floating_point():
+            return "input_ids"
+        return "audio" if self.values.ndim == 1 else "input_features"
 
     @property
     def token_ids(self) -> list[int]:

@@ -293,6 +293,11 @@ class Request:
         return self.num_tokens_left > 0 and not self.is_decoding
 
     @property
+    def scoped_images(self) -> tuple[ImageInput, ...]:
+        """The images for the encoder cache, which requests share as they share KV."""
+        return tuple(image.scoped(self.cache_salt, self.cache_owner) for image in self.images)
+
+    @property
     def unit(self) -> list[Request]:
         """The request, or the members of its gang that have not finished."""
         return [r for r in self.gang if not r.finished] if self.gang else [self]
@@ -307,7 +312,9 @@ class Request:
         """
         if self.monitors is not None and self.monitors.may_act:
             return True
-        return self.params.penalised or bool(self.gang) or any(len(word) > 1 for word in self.bad_words)
+        return (
+            self.params.penalised or bool(self.gang) or any(len(word) > 1 and word[0] >= 0 for word in self.bad_words)
+        )
 
     def scheduled(self, num_tokens: int) -> ScheduledRequest:
         """The request's part of a step that computes its next `num_tokens` tokens."""
@@ -337,7 +344,7 @@ class Request:
             adapter=self.adapter,
             drafted=self.drafts is not None,
             embeds=self.embeds,
-            images=self.images,
+            images=self.scoped_images,
             encoder=None if self.encoder is None else self.cross.run_of(self.encoder),
         )
 

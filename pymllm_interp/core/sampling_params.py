@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256
+BEGIN = -1
+"""Stands for the end of the prompt in the token ids of a bad word."""
 MAX_N = 16384
 MAX_TOKEN_IDS = 1024
 """Most entries of `logit_bias`, and of `stop_token_ids`."""

@@ -245,7 +245,7 @@ class KVManager:
         if self.cross is not None:
             self.cross.release(request)
         if request.cache_salt is not None:
-            self._freed_images |= {image.content for image in request.images}
+            self._freed_images |= {image.content for image in request.scoped_images}
         if request.req_pool_idx is not None:
             self.rows.free(request.req_pool_idx)
             request.req_pool_idx = None

@@ -32,20 +32,26 @@ class PartDeclared:
     Args:
         part: key in `ModelSpec.parts`.
         declared: state of them, bound to the part.
-        token_ids: `PartInput.ids`.
+        token_ids, images: see `PartInput`.
     """
 
-    def __init__(self, part: str, declared: Declared, token_ids: list[int]) -> None:
-        self.part, self.declared, self.token_ids, self._ran = part, declared, token_ids, False
+    def __init__(self, part: str, declared: Declared, token_ids: list[int], images: list[range]) -> None:
+        self.part, self.declared, self.token_ids, self._images, self._ran = part, declared, token_ids, images, False
+        self._now = declared
 
-    def begin(self) -> Declared:
-        """State for the part's next pass. After a preemption it runs again, and nothing is captured or counted."""
-        if self._ran:
-            again = Declared(self.declared.hooks)
-            again.captures = None
-            return again
-        self._ran = True
-        return self.declared
+    def next_pass(self, images: range | None) -> tuple[Declared, range]:
+        """State and rows of the part's next pass. After a preemption it runs again, and nothing is captured or counted.
+
+        Args:
+            images: images of the pass, in order from pass to pass; None: all of the part's input.
+        """
+        if images is None or not images.start:
+            if self._ran:
+                self._now = Declared(self.declared.hooks)
+                self._now.captures = None
+            self._ran = True
+        own = [] if images is None else self._images[images.start : images.stop]
+        return self._now, range(own[0].start, own[-1].stop) if own else range(len(self.token_ids))
 
     def add_to(self, result: DeclaredResult) -> None:
         """Add its counts and states to a request's."""

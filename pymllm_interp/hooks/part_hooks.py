@@ -1,4 +1,4 @@
-"""Interventions and captures at the sites of a part of a model: `encoder.resid_post.3`, `vision.mlp_out.0`, `vision.out`.
+"""Interventions and captures at the sites of a part of a model: `encoder.resid_post.3`, `vision.out`, `vision.deepstack.0`.
 
 A part runs once, before the language model: an encoder, and a vision tower with its projector. Hooks are bound to it as to a model
 with its input as prompt, and act as functions. The inputs are the encoder's tokens, the images' patches, and their placeholders.
@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ..core.image_input import ImageInput
-from ..core.model_spec import INNER_SITES, OF_ENCODER, VISION_OUT, ModelSpec
+from ..core.model_spec import INNER_SITES, OF_ENCODER, OF_VISION, ModelSpec
 from ..core.pass_parts import EncoderInput
 from ..core.step import RequestHooks
 from .bind import DeclaredLimits
@@ -47,7 +47,7 @@ class PartInput(NamedTuple):
             raise ValueError("the prompt has no image, and the vision tower does not run")
         assert model.vision is not None
         per_tile = model.vision.context_len
-        sizes = [image.num_tokens if part == VISION_OUT else image.num_rows(per_tile) for image in images]
+        sizes = [image.num_rows(per_tile) if part == OF_VISION else image.num_tokens for image in images]
         ends = list(accumulate(sizes, initial=0))
         return cls([i for i, size in enumerate(sizes) for _ in range(size)], [range(*own) for own in pairwise(ends)])
 

@@ -20,6 +20,7 @@ from functools import lru_cache
 from ..core.families import LayerPath
 from ..core.limits import MAX_SITE_LENGTH
 from ..core.model_spec import (
+    DEEPSTACK,
     FAMILIES,
     NUMBERED_SITES,
     OF_ENCODER,
@@ -51,9 +52,9 @@ PART_KINDS = {
     OF_ENCODER: (
         "embed", "resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_act", "mlp_out", "resid_post", "final_norm",
     ),
-    OF_VISION: ("resid_pre", "z", "attn_out", "resid_mid", "mlp_act", "mlp_out", "resid_post", "out"),
+    OF_VISION: ("resid_pre", "z", "attn_out", "resid_mid", "mlp_act", "mlp_out", "resid_post", "out", "deepstack"),
 }  # fmt: skip
-"""Prefix of a part's sites -> kinds of sites that it may have. `VISION_OUT` has no layer."""
+"""Prefix of a part's sites -> kinds of sites that it may have. `VISION_OUT` has no layer; `DEEPSTACK` has the language model's."""
 _PARTS = {OF_ENCODER: "an encoder", OF_VISION: "a vision tower"}
 WITHOUT_LAYER = frozenset({"embed", "final_norm", "logits"})
 NORMED = ("attn_in", "mlp_in")
@@ -239,16 +240,20 @@ def part_of(name: str) -> str:
     """Key in `ModelSpec.parts` of the part that has a site, by its canonical name; "" for the language model."""
     if name == VISION_OUT:
         return name
-    return next((prefix for prefix in (OF_VISION, OF_ENCODER) if name.startswith(prefix)), "")
+    return next((prefix for prefix in (DEEPSTACK, OF_VISION, OF_ENCODER) if name.startswith(prefix)), "")
 
 
 def bare(name: str) -> str:
     """A canonical name without a part's prefix, as the part's own spec has it."""
+    if name.startswith(DEEPSTACK):
+        return f"resid_post.{name.removeprefix(DEEPSTACK)}"
     return "embed" if name == VISION_OUT else name.removeprefix(part_of(name))
 
 
 def in_part(name: str, part: str) -> str:
     """The reverse of `bare`."""
+    if part == DEEPSTACK:
+        return DEEPSTACK[:-1] + name.removeprefix("resid_post")
     return VISION_OUT if part == VISION_OUT else part + name
 
 
@@ -343,11 +348,13 @@ def _look_up(text: str) -> tuple[str, str | None]:
     """(kind, layer selector or None)."""
     if text == VISION_OUT:
         return text, None
+    if text.startswith(DEEPSTACK):
+        return DEEPSTACK[:-1], _look_up(bare(text))[1]
     for prefix, kinds in PART_KINDS.items():
         if (
             text.startswith(prefix)
             and (rest := text.removeprefix(prefix)).partition(".")[0] in kinds
-            and rest[:3] != "out"
+            and rest not in ("out", "deepstack")
         ):
             kind, layers = _look_up(rest)
             return prefix + kind, layers

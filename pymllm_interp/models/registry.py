@@ -21,7 +21,7 @@ from ..core.families import (
     lacks_head,
     num_labels_of,
 )
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import ModelSpec, has_images
 from ..core.unsupported import MULTIMODAL, UnsupportedModelError
 from ..layers.quantization.unallocated import unallocated_weights
 from .base import CausalLM
@@ -62,13 +62,17 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
 VISION: dict[str, type[DecoderForCausalLM]] = {
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "Idefics3ForConditionalGeneration": VisionLanguageForCausalLM,
+    "InternVLForConditionalGeneration": VisionLanguageForCausalLM,
     "LlavaForConditionalGeneration": VisionLanguageForCausalLM,
     "LlavaOnevisionForConditionalGeneration": VisionLanguageForCausalLM,
+    "Mistral3ForConditionalGeneration": VisionLanguageForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": VisionLanguageForCausalLM,
     "Qwen3VLForConditionalGeneration": VisionLanguageForCausalLM,
     "SmolVLMForConditionalGeneration": VisionLanguageForCausalLM,
 }
 """Vision-language models: their towers are transformers', and their language models are native."""
+VISION_BY_CLASS = frozenset({"aya_vision", "internvl", "llava", "mistral3"})
+"""Model types with a class that places images behind the embedding and runs the language model unchanged."""
 SERVED = f"{', '.join(VISION)}, over {', '.join(TEXT_MODELS)}"
 NATIVE |= VISION
 
@@ -121,7 +125,7 @@ def check_supported(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(
             f"{architecture} is an encoder-decoder model of a family that is not served; those with generation of {names} are"
         )
-    elif _is_multimodal(config) and not (architecture in VISION and VISION[architecture].implements(config)):
+    elif _is_multimodal(config) and not _reads_images(config):
         kind = f"a multimodal model over {config.get_text_config().model_type!r}: {MULTIMODAL}; models with images: {SERVED}"
     elif config.model_type in INDEXED:
         kind = "a model with sparse attention: its indexer selects blocks of keys"
@@ -137,6 +141,14 @@ def check_supported(config: PretrainedConfig) -> None:
 
 def _is_multimodal(config: PretrainedConfig) -> bool:
     return any(getattr(config, part, None) is not None for part in ("vision_config", "vq_config", "audio_config"))
+
+
+def _reads_images(config: PretrainedConfig) -> bool:
+    """Whether a model with images is served: over a native language model, or over one by its class."""
+    architecture, text = architecture_of(config), config.get_text_config()
+    if architecture in VISION and VISION[architecture].implements(config):
+        return True
+    return config.model_type in VISION_BY_CLASS and text.model_type in TRANSFORMERS_FAMILIES | FAMILIES
 
 
 def _is_encoder(config: PretrainedConfig) -> bool:
@@ -160,7 +172,7 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
             f"{architecture} has no native implementation: impl='transformers' runs it by its class in transformers; native "
             f"families: {', '.join(sorted(NATIVE))}"
         )
-    if impl == "transformers" and architecture in VISION:
+    if impl == "transformers" and architecture in VISION and VISION[architecture].implements(config):
         raise UnsupportedModelError(f"{architecture} has a native language model: impl='transformers' is refused")
     if impl == "transformers" or architecture not in NATIVE or getattr(config, "use_bidirectional_attention", False):
         return False
@@ -218,6 +230,10 @@ def load_model(
             config.quantization_config = {**stored.settings, "dequantize": True}
         from .transformers.transformers_model import load_transformers_model  # which imports transformers' models
 
+        if has_images(config):
+            from .vision.by_class import VisionByClass
+
+            return load_transformers_model(config, spec, device, folder, seed, VisionByClass)
         if spec.source is None:
             return load_transformers_model(config, spec, device, folder, seed)
         from .transformers.encoder_decoder.model import EncoderDecoderModel

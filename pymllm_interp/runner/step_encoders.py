@@ -13,7 +13,7 @@ from ..core.step import NewRequest
 from ..mem_cache.cross_pool import CrossPool
 from .input_batch import InputBatch
 
-SiteOpsOf = Callable[[str, str], Any]
+SiteOpsOf = Callable[[str, str, range | None], Any]
 
 
 class StepEncoders:
@@ -23,7 +23,8 @@ class StepEncoders:
         pool: pool of their cross keys and values.
 
     Attributes:
-        site_ops_of: (request id, key in `ModelSpec.parts`) -> declared ops and captures of the part's pass.
+        site_ops_of: (request id, key in `ModelSpec.parts`, images or None for all) -> declared ops and captures of the part's
+            pass.
     """
 
     def __init__(self, pool: CrossPool) -> None:
@@ -55,10 +56,10 @@ class StepEncoders:
             if (waiting := self._waiting.pop(entry.request_id, None)) is not None:
                 given, page, slots = waiting  # requests with equal inputs share the pages
                 encoders.setdefault(
-                    page, PassEncoder(index, given, slots, self.site_ops_of(entry.request_id, OF_ENCODER))
+                    page, PassEncoder(index, given, slots, self.site_ops_of(entry.request_id, OF_ENCODER, None))
                 )
         return CrossRows(self._pool, rows, self._pool.lens[batch.idx_mapping_np].tolist(), list(encoders.values()))
 
 
-def no_part_ops(request_id: str, part: str) -> None:
+def no_part_ops(request_id: str, part: str, images: range | None) -> None:
     """The ops of a runner without hooks."""

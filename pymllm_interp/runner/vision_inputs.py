@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attention.cut_edges import PassCuts, RequestCuts, pass_cuts
 from ..core.forward_batch import PartQuery
 from ..core.image_input import ImageError, ImageInput
-from ..core.model_spec import OF_VISION, VISION_OUT
+from ..core.model_spec import DEEPSTACK, OF_VISION, VISION_OUT
 from ..core.pass_parts import DeepStates, EmbeddedRows
 from ..core.step import NewRequest, ScheduledRequest
 from ..mem_cache.encoder_cache import EncoderCache
@@ -23,7 +23,7 @@ from .parts import RunnerParts
 from .request_state import RequestState
 from .step_encoders import SiteOpsOf, no_part_ops
 
-TOWER = (OF_VISION, VISION_OUT)
+TOWER = (OF_VISION, VISION_OUT, DEEPSTACK)
 """Keys of the tower in `ModelSpec.parts`."""
 NOT_REACHED = (
     "not reached: the vision tower runs once, in the first pass of a prompt with images, and its modules in their order"
@@ -62,6 +62,7 @@ class VisionInputs:
 
     Attributes:
         cache: states of images.
+        bounds_blocks: whether `most` bounds the images that a block in the tower sees, too. Else memory does.
         site_ops_of: see `StepEncoders`.
     """
 
@@ -69,7 +70,7 @@ class VisionInputs:
         self, tower: VisionTower, states: RequestState, model_state: ModelState, most: int, budget: int, device: str
     ) -> None:
         self.tower, self.states, self.model_state, self._most, self.device = tower, states, model_state, most, device
-        self.cache = EncoderCache(budget)
+        self.cache, self.bounds_blocks = EncoderCache(budget), False
         self._version = model_state.version
         self.site_ops_of: SiteOpsOf = no_part_ops
         self._errors: dict[str, BaseException] = {}
@@ -80,7 +81,11 @@ class VisionInputs:
     def of(cls, runner: RunnerParts, states: RequestState, model_state: ModelState) -> VisionInputs | None:
         """The inputs of a runner's model; None if it has no tower."""
         tower = runner.get_model().tower
-        return None if tower is None else cls(tower, states, model_state, *image_tokens(runner), runner.device)
+        if tower is None:
+            return None
+        found = cls(tower, states, model_state, *image_tokens(runner), runner.device)
+        found.bounds_blocks = runner.server_config.max_num_encoder_tokens is not None
+        return found
 
     def enter(self, request: NewRequest) -> None:
         """Note an entering request with images and hooks."""
@@ -99,6 +104,8 @@ class VisionInputs:
 
     def run_hooked(self, entries: Sequence[ScheduledRequest], query: PartQuery | None) -> None:
         """Run the tower anew for each request of a step with ops, captures or blocks in it. The cache has none of these states.
+
+        A call has images of at most `most` tokens, or one image. A block sees all images of its prompt in one call.
 
         Args:
             query: serves the step's blocks; None without any.
@@ -126,14 +133,32 @@ class VisionInputs:
 
     def _run(self, request: NewRequest, query: PartQuery | None) -> None:
         assert request.hooks is not None
-        ops = TowerOps(*(self.site_ops_of(request.request_id, part) for part in TOWER))
+        states, whole = list[Tensor](), query is not None and not self.bounds_blocks
+        calls = [range(len(request.images))] if whole else self._calls_of(request.images)
         try:
-            with torch.set_grad_enabled(request.hooks.differentiable):
-                states = self.tower.encode_hooked(request.images, ops, query)
+            if query is not None and len(calls) > 1:
+                raise ImageError(
+                    f"a block in the vision tower sees the {len(request.images)} images of its prompt together. They have "
+                    f"{sum(image.num_tokens for image in request.images)} tokens, and a call of the tower at most {self._most} "
+                    "(max_num_encoder_tokens): raise it, or trace fewer images"
+                )
+            for images in calls:
+                ops = TowerOps(*(self.site_ops_of(request.request_id, part, images) for part in TOWER))
+                with torch.set_grad_enabled(request.hooks.differentiable):
+                    states += self.tower.encode_hooked(request.images[images.start : images.stop], ops, query)
         except ImageError as error:  # no error of the step: blocks of others have begun
             self._errors[request.request_id] = error
             states = [self.tower.zeros(image.num_tokens) for image in request.images]
         self._own[request.request_id] = {id(image): own for image, own in zip(request.images, states, strict=True)}
+
+    def _calls_of(self, images: Sequence[ImageInput]) -> list[range]:
+        """Images of each call of the tower, in order."""
+        found, size = [range(0)], 0
+        for i, image in enumerate(images):
+            if size and size + image.num_tokens > self._most:
+                found, size = [*found, range(i, i)], 0
+            found[-1], size = range(found[-1].start, i + 1), size + image.num_tokens
+        return found
 
     def take_errors(self) -> dict[str, BaseException]:
         """Request id -> error of its run of the tower, of requests that must end."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..core.sampling_params import BEGIN
 from ..utils.upload import upload
 from .bitmasks import BitmaskRows
 from .filters import filter_width
@@ -103,7 +104,7 @@ class SamplingBatch:
         Raises:
             ValueError: a token of a request's `logit_bias`, or one that a penalty counts, is outside the vocabulary.
         """
-        if all(request.params.plain for request in requests):
+        if all(request.params.plain and not request.bad_words for request in requests):
             return cls(rows=len(requests))
         device = torch.device(device)
         batch = cls(
@@ -177,9 +178,11 @@ def _logit_bias(requests: Sequence[SamplingRequest], vocab_size: int, device: to
 
 def _completing(request: SamplingRequest) -> set[int]:
     """Tokens that would complete one of the request's bad words."""
-    longest = max(len(word) for word in request.bad_words)
+    first = {word[1] for word in request.bad_words if word[0] == BEGIN and request.num_generated == 0}
+    words = [word for word in request.bad_words if word[0] != BEGIN]
+    longest = max(map(len, words), default=1)
     last = list(request.output_token_ids[-(longest - 1) :]) if longest > 1 else []
-    return {word[-1] for word in request.bad_words if list(word[:-1]) == last[len(last) - len(word) + 1 :]}
+    return first | {word[-1] for word in words if list(word[:-1]) == last[len(last) - len(word) + 1 :]}
 
 
 def _allowed(requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device) -> AllowedTokens | None:

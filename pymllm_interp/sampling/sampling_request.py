@@ -42,7 +42,7 @@ class SamplingRequest(Protocol):
 
     @property
     def bad_words(self) -> Sequence[Sequence[int]]:
-        """Sequences of token ids that are not generated."""
+        """Sequences of token ids that are not generated. `BEGIN` stands before one that is not generated first."""
         ...
 
     @property

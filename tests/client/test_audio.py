@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +68,54 @@ def test_generate_with_a_language_is_that_of_transformers(both: Both) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, min_tokens=8)
     out = lm.generate(prompt_of((samples, RATE), prompt_token_ids=start), params)[0]
     assert out.token_ids == made[0].tolist()[-8:]
+
+
+def test_suppressed_tokens_are_those_of_transformers(both: Both, tmp_path: Path) -> None:
+    """`suppress_tokens` at each token, `begin_suppress_tokens` at the first one: beside others, and with bad words."""
+    lm, model = both
+    sounds = [prompt_of((audio(seed, 6000), RATE)) for seed in range(5)]
+    free = [out.token_ids for out in lm.generate(sounds, GREEDY)]
+    first = sorted({ids[0] for ids in free})
+    later = sorted({token for ids in free for token in ids[2:5]} - {*first})[:3]
+    model.save_pretrained(tmp_path)
+    config = GenerationConfig(**{**GENERATION, "suppress_tokens": later, "begin_suppress_tokens": first})
+    config.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    before = model.generation_config
+    with LM(str(tmp_path), dtype="float32", device="cpu", kv_cache_tokens=256, cross_cache_tokens=64) as other:
+        assert list(map(list, other.backend.facts.audio.tokens.banned)) == [[t] for t in later] + [
+            [-1, t] for t in first
+        ]
+        found = [out.token_ids for out in other.generate(sounds, GREEDY)]
+        (worded,) = other.generate(sounds[:1], replace(GREEDY, bad_words=[f"w{found[0][0]}"]))
+        wanted = list[list[int]]()
+        for sound in sounds:
+            made: Any = model.generate(  # pyright: ignore[reportCallIssue]
+                features_of(sound["multi_modal_data"]["audio"][0]), generation_config=config, language="en", task="transcribe",
+                max_new_tokens=8, min_new_tokens=8, do_sample=False,
+            )  # fmt: skip
+            wanted.append(made[0].tolist()[-8:])
+    model.generation_config = before
+    assert found == wanted and found != free and worded.token_ids[0] not in (found[0][0], *first)
+
+
+@pytest.mark.parametrize(("form", "kind"), [("FLAC", "PCM_16"), ("OGG", "VORBIS")])
+def test_files_of_soundfile_are_read(both: Both, form: str, kind: str) -> None:
+    """Files that need the extra `audio`: what the library writes is read again, at another rate and of two channels, too."""
+    library = pytest.importorskip("soundfile")
+    samples, rate = audio(7, 3000), 8000
+    for channels in (1, 2):
+        body = io.BytesIO()
+        library.write(body, np.stack([samples] * channels, 1), rate, format=form, subtype=kind)
+        found, its = samples_of(body.getvalue(), "it", 30)
+        assert its == rate and len(found) == len(samples) and found.dtype == np.float32
+        error = np.abs(found - samples).max()
+        assert error < (0.2 if kind == "VORBIS" else 1e-4), error
+    (out,) = both[0].generate(prompt_of(body.getvalue()), GREEDY)
+    assert out.token_ids == both[0].generate(prompt_of((found, rate)), GREEDY)[0].token_ids
+    for broken in (body.getvalue()[:60], b"fLaC" + body.getvalue()[4:400][::-1]):
+        with pytest.raises(PromptError, match=r"audio file|samples|WAV"):
+            samples_of(broken, "it", 30)
 
 
 def test_traces_read_features_of_transformers_processor(both: Both) -> None:

@@ -176,14 +176,14 @@ def test_prompts_of_a_call_are_read_beside_each_other(model: Model) -> None:
     def read(prompt: Any, what: str) -> RenderedPrompt:
         return checked(model.tokenizer, prompt, facts, what)
 
-    for found, one in zip(read_each(read, facts, asked, names), alone, strict=True):
+    for found, one in zip(read_each(read, asked, names), alone, strict=True):
         assert found.token_ids == one.token_ids
         assert [image.content for image in found.images or ()] == [image.content for image in one.images or ()]
     assert (reader.cache.hits, reader.cache.misses) == (2, 6)
     for i in (3, 5):
         asked[i] = {**asked[i], "multi_modal_data": {"image": encoded(images[i])[:-40]}}
     with pytest.raises(PromptError, match="image 0 of prompt 3"):
-        read_each(read, facts, asked, names)
+        list(read_each(read, asked, names))
 
 
 def test_features_have_the_dtype_of_the_tower(model: Model) -> None:

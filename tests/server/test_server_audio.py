@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from helpers_encoder_decoder import GENERATION, RATE, audio, features_of, greedy
 from helpers_served import served
 from helpers_server import KEYS, Server
 from openai import OpenAI
+from safetensors.torch import save
 from transformers import GenerationConfig, PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams, Steer
@@ -32,18 +34,28 @@ class Served(Server):
     """A server of Whisper, which transformers has too."""
 
     model: PreTrainedModel
+    heard: int
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("whisper")
     model = saved("whisper", folder)
-    GenerationConfig(**GENERATION).save_pretrained(folder)
+    features = features_of(as_prompt(SAMPLES)["multi_modal_data"]["audio"][0])
+    with torch.no_grad():
+        first: Any = model(input_features=features, decoder_input_ids=torch.tensor([[2]])).logits[0, -1]
+    heard = 30 + int(first[30:].argmax())  # likelier than English
+    GenerationConfig(**with_language(heard)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     options = ["--option", "cross_cache_tokens=100", "--max-audio-bytes", "60000", "--allow-code-from", "code"]
     with served(folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
-        found.model = model  # pyright: ignore[reportAttributeAccessIssue]
+        found.model, found.heard = model, heard  # pyright: ignore[reportAttributeAccessIssue]
         yield found  # pyright: ignore[reportReturnType]
+
+
+def with_language(token: int) -> dict[str, Any]:
+    """Values of a generation config with one more language."""
+    return GENERATION | {"lang_to_id": GENERATION["lang_to_id"] | {"<|it|>": token}}
 
 
 def as_prompt(samples: np.ndarray) -> dict[str, Any]:
@@ -78,6 +90,22 @@ def test_openai_clients_transcribe_and_translate(server: Served) -> None:
     assert translated.text == text_of(greedy(server.model, as_prompt(SAMPLES), [2, 20, 23, 24], 6))
     before = api.audio.transcriptions.create(**how, prompt="w7 w8 w9")
     assert before.text == text_of(greedy(server.model, as_prompt(SAMPLES), [25, 7, 8, 9, *START], 6))
+
+
+def test_a_language_is_detected_as_in_transformers(server: Served) -> None:
+    model: Any = server.model
+    config, seen = GenerationConfig(**with_language(server.heard)), set[str]()
+    for samples in (SAMPLES, *(audio(seed, 6000) for seed in range(4))):
+        features = features_of(as_prompt(samples)["multi_modal_data"]["audio"][0])
+        (token,) = model.detect_language(input_features=features, generation_config=config).tolist()
+        code = {20: "en", 21: "de", server.heard: "it"}[token]
+        seen.add(code)
+        given = {"response_format": "verbose_json"}
+        found, named = (send(server, wav(samples), language=own, **given).json() for own in ("auto", code))
+        assert found["language"] == code and found["text"] == named["text"]
+    assert "it" in seen, "not the default alone"
+    hooked = send(server, language="auto", capture='["encoder.resid_post.1"]').json()
+    assert hooked["choices"][0]["activations"]["sites"]["encoder.resid_post.1"]
 
 
 def test_long_audio_is_read_in_parts(server: Served) -> None:
@@ -129,6 +157,25 @@ def test_hooks_act_on_the_encoder(server: Served) -> None:
         (plain,) = lm.generate({"input_features": features}, params)
         assert plain.token_ids == greedy(server.model, as_prompt(SAMPLES), START, 6)
     assert found["choices"][0]["activations"]["sites"]["encoder.resid_post.1"]
+
+
+def test_features_that_a_client_computes_are_for_keys_that_may_declare(server: Served) -> None:
+    """They are any numbers, as outputs of an image processor. Samples of audio are for every key."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    wanted = greedy(server.model, as_prompt(SAMPLES), START, 6)
+    features = features_of(as_prompt(SAMPLES)["multi_modal_data"]["audio"][0])
+    with LM.connect(server.url, api_key=KEYS["plain"]) as lm:
+        assert lm.generate(as_prompt(SAMPLES), params)[0].token_ids == wanted
+        with pytest.raises(PermissionError, match="declared"):
+            lm.generate({"input_features": features}, params)
+    disguised = save({"input_features": features.contiguous()})
+    size = int.from_bytes(disguised[:8], "little")
+    header = disguised[8 : 8 + size].replace(b"input_features", rb"input\u005ffeatures")
+    bodies = [disguised, len(header).to_bytes(8, "little") + header + disguised[8 + size :], b"", b"\xff" * 64]
+    with server.client("plain") as client:
+        for body in bodies:
+            given = {"prompts": [START], "params": [{}], "encoders": [base64.b64encode(body).decode()]}
+            assert client.post("/v1/interp/generate", json=given).status_code == 403
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers_browser import CHROMIUM, Page, browsing
+from helpers_served import served
 from helpers_server import KEYS, Server
+from helpers_vision import encoded, picture, save_vision_model
 
 from pymllm_interp import LM, SamplingParams
 
@@ -64,6 +68,7 @@ def page(browser: Page, server: Server) -> Page:
     browser.open(f"{server.url}/")
     browser.wait_for("document.body.dataset.state === 'ready'")
     assert browser.run("document.getElementById('key').disabled") is False
+    assert browser.run("document.getElementById('image-field').hidden") is True
     browser.run(FILL)
     browser.wait_for("document.getElementById('layer').max === '2'")
     browser.run("document.getElementById('layer').value = 1")
@@ -222,6 +227,57 @@ def test_the_page_is_used_by_keyboard_alone(page: Page) -> None:
     shown = text_of(page, "cell")
     assert shown.startswith('Layer 2, after "w14"') and shown == page.run("document.activeElement.title")
     assert page.run("document.querySelectorAll('#heatmap td[tabindex=\"0\"]').length") == 1
+
+
+@pytest.fixture(scope="module")
+def of_images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a vision-language model."""
+    folder = save_vision_model("qwen2_5_vl", tmp_path_factory.mktemp("vision"))
+    with served(folder, "--max-image-bytes", "4000", folder=tmp_path_factory.mktemp("keys")) as found:
+        yield found
+
+
+@in_browser
+def test_an_image_stands_before_the_prompt(
+    browser: Page, of_images: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Both texts are chats over it; without a file they are completions again. Nothing is loaded from elsewhere."""
+    folder = tmp_path_factory.mktemp("files")
+    (small := folder / "small.png").write_bytes(encoded(picture()))
+    (large := folder / "large.png").write_bytes(bytes(5000))
+    browser.problems.clear()
+    browser.open(f"{of_images.url}/")
+    browser.wait_for("document.body.dataset.state === 'ready'")
+    browser.run(FILL)
+    browser.wait_for("!document.getElementById('image-field').hidden")
+    browser.run("document.getElementById('max-tokens').value = 12")
+
+    def choose(*files: Path) -> None:
+        root = browser.send("DOM.getDocument")["root"]["nodeId"]
+        node = browser.send("DOM.querySelector", nodeId=root, selector="#image")["nodeId"]
+        browser.send("DOM.setFileInputFiles", nodeId=node, files=list(map(str, files)))
+
+    def texts() -> list[str]:
+        browser.run("document.getElementById('run').click()")
+        browser.wait_for(done("run"))
+        return [text_of(browser, name) for name in ("plain", "steered", "error")]
+
+    url = f"data:image/png;base64,{base64.b64encode(small.read_bytes()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
+    fields = {"max_tokens": 12, "temperature": 0, "repetition_penalty": 1.1}
+    with of_images.client("declared") as client:
+        asked = {"messages": [{"role": "user", "content": parts}], **fields}
+        chat = client.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
+        alone = client.post("/v1/completions", json={"prompt": PROMPT, **fields}).json()["choices"][0]["text"]
+    choose(small)
+    plain, steered, error = texts()
+    assert plain == PROMPT + chat and steered.startswith(PROMPT) and steered != plain and error == "", error
+    assert browser.run(SCORED)[1]
+    choose(large)
+    assert texts()[2] == "the image has 5000 bytes; at most 4000 are sent"
+    browser.run("document.getElementById('image').value = ''")
+    assert texts()[::2] == [PROMPT + alone, ""]
+    assert browser.problems == []
 
 
 @in_browser

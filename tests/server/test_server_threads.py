@@ -8,6 +8,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from helpers_app import App, app_over
 
 from pymllm_interp.server.http import gate
-from pymllm_interp.server.http.threads import THREADS, THREADS_EACH, FairThreads
+from pymllm_interp.server.http.threads import THREADS, THREADS_EACH, FairThreads, Turns
+from pymllm_interp.server.process.engine_server import SUBMITTERS, SUBMITTERS_EACH
 from pymllm_interp.server.routes import openai_format
 
 
@@ -78,11 +80,47 @@ def test_no_client_holds_all_threads_and_those_that_wait_take_turns() -> None:
         ends = await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert [end for end in ends if isinstance(end, str)] == ["a1", "a3", "b1", "b2", "c1"]
         async with asyncio.timeout(600):
-            while threads._free < 3:
+            while threads._turns._free < 3:
                 await asyncio.sleep(0.001)
-        assert "a4" not in order and not threads._running and not threads._waiting
+        assert "a4" not in order and not threads._turns._running and not threads._turns._waiting
 
     asyncio.run(asked())
+
+
+def test_a_client_leaves_submitters_to_others() -> None:
+    """Calls whose images or audio take long to read: other clients' calls are submitted beside them, in turns."""
+    turns, order, pool = Turns(SUBMITTERS, SUBMITTERS_EACH), list[str](), ThreadPoolExecutor(SUBMITTERS)
+    gates = {name: threading.Event() for name in [*(f"a{i}" for i in range(9)), "b0", "c0", "d0"]}
+    begun = threading.Semaphore(0)
+
+    def work(name: str) -> None:
+        order.append(name)
+        begun.release()
+        assert gates[name].wait(60)
+        turns.give_back(name[0])
+
+    def take(name: str) -> None:
+        turns.take(name[0], lambda: pool.submit(work, name) is not None)
+
+    def wait_for(count: int) -> None:
+        for _ in range(count):
+            assert begun.acquire(timeout=60)
+
+    for i in range(9):
+        take(f"a{i}")
+    wait_for(SUBMITTERS_EACH)
+    for name in ("b0", "c0", "d0"):
+        take(name)
+    wait_for(SUBMITTERS - SUBMITTERS_EACH)
+    assert len(order) == SUBMITTERS and {"b0", "c0"} <= {*order}
+    gates["a0"].set()
+    wait_for(1)
+    assert order[-1] in ("d0", "a4"), "a client that waits gets the place"
+    for event in gates.values():
+        event.set()
+    wait_for(12 - SUBMITTERS - 1)
+    pool.shutdown()
+    assert sorted(order) == sorted(gates) and turns._free == SUBMITTERS and not turns._waiting
 
 
 def test_long_texts_of_one_key_do_not_stop_another_ones(app: App) -> None:

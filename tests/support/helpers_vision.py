@@ -17,8 +17,10 @@ from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModelForImageTextToText,
+    AyaVisionProcessor,
     Gemma3Processor,
     Idefics3Processor,
+    InternVLProcessor,
     LlavaOnevisionProcessor,
     LlavaProcessor,
     PretrainedConfig,
@@ -42,11 +44,27 @@ WORDS: dict[str, tuple[str, ...]] = {
     "gemma3": ("<bos>", "<eos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     "smolvlm": ("<|im_start|>", *IDEFICS),
     "idefics3": ("<|im_start|>", *IDEFICS),
+    "internvl": ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+    "mistral3": ("<s>", "</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    "aya_vision": (
+        "<BOS>",
+        "<EOS>",
+        "<image>",
+        "<|IMG_PATCH|>",
+        "<|START_OF_IMG|>",
+        "<|END_OF_IMG|>",
+        "TILE_GLOBAL",
+        *(f"TILE_{i}" for i in range(1, 6)),
+    ),
 }
 """Family -> special tokens of its tokenizer, with ids from 260 on."""
-FAMILIES = tuple(WORDS)
+CLASSES = ("internvl", "mistral3", "aya_vision")
+"""Families of which the tower has no sites; the last one's language model runs by its class."""
+FAMILIES = tuple(family for family in WORDS if family not in CLASSES)
 IMAGE_TOKEN = {family: "<|image_pad|>" if words is QWEN else "<image>" for family, words in WORDS.items()} | {
-    "gemma3": "<start_of_image>"
+    "gemma3": "<start_of_image>",
+    "internvl": "<IMG_CONTEXT>",
+    "mistral3": "[IMG]",
 }
 """Family -> text of an image's place in a prompt."""
 _CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -73,12 +91,14 @@ _SMOL_CHAT = (
 )
 CHATS = {
     "qwen2_5_vl": _QWEN_CHAT, "qwen3_vl": _QWEN_CHAT, "llava": _LLAVA_CHAT, "llava_onevision": _LLAVA_CHAT, "gemma3": _GEMMA_CHAT,
-    "smolvlm": _SMOL_CHAT, "idefics3": _SMOL_CHAT,
+    "smolvlm": _SMOL_CHAT, "idefics3": _SMOL_CHAT, "mistral3": _LLAVA_CHAT.replace("<image>", "[IMG]"),
+    "internvl": _LLAVA_CHAT.replace("<image>", "<IMG_CONTEXT>"), "aya_vision": _LLAVA_CHAT,
 }  # fmt: skip
 PROCESSORS: dict[str, type[ProcessorMixin]] = {
     "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor, "llava": LlavaProcessor,
     "llava_onevision": LlavaOnevisionProcessor, "gemma3": Gemma3Processor, "smolvlm": SmolVLMProcessor,
-    "idefics3": Idefics3Processor,
+    "idefics3": Idefics3Processor, "internvl": InternVLProcessor,
+    "aya_vision": AyaVisionProcessor,
 }  # fmt: skip
 _MEANS = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _QWEN_IMAGES = {
@@ -104,6 +124,13 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
         "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16},
         **_MEANS,
     },
+    "internvl": {
+        "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 16, "width": 16}, "max_patches": 4, **_MEANS,
+    },
+    "aya_vision": {
+        "image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 16, "width": 16}, "max_patches": 4, **_MEANS,
+    },
+    "mistral3": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 40}, "patch_size": 4, **_MEANS},
 }  # fmt: skip
 _VOCAB = 300
 _TEXT: dict[str, Any] = {
@@ -146,7 +173,7 @@ def vision_config(family: str, **text: Any) -> PretrainedConfig:
             "vision_config": {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         },
         "llava": {
-            "text_config": {**own, "model_type": "llama"},
+            "text_config": {"model_type": "llama", **own},
             "vision_config": {**_TOWER, "model_type": "clip_vision_model", "image_size": 24, "patch_size": 6, "projection_dim": 32},
             "image_seq_length": 16,
         },
@@ -168,10 +195,26 @@ def vision_config(family: str, **text: Any) -> PretrainedConfig:
         },
         "smolvlm": {**_IDEFICS, "text_config": {**own, "model_type": "llama"}},
         "idefics3": {**_IDEFICS, "text_config": {**own, "model_type": "llama"}},
+        "internvl": {
+            "text_config": {**own, "model_type": "qwen2"},
+            "vision_config": {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+        },
+        "aya_vision": {
+            "text_config": {**own, "model_type": "cohere2", "sliding_window": 16, "tie_word_embeddings": False},
+            "vision_config": {**_SIGLIP, "image_size": 16, "patch_size": 4},
+            "tie_word_embeddings": False,
+        },
+        "mistral3": {
+            "text_config": {**own, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**_TOWER, "model_type": "pixtral", "image_size": 48, "patch_size": 4, "head_dim": 8},
+            "tie_word_embeddings": False,
+        },
     }  # fmt: skip
     if family == "gemma3":
         ids = {"image_token_index": token_id("gemma3", "<image_soft_token>")}
-    elif family.startswith("llava"):
+    elif family == "aya_vision":
+        ids = {"image_token_index": token_id(family, "<|IMG_PATCH|>")}
+    elif family.startswith("llava") or family == "mistral3":
         ids = {"image_token_index": ids["image_token_id"]}
     config = AutoConfig.for_model(family, **parts[family], **ids)
     config.architectures = [type(AutoModelForImageTextToText.from_config(config)).__name__]
@@ -205,6 +248,9 @@ def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS[family]])
     named = {"image_token": IMAGE_TOKEN[family]}
+    if family == "internvl":
+        named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+                 "video_token": "<video>"}  # fmt: skip
     if family == "gemma3":
         named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     return PreTrainedTokenizerFast(
@@ -247,16 +293,43 @@ def generated(model: PreTrainedModel, inputs: dict[str, torch.Tensor], count: in
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+class PixtralReference:
+    """transformers' PixtralProcessor, which needs torchvision itself: the text of images by its rule, and its features.
+
+    Args:
+        images: image processor.
+        tokenizer: tokenizer with the tokens of images.
+    """
+
+    def __init__(self, images: Any, tokenizer: Any) -> None:
+        self._images, self._tokenizer = images, tokenizer
+
+    def __call__(
+        self, text: str, images: Sequence[Image.Image] | None = None, return_tensors: str = "pt"
+    ) -> dict[str, Any]:
+        found = dict(self._images(list(images), patch_size=8, return_tensors=return_tensors)) if images else {}
+        for height, width in found["image_sizes"].tolist() if images else ():
+            rows = (["<row>"] * (width // 8) + ["[IMG_BREAK]"]) * (height // 8)
+            text = text.replace("[IMG]", "".join([*rows[:-1], "[IMG_END]"]), 1)
+        return found | dict(self._tokenizer(text.replace("<row>", "[IMG]"), return_tensors=return_tensors))
+
+
 def reference_processor(family: str, folder: Path) -> ProcessorMixin:
     """transformers' own processor of the folder, also where torchvision or num2words, which only videos need, are missing."""
-    cls = PROCESSORS[family]
     images, tokenizer = AutoImageProcessor.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    if family == "mistral3":
+        return PixtralReference(images, tokenizer)  # pyright: ignore[reportReturnType]
+    cls = PROCESSORS[family]
+    tokenizer.pad_token = tokenizer.eos_token if family == "aya_vision" else None
     sizes: dict[str, dict[str, Any]] = {
         "llava": {"patch_size": 6, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
         "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
         "gemma3": {"image_seq_length": 4},
         "smolvlm": {"image_seq_len": 4},
         "idefics3": {"image_seq_len": 4},
+        "internvl": {"image_seq_length": 4},
+        "mistral3": {"patch_size": 4, "spatial_merge_size": 2},
+        "aya_vision": {"patch_size": 4, "downsample_factor": 2, "img_size": 16},
     }
     videos = {} if "video_processor" not in cls.get_attributes() else {"video_processor": None}
     with pytest.MonkeyPatch.context() as patch:

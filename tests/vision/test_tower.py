@@ -17,8 +17,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP, Qw
 from pymllm_interp import LM
 from pymllm_interp.config import EngineTuning
 from pymllm_interp.models.vision import packed
+from pymllm_interp.models.vision import tower as tower_module
 from pymllm_interp.models.vision.packed import PatchProjection, aligned_mlp, packed_attention, rotated_attention
-from pymllm_interp.models.vision.tower import VisionTower
+from pymllm_interp.models.vision.tower import TowerOps, VisionTower
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Largest error of attention of values about 1, by dtype."""
@@ -105,6 +106,40 @@ def test_towers_on_cuda_take_the_kernels_but_under_hooks(
         (hooked,) = lm.forward([prompt], capture=["embed", "vision.mlp_out.*"])
         assert not calls
         torch.testing.assert_close(hooked.activations["embed"], plain.activations["embed"], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_plans_of_the_host_are_those_of_transformers(
+    family: str, device: str, vision_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions, windows and bounds of segments for grids of several sizes. On CUDA nothing waits for the device."""
+    with LM(vision_folder(family), device=device, dtype="float32", kv_cache_tokens=64) as lm:
+        tower, plans, real = lm.runner.get_model().tower, list[dict[str, Any]](), packed.precomputed
+
+        def spied(visual: Any, grid: torch.Tensor) -> dict[str, Any]:
+            assert grid.device.type == "cpu"
+            plans.append(real(visual, grid))
+            return plans[-1]
+
+        monkeypatch.setattr(tower_module, "precomputed", spied)
+        images = prompt_of(family, 1, [1], 2, [2], 0, 4).images
+        wanted = tower.encode_hooked(images, TowerOps(), None)
+        assert not plans, "blocks see transformers' arguments"
+        tower.encode(images, 1 << 20)  # the first call may compile
+        mode = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = tower.encode(images, 1 << 20)
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode(mode)
+        bound = 0 if device == "cpu" else 1e-4
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+        assert {"position_ids", "cu_seqlens", "max_seqlen"} <= plans[-1].keys()
+        assert ("window_index" in plans[-1]) == (family == "qwen2_5_vl") != ("interp_indices" in plans[-1])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -103,14 +103,18 @@ def by_hooks(
 
         def with_out(*args: Any, **inputs: Any) -> Any:
             result = features(*args, **inputs)
-            parts = result.pooler_output
+            result.pooler_output = with_edit("vision.out", result.pooler_output)
+            if (levels := getattr(result, "deepstack_features", None)) is not None:
+                result.deepstack_features = [with_edit(f"vision.deepstack.{i}", own) for i, own in enumerate(levels)]
+            return result
+
+        def with_edit(site: str, parts: Any) -> Any:
             joined = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-            new = edits["vision.out"](joined) if "vision.out" in edits else joined
-            found["vision.out"] = new.clone()
+            new = edits[site](joined) if site in edits else joined
+            found[site] = new.clone()
             pieces = new.split([part.numel() // part.shape[-1] for part in parts])
             shaped = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-            result.pooler_output = torch.stack(shaped) if isinstance(parts, Tensor) else type(parts)(shaped)
-            return result
+            return torch.stack(shaped) if isinstance(parts, Tensor) else type(parts)(shaped)
 
         inner.get_image_features = with_out
         hooks.callback(delattr, inner, "get_image_features")
@@ -128,6 +132,7 @@ def test_captures_are_the_states_of_transformers(family: str, lm: LM, vision_ora
     prompts = [some_prompt(family), prompt_of(family, 0, [4]), prompt_of(family, [7], 2, [4], 0)]
     sites = [site for site in lm.sites if site.startswith("vision.")]
     assert {"vision.resid_post.*", "vision.attn_out.*", "vision.mlp_out.*", "vision.out"} <= {*sites}
+    assert ("vision.deepstack.*" in sites) == (family == "qwen3_vl")
     plain = lm.generate(prompts, GREEDY)
     outs = lm.generate([*prompts, prompts[0]], GREEDY, capture=[*[[*sites, "resid_post.1"]] * 3, []])
     for out, before in zip(outs, [*plain, plain[0]], strict=True):
@@ -162,7 +167,23 @@ OPS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Tensor], Tensor]]] = {
 @pytest.mark.thin(6)
 @pytest.mark.parametrize("site", ["vision.resid_post.0", "vision.attn_out.1", "vision.mlp_out.1", "vision.out"])
 def test_ops_are_edits_of_transformers_modules(family: str, lm: LM, vision_oracle: Oracle, site: str) -> None:
-    prompt, model = some_prompt(family), vision_oracle(family)
+    check_ops(family, lm, vision_oracle(family), site)
+
+
+def test_ops_at_states_of_deepstack_are_edits_of_them(vision_folder: Folders, vision_oracle: Oracle) -> None:
+    family, site = "qwen3_vl", "vision.deepstack.1"
+    with LM(vision_folder(family), device="cpu", dtype="float32", page_size=4, kv_cache_tokens=1024) as lm:
+        check_ops(family, lm, vision_oracle(family), site)
+    with (
+        LM(vision_folder("gemma3"), device="cpu", dtype="float32") as lm,
+        pytest.raises(ValueError, match="vision tower"),
+    ):
+        lm.generate([some_prompt("gemma3")], GREEDY, capture=[site])
+
+
+def check_ops(family: str, lm: LM, model: PreTrainedModel, site: str) -> None:
+    """Each op at some rows is an edit of transformers' states there."""
+    prompt = some_prompt(family)
     at = [0, 3, 1]
     for name, (op, function) in OPS.items():
 

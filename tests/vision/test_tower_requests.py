@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from torch import Tensor
 from pymllm_interp import LM, Capture, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.client.chat import RenderedPrompt
 from pymllm_interp.client.handle import RequestError
+from pymllm_interp.config import EngineTuning
 from pymllm_interp.core.image_input import ImageInput
 from pymllm_interp.interventions import Monitor
+from pymllm_interp.models.vision.tower import VisionTower
 from pymllm_interp.utils.arguments import PromptError
 
 Folders = Callable[[str], Path]
@@ -234,6 +236,60 @@ def test_an_unreadable_image_ends_its_own_request(family: str, lm: LM) -> None:
                 handle.result()
         for handle in handles[1::2]:
             same(handle.result(), wanted)
+
+
+def test_hooked_images_are_computed_in_parts(
+    family: str, vision_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of the tower has no more tokens than the bound, or one image; values, counts and rows are those of one for all."""
+    prompt, calls = prompt_of(family, [1], 0, [2], 1, [3], 0, [4], 2), list[int]()
+    real, found = VisionTower._states, list[Any]()
+
+    def counted(self: VisionTower, images: Any, *rest: Any) -> list[Tensor]:
+        calls.append(sum(image.num_tokens for image in images))
+        return real(self, images, *rest)
+
+    some = Steer("vision.resid_post.0", noise(WIDTH, seed=5), positions=["image[1]", "image[-1]"])
+    when = Scale("vision.out", 3.0, when=Gate(noise(WIDTH, seed=3), 0.0))
+    hooks = [*STEERS, some, when], ["vision.attn_out.*", "vision.resid_post.*", "vision.out", "resid_post.1"]
+    bounds, sizes = (None, 7), [image.num_tokens for image in prompt.images]
+    for most in bounds:
+        tuning = EngineTuning(max_num_encoder_tokens=most)
+        with LM(
+            vision_folder(family), device="cpu", dtype="float32", page_size=4, kv_cache_tokens=1024, tuning=tuning
+        ) as lm, monkeypatch.context() as patch:  # fmt: skip
+            patch.setattr(VisionTower, "_states", counted)
+            calls.clear()
+            found.append(run(lm, prompt, hooks))
+            if most is None:
+                assert calls == [sum(sizes)]
+                continue
+            assert sum(calls) == sum(sizes) and len(calls) > 1 and all(size <= most or size in sizes for size in calls)
+            with pytest.raises(
+                Exception, match=r"a block in the vision tower sees the 4 images .*max_num_encoder_tokens"
+            ):
+                with lm.trace(prompt):
+                    layers_of(lm)[0].output.save()
+            with lm.trace(prompt_of(family, [1], 0)):
+                layers_of(lm)[0].output.save()
+    same(found[1], found[0])
+
+
+def test_an_error_of_an_op_in_the_tower_is_not_the_images(lm: LM) -> None:
+    @dataclass(frozen=True, eq=False)
+    class Broken(Scale):
+        """Fails."""
+
+        def act(self, *given: Any) -> Tensor:
+            raise RuntimeError("an op of mine")
+
+    prompt = prompt_of("qwen2_5_vl" if lm.model_spec.mrope_merge else "gemma3", [1, 2], 0, [3])
+    wanted = run(lm, prompt, HOOKS[4])
+    for site in ("vision.resid_post.1", "vision.out"):
+        handle = lm.submit(prompt, GREEDY, interventions=HOOKS[4][0], capture=HOOKS[4][1])
+        with pytest.raises(RequestError, match="an op in the vision tower failed: RuntimeError: an op of mine"):
+            run(lm, prompt, ([Broken(site, 2.0)], []))
+        same(handle.result(), wanted)
 
 
 # -- blocks ------------------------------------------------------------------------------------------

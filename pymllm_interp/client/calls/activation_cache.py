@@ -80,7 +80,7 @@ def part_sites(model: ModelSpec) -> list[str]:
         in_part(kind, part) + ("" if kind in WITHOUT_LAYER else ".*")
         for part, spec in model.parts.items()
         for kind in spec.family.points
-        if kind in PART_KINDS.get(part, ("embed",))
+        if kind in PART_KINDS.get(part, ("embed", "resid_post"))
     ]
 
 

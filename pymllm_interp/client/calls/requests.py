@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
+from ...core.image_input import ImageInput
 from ...core.sampling_params import SamplingParams
 from ...hooks.captures.spec import Capture
 from ...hooks.interventions.knockout import Intervention
@@ -19,7 +20,6 @@ from ...utils.arguments import PromptError
 from ..backend import Backend, Submission
 from ..chat import RenderedPrompt
 from ..completion import RequestOutput
-from ..facts import ModelFacts
 from ..handle import RequestHandle, results_of
 from ..notebook.progress import CallProgress
 from ..prompts import (
@@ -36,19 +36,37 @@ from ..request_options import RequestOptions, adapters_of, check_options, checke
 from .traced_prompts import PREFILL
 
 T = TypeVar("T")
+AHEAD = 2
+"""Prompts that are read ahead of the first one that is still read, for each thread."""
 
 
-def read_each(read: Callable[..., T], facts: ModelFacts, *columns: Sequence[Any]) -> list[T]:
-    """`read` of each prompt. Prompts that may have images are read on several threads.
+def read_each(read: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
+    """`read` of each prompt with images, in order, on several threads. They read a bounded number of prompts ahead.
 
     Args:
         read: raises the error of its prompt. The first one of them is raised here.
         columns: prompts, and further arguments of each call.
     """
-    if facts.images is None or len(columns[0]) < 2 or all(isinstance(one, str) for one in columns[0]):
-        return [read(*own) for own in zip(*columns, strict=True)]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # decoders and processors release the interpreter's lock
-        return list(threads.map(read, *columns))
+    count = os.cpu_count() or 1
+    threads = ThreadPoolExecutor(count)  # decoders and processors release the interpreter's lock
+    ahead = deque[Future[T]]()
+    try:
+        for own in zip(*columns, strict=True):
+            ahead.append(threads.submit(read, *own))
+            if len(ahead) > AHEAD * count:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _has_unread_images(prompt: Any) -> bool:
+    """Whether a prompt may have images that are still to be read: a dict, a conversation, or a processor's outputs."""
+    if isinstance(prompt, RenderedPrompt):
+        return bool(prompt.images) and not isinstance(prompt.images[0], ImageInput)
+    first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
+    return isinstance(first, Mapping)
 
 
 @dataclass(frozen=True)
@@ -82,8 +100,13 @@ class Requests:
         names: Sequence[str] | None = None,
         prompt_logits: bool = False,
         receipts: bool = False,
+        read: bool = True,
     ) -> Submission:
-        """The `Submission` of a call. Raises for invalid prompts, parameters and specs."""
+        """The `Submission` of a call. Raises for invalid prompts, parameters and specs.
+
+        Args:
+            read: whether the prompts are read; else they are left out.
+        """
         count, names = len(prompts), list(names or names_of(prompts))
         own = params_for(prompts, params)
         warn_of_flat_list(options.get("interventions"), count)
@@ -93,12 +116,20 @@ class Requests:
             captures = [[*own, *outputs] for own in captures]
         edits = self.tree._edits_of(options.get("edits"))
         return Submission(
-            prompts=read_each(self.read, self.backend.facts, prompts, names),
+            prompts=list(self._read_all(prompts, names)) if read else [],
             params=own, interventions=declared, captures=captures, names=names, stream=stream, prompt_logits=prompt_logits,
             priority=priorities_of(options.get("priority"), count), cache_salt=checked_salt(options.get("cache_salt")),
             adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits,
             passes=self.tree._pass_options(edits, {}) if edits else NONE, receipts=receipts,
         )  # fmt: skip
+
+    def _read_all(self, prompts: Sequence[Any], names: Sequence[str]) -> Iterator[RenderedPrompt]:
+        if len(prompts) > 1 and self._has_images(prompts):
+            return read_each(self.read, prompts, names)
+        return map(self.read, prompts, names)
+
+    def _has_images(self, prompts: Sequence[Any]) -> bool:
+        return self.backend.facts.images is not None and any(map(_has_unread_images, prompts))
 
     def with_monitors(self, options: Any) -> Any:
         """A call's options, with monitors in place of their names. Raises PromptError for an unknown name."""
@@ -110,9 +141,23 @@ class Requests:
         return declared_for_each_prompt(self.with_monitors(options), prompts)
 
     def submit(self, prompts: list[Any], *asked: Any, **how: Any) -> list[RequestHandle]:
-        """A handle for each prompt, all submitted at once. Takes the arguments of `submission`."""
+        """A handle for each prompt, all submitted at once. Takes the arguments of `submission`.
+
+        Prompts with images for an engine of this process are submitted one by one, as they are read. An error of one ends the
+        earlier ones.
+        """
         self.backend.engine.check_open()
-        return self.backend.submit(self.submission(prompts, *asked, **how))
+        if len(prompts) < 2 or not self.backend.in_process or not self._has_images(prompts):
+            return self.backend.submit(self.submission(prompts, *asked, **how))
+        handles = list[RequestHandle]()
+        try:
+            call = self.submission(prompts, *asked, **how, read=False)
+            for i, prompt in enumerate(self._read_all(prompts, call.names)):
+                handles += self.backend.submit(call.of(i, prompt))
+        except BaseException:
+            _cancel(handles)
+            raise
+        return handles
 
     def prefill(
         self,

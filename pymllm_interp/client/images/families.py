@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -310,9 +311,133 @@ class TiledImages(ImageFamily):
         ]
 
 
+class PixtralImages(ImageFamily):
+    """Mistral 3: pixels [images, 3, height, width] of any size. Each row of patches ends with a token of its own."""
+
+    parted = True
+    names: ClassVar = {"pixel_values": False, "image_sizes": True}
+    BREAK, END = "[IMG_BREAK]", "[IMG_END]"
+
+    @property
+    def side(self) -> int:
+        """Pixels of a side that merge into one token."""
+        return int(self.vision.patch_size) * self.config.spatial_merge_size
+
+    @property
+    def options(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Sizes are whole numbers of tokens."""
+        return {"patch_size": self.side}
+
+    def tokens(self, features: Features) -> int:
+        pixels, size = features["pixel_values"], features["image_sizes"][0].tolist()
+        most = int(self.vision.image_size)
+        if list(pixels.shape) != [1, 3, *size] or not all(0 < one <= most and one % self.side == 0 for one in size):
+            raise ValueError(
+                f"pixel_values is {list(pixels.shape)} and image_sizes {size}: expected multiples of {self.side} up to {most}"
+            )
+        return math.prod(size) // self.side**2
+
+    def text(self, features: Features, outputs: Mapping[str, Any]) -> str:
+        rows, columns = (features["image_sizes"][0] // self.side).tolist()
+        return self.BREAK.join([self.word * columns] * rows) + self.END
+
+    def split(self, outputs: Features) -> list[Features]:
+        pixels, sizes = outputs["pixel_values"], outputs["image_sizes"]
+        if sizes.dim() != 2 or sizes.shape[1] != 2 or pixels.dim() != 4 or len(pixels) != len(sizes):
+            raise ValueError(
+                f"pixel_values is {list(pixels.shape)} and image_sizes {list(sizes.shape)}: expected [images, 3, height, width] "
+                "and [images, 2]"
+            )
+        found = list[Features]()
+        for i, (height, width) in enumerate(sizes.tolist()):
+            own = {"pixel_values": pixels[i : i + 1, :, :height, :width], "image_sizes": sizes[i : i + 1]}
+            self.tokens(own)
+            found.append(own)
+        return found
+
+
+class InternImages(ImageFamily):
+    """InternVL: tiles [tiles, 3, height, width] of each image, which has one run of tokens."""
+
+    options: ClassVar = {"crop_to_patches": True}
+
+    @property
+    def size(self) -> list[int]:
+        """Height and width of a tile."""
+        return list(self.vision.image_size)
+
+    @property
+    def tile(self) -> int:
+        """Placeholders of one tile."""
+        sides = zip(self.vision.image_size, self.vision.patch_size, strict=True)
+        return int(math.prod(size // patch for size, patch in sides) * self.config.downsample_ratio**2)
+
+    def tokens(self, features: Features) -> int:
+        pixels, size = features["pixel_values"], self.size
+        if pixels.dim() != 4 or list(pixels.shape[1:]) != [3, *size] or not len(pixels):
+            raise ValueError(f"pixel_values is {list(pixels.shape)}: expected [tiles, 3, {size[0]}, {size[1]}]")
+        return len(pixels) * self.tile
+
+    def text(self, features: Features, outputs: Mapping[str, Any]) -> str:
+        first, last = (getattr(self.tokenizer, f"{end}_image_token", None) for end in ("start", "end"))
+        return f"{first or '<img>'}{self.word * self.tokens(features)}{last or '</img>'}"
+
+    def split(self, outputs: Features) -> list[Features]:
+        self.tokens(outputs)
+        return [{"pixel_values": outputs["pixel_values"]}]
+
+    def runs(self, row: Sequence[int]) -> list[int]:
+        """Placeholders of each image of a prompt."""
+        return [len(list(own)) for token, own in groupby(row) if token == self.placeholder]
+
+    def of_rows(self, outputs: Features, rows: Sequence[Sequence[int]]) -> list[list[Features]]:
+        runs = list(map(self.runs, rows))
+        counts = [length // self.tile for own in runs for length in own]
+        if any(length % self.tile for own in runs for length in own) or sum(counts) != len(outputs["pixel_values"]):
+            raise ValueError(f"runs of {runs} placeholders do not fit {len(outputs['pixel_values'])} tiles")
+        tiles = iter(outputs["pixel_values"].split(counts))
+        return [[self.split({"pixel_values": next(tiles)})[0] for _ in own] for own in runs]
+
+
+class AyaImages(InternImages):
+    """Aya Vision: tiles [tiles, 3, size, size] of each image, with a token before each, and others around them."""
+
+    parted = True
+    FIRST, LAST, TILE, WHOLE = "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE", "TILE_GLOBAL"
+
+    def __init__(self, config: PretrainedConfig, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        self.word = "<image>"
+        if tokenizer is not None:
+            self.marker = tokenizer.convert_tokens_to_ids(self.word)
+
+    @property
+    def size(self) -> list[int]:
+        return [int(self.vision.image_size)] * 2
+
+    @property
+    def tile(self) -> int:
+        return (int(self.vision.image_size) // (self.vision.patch_size * self.config.downsample_factor)) ** 2
+
+    def text(self, features: Features, outputs: Mapping[str, Any]) -> str:
+        own, count = self.word_of(self.placeholder) * self.tile, len(features["pixel_values"])
+        tiles = [f"{self.TILE}_{i}{own}" for i in range(1, count)]
+        return "".join([self.FIRST, *tiles, self.WHOLE, own, self.LAST])
+
+    def runs(self, row: Sequence[int]) -> list[int]:
+        last = None if self.tokenizer is None else self.tokenizer.convert_tokens_to_ids(self.LAST)
+        counts = [0]
+        for token in row:
+            counts[-1] += token == self.placeholder
+            if token == last:
+                counts.append(0)
+        return [count for count in counts if count]
+
+
 IMAGE_FAMILIES: dict[str, type[ImageFamily]] = {
     "qwen2_5_vl": QwenImages, "qwen3_vl": QwenImages, "llava": LlavaImages, "llava_onevision": OneVisionImages,
-    "gemma3": Gemma3Images, "smolvlm": TiledImages, "idefics3": TiledImages,
+    "gemma3": Gemma3Images, "smolvlm": TiledImages, "idefics3": TiledImages, "mistral3": PixtralImages, "internvl": InternImages,
+    "aya_vision": AyaImages,
 }  # fmt: skip
 """Model type -> its images."""
 

@@ -21,10 +21,12 @@ class ImageSources(NamedTuple):
     Attributes:
         items: Pillow images, uint8 arrays, paths, data URLs, or files' bytes.
         special: whether the tokenizer adds special tokens to the text.
+        scope: the reader's cache shares processed images within it: a served client's.
     """
 
     items: list[Any]
     special: bool = True
+    scope: str = ""
 
 
 def is_image_part(part: Any) -> bool:

@@ -77,19 +77,22 @@ class ImageReader:
                 raise PromptError(f"{what} has {places} image tokens ({self.word}) and no image")
             return prompt
         names = [f"image {i} of {what}" for i in range(len(items))]
-        images = [self._processed(item, len(items) == 1, name) for item, name in zip(items, names, strict=True)]
+        images = [self._processed(item, given, name) for item, name in zip(items, names, strict=True)]
         text = prompt.text
         ids = self._of_ids(prompt.token_ids, images, what) if text is None else self._of_text(text, given, images, what)
         return prompt._replace(token_ids=ids, images=self._inputs(ids, images, what))
 
     # -- one image ---------------------------------------------------------------------------
 
-    def _processed(self, source: Any, alone: bool, what: str) -> ProcessedImage:
+    def _processed(self, source: Any, given: ImageSources, what: str) -> ProcessedImage:
         if isinstance(source, Mapping):
             return self._of_features(source, what)
         file = file_of(source, what)
-        alone = alone or self.family.nested(None, False) == self.family.nested(None, True)  # most read each by itself
-        return self.cache.get(digest_of(file) + bytes([alone]), lambda: self._read(file, alone, what))
+        family, alone = self.family, len(given.items) == 1
+        alone = alone or family.nested(None, False) == family.nested(None, True)  # most read each by itself
+        return self.cache.get(
+            digest_of(file) + bytes([alone]) + given.scope.encode(), lambda: self._read(file, alone, what)
+        )
 
     def _read(self, file: Any, alone: bool, what: str) -> ProcessedImage:
         image, family = decoded(file, what), self.family

@@ -30,12 +30,15 @@ class AudioReader:
         config: the model's config.
         tokens: special tokens of its decoder.
         settings: settings of the extractor; those left out are Whisper's.
+        sent: whether a server makes the features, of samples at the model's rate.
     """
 
-    def __init__(self, config: PretrainedConfig, tokens: SpeechTokens, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: PretrainedConfig, tokens: SpeechTokens, settings: Mapping[str, Any], sent: bool = False
+    ) -> None:
         from transformers import WhisperFeatureExtractor  # takes long
 
-        self.tokens, self._positions = tokens, config.max_source_positions
+        self.tokens, self._positions, self._sent = tokens, config.max_source_positions, sent
         self._shape = [config.num_mel_bins, 2 * config.max_source_positions]
         self._extractor = made = WhisperFeatureExtractor(**{"feature_size": config.num_mel_bins, **settings})
         if "chunk_length" not in settings:
@@ -72,7 +75,7 @@ class AudioReader:
     @classmethod
     def of_json(cls, config: PretrainedConfig, info: Mapping[str, Any]) -> AudioReader:
         """The reader that a server tells of (`to_json`)."""
-        return cls(config, SpeechTokens(**info["tokens"]), info["settings"])
+        return cls(config, SpeechTokens(**info["tokens"]), info["settings"], sent=True)
 
     def read(self, prompt: Any, what: str) -> EncoderInput:
         """The encoder's input.
@@ -90,7 +93,10 @@ class AudioReader:
             )
         given = prompt.get(FEATURES)
         if given is None:
-            given = self._features(prompt[MEDIA], what)
+            samples = self._samples(prompt[MEDIA], what)
+            if self._sent:
+                return EncoderInput.of(torch.from_numpy(samples), self._positions)
+            given = self._extractor(samples, sampling_rate=self.rate, return_tensors="pt")[FEATURES]
         try:
             features = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError):
@@ -105,7 +111,8 @@ class AudioReader:
             raise PromptError(f"{what} has input_features with NaN or infinity")
         return EncoderInput.of(features.detach().to("cpu", torch.float32), self._positions)
 
-    def _features(self, media: Mapping[str, Any], what: str) -> Any:
+    def _samples(self, media: Mapping[str, Any], what: str) -> np.ndarray:
+        """Samples [n] float32 at the model's rate."""
         audio = media["audio"]
         if isinstance(audio, list) and len(audio) == 1 and not isinstance(audio[0], float | int):
             audio = audio[0]
@@ -119,7 +126,7 @@ class AudioReader:
             raise PromptError(
                 f"{what} has {len(values) / self.rate:.2f} s of audio; the model reads {self.seconds:g} s at a time: cut it"
             )
-        return self._extractor(values, sampling_rate=self.rate, return_tensors="pt")[FEATURES]
+        return values
 
 
 def _checked(samples: Any, what: str) -> np.ndarray:

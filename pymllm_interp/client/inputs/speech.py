@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...core.sampling_params import BEGIN
 from ...utils.arguments import PromptError
 
 LANGUAGE, TASK = "en", "transcribe"
@@ -23,6 +24,7 @@ class SpeechTokens:
         no_timestamps: token after which no times are written; None: the model has none.
         previous: token before the text that came before; None: the model has none.
         language, task: defaults.
+        banned: tokens that are never generated: `SamplingRequest.bad_words`.
     """
 
     start: int
@@ -32,6 +34,7 @@ class SpeechTokens:
     previous: int | None = None
     language: str = LANGUAGE
     task: str = TASK
+    banned: Sequence[Sequence[int]] = ()
 
     @classmethod
     def of(cls, start: int, generation: Mapping[str, Any]) -> SpeechTokens:
@@ -42,6 +45,10 @@ class SpeechTokens:
         return cls(
             start, codes, generation.get("task_to_id") or {} if several else {}, generation.get("no_timestamps_token_id"),
             generation.get("prev_sot_token_id"), generation.get("language") or LANGUAGE, generation.get("task") or TASK,
+            [
+                *((token,) for token in generation.get("suppress_tokens") or ()),
+                *((BEGIN, token) for token in generation.get("begin_suppress_tokens") or ()),
+            ],
         )  # fmt: skip
 
     def ids(self, language: str | None = None, task: str | None = None) -> list[int]:

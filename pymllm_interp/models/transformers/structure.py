@@ -79,6 +79,8 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
     """
     row = _row(model.config.get_text_config()) if spec.source is None else ENCODER_DECODERS[spec.family.name]
     paths = {module: path for path, module in model.named_modules()}
+    if row is not None and row.layers not in paths.values():
+        row = row.below("model.language_model")  # of a model with images
     if row is not None and all(path in paths.values() for path in (row.layers, row.head)):
         return replace(row, mixers=_mixers_of(model, row)) if row.mixers else row
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -20,6 +20,7 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PretrainedConfig,
@@ -27,12 +28,12 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from ...attention.attention_backend import RadixAttention
 from ...core.current_pass import current_batch, current_pass
 from ...core.forward_batch import ForwardBatch
-from ...core.model_spec import LOGITS, ModelSpec
+from ...core.model_spec import LOGITS, ModelSpec, has_images
 from ...core.unsupported import UnsupportedModelError
 from ...layers.edits.base import apply_inner
 from ...mem_cache.state_pool import recurrent_places
@@ -257,7 +258,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def check_has_class(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError where transformers has no causal language model for the config."""
-    if not config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    known: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if has_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if not config.is_encoder_decoder and type(config) not in known:
         raise UnsupportedModelError(f"transformers has no causal language model for {config.model_type!r} models")
 
 
@@ -291,7 +293,7 @@ def load_transformers_model(
             served.tie_weights()
         init_dummy_weights(served, seed)
     elif spec.num_labels is None:
-        served = _from_folder(auto_class(spec), config, spec.dtype, folder)
+        served = _from_folder(auto_class(config, spec), config, spec.dtype, folder)
     else:
         served = with_head(_from_folder(classifier_class(config), config, spec.dtype, folder), config, spec)
     served.to(device)  # pyright: ignore[reportArgumentType]
@@ -313,13 +315,13 @@ def without_weights(config: PretrainedConfig, spec: ModelSpec) -> Any:
     """The model of a config by its own class, with memory of weights on torch's current device."""
     if spec.bidirectional:
         return encoder_of(encoder_class(config).from_config(config, dtype=spec.dtype), spec)
-    return model_of(config, spec, auto_class(spec))
+    return model_of(config, spec, auto_class(config, spec))
 
 
-def auto_class(spec: ModelSpec) -> Any:
+def auto_class(config: PretrainedConfig, spec: ModelSpec) -> Any:
     """transformers' auto class of a model that generates."""
     if spec.source is None:
-        return AutoModelForCausalLM
+        return AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM
     return AutoModelForSpeechSeq2Seq if spec.source.family.hears else AutoModelForSeq2SeqLM
 
 

@@ -100,6 +100,32 @@ def _is_served_by_kernels(states: Tensor) -> bool:
     return states.is_cuda and states.dtype in (torch.bfloat16, torch.float16) and current_batch() is None
 
 
+def precomputed(tower: Any, grid: Tensor) -> dict[str, Any]:
+    """Arguments of transformers' tower that it else computes from the grid on the device, waiting for it: on the CPU.
+
+    Args:
+        tower: transformers' tower.
+        grid: [images, 3] on the CPU.
+    """
+    from transformers import vision_utils as vision
+
+    merge = tower.spatial_merge_size
+    bounds = vision.get_vision_cu_seqlens(grid)
+    found: dict[str, Any] = {
+        "position_ids": vision.get_vision_position_ids(grid, merge),
+        "cu_seqlens": bounds,
+        "max_seqlen": int(bounds.diff().max()),
+    }
+    if hasattr(tower, "window_size"):
+        index, bounds = vision.get_vision_window_index(grid, merge, tower.window_size, tower.patch_size)
+        found |= {"window_index": index, "cu_window_seqlens": bounds, "max_window_seqlen": int(bounds.diff().max())}
+    if hasattr(tower, "pos_embed"):
+        found["interp_indices"], found["interp_weights"] = vision.get_vision_interpolation_indices_and_weights(
+            grid, tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
+        )
+    return found
+
+
 def _put_in_front(module: nn.Module, base: type) -> None:
     module.__class__ = type(type(module).__name__, (base, type(module)), {})
 

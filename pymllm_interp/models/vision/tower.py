@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
 from ...core.current_pass import inner_pass
-from ...core.forward_batch import SiteOps, part_batch
+from ...core.forward_batch import ForwardBatch, SiteOps, part_batch
 from ...core.image_input import ImageError, ImageInput
-from ...core.model_spec import EMBED_SITE
+from ...core.model_spec import EMBED_SITE, mlp_add, residual_site
 from ...utils.upload import upload
-from .packed import use_packed_parts
+from .packed import precomputed, use_packed_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError)
+"""Errors of a tower over features that do not fit it, or its memory."""
 DUMMY_TOKENS = 1024
 """Tokens of an image in a profile run, where images have any size."""
 
@@ -61,10 +64,11 @@ class CheckpointNames:
 
 
 class TowerOps(NamedTuple):
-    """Ops and captures of one request, at the sites of the tower and at `VISION_OUT`. None: it has none there."""
+    """Ops and captures of one request, at the sites of the tower, `VISION_OUT` and `DEEPSTACK`. None: it has none there."""
 
-    inside: SiteOps | None
-    out: SiteOps | None
+    inside: SiteOps | None = None
+    out: SiteOps | None = None
+    deep: SiteOps | None = None
 
 
 class VisionTower:
@@ -115,8 +119,11 @@ class VisionTower:
         Args:
             query: serves blocks of the request; None without any.
         """
-        with inner_pass(part_batch(1, self._device, ops.inside, query)):
-            return self._states(images, ops.out)
+        named: Any = [None if own is None else _RequestHooks(own) for own in ops]
+        ops = TowerOps(*named)
+        batch = part_batch(1, self._device, ops.inside, query)
+        with inner_pass(batch):
+            return self._states(images, ops, batch)
 
     def zeros(self, count: int) -> Tensor:
         """Zeros for `count` placeholders of an image that cannot be read."""
@@ -132,7 +139,7 @@ class VisionTower:
         return self._num_states(self._squares(max(tokens // one, 1)))
 
     def _num_states(self, features: dict[str, Tensor]) -> int:
-        inputs = self._inputs([ImageInput(torch.arange(0), features, b"")])
+        inputs = self._inputs([ImageInput(torch.arange(0), features, b"")], None)
         return len(_flat(self._model.get_image_features(**inputs).pooler_output))
 
     def _patches(self, sizes: Sequence[int]) -> dict[str, Tensor]:
@@ -147,17 +154,18 @@ class VisionTower:
 
     def _squares(self, count: int) -> dict[str, Tensor]:
         """Features of images, or tiles, of the one size that the tower reads."""
-        kind, size = self._model.config.model_type, int(self._model.config.vision_config.image_size)
-        pixels = torch.ones(count, 3, size, size, dtype=self._dtype)
+        kind, size = self._model.config.model_type, self._model.config.vision_config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        pixels = torch.ones(count, 3, height, width, dtype=self._dtype)
         if kind in ("idefics3", "smolvlm"):
             return {"pixel_values": pixels[None]}
+        sizes = torch.tensor([[height, width]] * count)
+        if kind == "mistral3":
+            return {"pixel_values": pixels, "image_sizes": sizes}
         if kind != "llava_onevision":
             return {"pixel_values": pixels}
-        sizes = {
-            "image_sizes": torch.tensor([[size, size]] * count),
-            "batch_num_images": torch.tensor([count + 1]),
-        }  # of a prompt with several
-        return {"pixel_values": pixels[:, None], **sizes}
+        several = torch.tensor([count + 1])  # of a prompt with several
+        return {"pixel_values": pixels[:, None], "image_sizes": sizes, "batch_num_images": several}
 
     def _groups(self, images: Sequence[ImageInput], most: int) -> list[list[int]]:
         """Indices of images that are computed together."""
@@ -173,31 +181,92 @@ class VisionTower:
             open_groups[shape] = size + image.num_tokens, group
         return groups
 
-    def _states(self, images: Sequence[ImageInput], ops: SiteOps | None = None) -> list[Tensor]:
+    def _states(
+        self, images: Sequence[ImageInput], ops: TowerOps | None = None, batch: ForwardBatch | None = None
+    ) -> list[Tensor]:
+        ops = ops or TowerOps()
         try:
-            output = self._model.get_image_features(**self._inputs(images))
-        except (RuntimeError, ValueError, TypeError, LookupError) as error:  # with too little memory, too
+            output = self._model.get_image_features(**self._inputs(images, batch))
+        except ImageError:
+            raise
+        except FAILURES as error:
             shapes = {name: list(x.shape) for image in images for name, x in image.features.items()}
             raise ImageError(f"the vision tower of this model cannot read {shapes}: {error}") from error
-        states = _flat(output.pooler_output)
-        if ops is not None:
-            states = ops.at(EMBED_SITE, states[None])[0]
-            ops.capture(EMBED_SITE, states[None])
+        states = _acted(ops.out, EMBED_SITE, output.pooler_output)
         if self.num_deepstack:
-            states = torch.cat((states, *map(_flat, output.deepstack_features)), -1)
+            deep = enumerate(output.deepstack_features)
+            states = torch.cat((states, *(_acted(ops.deep, residual_site(mlp_add(i)), own) for i, own in deep)), -1)
         counts = [image.num_tokens for image in images]
         if len(states) != sum(counts):
             raise ImageError(f"{len(images)} images have {sum(counts)} placeholders, and {len(states)} states")
         return [part.clone() for part in states.to(self._dtype).split(counts)]  # a part that is kept keeps no other
 
-    def _inputs(self, images: Sequence[ImageInput]) -> dict[str, Any]:
-        """Arguments of `get_image_features`, on the device."""
+    def _inputs(self, images: Sequence[ImageInput], batch: ForwardBatch | None) -> dict[str, Any]:
+        """Arguments of `get_image_features`, on the device. With hooks they are transformers' own.
+
+        Args:
+            batch: pass of hooks in the tower, which is given the images; None without.
+        """
         names, count = list(images[0].features), len(images)
-        parts = upload(self._device, *(image.features[name] for name in names for image in images))
-        several = len({image.features["pixel_values"].shape[1:] for image in images}) > 1
+        plans = dict[str, Any]()
+        if self._packs and batch is None:
+            names.remove("image_grid_thw")
+            grid = torch.cat([image.features["image_grid_thw"] for image in images])
+            plans = precomputed(self._model.visual, grid) | {"image_grid_thw": grid}
+        sent = [name for name, plan in plans.items() if name != "image_grid_thw" and isinstance(plan, Tensor)]
+        given = [image.features[name] for name in names for image in images] + [plans[name] for name in sent]
+        if self._model.config.model_type == "mistral3":  # which cuts each to its size
+            given = _padded(given)
+        parts = upload(self._device, *given)
+        plans |= zip(sent, parts[len(given) - len(sent) :], strict=True)
+        first = names.index("pixel_values") * count
+        several = len({part.shape[1:] for part in parts[first : first + count]}) > 1
         dim = int(several and not self._packs)  # [1, tiles of all images of a prompt, ...]
         joined = {name: torch.cat(parts[i * count : (i + 1) * count], dim) for i, name in enumerate(names)}
-        return {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in joined.items()}
+        found = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in joined.items()}
+        if batch is not None:
+            batch.pixel_values, batch.image_grid_thw = found["pixel_values"], found.get("image_grid_thw")
+        return found | plans
+
+
+class _RequestHooks:
+    """Ops and captures of a request in the tower. An error in one of them is named as such: the image can be read."""
+
+    def __init__(self, ops: SiteOps) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def at(self, site: int, value: Tensor) -> Tensor:
+        """`SiteOps.at`."""
+        return self._run("an op", self._ops.at, site, value)
+
+    def capture(self, site: int, value: Tensor) -> None:
+        """`SiteOps.capture`."""
+        self._run("a capture", self._ops.capture, site, value)
+
+    def _run(self, what: str, run: Callable[[int, Tensor], Any], site: int, value: Tensor) -> Any:
+        try:
+            return run(site, value)
+        except (*FAILURES, ArithmeticError, AttributeError, AssertionError) as error:  # they may be code of callers
+            raise ImageError(f"{what} in the vision tower failed: {type(error).__name__}: {error}") from error
+
+
+def _acted(ops: SiteOps | None, site: int, states: Any) -> Tensor:
+    """States [tokens, width] of images behind the ops at a site."""
+    states = _flat(states)
+    if ops is not None:
+        states = ops.at(site, states[None])[0]
+        ops.capture(site, states[None])
+    return states
+
+
+def _padded(tensors: list[Tensor]) -> list[Tensor]:
+    """Pixels [1, 3, height, width] with zeros up to the largest size. Others are left as they are."""
+    sizes = [x.shape[2:] for x in tensors if x.dim() == 4]
+    height, width = (max(size[i] for size in sizes) for i in range(2))
+    return [pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) if x.dim() == 4 else x for x in tensors]
 
 
 def _flat(states: Any) -> Tensor:

@@ -211,9 +211,9 @@ class DeclaredStage(Stage):
         declared = self._live[request.request_id] = self.bind(hooks, request.prompt_len)
         for part, own in hooks.parts.items():
             given = None if request.encoder is None else request.encoder.input
-            ids, _ = PartInput.of(part, self.model, given, request.images)
+            ids, images = PartInput.of(part, self.model, given, request.images)
             bound = bound_to(part, own, len(ids), self.model, self.limits)
-            declared.parts[part] = PartDeclared(part, Declared(bound), ids)
+            declared.parts[part] = PartDeclared(part, Declared(bound), ids, images)
         if declared.hooks.knockouts or declared.patterns is not None:
             self._cutting[request.request_id] = declared
         if declared.hooks.monitors:
@@ -224,18 +224,18 @@ class DeclaredStage(Stage):
             self.capture_ring.open()
         return declared
 
-    def part_ops(self, request_id: str, part: str) -> SiteOps | None:
+    def part_ops(self, request_id: str, part: str, images: range | None = None) -> SiteOps | None:
         """The ops and captures of a part's pass for a request; None without any.
 
         Args:
             part: key in `ModelSpec.parts`.
+            images: see `PartDeclared.next_pass`.
         """
         declared = self._live.get(request_id)
         if declared is None or part not in declared.parts:
             return None
-        own = declared.parts[part]
-        rows = RequestRows(own.begin(), 0, range(len(own.token_ids)), 0, 0)
-        return host_ops([rows], self.model.parts[part].num_hidden_layers)
+        own, positions = declared.parts[part].next_pass(images)
+        return host_ops([RequestRows(own, 0, positions, 0, 0)], self.model.parts[part].num_hidden_layers)
 
     def bind(self, hooks: RequestHooks, prompt_len: int) -> Declared:
         """Bind the specs of a request, or take over a binding made in this process.

@@ -34,6 +34,8 @@ from .form import Form, form_of
 
 MAX_SECONDS = 3600.0
 """Seconds of the longest audio."""
+DETECT = "auto"
+"""Value of `language` with which it is detected."""
 QUIET, SEARCHED = 0.1, 1.0
 """Seconds of a place to cut at, and of a part's end in which it is searched."""
 TEXTS = frozenset({"model", "language", "prompt", "response_format", "user", "cache_salt", "stop"})
@@ -45,7 +47,7 @@ class AudioRequest(GenerationRequest):
     """Fields of a form for audio, without its file."""
 
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"  # pyright: ignore
-    language: str | None = Field(None, description="code of the spoken language, such as de")
+    language: str | None = Field(None, description="code of the spoken language, such as de; auto: it is detected")
     prompt: str | None = Field(None, description="text that came before")
     max_completion_tokens: StrictInt | None = Field(None, ge=0)
     include: list[str] | None = None
@@ -112,12 +114,17 @@ async def _answer(state: ServerState, request: Request, task: str) -> Response:
     if len(file) > most:
         raise ApiError(413, f"the file has {len(file)} bytes; at most {most} (max_audio_bytes)", "file")
     client = allowed(body, request)
+    tokens, detected = SpeechTokens(**info["tokens"]), None
     try:
-        tokens = SpeechTokens(**info["tokens"])
-        start = tokens.ids(body.language, task)
+        start = tokens.ids(None if body.language == DETECT else body.language, task)
+        parts, seconds = await state.threads.run(client.name, _parts, file, info)
+        if body.language == DETECT and tokens.languages:
+            detected = await _detected(state, request, body, tokens, parts[0])
+            start = tokens.ids(detected, task)
         if body.prompt:
             start = await state.threads.run(client.name, _after, state, tokens, body.prompt, start)
-        parts, seconds = await state.threads.run(client.name, _parts, file, info)
+    except DisconnectedError:
+        return _gone(state)
     except PromptError as error:
         raise api_error(error, refused=True) from error
     prompts = [RenderedPrompt(None, start, encoder=part) for part in parts]
@@ -130,15 +137,36 @@ async def _answer(state: ServerState, request: Request, task: str) -> Response:
     try:
         found = await while_connected(request, Work(state, body, request, client, asked, format_).whole())
     except DisconnectedError:
-        state.metrics.totals["disconnects"] += 1
-        return Response(status_code=499)
+        return _gone(state)
     text = "".join(choice["text"] for choice in found["choices"]).strip()
     if body.response_format == "text":
         return PlainTextResponse(text + "\n")
     more: dict[str, Any] = {"choices": found["choices"]} if body.hooked else {}
     if body.response_format == "verbose_json":
-        more |= {"task": task, "language": body.language or tokens.language, "duration": seconds}
+        spoken = detected or (tokens.language if body.language in (None, DETECT) else body.language)
+        more |= {"task": task, "language": spoken, "duration": seconds}
     return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": ceil(seconds)}, **more})
+
+
+def _gone(state: ServerState) -> Response:
+    """The answer to a client that has left."""
+    state.metrics.totals["disconnects"] += 1
+    return Response(status_code=499)
+
+
+async def _detected(state: ServerState, request: Request, body: AudioRequest, tokens: SpeechTokens, part: bytes) -> str:
+    """Code of a part's language: the likeliest first token among the languages' tokens, as in transformers."""
+    own = {name: getattr(body, name) for name in ("model", "timeout", "cache_salt", "priority")}
+    words = [*tokens.languages.values()]
+    asked = AudioRequest.model_validate({**own, "temperature": 0, "max_tokens": 1, "allowed_token_ids": words})
+    client, prompt = allowed(asked, request), RenderedPrompt(None, [tokens.start], encoder=part)
+    work = asked_of(state, asked, 1, None, lambda: [prompt])
+    format_ = Format(
+        "detection", state.settings.name, request.state.request_id, state, client, return_token_ids=True, logprobs=False, top=0
+    )  # fmt: skip
+    found = await while_connected(request, Work(state, asked, request, client, work, format_).whole())
+    (token,) = found["choices"][0]["token_ids"]
+    return next(code for code, own in tokens.languages.items() if own == token)
 
 
 def _read(content: bytes, kind: str) -> tuple[AudioRequest, bytes]:

@@ -39,6 +39,7 @@ from ...wire.images import check_format
 from ...wire.request_sizes import CallSizes
 from ...wire.specs import capture_of, intervention_of, monitor_of
 from ..engines.vector_orders import VectorOrder, VectorOrders
+from ..http.threads import Turns
 from .operator_monitors import OperatorMonitors, check_names
 from .outbox import CallEvents, Outbox
 from .served_model import ServedModel
@@ -47,8 +48,8 @@ from .trace_runs import TraceRuns
 logger = logging.getLogger(__name__)
 _STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"?', re.DOTALL)
 """A JSON string, or one without an end: a search never starts again in its middle."""
-SUBMITTERS = 4
-"""Threads that make and submit requests."""
+SUBMITTERS, SUBMITTERS_EACH = 6, 4
+"""Threads that make and submit requests, and most threads of one client."""
 
 
 class EngineServer:
@@ -75,6 +76,7 @@ class EngineServer:
         self._calls: dict[int, CallEvents] = {}
         self._starting: dict[int, list[m.Abort]] = {}  # calls that are being submitted -> aborts that came meanwhile
         self._submitters = ThreadPoolExecutor(SUBMITTERS, "pymllm-interp-submit")
+        self._turns = Turns(SUBMITTERS, SUBMITTERS_EACH)
         self._orders = ThreadPoolExecutor(1, "pymllm-interp-orders")
         self._stored: dict[str, Future[None]] = {}  # owner -> its newest order of a vector
         self._handlers: dict[type, Callable[[Any], Any]] = {
@@ -139,9 +141,26 @@ class EngineServer:
         self._starting[message.call] = []
         stored = self._stored.get(message.owner)
         if any(given is not None and given.get("structured_outputs") is not None for given in message.params):
-            self._submitters.submit(self._compile, message, stored)
+            self._in_turn(message.owner, self._compile, message, stored)
         else:
-            self._submitters.submit(self._serve, message, stored)
+            self._in_turn(message.owner, self._serve, message, stored)
+
+    def _in_turn(self, owner: str, work: Callable[..., None], *given: Any) -> None:
+        """Have a submitter work when it is the client's turn: reading its images and audio may take long."""
+
+        def run() -> None:
+            try:
+                work(*given)
+            finally:
+                self._turns.give_back(owner)
+
+        def start() -> bool:
+            with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+                self._submitters.submit(run)
+                return True
+            return False
+
+        self._turns.take(owner, start)
 
     def _compile(self, message: m.Submit, stored: Future[None] | None) -> None:
         """Have the grammars of a call compiled, and the call submitted then. No submitter waits for them."""
@@ -151,7 +170,7 @@ class EngineServer:
             ]
             forms = [form for form in found if form is not None]
             grammars = self.model.backend.factory.grammars
-            grammars.when_ready(forms, lambda: self._submitters.submit(self._serve, message, stored))
+            grammars.when_ready(forms, lambda: self._in_turn(message.owner, self._serve, message, stored))
             return
         self._serve(message, stored)
 
@@ -350,14 +369,16 @@ def _image_of(body: bytes, what: str) -> Any:
     return body
 
 
-def _with_images(prompt: Any, images: m.PromptImages | None, model: ServedModel, what: str) -> Any:
+def _with_images(prompt: Any, images: m.PromptImages | None, what: str, model: ServedModel, salt: Any) -> Any:
     """A client's prompt with its images read, here and not on the engine's thread."""
     if images is None:
         return prompt
     if not isinstance(prompt, list):
         raise PromptError(f"{what} has embeddings and images: one of the two is expected")
     items = [_image_of(body, f"image {i} of {what}") for i, body in enumerate(images.bodies)]
-    given = RenderedPrompt(images.text, prompt, images=ImageSources(items, images.special))
+    owner = model.backend.factory.cache_owner
+    scope = "" if owner is None and salt is None else repr((salt, owner))  # as `ImageInput.scoped`
+    given = RenderedPrompt(images.text, prompt, images=ImageSources(items, images.special, scope))
     return checked(model.tokenizer, given, model.backend.facts, what)
 
 
@@ -387,8 +408,8 @@ def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
     params = _for_each([None if given is None else _params(given) for given in message.params], prompts)
     asked = [_prompt_of(*each) for each in zip(prompts, message.embeds or [None] * len(prompts), names, strict=True)]
     if message.images:
-        models = [model] * len(asked)
-        asked = read_each(_with_images, model.backend.facts, asked, message.images, models, names)
+        read = partial(_with_images, model=model, salt=message.options.get("cache_salt"))
+        asked = list(read_each(read, asked, message.images, names))
     if message.encoders or model.limits.max_source_len:
         inputs = message.encoders or [None] * len(prompts)
         asked = [_with_encoder(*each, model, what) for *each, what in zip(asked, inputs, names, strict=True)]

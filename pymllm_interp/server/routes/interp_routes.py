@@ -41,6 +41,8 @@ FRAMES = "application/x-pymllm-frames"
 """Content type of streams of frames (`values.framed`)."""
 PART = 1 << 20
 """Bytes that are sent at a time."""
+MAX_HEADER = 4096
+"""Bytes of the header of an encoder's input, which has one tensor."""
 _NAME = re.compile(r"\w[\w ./-]{0,127}")
 
 
@@ -205,6 +207,8 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
             raise ApiError(400, f"edits, embeds, images or encoders: not base64 ({error})", "edits") from None
         if any(format_of(one) is None for given in images if given is not None for one in given.bodies):
             require(request, Trust.DECLARED)  # outputs of a processor, which are any numbers
+        if not all(one is None or _is_plain_encoder_input(one) for one in encoders):
+            require(request, Trust.DECLARED)
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
         if body.priority is not None:
             options["priority"] = body.priority
@@ -258,6 +262,15 @@ def _images_of(given: list[ImagesField | None]) -> list[m.PromptImages | None]:
         else m.PromptImages([base64.b64decode(body, validate=True) for body in one.bodies], one.text, one.special)
         for one in given
     ]
+
+
+def _is_plain_encoder_input(body: bytes) -> bool:
+    """Whether a safetensors file has token ids or samples of audio, and no features that a client has computed."""
+    try:
+        names = json.loads(body[8 : 8 + min(int.from_bytes(body[:8], "little"), MAX_HEADER)])
+        return {*names} - {"__metadata__"} in ({"input_ids"}, {"audio"})
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def _trust_of(body: TokenRequest) -> Trust:

@@ -76,6 +76,7 @@ function draw() {
   pen.stroke();
 }
 
+let mostImageBytes = 0;
 let describedFor = null; // the key that the server was asked with: once, unless it could not answer
 
 async function describe() {
@@ -83,10 +84,12 @@ async function describe() {
   if (key === describedFor) return;
   describedFor = key;
   try {
-    const { num_layers: count } = await (await call("v1/interp/capabilities")).json();
+    const { num_layers: count, images, limits } = await (await call("v1/interp/capabilities")).json();
     const stored = await (await call("v1/interp/vectors")).json();
     if (key !== describedFor) return; // of an earlier key
     if (Number($("layer").max) !== count - 1) setLayers(count);
+    $("image-field").hidden = !images;
+    mostImageBytes = limits.max_image_bytes;
     $("vectors").replaceChildren(...stored.vectors.map((vector) => new Option(vector.name)));
   } catch (error) {
     if (key !== describedFor) return;
@@ -131,7 +134,8 @@ async function direction(site) {
 // -- both texts, as they come -----------------------------------------------------------------
 
 async function stream(body, onChoice) {
-  const reader = (await call("v1/completions", { ...body, stream: true })).body.pipeThrough(new TextDecoderStream()).getReader();
+  const path = body.messages ? "v1/chat/completions" : "v1/completions";
+  const reader = (await call(path, { ...body, stream: true })).body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
   for (;;) {
     const { value, done } = await reader.read();
@@ -166,7 +170,7 @@ function show(id, prompt) {
     if (choice.prompt_token_ids) position = choice.prompt_token_ids.length;
     const unwhole = text.lastChild.textContent === "" && text.lastChild.className === "token"; // a part of a character
     const token = unwhole ? text.lastChild : text.appendChild(span("", "token"));
-    token.textContent = choice.text;
+    token.textContent = choice.text ?? choice.delta.content ?? "";
     for (const _ of choice.token_ids) tokens.set(position++, token);
     for (const [place, score] of choice.pymllm?.scores?.direction ?? []) {
       const scored = tokens.get(place);
@@ -188,11 +192,25 @@ function shade(text, line, scores) {
   line.textContent = `Score along the direction: ${low.toFixed(2)} to ${high.toFixed(2)}, mean ${mean.toFixed(2)}`;
 }
 
+// The fields of a request with the prompt, and with the image before it. The server alone is sent the image.
+async function asked(prompt) {
+  const file = $("image").files[0];
+  if (!file) return { prompt };
+  if (file.size > mostImageBytes) throw new Error(`the image has ${file.size} bytes; at most ${mostImageBytes} are sent`);
+  const url = await new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+  return { messages: [{ role: "user", content: [{ type: "image_url", image_url: { url } }, { type: "text", text: prompt }] }] };
+}
+
 async function generate() {
   $("receipt").textContent = "";
   const prompt = $("prompt").value, site = `${$("kind").value}.${$("layer").value}`;
   const body = {
-    prompt, max_tokens: Number($("max-tokens").value), temperature: 0, repetition_penalty: 1.1, return_token_ids: true,
+    ...await asked(prompt), max_tokens: Number($("max-tokens").value), temperature: 0, repetition_penalty: 1.1, return_token_ids: true,
   };
   const texts = [$("plain"), $("steered")];
   const plain = show("plain", prompt), steered = show("steered", prompt);
