@@ -102,10 +102,9 @@ class ModelRunner(RunnerParts):
 
     def open(self) -> None:
         """The second half: memory, attention and graphs."""
-        with invariant.mode(self):
-            self.init_memory_pool()
-            self.init_attention_backend()
-            self.init_cuda_graphs()
+        self.init_memory_pool()
+        self.init_attention_backend()
+        self.init_cuda_graphs()
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Build the architecture's class and write its weights.
@@ -207,7 +206,8 @@ class ModelRunner(RunnerParts):
 
     def capture_model(self) -> int:
         """Capture decode passes and small prefills; returns the graphs' memory in bytes: 0, with a warning, where skipped."""
-        return self.graphs.capture()
+        with invariant.mode(self):  # passes with hooks ask for it
+            return self.graphs.capture()
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
