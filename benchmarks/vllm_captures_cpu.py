@@ -39,12 +39,13 @@ def rank(args: argparse.Namespace, key: bytes, pipe: Any) -> None:
     from pymllm_interp.utils.stage_times import TIMES
     from pymllm_interp.vllm_engine.settings import limits_of
     from pymllm_interp.vllm_engine.worker.egress import Egress
+    from pymllm_interp.vllm_engine.worker.split_rows import SplitRows
     from pymllm_interp.vllm_engine.worker.stage import RankStage
 
     config = ServerConfig(capture_ring_bytes=args.ring, max_capture_bytes=1 << 32, capture_kept_bytes=1 << 34)
     llama = LlamaConfig(hidden_size=args.width, num_hidden_layers=args.layers, num_attention_heads=32, vocab_size=50)
     spec, count = ModelSpec.of(llama, torch.bfloat16), args.requests
-    stage = RankStage(config, spec, torch.device("cpu"), count * args.prompt, count, 0, 0, None)  # pyright: ignore
+    stage = RankStage(config, spec, torch.device("cpu"), count * args.prompt, count, 0, SplitRows(spec), None)  # pyright: ignore
     egress = Egress(key, stage.finish, stage.arena)
     pool, limits = VectorPool(16, args.width), limits_of(config, "cpu")
     ring = stage.stage.capture_ring

@@ -72,12 +72,13 @@ def _rank(case: str, count: int, steps: int) -> dict[str, float]:
     from pymllm_interp.hooks.declared import Declared
     from pymllm_interp.hooks.interventions.vector_pool import VectorPool
     from pymllm_interp.vllm_engine.settings import limits_of
+    from pymllm_interp.vllm_engine.worker.split_rows import SplitRows
     from pymllm_interp.vllm_engine.worker.stage import RankStage
 
     config = ServerConfig(capture_ring_bytes=1 << 28, max_capture_bytes=1 << 30)
     llama = LlamaConfig(hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=2, vocab_size=50)
     spec = ModelSpec.of(llama, torch.float32)
-    stage = RankStage(config, spec, torch.device("cpu"), count * PROMPT, count, 0, 0, None)  # pyright: ignore
+    stage = RankStage(config, spec, torch.device("cpu"), count * PROMPT, count, 0, SplitRows(spec), None)  # pyright: ignore
     pool, (ops, sites) = VectorPool(config.max_intervention_vectors, WIDTH), specs_of(case, LAYERS)
     names = [f"vllm-{i}" for i in range(count)]
     limits = limits_of(config, "cpu")

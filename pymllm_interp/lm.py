@@ -44,7 +44,6 @@ from .hooks.positions import Positions
 from .hooks.site import Site
 from .hooks.traces.syntax.pass_options import take_options
 from .lens.bridge_of import bridge_of
-from .toolkit.circuits.call import circuit
 
 if TYPE_CHECKING:
     from .runner.interp_model_runner import InterpModelRunner
@@ -302,8 +301,6 @@ class LM(ClientModel):
 
     # -- experiments -------------------------------------------------------------------------
 
-    circuit = circuit
-
     def verbalize(
         self, states: Any, *, template: Any, reader: Any = None, placeholder: str | int = " ?", site: str = "embed",
         norm: Any = None, replace: bool | None = None, max_tokens: int = 64, samples: int = 1, progress: bool | None = None,
@@ -467,6 +464,13 @@ class LM(ClientModel):
         if url.startswith(SCHEME):
             url = url_of(url)
         return cls(backend=RemoteBackend(url, api_key, timeout, lower_traces))
+
+    @classmethod
+    def attach(cls, llm: Any) -> LM:
+        """An LM over a `vllm.LLM` of this process (docs/engine/vllm.md#attach). Both take requests, until `shutdown`."""
+        from .vllm_engine.client.backend import VllmBackend
+
+        return cls(backend=VllmBackend.of_llm(llm))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End all requests, and release all but the weights. They are freed with the last reference (`del lm`).

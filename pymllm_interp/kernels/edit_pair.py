@@ -25,7 +25,7 @@ def _pair_kernel(
     delta, stream, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired, seen, scores,
     record_stride, score_stride, count, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, PAIR: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Ops and captures of `delta` at `site`. With PAIR then ops and captures of ``stream + delta`` at the next site.
 
@@ -92,7 +92,7 @@ def _pair_kernel(
             tl.store(stream + source, value.to(dtype), mask=mask & changed)
             value = tl.where(changed, 0.0, changed_delta)
         else:
-            value = _apply_ops(value, rows, site, kind, vector, tables, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype)
+            value = _apply_ops(value, rows, site, kind, vector, tables, SIZE, SITES, DEPTH, WIDTH, HEAD_DIM, 0, dtype)
             _capture(value, offset, way, words, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
         tl.store(delta + source, value.to(dtype), mask=mask)
     else:
@@ -123,7 +123,8 @@ def _launch_pair(
         delta, stream, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures, rows.records,
         tables.ring, rows.flags, tables.first_fired, seen, rows.scores,
     )  # fmt: skip
-    constants = (size, sites, depth, tables.vectors.shape[1], pair, tables.aligned, group, block)
+    heads = tables.head_dim_at(site)
+    constants = (size, sites, depth, tables.vectors.shape[1], pair, tables.aligned, heads, group, block)
     strides = rows.records.stride(0), rows.scores.stride(0)
     _pair_launch((-(-count // group), 1, 1), tensors, (*strides, count, site), constants, warps)
 

@@ -5,3 +5,7 @@
 
 The extra `vllm` installs it. Only this folder imports vllm.
 """
+
+from __future__ import annotations
+
+from .settings import llm_arguments as llm_arguments

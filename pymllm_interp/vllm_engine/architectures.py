@@ -9,7 +9,10 @@ from pathlib import Path
 
 from .refusals import VllmRefusalError
 from .settings import OURS
-from .structures import LAYERS
+from .structures import LAYERS, PLAIN
+
+KNOWN = LAYERS.keys() | PLAIN.keys()
+"""Decoder layers with sites."""
 
 
 @cache
@@ -35,7 +38,7 @@ def _layers_in(module: str, deeper: bool = True) -> frozenset[str]:
     if not path.is_file():
         return frozenset()
     source = path.read_text()
-    found = LAYERS.keys() & set(re.findall(r"\w+", source))
+    found = KNOWN & set(re.findall(r"\w+", source))
     if not found and deeper:
         for other in re.findall(r"^from \.(\w+) import", source, flags=re.MULTILINE):
             found |= _layers_in(other, deeper=False)
@@ -59,13 +62,13 @@ def check_architecture(architecture: str) -> None:
     if not layers_of(architecture):
         raise VllmRefusalError(
             f"vLLM's {architecture} has decoder layers, and their norms are not known to get a pair of delta and stream. Known are "
-            f"{', '.join(sorted(LAYERS))}. {OURS}"
+            f"{', '.join(sorted(KNOWN))}. {OURS}"
         )
 
 
 def table() -> Iterator[str]:
     """The rows of the table in docs/engine/vllm.md: decoder layers, and the architectures that have them."""
-    rows: dict[str, list[str]] = {name: [] for name in LAYERS}
+    rows: dict[str, list[str]] = {name: [] for name in KNOWN}
     for architecture in sorted(_modules()):
         for layer in layers_of(architecture):
             rows[layer].append(architecture)

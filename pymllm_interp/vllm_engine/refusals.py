@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
+"""Methods of speculation that are served."""
+
 
 class VllmRefusalError(NotImplementedError):
     """vLLM can run it, and hooks cannot be served with it."""
@@ -24,6 +27,7 @@ def refuse_config(config: Any) -> None:
 
 def _refused(config: Any) -> Iterator[str]:
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    drafts = config.speculative_config
     checks = (
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size above 1: raise tensor_parallel_size"),
         (parallel.data_parallel_size > 1, "data_parallel_size above 1: start one LM for each replica"),
@@ -41,8 +45,14 @@ def _refused(config: Any) -> Iterator[str]:
             parallel.distributed_executor_backend == "external_launcher",
             "distributed_executor_backend='external_launcher': use 'mp' or 'ray'",
         ),
-        (config.speculative_config is not None, "speculative_config: hooks would see rows of drafts; leave it out"),
-        (config.lora_config is not None, "enable_lora: merge the adapter into the weights"),
+        (
+            drafts is not None and drafts.method not in DRAFTERS,
+            f"speculative_config with method {getattr(drafts, 'method', None)!r}: {', '.join(DRAFTERS)} are served",
+        ),
+        (
+            drafts is not None and config.scheduler_config.async_scheduling,
+            "speculative_config with async_scheduling, where a step begins before drafts are accepted: leave async_scheduling out",
+        ),
         (getattr(config, "kv_transfer_config", None) is not None, "kv_transfer_config: leave it out"),
         (
             getattr(cache, "kv_sharing_fast_prefill", False),

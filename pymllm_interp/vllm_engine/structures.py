@@ -1,12 +1,13 @@
-"""Norms of a vLLM model, at which hooks read and change the residual stream.
+"""Norms of a vLLM model, at which hooks read and change the residual stream, and modules with its inner sites.
 
-A decoder layer of vLLM hands each of its norms a pair: the last block's output, and the stream. `structure_of` finds the
-two norms of each layer that take such a pair, and the norm after the last layer.
+Most decoder layers of vLLM hand each of their norms a pair: the last block's output, and the stream. `structure_of` finds the
+two norms of each layer that take such a pair, and the norm after the last layer. Other layers (`PLAIN`) add what attention and MLP
+return to the stream themselves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -44,8 +45,27 @@ WITH_BLOCKS = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"}
 )
 """Model types with modules for blocks: this package has them, and knows their parts in vLLM."""
+PLAIN = {
+    "GPT2Block": ("ln_1", "attn", "ln_2", "mlp"),
+    "OPTDecoderLayer": ("self_attn_layer_norm", "self_attn", "final_layer_norm", "fc2"),
+    "GPTJBlock": ("ln_1", "attn", "", "mlp"),
+    "StablelmDecoderLayer": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+    "FalconDecoderLayer": ("ln_attn", "self_attention", "", "mlp"),
+}
+"""Decoder layers of vLLM that add to the stream themselves -> attention's norm, attention, the MLP's norm, MLP.
+
+The second norm is "" where attention and MLP read the same stream."""
+ENDS = (("layers", "norm"), ("layers", "final_layer_norm"), ("h", "ln_f"))
+"""Names of the list of decoder layers, and of the norm behind it."""
 SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm", "logits")
 """Kinds of sites that such a model serves."""
+INNER_MODULES = {
+    "qkv": ("q", "k", "v"), "o_proj": ("z",), "down_proj": ("mlp_act",), "router": ("router",), "experts": ("experts",),
+    "shared_experts": ("shared_out",),
+}  # fmt: skip
+"""Module of a layer (`inner_modules`) -> the kinds of inner sites that are its columns, in their order."""
+TAPPED = tuple(kind for kinds in INNER_MODULES.values() for kind in kinds)
+"""Kinds of inner sites that an engine may have taps at."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +73,22 @@ class Structure:
     """The norms of a model, by layer.
 
     Attributes:
-        layers: (norm in front of attention, norm in front of the MLP) of each layer.
+        layers: (norm in front of attention, norm in front of the MLP or None) of each layer.
         last: the norm behind the last layer.
+        blocks: the decoder layers.
+        summands: (attention, MLP) of each layer of `PLAIN`; empty for layers with pairs.
     """
 
-    layers: list[tuple[nn.Module, nn.Module]]
+    layers: list[tuple[nn.Module, nn.Module | None]]
     last: nn.Module
+    blocks: list[nn.Module] = field(default_factory=list)
+    summands: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
 
     @property
     def taps(self) -> int:
-        """Calls of the op in one pass: two a layer, and two at the last norm."""
-        return 2 * len(self.layers) + 2
+        """Calls of the op in one pass: one for each norm and summand, and another one at the last norm."""
+        norms = [norm for pair in self.layers for norm in pair if norm is not None]
+        return len(norms) + 2 * len(self.summands) + 2
 
 
 def structure_of(model: Any) -> Structure:
@@ -78,32 +103,73 @@ def structure_of(model: Any) -> Structure:
             f"vLLM's {type(model).__name__} has no list of decoder layers with a norm behind it, so its stream has no sites "
             "here: use LM(model), whose engine is our own"
         )
-    found: list[tuple[nn.Module, nn.Module]] = []
-    for i, layer in enumerate(inner.layers):
+    blocks, last = inner
+    found: list[tuple[nn.Module, nn.Module | None]] = []
+    summands: list[tuple[nn.Module, nn.Module]] = []
+    for i, layer in enumerate(blocks):
         name = type(layer).__name__
         if name == "PPMissingLayer":
             raise NotImplementedError(
                 f"layer {i} is on another pipeline rank: pipeline_parallel_size is 1 here; raise tensor_parallel_size"
             )
+        if name in PLAIN:
+            _check_plain(layer)
+            first, attention, middle, mlp = PLAIN[name]
+            first = first if hasattr(layer, first) else INPUT_NORM
+            found.append((getattr(layer, first), getattr(layer, middle) if middle else None))
+            summands.append((getattr(layer, attention), getattr(layer, mlp)))
+            continue
         if name not in LAYERS:
             raise NotImplementedError(
                 f"vLLM's {name} is not known to hand its norms a pair of delta and stream; layers that are: "
-                f"{', '.join(LAYERS)}. Use LM(model), whose engine is our own"
+                f"{', '.join((*LAYERS, *PLAIN))}. Use LM(model), whose engine is our own"
             )
         found.append((getattr(layer, INPUT_NORM), getattr(layer, LAYERS[name])))
-    return Structure(found, inner.norm)
+    return Structure(found, last, list(blocks), summands)
 
 
-def _with_layers(model: Any) -> Any:
-    """The module that has `layers` and `norm`: the model's decoder."""
+def _check_plain(layer: Any) -> None:
+    """Raise NotImplementedError for a variant of a layer of `PLAIN` that adds in another order."""
+    config = getattr(layer, "config", None)
+    if not getattr(layer, "do_layer_norm_before", True):
+        raise NotImplementedError("OPT with norms behind its sums (do_layer_norm_before=False) has no sites here")
+    if type(layer).__name__ == "FalconDecoderLayer" and (config.bias or not config.parallel_attn):
+        raise NotImplementedError("Falcon with biases, or with attention in front of its MLP, has no sites here")
+
+
+def inner_modules(block: nn.Module) -> dict[str, Any]:
+    """The modules of a decoder layer that have its inner sites, as far as they are there.
+
+    The keys are `qkv`, `o_proj`, `down_proj`, `router`, `experts` and `shared_experts`. A module with LoRA around it counts as the
+    module, so that the site has the adapter's part.
+    """
+    found: dict[str, Any] = {}
+    for module in block.modules():
+        children = {} if hasattr(module, "base_layer") else dict(module.named_children())
+        kinds = {_class_of(child): child for child in children.values()}
+        if "QKVParallelLinear" in kinds and "qkv" not in found:
+            found["qkv"], found["o_proj"] = kinds["QKVParallelLinear"], kinds.get("RowParallelLinear")
+        elif "experts" in children and "experts" not in found:
+            found["experts"], found["shared_experts"] = children["experts"], children.get("shared_experts")
+            found["router"] = children.get("router", children.get("gate"))
+        elif "RowParallelLinear" in kinds and not {"experts", "down_proj"} & found.keys():
+            found["down_proj"] = kinds["RowParallelLinear"]
+    return {name: module for name, module in found.items() if module is not None}
+
+
+def _class_of(module: Any) -> str:
+    return type(getattr(module, "base_layer", module)).__name__
+
+
+def _with_layers(model: Any) -> tuple[nn.ModuleList, nn.Module] | None:
+    """The decoder's layers, and the norm behind them."""
     for _ in range(4):
-        if isinstance(getattr(model, "layers", None), nn.ModuleList) and isinstance(
-            getattr(model, "norm", None), nn.Module
-        ):
-            return model
-        model = getattr(model, "model", None) or getattr(model, "language_model", None)
-        if model is None:
-            return None
+        for layers, norm in ENDS:
+            found = getattr(model, layers, None), getattr(model, norm, None)
+            if isinstance(found[0], nn.ModuleList) and isinstance(found[1], nn.Module):
+                return found[0], found[1]
+        inner = (getattr(model, name, None) for name in ("model", "language_model", "transformer", "decoder"))
+        model = next((one for one in inner if one is not None), None)
     return None
 
 

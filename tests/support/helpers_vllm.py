@@ -30,7 +30,9 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
-    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "mixtral": lambda: MixtralConfig(
+        **{**SIZES, "num_key_value_heads": 1}, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
     "gemma2": lambda: Gemma2Config(
         **SIZES, query_pre_attn_scalar=16, attn_logit_softcapping=4.0, final_logit_softcapping=12.0, sliding_window=24
     ),
@@ -48,6 +50,11 @@ def save_model(family: str, folder: Path, **changes: Any) -> Path:
     config = FAMILIES[family]()
     for name, value in changes.items():
         setattr(config, name, value)
+    return save_config(config, folder)
+
+
+def save_config(config: PretrainedConfig, folder: Path) -> Path:
+    """A random model of a config, with a tokenizer and a chat template."""
     random_model(config).save_pretrained(folder)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE

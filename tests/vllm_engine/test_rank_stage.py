@@ -16,13 +16,14 @@ from pymllm_interp import Ablate, Capture, Gate, Patch, Scale, Steer
 from pymllm_interp.captures import Project
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core import norm_kind
-from pymllm_interp.core.model_spec import EMBED_SITE, ModelSpec, final_norm_site, input_add
+from pymllm_interp.core.model_spec import EMBED_SITE, ModelSpec, final_norm_site, inner_site, input_add
 from pymllm_interp.core.step import RequestEnd, RequestHooks
 from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.interventions import Generated
 from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
+from pymllm_interp.vllm_engine.worker.split_rows import SplitRows
 from pymllm_interp.vllm_engine.worker.stage import RankStage
 
 LAYERS, WIDTH, PROMPT, NEW = 3, 64, 11, 4
@@ -69,7 +70,7 @@ class Rank:
     def __init__(self, rows: int, rank: int = 0, device: str = "cpu", within: int | None = None) -> None:
         self.device, self.within = torch.device(device), within
         self.pool = VectorPool(CONFIG.max_intervention_vectors, WIDTH)
-        self.stage = RankStage(CONFIG, SPEC, self.device, 64, rows, TAPS, rank, None)  # pyright: ignore
+        self.stage = RankStage(CONFIG, SPEC, self.device, 64, rows, TAPS, SplitRows(SPEC, rank=rank), None)  # pyright: ignore
         self.bound: dict[str, Declared] = {}
 
     def add(self, name: str) -> None:
@@ -83,27 +84,31 @@ class Rank:
                 self.stage.stage.capture_ring.open()
         self.stage.add(f"vllm-{name}", name, hooks, PROMPT)
 
-    def step(self, parts: list[tuple[str, int, int]]) -> torch.Tensor:
+    def step(self, parts: list[tuple[str, int, int]], drafts: int = 0) -> torch.Tensor:
         """A pass over (request, first position, positions). Returns the stream behind the last layer, and the norm's output."""
         starts = np.cumsum([0, *(count for _, _, count in parts)])
         stage = self.stage
         stage.begin(
-            [f"vllm-{name}" for name, _, _ in parts], starts, np.array([first for _, first, _ in parts]), "made up"
+            [f"vllm-{name}" for name, _, _ in parts],
+            starts,
+            np.array([first for _, first, _ in parts]),
+            "made up",
+            {f"vllm-{name}": [0] * drafts for name, _, _ in parts},
         )
         rows = [(name, first + i) for name, first, count in parts for i in range(count)]
         stream = torch.stack([_value(name, position, 0) for name, position in rows]).to(self.device)
-        stage.state(stream, EMBED_SITE)
+        stage.taps.state(stream, EMBED_SITE)
         for add in range(1, input_add(LAYERS) + 1):
             delta = torch.stack([_value(name, position, add) for name, position in rows]).to(self.device)
             if self.within is None:
-                stage.pair(delta, stream, add)
+                stage.taps.pair(delta, stream, add)
                 stream = stream + delta
             else:
-                stage.norm(delta, stream, WEIGHT.to(self.device), 1e-5, self.within, add)
+                stage.taps.norm(delta, stream, WEIGHT.to(self.device), 1e-5, self.within, add)
         if self.within is None:
             scale = torch.rsqrt(stream.square().mean(-1, keepdim=True) + 1e-5)
             normed = stream * scale * WEIGHT.to(self.device)
-            stage.state(normed, final_norm_site(LAYERS))
+            stage.taps.state(normed, final_norm_site(LAYERS))
         else:
             normed = delta
         stage.end()
@@ -182,6 +187,65 @@ def test_in_the_place_of_the_norms_the_same_is_done(device: str, monkeypatch: py
             torch.testing.assert_close(rows, other.declared.activations[site], atol=1e-5, rtol=1e-5)
 
 
+def inner_pass(rank: Rank, parts: list[tuple[str, int, int]]) -> torch.Tensor:
+    """A pass with the taps of an engine with inner sites. Returns its rows of q, k, v and z of all layers, side by side."""
+    starts = np.cumsum([0, *(count for _, _, count in parts)])
+    ids, first = [f"vllm-{name}" for name, _, _ in parts], np.array([first for _, first, _ in parts])
+    rank.stage.begin(ids, starts, first, "made up")
+    rows, found, taps = int(starts[-1]), [], rank.stage.taps
+    stream = torch.ones(rows, WIDTH)
+    taps.state(stream, EMBED_SITE)
+    for layer in range(LAYERS):
+        q, k, v, z = (inner_site(LAYERS, layer, kind) for kind in ("q", "k", "v", "z"))
+        qkv, heads = vector(layer, rows, 2 * WIDTH), vector(9 + layer, rows, WIDTH)
+        taps.inner(qkv, [q, k, -1], [WIDTH, WIDTH // 2, WIDTH // 2])
+        taps.inner(heads, [z], [WIDTH])
+        taps.pair(vector(20 + layer, rows, WIDTH), stream, 2 * layer + 1)
+        taps.pair(vector(30 + layer, rows, WIDTH), stream, 2 * layer + 2)
+        found += [qkv, heads]
+        assert v not in taps.asked
+    taps.state(stream, final_norm_site(LAYERS))
+    rank.stage.end()
+    return torch.cat(found, -1)
+
+
+def test_inner_sites_by_functions_and_tables_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of one tensor, single heads, and vectors wider than a row of the pool. Rows without any keep all bits."""
+    spec = replace(SPEC, num_key_value_heads=2)
+    hooks = RequestHooks(
+        [
+            Steer("q.0", vector(1, WIDTH), 2.0), Scale("z.1", 0.0, heads=[0, 2]), Ablate("k.2", vector(2, WIDTH // 2)),
+            Steer("k.1", vector(3, 16), heads=[1], positions=slice(1, None, 2)),
+        ],
+        [Capture("q.*"), Capture("k.1", heads=[1]), Capture("z.2", reduce=Project(vector(4, 2, WIDTH)))], NEW,
+    )  # fmt: skip
+    monkeypatch.setitem(HOOKS, "inner", hooks)
+    monkeypatch.setitem(globals(), "SPEC", spec)
+    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, inner_sites=("q", "k", "z")))
+    monkeypatch.setitem(globals(), "TAPS", TAPS + 3 * LAYERS)
+    found = []
+    for tables in ("0", "1"):
+        monkeypatch.setenv(WITH_TABLES, tables)
+        rank = Rank(rows=8)
+        for name in ("inner", "plain"):
+            rank.add(name)
+        rows = [inner_pass(rank, [("inner", 0, 7), ("plain", 0, 5)]), inner_pass(rank, [("inner", 7, PROMPT - 7)])]
+        found.append((torch.cat(rows), rank.finish("inner", 1)))
+    (rows, result), (other_rows, other) = found
+    torch.testing.assert_close(rows, other_rows, atol=1e-5, rtol=1e-5)
+    plain = torch.cat(
+        [vector(i, 12, width)[7:] for layer in range(LAYERS) for i, width in ((layer, 128), (9 + layer, 64))], -1
+    )
+    assert torch.equal(rows[7:12], plain) and torch.equal(other_rows[7:12], plain)
+    assert (
+        not torch.equal(rows[:7, :64], plain[:, :64].new_zeros(7, 64)) and result.error is None and other.error is None
+    )
+    assert result.declared.captured == other.declared.captured and result.declared.applied == other.declared.applied
+    for site, states in result.declared.activations.items():
+        torch.testing.assert_close(states, other.declared.activations[site], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result.declared.activations["q.0"][:7].flatten(1), rows[:7, :WIDTH])
+
+
 def test_rows_of_nobody_keep_all_bits(way: str) -> None:
     rank = Rank(rows=8)
     states, _ = run(rank, [5, 6])
@@ -220,6 +284,34 @@ def test_rows_of_a_table_go_around(way: str) -> None:
         assert result.error is None, result.error
         for site, rows in result.declared.activations.items():
             torch.testing.assert_close(rows, results[name].declared.activations[site], atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_drafts_that_were_not_accepted_come_again(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a request, before a preemption, and at its end, also behind its last token."""
+    plain, drafted = Rank(rows=8), Rank(rows=8)
+    results = []
+    for rank in (plain, drafted):
+        for name in ("a", "b"):
+            if rank is drafted:
+                monkeypatch.setitem(HOOKS, name, replace(HOOKS[name], max_tokens=NEW + 3))
+            rank.add(name)
+            rank.step([(name, 0, PROMPT)])
+    for i in range(NEW - 1):
+        plain.step([(name, PROMPT + i, 1) for name in ("a", "b")])
+    drafted.step([(name, PROMPT, 3) for name in ("a", "b")], drafts=2)  # none of two is accepted
+    for name in ("a", "b"):
+        drafted.stage.preempted(f"vllm-{name}", PROMPT + 2)
+    drafted.step([(name, 0, PROMPT + 1) for name in ("a", "b")])
+    drafted.step([(name, PROMPT + 1, 4) for name in ("a", "b")], drafts=3)  # one of three, and the request ends
+    for rank in (plain, drafted):
+        results.append({name: rank.finish(name, NEW) for name in ("a", "b")})
+    for name in ("a", "b"):
+        found, wanted = results[1][name], results[0][name]
+        assert found.error is None and found.declared.applied == wanted.declared.applied
+        assert found.declared.captured == wanted.declared.captured
+        assert list(found.declared.activations) == list(wanted.declared.activations)
+        for site, rows in wanted.declared.activations.items():
+            torch.testing.assert_close(found.declared.activations[site], rows)
 
 
 def test_code_without_the_op_is_told(way: str) -> None:

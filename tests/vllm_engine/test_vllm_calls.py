@@ -306,6 +306,27 @@ def test_embeddings_are_refused_by_name(lm: LM) -> None:
         lm.generate({"prompt_embeds": torch.zeros(2, lm.hidden_size, dtype=lm.dtype)}, GREEDY)
 
 
+def test_a_pause_keeps_or_ends_what_runs(lm: LM, oracle: LM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1)
+    running = lm.submit(PROMPTS[0], params, capture=["resid_post.1"])
+    lm.pause("keep")
+    waiting = lm.submit(PROMPTS[1], GREEDY)
+    time.sleep(1.0)
+    assert lm.is_paused() and not waiting.done
+    lm.resume()
+    assert not lm.is_paused()
+    assert_close(running.result(120), oracle.generate([PROMPTS[0]], params, capture=["resid_post.1"])[0])
+    assert_close(waiting.result(120), oracle.generate([PROMPTS[1]], GREEDY)[0])
+    running = lm.submit(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    lm.pause()
+    assert running.result(60).finish_reason in ("abort", "length")
+    lm.resume()
+    with pytest.raises(ValueError, match="'abort', 'wait' or 'keep'"):
+        lm.pause("later")
+    with pytest.raises(NotImplementedError, match="sleep: of orders, vLLM as the engine carries out pause and resume"):
+        lm.sleep()
+
+
 def test_a_harvest_over_vllm_has_our_engines_states(lm: LM, oracle: LM, tmp_path: Path) -> None:
     from pymllm_interp.harvest.reader import open_harvest
 

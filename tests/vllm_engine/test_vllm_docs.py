@@ -26,9 +26,9 @@ def test_the_table_of_models_is_that_of_vllms_sources() -> None:
 def test_a_model_with_other_layers_is_refused_before_it_is_loaded(
     model_folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(VllmRefusalError, match="GPT2LMHeadModel has decoder layers"):
-        LM(model_folder("gpt2"), engine="vllm")
-    assert main(["doctor", str(model_folder("gpt2")), "--engine", "vllm"]) == 1
+    with pytest.raises(VllmRefusalError, match="has no GPTNeoXForCausalLM"):
+        LM(model_folder("gpt_neox"), engine="vllm")
+    assert main(["doctor", str(model_folder("gpt_neox")), "--engine", "vllm"]) == 1
     assert "refused" in capsys.readouterr().out
 
 

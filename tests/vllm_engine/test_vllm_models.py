@@ -6,13 +6,15 @@ Each engine also has something that moves rows: prompts in chunks, a small KV po
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers_adapters import write_adapter
 from helpers_vllm import (
     LAYERS,
     WIDTH,
@@ -26,6 +28,7 @@ from helpers_vllm import (
     vector,
     vllm_lm,
 )
+from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.captures import Lens, Project
@@ -37,6 +40,18 @@ from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 pytestmark = needs_vllm
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
 EMBEDS = "enable_prompt_embeds"
+QKVZ = ("q", "k", "v", "z")
+DENSE = {"inner_sites": (*QKVZ, "mlp_act")}
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+}
+LORA = {"enable_lora": True, **DENSE}
+SPARSE = {"inner_sites": (*QKVZ, "router", "experts")}
 
 
 @dataclass(frozen=True)
@@ -58,20 +73,21 @@ class Case:
 CASES = {
     "qwen3, chunks of 48, a small pool": Case(
         "qwen3", "vllm V1 none",
-        {"max_num_tokens": 48, "kv_cache_tokens": 384, "enable_prefix_caching": False}, preempts=True,
+        {"max_num_tokens": 48, "kv_cache_tokens": 384, "enable_prefix_caching": False, "enable_lora": True}, preempts=True,
     ),
     "mixtral, two ranks, chunks of 20": Case(
-        "mixtral", "vllm V1 none", {"max_num_tokens": 20, "tensor_parallel_size": 2, EMBEDS: True},
+        "mixtral", "vllm V1 none", {"max_num_tokens": 20, "tensor_parallel_size": 2, EMBEDS: True, **SPARSE},
         {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ),
     "gemma2, compiled": Case(
-        "gemma2", "vllm V1 none", {"disable_cuda_graph": False, "max_num_tokens": 64, EMBEDS: True}
+        "gemma2", "vllm V1 none", {"disable_cuda_graph": False, "max_num_tokens": 64, EMBEDS: True, **DENSE}
     ),
     "llama, device tables, in the norms": Case(
-        "llama", "vllm V1 none", {"max_num_tokens": 24}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
+        "llama", "vllm V1 none", {"max_num_tokens": 24, **LORA}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
     ),
+    "llama, drafts": Case("llama", "vllm V1 none", {"max_num_tokens": 48, "kv_cache_tokens": 384, **NGRAM, **DENSE}, preempts=True),
     "llama, V2 runner": Case(
-        "llama", "vllm V2 none", {"max_num_tokens": 32, EMBEDS: True}, {"TRITON_INTERPRET": "1"}
+        "llama", "vllm V2 none", {"max_num_tokens": 32, EMBEDS: True, "inner_sites": ("z", "mlp_act")}, {"TRITON_INTERPRET": "1"}
     ),
 }  # fmt: skip
 
@@ -141,6 +157,60 @@ def test_what_is_cached_is_never_anothers(engines: tuple[Case, LM, LM]) -> None:
     assert (hits > 0) == case.options.get("enable_prefix_caching", True)
 
 
+def inner_ops(kinds: Sequence[str], width: int, last: int) -> list[list[Any]]:
+    """For each prompt ops at some of these inner sites: whole rows, single heads, directions, positions and gates.
+
+    Args:
+        width: width of k and v.
+        last: number of their last head.
+    """
+    ops: dict[str, list[Any]] = {
+        "q": [Steer("q.0", vector(20, 128), 0.5), Scale("q.1", 0.5, heads=[3])],
+        "k": [Ablate("k.2", vector(21, width)), Steer("k.0", vector(22, 32), heads=[last], positions=slice(1, None, 2))],
+        "v": [Clamp("v.1", vector(23, width), high=0.2)],
+        "z": [Scale("z.*", 0.0, heads=[0, 2]), Steer("z.1", vector(24, 128), when=Gate(vector(25), 0.0, site="resid_pre.1"))],
+        "mlp_act": [Patch("mlp_act.1", vector(26, 2, 128), positions=[1, -1]), Scale("mlp_act.3", 1.5, positions="generated")],
+        "router": [Steer("router.2", vector(27, 4), 2.0)],
+    }  # fmt: skip
+    found = [ops[kind] for kind in kinds if kind in ops]
+    return [found[i % len(found)] for i in range(len(PROMPTS) - 1)] + [[op for some in found for op in some]]
+
+
+def test_inner_sites_are_our_engines(engines: tuple[Case, LM, LM]) -> None:
+    """Heads, neurons and experts, each rank with its own: edited, captured and monitored, also beside requests without any."""
+    case, lm, oracle = engines
+    kinds = case.options.get("inner_sites", ())
+    assert lm.backend.facts.inner_sites == set(kinds)
+    if not kinds:
+        with pytest.raises(ValueError, match=r"without taps at 'z': LM\(.*inner_sites=\('z',\)\)"):
+            lm.generate(PROMPTS[:1], SamplingParams(max_tokens=1), capture=["z.0"])
+        return
+    spec = oracle.backend.facts.spec
+    all_ops = inner_ops(kinds, spec.width("k"), spec.num_key_value_heads - 1)
+    ops: list[Any] = [*all_ops[:-1], None]
+    everything = [f"{kind}.*" for kind in kinds]
+    captures: list[Any] = [
+        everything, None, [Capture(f"{kinds[0]}.*", reduce="mean"), f"{kinds[1]}.1"],
+        [Capture("z.{0,2..3}", positions=[0, -1]), Capture("z.1", heads=[1])],
+        [Capture("z.2", reduce=Project(vector(28, 2, 128)))], everything,
+    ]  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    for own_ops in (ops, all_ops[::-1]):
+        found, wanted = (
+            model.generate(PROMPTS, params, interventions=own_ops, capture=captures) for model in (lm, oracle)
+        )
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+    if "speculative_config" not in case.options:
+        monitors = [Monitor("z.1", vector(29, 128), 0.0)]
+        one, other = (model.generate(PROMPTS[:1], params, monitors=monitors)[0] for model in (lm, oracle))
+        (scores,), (own,) = one.monitors.values(), other.monitors.values()
+        torch.testing.assert_close(scores.scores, own.scores, rtol=1e-3, atol=1e-3)
+    missing = next(kind for kind in ("q", "mlp_act", "router") if kind not in kinds)
+    with pytest.raises(ValueError, match=missing):
+        lm.generate(PROMPTS[:1], params, capture=[f"{missing}.0"])
+
+
 def test_the_lens_reads_the_models_head_where_one_rank_has_it(engines: tuple[Case, LM, LM]) -> None:
     case, lm, oracle = engines
     capture, params = (
@@ -153,6 +223,92 @@ def test_the_lens_reads_the_models_head_where_one_rank_has_it(engines: tuple[Cas
         return
     found, wanted = (model.generate(PROMPTS[:1], params, capture=capture)[0] for model in (lm, oracle))
     assert_close(found, wanted)
+
+
+def test_rows_of_drafts_are_neither_counted_nor_delivered(engines: tuple[Case, LM, LM]) -> None:
+    """Some drafts are accepted, which takes fewer steps, and some are not."""
+    case, lm, oracle = engines
+    if "speculative_config" not in case.options:
+        pytest.skip("there are no drafts")
+    assert lm.backend.facts.speculates
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+    found, wanted = (
+        model.generate(PROMPTS, params, interventions=OPS, capture=["resid_post.1", "logits"]) for model in (lm, oracle)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other)
+    steps = [sum(one.receipt.steps.values()) for one in found]
+    assert min(steps) < 40 + len(PROMPTS), "no draft was accepted"
+    stopped = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[wanted[0].token_ids[9]], logprobs=1)
+    one, other = (model.generate(PROMPTS[:1], stopped, capture=["resid_post.*"])[0] for model in (lm, oracle))
+    assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_rows_of_a_models_drafts_are_neither_counted_nor_delivered(tmp_path: Path) -> None:
+    """All drafts of the model itself are accepted, where nothing is edited."""
+    if os.environ.get(V2) == "1":
+        pytest.skip("vLLM's V2 runner has no drafts here")
+    folder = save_model("llama", tmp_path / "llama")
+    drafter = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+    with vllm_lm(folder, speculative_config=drafter, **DENSE) as lm, own_lm(folder) as oracle:
+        for ops in (None, OPS):
+            found, wanted = (
+                model.generate(PROMPTS, params, interventions=ops, capture=["resid_post.*", "z.1"])
+                for model in (lm, oracle)
+            )
+            for one, other in zip(found, wanted, strict=True):
+                assert_close(one, other)
+            if ops is None:
+                assert max(sum(one.receipt.steps.values()) for one in found) < 12
+
+
+def test_adapters_beside_the_model_are_our_engines(engines: tuple[Case, LM, LM], tmp_path: Path) -> None:
+    """Requests with adapters and without in one step. States have the adapter's part, and its name tells nothing of its KV."""
+    case, lm, oracle = engines
+    own: Any = oracle.backend
+    folders = [
+        write_adapter(tmp_path / str(i), AutoModelForCausalLM.from_pretrained(own.facts.folder), seed=i, rank=8, **fields)
+        for i, fields in enumerate(({}, {}, {"alpha_pattern": {"q_proj": 3}}))
+    ]  # fmt: skip
+    if not case.options.get("enable_lora"):
+        with pytest.raises(ValueError, match="enable_lora=True"):
+            lm.adapters.load("one", folders[0])
+        return
+    kinds = [f"{kind}.*" for kind in (*case.options.get("inner_sites", ()), "attn_out", "resid_post")]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    named: list[str | None] = ["one", None, "two", "one", None, "two"]
+    for order in (folders[:2], folders[1::-1]):  # the second time the names are the other way around
+        for model in (lm, oracle):
+            model.adapters.load("one", order[0])
+            model.adapters.load("two", order[1])
+        assert (
+            dict(lm.adapters) == dict(oracle.adapters) and lm.weights.fingerprint_with("one") != lm.weights.fingerprint
+        )
+        for captures in (None, [kinds, None, kinds, None, kinds, None]):
+            found, wanted = (
+                model.generate(PROMPTS, params, interventions=OPS, capture=captures, lora=named)
+                for model in (lm, oracle)
+            )
+            for one, other in zip(found, wanted, strict=True):
+                assert_close(one, other)
+        assert (
+            lm.generate(PROMPTS[:1], params, lora="one")[0].token_ids != lm.generate(PROMPTS[:1], params)[0].token_ids
+        )
+        for model in (lm, oracle):
+            model.adapters.unload("one")
+            model.adapters.unload("two")
+    for folder, name, match in (
+        (folders[2], "three", "alpha_pattern are not read by vLLM"),
+        (tmp_path / "none", "three", "adapter_config.json"),
+        (folders[0], "", "a string that is not empty"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            lm.adapters.load(name, folder)
+    with pytest.raises(ValueError, match="there is no adapter 'one'"):
+        lm.generate(PROMPTS[:1], params, lora="one")
+    assert not lm.adapters
 
 
 def monitors_of(oracle: LM, params: SamplingParams) -> list[list[Monitor]]:
@@ -174,6 +330,10 @@ def test_monitors_record_and_stop_as_in_our_engine(engines: tuple[Case, LM, LM])
     """In chunks, with preemptions, behind cached prefixes and on two ranks; all at once, and in streams."""
     case, lm, oracle = engines
     params = SamplingParams(temperature=0, max_tokens=30 if case.preempts else 9, ignore_eos=True, logprobs=1)
+    if "speculative_config" in case.options:
+        with pytest.raises(ValueError, match="rows of drafts cannot be taken back from monitors"):
+            lm.generate(PROMPTS[:1], params, monitors=[Monitor("resid_post.1", vector(1))])
+        return
     monitors = monitors_of(oracle, params)
     wanted = oracle.generate(PROMPTS, params, interventions=OPS, monitors=monitors)
     assert {out.finish_reason for out in wanted} == {"monitor", "length"}
@@ -209,6 +369,10 @@ def test_monitors_record_and_stop_as_in_our_engine(engines: tuple[Case, LM, LM])
 
 def test_captured_rows_stream_and_are_those_of_the_result(engines: tuple[Case, LM, LM]) -> None:
     """All at once, behind chunks and preemptions; one request is ended by a monitor, and one does not stream."""
+    if "speculative_config" in engines[0].options:
+        with pytest.raises(ValueError, match="rows of drafts cannot be taken back from streamed captures"):
+            next(iter(engines[1].stream(PROMPTS[0], capture=[Capture("resid_post.1", stream=True)])))
+        return
     case, lm, oracle = engines
     params = SamplingParams(temperature=0, max_tokens=20 if case.preempts else 7, ignore_eos=True)
     captures = [

@@ -290,6 +290,13 @@ def test_settings_that_mean_nothing_to_vllm_are_refused(
         engine_arguments(ModelConfig(), ServerConfig(**server), source(), given)
 
 
+def test_drafts_and_adapters_become_vllms_arguments() -> None:
+    given = {"enable_lora": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    found = engine_arguments(ModelConfig(), ServerConfig(max_loras=2, max_lora_rank=8), source(), given)
+    assert (found["max_loras"], found["max_lora_rank"]) == (2, 8) and found["async_scheduling"] is False
+    assert "max_loras" not in engine_arguments(ModelConfig(), ServerConfig(), source(), {})
+
+
 def vllm_config(**changes: Any) -> Any:
     """Settings of vLLM that are served, but for `changes` ("parallel_config.data_parallel_size")."""
     config = SimpleNamespace(
@@ -299,7 +306,8 @@ def vllm_config(**changes: Any) -> Any:
         model_config=SimpleNamespace(
             runner_type="generate", is_encoder_decoder=False, dtype=torch.float16, architectures=["LlamaForCausalLM"]
         ),
-        cache_config=SimpleNamespace(), speculative_config=None, lora_config=None,
+        cache_config=SimpleNamespace(), speculative_config=SimpleNamespace(method="ngram"),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
     )  # fmt: skip
     for path, value in changes.items():
@@ -319,8 +327,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("parallel_config.enable_dbo", True, "enable_dbo"),
     ("parallel_config.distributed_executor_backend", "external_launcher", "external_launcher"),
     ("parallel_config.use_sequence_parallel_moe", True, "sequence-parallel MoE"),
-    ("speculative_config", object(), "speculative_config"),
-    ("lora_config", object(), "enable_lora"),
+    ("speculative_config", SimpleNamespace(method="medusa"), "speculative_config with method 'medusa': ngram"),
+    ("scheduler_config.async_scheduling", True, "speculative_config with async_scheduling"),
     ("kv_transfer_config", object(), "kv_transfer_config"),
     ("cache_config.kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
     ("compilation_config.pass_config.enable_sp", True, "enable_sp"),
@@ -386,7 +394,7 @@ def test_norms_are_found_by_the_layers_class_and_others_are_refused() -> None:
     found = structure_of(Made("LlamaDecoderLayer", 3))
     assert len(found.layers) == 3 and found.taps == 8
     for name, message in (
-        ("FalconDecoderLayer", "FalconDecoderLayer is not known"),
+        ("BloomBlock", "BloomBlock is not known"),
         ("PPMissingLayer", "another pipeline rank"),
     ):
         with pytest.raises(NotImplementedError, match=message):
@@ -429,9 +437,8 @@ def test_quantised_weights_are_vllms_to_read(model_folder: Any, tmp_path: Path) 
     assert resolve_model(ModelConfig(model=str(folder)), quantised=True).folder == folder
 
 
-def test_a_route_that_vllm_does_not_serve_is_a_refusal_with_the_reason() -> None:
+def test_what_needs_the_model_in_this_process_is_a_refusal_with_the_reason() -> None:
     backend = VllmBackend.__new__(VllmBackend)
-    with pytest.raises(NotImplementedError, match="LoRA adapters are not served with vLLM as the engine") as caught:
-        backend.load_adapter("x", "/folder")
-    found = api_error(caught.value, refused=True)
-    assert found.status == 501 and "merge the adapter into the weights" in found.message
+    with pytest.raises(NotImplementedError, match="vLLM has it in its own: make a local LM") as caught:
+        backend.require_process("lm.grad")
+    assert api_error(caught.value, refused=True).status == 501

@@ -31,6 +31,7 @@ from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
 from pymllm_interp.vllm_engine.worker import result_arena
 from pymllm_interp.vllm_engine.worker.egress import Egress
 from pymllm_interp.vllm_engine.worker.result_arena import ResultArena
+from pymllm_interp.vllm_engine.worker.split_rows import SplitRows
 from pymllm_interp.vllm_engine.worker.stage import RankStage
 
 LAYERS, WIDTH, PROMPT, NEW = 4, 2048, 30, 34
@@ -99,7 +100,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankStage, ResultsLi
     """A rank with tables on a CPU, and a client of it."""
     monkeypatch.setenv(WITH_TABLES, "1")
     config = ServerConfig(capture_ring_bytes=1 << 22, max_capture_bytes=1 << 26, capture_kept_bytes=1 << 28)
-    stage = RankStage(config, SPEC, torch.device("cpu"), 256, 8, 0, 0, None)  # pyright: ignore
+    stage = RankStage(config, SPEC, torch.device("cpu"), 256, 8, 0, SplitRows(SPEC), None)  # pyright: ignore
     egress = Egress(b"key", stage.finish, stage.rows, stage.arena)
     link = ResultsLink(egress.address, b"key", lambda function, *given: function(*given))
     yield stage, link

@@ -9,8 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from helpers_adapters import write_adapter
 from helpers_server import serving
 from helpers_vllm import assert_close, assert_close_tensor, needs_vllm, own_lm, prompt, save_model, vector
+from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer
 from pymllm_interp.captures import Lens
@@ -29,6 +31,7 @@ def url(folder: Path) -> Iterator[str]:
     options = [
         "--engine", "vllm", "--dtype", "float32", "--option", "max_model_len=128", "--option", "kv_cache_tokens=2048", "--option",
         "disable_cuda_graph=True", "--option", "gpu_memory_utilization=0.05", "--option", "max_running_requests=8",
+        "--option", "inner_sites=['z']", "--vllm-option", "enable_lora=True",
     ]  # fmt: skip
     with serving(folder, *options, keys=None) as server:
         yield server.url
@@ -70,6 +73,28 @@ def test_captured_rows_stream_to_a_client(url: str, folder: Path) -> None:
     found = [choice.get("pymllm", {}) for chunk in chunks for choice in chunk["choices"]]
     rows = [part["captures"] for part in found if "captures" in part]
     assert rows and all(part["tokens"] for part in rows)
+
+
+def test_an_adapter_is_loaded_over_http(url: str, folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(folder), rank=8)
+    options = {"interventions": [Steer("resid_post.1", vector(1), 2.0)], "capture": ["resid_post.*", "z.1"]}
+    with httpx.Client(base_url=url, timeout=120) as client, LM.connect(url) as lm, own_lm(folder) as oracle:
+        assert (
+            client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": str(adapter)}).status_code == 200
+        )
+        oracle.adapters.load("a", adapter)
+        found, wanted = (
+            model.generate([prompt(9, 1)] * 2, GREEDY, lora=["a", None], **options) for model in (lm, oracle)
+        )
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+        body = {"model": "a", "prompt": prompt(9, 1), "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+        plain = oracle.generate([prompt(9, 1)], GREEDY, lora="a")[0]
+        answer = client.post("/v1/completions", json=body | {"ignore_eos": True}).json()
+        assert answer["choices"][0]["token_ids"] == plain.token_ids
+        assert client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
+        assert client.post("/v1/completions", json=body).status_code == 404
+        assert client.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": "/none"}).status_code == 400
 
 
 def test_openais_routes_and_metrics_answer(url: str) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from ...layers.invariant import invariant_device
@@ -39,17 +39,17 @@ class _Entry:
 
 
 class AdapterHold:
-    """A request's hold on its adapter."""
+    """A request's hold on its adapter. `let_go` is called once."""
 
-    def __init__(self, slots: AdapterSlots, entry: _Entry) -> None:
-        self._slots, self._entry = slots, entry
+    def __init__(self, let_go: Callable[[], None]) -> None:
+        self._let_go = let_go
         self._held = True
 
     def release(self) -> None:
         """Let go of it. A second call does nothing."""
         if self._held:
             self._held = False
-            self._slots._release(self._entry)
+            self._let_go()
 
 
 class AdapterSlots:
@@ -222,7 +222,7 @@ class AdapterSlots:
                 self._take_slot(entry)
             entry.users += 1
             entry.used = next(self._clock)
-            return AdapterHold(self, entry)
+            return AdapterHold(partial(self._release, entry))
 
     def slot_of(self, name: str | None) -> int:
         """The slot of a held adapter; -1 for None."""

@@ -15,6 +15,7 @@ TAKEN = {
     "enable_prefix_caching", "async_scheduling", "disable_cuda_graph", "gpu_memory_utilization", "logprobs_mode", "lower_traces",
     "trace_step_warning", "trace_step_timeout",
     "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes",
+    "inner_sites", "max_loras", "max_lora_rank",
 }  # fmt: skip
 """Fields of `ServerConfig` that mean something to this engine. Others must have their defaults."""
 OWN = ("model", "worker_cls", "additional_config", "tokenizer", "worker_extension_cls")
@@ -67,6 +68,10 @@ def engine_arguments(
     for ours, theirs in renamed.items():
         if getattr(server, ours) != getattr(default, ours):
             found[theirs] = getattr(server, ours)
+    if given.get("speculative_config"):
+        found["async_scheduling"] = False  # the host must know the accepted drafts
+    if given.get("enable_lora"):
+        found["max_loras"], found["max_lora_rank"] = server.max_loras, server.max_lora_rank
     if server.kv_cache_tokens is not None:
         block = given.get("block_size", 32)
         found["block_size"], found["num_gpu_blocks_override"] = block, -(-server.kv_cache_tokens // block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -30,11 +31,13 @@ from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import TraceInput
 from ...models.registry import architecture_of, check_supported, is_native
 from ...models.weights.source import load_tokenizer, resolve_model
+from ...utils.arguments import shown
 from ..architectures import check_architecture
 from ..blocks import payload_of
 from ..refusals import VllmRefusalError
-from ..settings import OURS, limits_of, served_spec, uses_tables
+from ..settings import OURS, RANK_MODULE, limits_of, served_spec, server_config_of, uses_tables
 from ..versions import installed_version
+from .adapters import VllmAdapters
 from .arguments import engine_arguments
 from .blocks import check_blocks, check_traced
 from .canary import check_steering
@@ -50,6 +53,8 @@ HOOKS = {
     "without graphs",
 }
 """Description of how hooks run, by kind."""
+PAUSES = {"pause": "pause_generation", "resume": "resume_generation", "is_paused": "is_paused"}
+"""Order -> method of vLLM's engine."""
 INSTEAD = "declare it (interventions=, capture=), or use LM(model), whose engine is our own"
 
 
@@ -59,6 +64,7 @@ class VllmBackend(FactoryBackend):
     Args:
         model, server: see `LocalBackend`; settings without a counterpart in vLLM are refused.
         arguments: further ones of vLLM's, such as `tensor_parallel_size`.
+        attached: see `VllmCore`.
 
     Raises:
         ModuleNotFoundError, ImportError: vLLM is not installed, or a version that was not tested.
@@ -66,7 +72,13 @@ class VllmBackend(FactoryBackend):
         FileNotFoundError, ValueError: no such model, or one that cannot be served.
     """
 
-    def __init__(self, model: ModelConfig, server: ServerConfig, arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        server: ServerConfig,
+        arguments: Mapping[str, Any] | None = None,
+        attached: Any = None,
+    ) -> None:
         open_engines.wait_for_released()
         source = resolve_model(model, quantised=True)
         check_supported(source.hf_config)
@@ -74,13 +86,32 @@ class VllmBackend(FactoryBackend):
             raise VllmRefusalError("classification heads are not served by vLLM here: use engine='own'")
         installed_version()
         check_architecture(architecture_of(source.hf_config))
-        core = VllmCore(engine_arguments(model, server, source, dict(arguments or {})), server)
+        given = {} if attached is not None else engine_arguments(model, server, source, dict(arguments or {}))
+        core = VllmCore(given, server, attached)
         try:
             self._describe(core, model, server, source)
             check_steering(self)
         except BaseException:
             core.close()
             raise
+
+    @classmethod
+    def of_llm(cls, llm: Any) -> VllmBackend:
+        """A backend over a user's `vllm.LLM`.
+
+        Raises:
+            VllmRefusalError: vLLM was started without `llm_arguments`.
+        """
+        config = llm.llm_engine.vllm_config
+        if not str(config.parallel_config.worker_cls).startswith(RANK_MODULE):
+            raise VllmRefusalError(
+                "LM.attach(llm): this vLLM has no taps in its ranks: start it with vllm.LLM(model, **llm_arguments()), of "
+                "pymllm_interp.vllm_engine"
+            )
+        found = config.model_config
+        model = ModelConfig(model=str(found.model), dtype=found.dtype, seed=found.seed or 0)
+        server = replace(server_config_of(config.additional_config), logprobs_mode=found.logprobs_mode)
+        return cls(model, server, attached=llm)
 
     def _describe(self, core: VllmCore, model: ModelConfig, server: ServerConfig, source: Any) -> None:
         config = core.config
@@ -89,12 +120,14 @@ class VllmBackend(FactoryBackend):
         spec, limits = served_spec(hf_config, dtype), limits_of(server, device)
         scheduler = config.scheduler_config
         ring = server.capture_ring_bytes if uses_tables(device) else None
-        declarations = VllmDeclarations(limits, spec, len(core.ranks), scheduler.max_num_batched_tokens, ring)
+        declarations = VllmDeclarations(
+            limits, spec, len(core.ranks), scheduler.max_num_batched_tokens, ring, config.speculative_config is not None
+        )
         weights, saes = VllmWeights(hf_config, core.call("interp_checksum")), SAERegistry(spec, "cpu")
         for name, sae in model.saes.items():
             saes[name] = sae
-        self.core = core
-        self.engine = VllmRequestEngine(core, declarations.release)
+        self.core, self.loaded = core, VllmAdapters(core, weights.adapters)
+        self.engine = VllmRequestEngine(core, declarations.release, self.loaded)
         open_engines.track(cast(Any, self.engine))
         self.module = tree_of(hf_config, "native" if is_native(hf_config, "auto") else "transformers", dtype)
         ranks = f"{len(core.ranks)} rank{'s' if len(core.ranks) > 1 else ''}"
@@ -105,7 +138,7 @@ class VllmBackend(FactoryBackend):
                 f"pymllm-interp {__version__}, vLLM {core.version} ({core.ranks[0]['runner']} runner, {ranks}), "
                 f"torch {torch.__version__}, {device}, {dtype}"
             ),
-            inner_sites=frozenset(),
+            inner_sites=limits_of(server, device).inner_sites,
             limits=EngineLimits(
                 spec.vocab_size, config.model_config.max_model_len, scheduler.max_num_batched_tokens, core.kv_tokens,
                 scheduler.max_num_seqs,
@@ -114,11 +147,11 @@ class VllmBackend(FactoryBackend):
             hooks={"hook_execution": server.hook_execution, **HOOKS},
             defaults=GenerationDefaults.of(model.generation_config, hf_config, source.folder), seed=model.seed,
             logprobs_mode=server.logprobs_mode, names=source.names, page_size=server.page_size,
-            speculates=server.speculative is not None, pooler=pooler_of(source.root, encoder=False),
+            speculates=config.speculative_config is not None, pooler=pooler_of(source.root, encoder=False),
         )  # fmt: skip
         self.lowered = Lowered(self.module, server.lower_traces, torch.device("cpu"))
         self.tokenizer = load_tokenizer(source)
-        self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes))
+        self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes, self.loaded.hold))
         open_engines.release_with(self.factory, cast(Any, self.engine))
 
     def prepare(self, submission: Submission) -> list[list[Request]]:
@@ -151,7 +184,7 @@ class VllmBackend(FactoryBackend):
             VllmRefusalError: no block can do this here. The message names it.
         """
         self.engine.check_open()
-        check_blocks(self.facts, traces)
+        check_blocks(self.facts, traces, self.core.config)
         requests = self.factory.for_traces(mode, traces, inputs)
         for trace in traces:
             trace.receipt.not_lowered = why
@@ -163,7 +196,7 @@ class VllmBackend(FactoryBackend):
         try:
             if self.core.config.model_config.enable_prompt_embeds:
                 raise VllmRefusalError(f"blocks and enable_prompt_embeds=True: leave one of them out. {OURS}")
-            check_blocks(self.facts, traces)
+            check_blocks(self.facts, traces, self.core.config)
             for request in requests:
                 check_params(request.params, "the prompt")
                 check_traced(request)
@@ -180,10 +213,31 @@ class VllmBackend(FactoryBackend):
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         return run_pass(self, model, mode, inputs, kwargs)
 
+    def control(self, order: str, **arguments: Any) -> Any:
+        self.engine.check_open()
+        call = getattr(self.core.llm, PAUSES.get(order, ""), None)
+        if call is None:
+            raise NotImplementedError(f"{order}: of orders, vLLM as the engine carries out pause and resume. {OURS}")
+        if order == "pause":
+            if (mode := arguments["mode"]) not in ("abort", "wait", "keep"):
+                raise ValueError(f"pause(mode={shown(mode)}): expected 'abort', 'wait' or 'keep'")
+            arguments["clear_cache"] = False
+            if mode == "abort":
+                self.engine.abort_all()
+        return self.core.wait(call(**arguments))
+
     def load_adapter(self, name: str, folder: str) -> None:
-        raise NotImplementedError(
-            f"adapter {name!r}: LoRA adapters are not served with vLLM as the engine; merge the adapter into the weights"
-        )
+        self.engine.check_open()
+        self.loaded.load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        self.engine.check_open()
+        self.loaded.unload(name)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        self.engine.check_open()
+        return self.loaded.folders
 
     def require_process(self, feature: str, instead: str = "") -> None:
         if feature == "lm.harvest":  # its passes are requests

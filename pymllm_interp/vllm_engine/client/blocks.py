@@ -10,12 +10,16 @@ from ...core.request import Request
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.pass_options import NONE
 from ..refusals import VllmRefusalError
+from ..scheduler import scheduler_name
 from ..settings import OURS
 from ..structures import why_without_blocks
 
 
-def check_blocks(facts: ModelFacts, traces: Sequence[RequestTrace]) -> None:
+def check_blocks(facts: ModelFacts, traces: Sequence[RequestTrace], config: Any) -> None:
     """Refuse traces that cannot run.
+
+    Args:
+        config: vLLM's `VllmConfig`.
 
     Raises:
         VllmRefusalError: the message names the reason.
@@ -23,6 +27,12 @@ def check_blocks(facts: ModelFacts, traces: Sequence[RequestTrace]) -> None:
     if (why := why_without_blocks(facts.hf_config)) is not None:
         raise VllmRefusalError(why)
     for holds, what in (
+        (config.speculative_config is not None, "drafts beside it: leave out speculative_config"),
+        (config.lora_config is not None, "adapters beside it: leave out enable_lora"),
+        (
+            config.scheduler_config.scheduler_cls != scheduler_name(config),
+            "scheduler of vLLM's own, which may cut its prompt: start vLLM by LM(model, engine='vllm')",
+        ),
         (any(trace.grad for trace in traces), "gradients: vLLM's kernels have no derivatives"),
         (any(trace.options is not NONE for trace in traces), "transformers' own attention, and its attention weights"),
         (

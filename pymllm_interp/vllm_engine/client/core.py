@@ -16,14 +16,14 @@ from ..faults import with_causes
 from ..payloads import Sealer
 from ..refusals import VllmRefusalError, refuse_config
 from ..scheduler import scheduler_name
-from ..settings import additional_config
+from ..settings import rank_arguments
 from ..versions import installed_version
+from .attached import AttachedLLM
 from .results_link import ResultsLink
 from .uplink import Uplink
 
 CALL_SECONDS = 120.0
 """Timeout of a call to all ranks."""
-RANK_MODULE = "pymllm_interp.vllm_engine.worker.worker"
 ResultT = TypeVar("ResultT")
 
 
@@ -33,6 +33,7 @@ class VllmCore:
     Args:
         arguments: fields of vLLM's `AsyncEngineArgs`.
         config: config of the client; the ranks receive parts of it.
+        attached: a user's `vllm.LLM` that was started with `llm_arguments`. Then no processes are started.
 
     Attributes:
         version: vLLM's.
@@ -49,7 +50,7 @@ class VllmCore:
         ValueError: likewise, of vLLM.
     """
 
-    def __init__(self, arguments: dict[str, Any], config: ServerConfig) -> None:
+    def __init__(self, arguments: dict[str, Any], config: ServerConfig, attached: Any = None) -> None:
         self.version = installed_version()
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -62,12 +63,14 @@ class VllmCore:
         self.on_cuda = bool(current_platform.is_cuda())
         if not self.on_cuda and not current_platform.is_cpu():
             raise VllmRefusalError(f"LM(engine='vllm') runs on CUDA and on CPUs, not on {current_platform.device_name}")
-        worker = f"{RANK_MODULE}.Interp{'GPU' if self.on_cuda else 'CPU'}Worker"
-        own = {"worker_cls": worker, "additional_config": additional_config(config, arguments.get("quantization"))}
-        self.config: Any = AsyncEngineArgs(**arguments, **own).create_engine_config()
+        if attached is None:
+            own = rank_arguments(config, arguments.get("quantization"))
+            self.config: Any = AsyncEngineArgs(**arguments, **own).create_engine_config()
+            if self.config.scheduler_config.scheduler_cls is None:
+                self.config.scheduler_config.scheduler_cls = scheduler_name(self.config)
+        else:
+            self.config = attached.llm_engine.vllm_config
         refuse_config(self.config)
-        if self.config.scheduler_config.scheduler_cls is None:
-            self.config.scheduler_config.scheduler_cls = scheduler_name(self.config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pymllm-interp-vllm", daemon=True)
         self._thread.start()
@@ -76,7 +79,7 @@ class VllmCore:
         self.link: ResultsLink | None = None
         try:
             with with_causes():
-                self.llm = self.wait(self._start(AsyncLLM))
+                self.llm = self.wait(self._start(AsyncLLM)) if attached is None else AttachedLLM(attached, self._loop)
             key = secrets.token_bytes(32)
             self.ranks = sorted(self.call("interp_open", key), key=lambda rank: rank["rank"])
             self.link = ResultsLink(tuple(self.ranks[0]["address"]), key, self.soon)

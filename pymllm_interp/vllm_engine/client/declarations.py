@@ -42,13 +42,21 @@ class VllmDeclarations(Declarations):
         ranks: number of tensor-parallel ranks.
         step_tokens: most token rows of a step.
         ring_bytes: bytes of rank 0's ring; None if captures do not use one.
+        speculates: whether vLLM proposes drafts.
     """
 
     def __init__(
-        self, limits: VllmLimits, model: ModelSpec, ranks: int, step_tokens: int, ring_bytes: int | None
+        self,
+        limits: VllmLimits,
+        model: ModelSpec,
+        ranks: int,
+        step_tokens: int,
+        ring_bytes: int | None,
+        speculates: bool = False,
     ) -> None:
         super().__init__(limits, model, NoReadout(), only_captures=False)
         self._ranks, self._step_tokens, self._ring_bytes = ranks, step_tokens, ring_bytes
+        self._speculates = speculates
 
     def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
         """Check and bind a request's hooks, see `Declarations.declare`.
@@ -81,6 +89,11 @@ class VllmDeclarations(Declarations):
                 )
         super().declare(specs, captures, request)
         self._check_ring(request)
+        if self._speculates and request.declared is not None:
+            streamed = request.stream and any(spec.stream for spec in captures)
+            why = "streamed captures" if streamed else request.declared.why_undrafted
+            if why := "monitors" if request.monitors is not None else why:
+                raise ValueError(f"with speculative_config, rows of drafts cannot be taken back from {why}. {OURS}")
 
     def _check_ring(self, request: Request) -> None:
         found = None if request.declared is None else request.declared.captures

@@ -25,6 +25,7 @@ from ...hooks.declared import Declared
 from ..blocks import StepEnds, take_outer, unpacked
 from ..payloads import TensorKey
 from ..results import AskedRows, SentScores
+from .adapters import VllmAdapters
 from .core import VllmCore, closed
 from .sampling import follows, prompt_of, salt_of, vllm_params
 
@@ -69,7 +70,8 @@ class VllmRequestEngine:
 
     Args:
         core: vLLM.
-        declarations: releases the resources of requests.
+        release: releases the resources of requests.
+        adapters: the loaded ones.
 
     Attributes:
         num_events: answers of vLLM, for `progress`.
@@ -77,8 +79,8 @@ class VllmRequestEngine:
 
     forked: EngineClosedError | None = None
 
-    def __init__(self, core: VllmCore, release: Callable[[Request], None]) -> None:
-        self.core, self._release = core, release
+    def __init__(self, core: VllmCore, release: Callable[[Request], None], adapters: VllmAdapters) -> None:
+        self.core, self._release, self._adapters = core, release, adapters
         self.num_events = 0
         self._live: dict[str, _Live] = {}
         self._callbacks = Callbacks()
@@ -127,6 +129,10 @@ class VllmRequestEngine:
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with finish_reason "abort". Finished and unknown ones are left as they are."""
         self.core.soon(self._stop_all, list(request_ids), "abort")
+
+    def abort_all(self) -> None:
+        """End all live requests, also those that are on their way to vLLM."""
+        self.abort(list(self._live))
 
     def call_back(self, function: Callable[[], None]) -> None:
         """Run a caller's function beside the loop."""
@@ -288,7 +294,10 @@ class VllmRequestEngine:
         if (salt := salt_of(request, declared if declares else None)) is not None:
             prompt["cache_salt"] = salt
         request.status = RequestStatus.RUNNING
-        queue = await core.llm.add_request(request.request_id, prompt, params, priority=request.priority)
+        lora = self._adapters.request_of(request.adapter)
+        queue = await core.llm.add_request(
+            request.request_id, prompt, params, lora_request=lora, priority=request.priority
+        )
         one.sent = True
         finished = False
         try:
@@ -383,6 +392,8 @@ class VllmRequestEngine:
                 request.finish_reason = "error"
             self.core.uplink.release(one.keys)
             self._release(request)
+            if request.adapter_hold is not None:
+                request.adapter_hold.release()
             self._live.pop(request.request_id, None)
             self._emit(one, finished_event(request))
             if self._released and not self._live:

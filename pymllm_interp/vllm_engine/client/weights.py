@@ -25,5 +25,5 @@ class VllmWeights(ModelState):
 
     def fingerprint(self, adapter: str | None = None) -> str:
         """64 hexadecimal digits. They differ for another layout of the same weights, such as the native engine's."""
-        self.namespace(adapter)
-        return self._hash
+        namespace = self.namespace(adapter)
+        return self._hash if namespace is None else hashlib.sha256(f"{self._hash}|{namespace}".encode()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,10 @@ class StepBatch:
         all_logits: [reqs] bool, whether all positions of a request have logits.
         touches_logits: whether some request has an op or a capture at the logits.
         monitored: whether some request has monitors.
+        asked: sites of the requests, equal on all ranks, also when the first has sent the results of one.
     """
+
+    asked: frozenset[int] = frozenset()
 
     def __init__(
         self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int, reads_all: Callable[[str], bool],
@@ -48,7 +51,7 @@ class StepBatch:
         )
         self.all_logits = np.array([reads_all(vllm_id) for vllm_id in ids], dtype=np.bool_)
         self.monitored = any(one.declared is not None and one.declared.hooks.monitors for _, one in self.hooked)
-        self.touches_logits = any(one.touches(logits_site) for _, one in self.hooked)
+        self.touches_logits = any(logits_site in one.sites for _, one in self.hooked)
         self._tokens = np.zeros(len(self.ids), dtype=np.int64)
         self._met = np.zeros(len(self.ids), dtype=np.int64)
         self._steps: Counter[str] = Counter()
@@ -85,6 +88,7 @@ class VllmStep:
         first: [reqs], first position of each.
         counts: [reqs], positions of each.
         mode: execution mode of the pass, for receipts.
+        drafts: [reqs], draft tokens among the positions of each, its last ones.
     """
 
     batch: StepBatch
@@ -92,6 +96,7 @@ class VllmStep:
     first: np.ndarray
     counts: np.ndarray
     mode: str
+    drafts: np.ndarray
 
     @property
     def num_tokens(self) -> int:
@@ -117,7 +122,7 @@ class VllmStep:
     @cached_property
     def logit_rows(self) -> np.ndarray:
         """[reqs]: rows of the logits."""
-        return np.where(self.batch.all_logits, self.counts, 1)
+        return np.where(self.batch.all_logits, self.counts, 1 + self.drafts)
 
     @property
     def cu_num_logits(self) -> np.ndarray:
@@ -126,8 +131,9 @@ class VllmStep:
 
     @property
     def sample_rows(self) -> list[int]:
-        """The row of the logits that each request samples from: its last."""
-        return (self.cu_num_logits[1:] - 1).tolist()
+        """Rows of the logits that requests sample from: the last of each, and one in front of each draft."""
+        stops = zip(self.cu_num_logits[1:].tolist(), self.drafts.tolist(), strict=True)
+        return [row for stop, drafts in stops for row in range(stop - 1 - drafts, stop)]
 
     @property
     def entries(self) -> Sequence[ScheduledRequest]:
@@ -157,8 +163,12 @@ class VllmStep:
         ])  # fmt: skip
 
 
-def step_of(batch: StepBatch, starts: Any, computed: Any, mode: str) -> VllmStep:
+def step_of(batch: StepBatch, starts: Any, computed: Any, mode: str, drafts: Mapping[str, Sequence[int]]) -> VllmStep:
     """A step of a batch: its requests begin at the token rows `starts` and the positions `computed`."""
     count = len(batch.ids)
     rows = np.array(starts[: count + 1], dtype=np.int32)
-    return VllmStep(batch, rows, np.array(computed[:count], dtype=np.int64), np.diff(rows).astype(np.int64), mode)
+    drafted = np.zeros(count, dtype=np.int64)
+    if drafts:
+        drafted[:] = [len(drafts.get(one, ())) for one in batch.ids]
+    first = np.array(computed[:count], dtype=np.int64)
+    return VllmStep(batch, rows, first, np.diff(rows).astype(np.int64), mode, drafted)

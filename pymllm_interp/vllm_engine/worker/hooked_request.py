@@ -31,6 +31,8 @@ class HookedRequest:
     met: int = 0
     scheduled: int = 0
     steps: Counter[str] = field(default_factory=Counter)
+    sites: frozenset[int] = frozenset()
+    """Sites with an op or a capture. All ranks have the same ones, also after rank 0 has sent the results."""
     preemptions: int = 0
     forgotten: bool = False
     """vLLM has removed it."""
@@ -45,12 +47,11 @@ class HookedRequest:
         """Whether logits of all its positions are computed for its captures."""
         return self.hooks.logits_from == 0 and bool(self.hooks.captures)
 
-    def touches(self, site: int) -> bool:
-        """Whether it has an op or a capture at a site."""
-        captures = self.captures
-        return self.declared is not None and (
-            site in self.declared.hooks.ops or (captures is not None and site in captures.layout.by_site)
-        )
+    def bind(self, declared: Declared) -> None:
+        """Begin with these ops and captures."""
+        self.declared = declared
+        captured = () if declared.captures is None else declared.captures.layout.by_site
+        self.sites = frozenset((*declared.hooks.ops, *captured))
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,17 +29,20 @@ class HooksOf:
         stage: stage of the rank.
         traces: blocks of the rank.
         model: vLLM's model. Wrappers replace its `compute_logits`, to serve the logits' site, and its `forward`.
+        num_drafts: most draft tokens of a request in a step.
 
     Attributes:
         hidden: [tokens, hidden] of the pass under way, after the final norm.
         expects_pass: a call of the model is a pass of scheduled requests.
         tensors: tensors of the requests' hooks, by key.
+        drafts: draft tokens of the step, by vLLM's id.
     """
 
-    def __init__(self, stage: RankStage, model: Any, traces: RankTraces) -> None:
-        self.stage, self.traces = stage, traces
+    def __init__(self, stage: RankStage, model: Any, traces: RankTraces, num_drafts: int = 0) -> None:
+        self.stage, self.traces, self._num_drafts = stage, traces, num_drafts
         self.hidden: Any = None
         self.expects_pass = False
+        self.drafts: Mapping[str, Sequence[int]] = {}
         self.tensors: dict[TensorKey, Any] = {}
         self._sealer: Sealer | None = None
         self._specs: dict[bytes, tuple[Any, Any]] = {}  # by pickle
@@ -75,13 +79,18 @@ class HooksOf:
         self._specs.clear()
         self.stage.bindings.clear()
 
-    def take(self, scheduled: Any) -> None:
-        """Requests that have finished, and new ones."""
+    def take(self, scheduled: Any, num_tokens: Callable[[str], int] | None = None) -> None:
+        """Requests that have finished, and new ones.
+
+        Args:
+            num_tokens: a request's number of tokens, without drafts; None for a runner without drafts.
+        """
+        self.drafts = scheduled.scheduled_spec_decode_tokens
         for vllm_id in scheduled.finished_req_ids:
             self.stage.remove(vllm_id)
             self.traces.remove(vllm_id)
         for vllm_id in scheduled.preempted_req_ids or ():
-            self.stage.preempted(vllm_id)
+            self.stage.preempted(vllm_id, None if num_tokens is None else num_tokens(vllm_id))
         for new in scheduled.scheduled_new_reqs:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             sealed = extra.get(KEY)
@@ -96,7 +105,8 @@ class HooksOf:
             specs = self._specs_of(told.specs)
             if not any(specs):
                 continue
-            hooks = RequestHooks(*specs, told.max_tokens, told.logits_from, vector_rows=told.vector_rows)
+            longest = told.max_tokens + self._num_drafts  # vLLM drafts beyond a request's last token
+            hooks = RequestHooks(*specs, longest, told.logits_from, vector_rows=told.vector_rows)
             self.stage.add(new.req_id, told.request_id, hooks, told.prompt_len)
 
     def _specs_of(self, pickled: bytes) -> tuple[Any, Any]:
@@ -137,17 +147,19 @@ class HooksOf:
             for rows, stop in zip(self._logit_counts, self._starts[1:].tolist(), strict=True)
         ])  # fmt: skip
         count, stage = int(self._starts[-1]), self.stage
-        ops = None if stage.step is None else stage.ops
-        if stage.step is not None and stage.static is not None:
-            ops = ops or stage.static.first_rows(count)
-        hidden = self.traces.run_pass(input_ids[:count], positions[:count], self._starts, ops, tokens)
+        taps = stage.taps
+        ops = None if stage.step is None else taps.ops
+        if stage.step is not None and taps.static is not None:
+            ops = ops or taps.static.first_rows(count)
+        with taps.silent():  # the modules of the tree have the inner sites
+            hidden = self.traces.run_pass(input_ids[:count], positions[:count], self._starts, ops, tokens)
         self.stage.by_modules = hidden is not None
         return hidden
 
     def begin(self, req_ids: list[str], starts: np.ndarray, computed: np.ndarray, mode: str) -> None:
         """Begin a step, see `RankStage.begin`."""
         self._starts, self.traces.mode = starts, mode
-        self.stage.begin(req_ids, starts, computed, mode)
+        self.stage.begin(req_ids, starts, computed, mode, self.drafts)
 
     def end(self) -> None:
         """End the launch of a step."""

@@ -7,6 +7,7 @@ A compiler sees that the tensors are changed, and nothing else: the tables are r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +30,13 @@ class Taps(Protocol):
         """Ops and captures of a site's rows [rows, hidden], changed in place."""
         ...
 
+    def inner(self, rows: torch.Tensor, sites: Sequence[int], widths: Sequence[int]) -> None:
+        """Ops and captures of inner sites, of which `rows` [rows, sum(widths)] has the columns, changed in place.
+
+        A site of -1 has no tap.
+        """
+        ...
+
 
 STAGES: dict[int, Taps] = {}
 """Handle -> the stage of a rank. A process has one rank, and a handle for each model that it loads."""
@@ -38,6 +46,7 @@ _library.define(
     "norm_(Tensor(a!) delta, Tensor(b!) stream, Tensor weight, float eps, int kind, int residual_add, int handle) -> ()"
 )
 _library.define("state_(Tensor(a!) rows, int site, int handle) -> ()")
+_library.define("inner_(Tensor(a!) rows, int[] sites, int[] widths, int handle) -> ()")
 
 
 def _pair(delta: torch.Tensor, stream: torch.Tensor, residual_add: int, handle: int) -> None:
@@ -60,6 +69,10 @@ def _state(rows: torch.Tensor, site: int, handle: int) -> None:
     STAGES[handle].state(rows, site)
 
 
+def _inner(rows: torch.Tensor, sites: Sequence[int], widths: Sequence[int], handle: int) -> None:
+    STAGES[handle].inner(rows, sites, widths)
+
+
 def _nothing(*_: object) -> None:
     """Fake implementation: shapes and dtypes do not change."""
 
@@ -68,7 +81,8 @@ for _key in ("CPU", "CUDA"):
     _library.impl("pair_", _pair, _key)
     _library.impl("norm_", _norm, _key)
     _library.impl("state_", _state, _key)
-for _name in ("pair_", "norm_", "state_"):
+    _library.impl("inner_", _inner, _key)
+for _name in ("pair_", "norm_", "state_", "inner_"):
     torch.library.register_fake(f"pymllm_interp::{_name}", _nothing, lib=_library)
 
 

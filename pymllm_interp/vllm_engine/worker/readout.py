@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...hooks.site import Site
 from ..structures import Structure
@@ -31,6 +31,8 @@ class VllmReadout:
             assert site.layer is not None, "sites of layers have one"
             found = self._structure.layers[site.layer][site.kind == "mlp_in"]
         if not gain:
+            if isinstance(found, nn.LayerNorm):
+                return F.layer_norm(rows.float(), rows.shape[-1:], None, None, found.eps).to(rows.dtype)
             return F.rms_norm(rows.float(), rows.shape[-1:], None, found.variance_epsilon).to(rows.dtype)
         untapped: Any = type(found).__mro__[1]
         function = untapped.forward

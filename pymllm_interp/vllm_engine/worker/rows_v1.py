@@ -48,7 +48,8 @@ class RowsOfV1:
 
     def _update_states(self, scheduler_output: Any) -> Any:
         if self.interp is not None:
-            self.interp.take(scheduler_output)
+            known: Any = self.requests  # pyright: ignore[reportAttributeAccessIssue]
+            self.interp.take(scheduler_output, lambda vllm_id: known[vllm_id].num_tokens)
         found = super()._update_states(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
         if self.interp is not None and scheduler_output.total_num_scheduled_tokens:
             batch: Any = self.input_batch  # pyright: ignore[reportAttributeAccessIssue]
@@ -69,7 +70,8 @@ class RowsOfV1:
         starts = runner.query_start_loc.np[: count + 1]  # pyright: ignore[reportAttributeAccessIssue]
         mode = "modules" if own.traces.own_pass else own.graph_mode()
         own.begin(batch.req_ids[:count], starts, batch.num_computed_tokens_cpu[:count], f"vllm V1 {mode}")
-        own.hidden = hidden = forward(*args, **kwargs)
+        hidden = forward(*args, **kwargs)
+        own.hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # beside states for a drafter
         return hidden
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:

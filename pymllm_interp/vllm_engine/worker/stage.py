@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,15 @@ from ..results import AskedRows, SentScores
 from ..settings import limits_of, uses_tables
 from .batch import StepBatch, VllmStep, step_of
 from .hooked_request import HookedRequest, RankResult
-from .host_taps import at_site, pair_on_host
+from .rank_taps import RankTaps
 from .result_arena import ResultArena
 from .row_buffers import VllmRowBuffers
+from .split_rows import SplitRows
 
 _NEUTRAL = SamplingParams()
 SMALL_RING = 1 << 16
 """Bytes of the ring of a rank that captures nothing."""
+NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 WAIT_SECONDS = 2e-4
 """Seconds between checks for room in the ring."""
 
@@ -85,17 +88,17 @@ class RankStage:
         tokens: most token rows of a pass, padding included.
         rows: most requests of a step.
         taps: calls of the op in one pass.
-        rank: tensor-parallel rank; only rank 0 captures.
+        split: the tensor-parallel ranks, of which only rank 0 captures.
         readout: readout of the model.
     """
 
     def __init__(
-        self, config: ServerConfig, model: ModelSpec, device: torch.device, tokens: int, rows: int, taps: int, rank: int,
+        self, config: ServerConfig, model: ModelSpec, device: torch.device, tokens: int, rows: int, taps: int, split: SplitRows,
         readout: Readout,
     ) -> None:  # fmt: skip
-        self.model, self.device, self.taps, self.rank = model, device, taps, rank
+        self.model, self.device, self.num_taps, self.rank = model, device, taps, split.rank
         self.in_tables, on_cuda = uses_tables(device.type), device.type == "cuda"
-        if rank:
+        if self.rank:
             config = replace(config, capture_ring_bytes=SMALL_RING)
         self.arena = ResultArena(config.capture_kept_bytes)
         self.stage = TappedStage(config, model, str(device), readout)
@@ -104,9 +107,9 @@ class RankStage:
         self.buffers = VllmRowBuffers(tokens, rows + 1, device)
         own = self.buffers
         self.stage.make_tables(own.edited, TokenRows(own.op_rows, own.positions, own.blocks, own.flags, own.scores))
+        self.taps = RankTaps(self.stage.table_ops, own.seen, split)
         self.bindings = Bindings(model, self.stage.limits, readout)
         self.lock = threading.RLock()
-        self.calls = 0
         self.num_steps = 0
         self._logits_site = inner_site(model.num_hidden_layers, 0, LOGITS)
         self._rows = list(range(rows, 0, -1))  # row 0 stays empty
@@ -115,13 +118,12 @@ class RankStage:
         self._read: deque[HookedRequest] = deque()  # results were asked for: a row may be free
         self._known: dict[str, HookedRequest] = {}  # by vLLM's id
         self._by_own_id: dict[str, HookedRequest] = {}
-        self.ops: Any = None
         self.step: VllmStep | None = None
         self._batch: StepBatch | None = None
         self._calls_before = 0
         self._marked = (0.0, 0.0)
         self._held = False
-        self.static = self.stage.table_ops
+        self._drafts = False  # some step had any
         self.reads_all: Callable[[str], bool] = self.reads_all_logits  # blocks may read more
         self.by_modules = False  # the pass under way called no tap: its modules have met all rows
         self.tell_scores: Callable[[SentScores], None] | None = None  # of the client, on rank 0
@@ -139,8 +141,8 @@ class RankStage:
             if vllm_id in self._known:
                 return
             found = HookedRequest(request_id, hooks, prompt_len)
-            found.declared = Declared(self.bindings.bound(hooks, prompt_len))
-            if self.rank and not self.in_tables:
+            found.bind(Declared(self.bindings.bound(hooks, prompt_len)))
+            if found.declared is not None and self.rank and not self.in_tables:
                 found.declared.captures = None
             self._known[vllm_id] = self._by_own_id[request_id] = found
             self._close_batch()
@@ -166,10 +168,17 @@ class RankStage:
             if found.declared is None:
                 self._free_row(found)
 
-    def preempted(self, vllm_id: str) -> None:
-        """vLLM takes a request's KV, and computes it again later."""
+    def preempted(self, vllm_id: str, num_tokens: int | None = None) -> None:
+        """vLLM takes a request's KV, and computes it again later.
+
+        Args:
+            num_tokens: its tokens, without drafts that were not accepted. All but the last have states.
+        """
         if (found := self._known.get(vllm_id)) is not None:
             found.preemptions += 1
+            if num_tokens is not None and found.declared is not None:
+                with self.lock:
+                    found.declared.settle(num_tokens - 1)
 
     def _free_row(self, found: HookedRequest) -> None:
         if found.row is not None:
@@ -287,7 +296,7 @@ class RankStage:
         return read
 
     def _unmet(self, found: HookedRequest) -> str | None:
-        wanted = self.taps * found.scheduled
+        wanted = self.num_taps * found.scheduled
         if found.met == wanted:
             return None
         return (
@@ -297,7 +306,14 @@ class RankStage:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def begin(self, req_ids: Sequence[str], starts: np.ndarray, computed: np.ndarray, mode: str) -> None:
+    def begin(
+        self,
+        req_ids: Sequence[str],
+        starts: np.ndarray,
+        computed: np.ndarray,
+        mode: str,
+        drafts: Mapping[str, Sequence[int]] = NO_DRAFTS,
+    ) -> None:
         """Lay out the ops and captures of a step, before its pass.
 
         Args:
@@ -305,6 +321,7 @@ class RankStage:
             starts: [at least reqs + 1], first token row of each.
             computed: [at least reqs], first position of each.
             mode: execution mode of the pass.
+            drafts: draft tokens of requests, the last ones of their rows. Those that were not accepted come again.
         """
         self.num_steps, self.by_modules = self.num_steps + 1, False
         if not self.busy:
@@ -318,13 +335,19 @@ class RankStage:
             with TIMES.of("step: rows of new requests"):
                 self._take_rows(req_ids)
             batch = self._batch = StepBatch(req_ids, self._live, self._logits_site, self.reads_all)
+            batch.asked = frozenset().union(*(self._known[one].sites for one in req_ids if one in self._known))
         if not batch.hooked:
             self.idle()
+        self.taps.asked = batch.asked
+        if not batch.hooked:
             return
-        step = self.step = step_of(batch, starts, computed, mode)
-        self._calls_before = self.calls
+        step = self.step = step_of(batch, starts, computed, mode, drafts)
+        self._drafts |= bool(drafts)
+        if self._drafts:
+            self._settle(step)
+        self._calls_before = self.taps.calls
         if not self.in_tables:
-            self.ops = self.stage.site_ops(step, step.num_tokens, False)
+            self.taps.ops = self.stage.site_ops(step, step.num_tokens, False)
             self._mark()
             return
         records = None
@@ -336,8 +359,18 @@ class RankStage:
         with TIMES.of("step: fill the tables"):
             self.buffers.fill(step.owners, step.positions, records)
         if batch.touches_logits:
-            self.ops = self.stage.logit_table_ops(step, step.num_tokens)
+            self.taps.ops = self.stage.logit_table_ops(step, step.num_tokens)
         self._mark()
+
+    def _settle(self, step: VllmStep) -> None:
+        """Take back rows of drafts that were not accepted, and let the step's drafts be taken back."""
+        for i, one in step.batch.hooked:
+            declared, first = one.declared, int(step.first[i])
+            if declared is None:
+                continue
+            declared.settle(first)
+            if step.drafts[i]:
+                declared.begin_draft(first + int(step.counts[i]))
 
     def _mark(self, stage: str | None = None) -> None:
         """Add the time since the last mark to a stage."""
@@ -383,7 +416,7 @@ class RankStage:
         """The next pass is not one of requests with hooks: a dummy one, or plain."""
         with self.lock:
             self._close_batch()
-        self.step, self.ops = None, None
+        self.step, self.taps.ops, self.taps.asked = None, None, frozenset()
         if self.in_tables:
             self.buffers.clear()
         self._let_go()
@@ -404,8 +437,8 @@ class RankStage:
         logits = compute(sampled)
         if logits is None:  # the head's rows are gathered on another rank
             return None
-        if self.ops is not None:
-            logits = self.ops.at(self._logits_site, logits[None])[0]
+        if self.taps.ops is not None:
+            logits = self.taps.ops.at(self._logits_site, logits[None])[0]
         rows = logits if step.samples_only else logits[torch.tensor(step.sample_rows, device=logits.device)]
         if not self.rank:
             self.stage.capture_logits(step, logits, rows)
@@ -413,7 +446,7 @@ class RankStage:
 
     def end(self) -> None:
         """A step was launched: its captured states may leave the device."""
-        step = self.step
+        step, self.taps.asked = self.step, frozenset()
         if step is None:
             self._let_go()
             return
@@ -426,9 +459,9 @@ class RankStage:
         if self._stream is not None:
             self._launched = torch.cuda.Event()
             self._launched.record()
-        calls = 0 if self.in_tables else self.calls - self._calls_before
-        step.batch.count(step.counts, step.mode, self.taps if self.by_modules else calls)
-        self.step, self.ops = None, None
+        calls = 0 if self.in_tables else self.taps.calls - self._calls_before
+        step.batch.count(step.counts, step.mode, self.num_taps if self.by_modules else calls)
+        self.step, self.taps.ops = None, None
         self._let_go()
         self._mark()
 
@@ -453,47 +486,3 @@ class RankStage:
     def close(self) -> None:
         """Empty the ring."""
         self.stage.close()
-
-    # -- the op ----------------------------------------------------------------------------------
-
-    def pair(self, delta: torch.Tensor, stream: torch.Tensor, residual_add: int) -> None:
-        """Apply ops and captures at a residual add (`Taps.pair`)."""
-        if self.static is not None:
-            from ...kernels.edit_pair import edit_pair
-
-            edit_pair(delta, stream, residual_add, self.static.tables, self.static.token_rows, self.buffers.seen)
-            return
-        self.calls += 1
-        ops = self.ops
-        if ops is not None:
-            pair_on_host(delta, stream, residual_add, ops)
-
-    def norm(
-        self, delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int
-    ) -> None:
-        """Compute a norm with ops and captures (`Taps.norm`)."""
-        from ...kernels.edit_ops import edit_norm_
-
-        assert self.static is not None, "norms of vLLM stay where ops are functions"
-        edit_norm_(
-            delta,
-            stream,
-            weight,
-            eps,
-            kind,
-            residual_add,
-            self.static.tables,
-            self.static.token_rows,
-            self.buffers.seen,
-        )
-
-    def state(self, rows: torch.Tensor, site: int) -> None:
-        """Apply ops and captures at a site (`Taps.state`)."""
-        if self.static is not None:
-            from ...kernels.edit_pair import edit_state
-
-            edit_state(rows, site, self.static.tables, self.static.token_rows, self.buffers.seen)
-            return
-        self.calls += 1
-        if self.ops is not None:
-            at_site(rows, site, self.ops)

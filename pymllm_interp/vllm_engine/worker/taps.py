@@ -1,7 +1,11 @@
-"""Puts the ops in front of a model's norms, by the norms' classes. Parameters keep their names, for reloads of weights."""
+"""Puts the ops in front of a model's norms, and at its inner sites, by the modules' classes.
+
+Parameters keep their names, for reloads of weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -9,9 +13,20 @@ import torch
 from torch import nn
 
 from ...core import norm_kind
-from ...core.model_spec import EMBED_SITE, attention_add, final_norm_site, input_add
-from ..structures import Structure
+from ...core.model_spec import (
+    EMBED_SITE,
+    ModelSpec,
+    attention_add,
+    delta_site,
+    final_norm_site,
+    inner_site,
+    input_add,
+    mlp_add,
+    residual_site,
+)
+from ..structures import INNER_MODULES, Structure, inner_modules
 from . import op  # noqa: F401  # registers the ops
+from .split_rows import SplitRows
 
 NORMS = {"RMSNorm": norm_kind.RMS, "GemmaRMSNorm": norm_kind.RMS_OFFSET}
 """Norms of vLLM that this package's kernels can replace."""
@@ -46,6 +61,23 @@ def _tapped_class(base: type[nn.Module]) -> type[nn.Module]:
     return tapped
 
 
+@cache
+def _plain_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a module's class that calls the op with the stream that it reads, and with its output."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.tap_before >= 0:
+            torch.ops.pymllm_interp.state_(args[0], self.tap_before, self.tap_handle)
+        found = super(tapped, self).forward(*args, **kwargs)
+        if self.tap_after >= 0:
+            rows = found[0] if isinstance(found, tuple) else found
+            torch.ops.pymllm_interp.state_(rows, self.tap_after, self.tap_handle)
+        return found
+
+    tapped: Any = type(f"Tapped{base.__name__}", (base,), {"forward": forward})
+    return tapped
+
+
 def put_taps(structure: Structure, handle: int, within: bool = False) -> None:
     """Tap all norms of a model, for the stage with this handle.
 
@@ -53,13 +85,123 @@ def put_taps(structure: Structure, handle: int, within: bool = False) -> None:
         within: whether this package's kernels replace norms that they can compute. Else the ops are in front of vLLM's.
     """
     count = len(structure.layers)
+    if structure.summands:
+        _put_plain_taps(structure, handle)
+        return
     for layer, (first, middle) in enumerate(structure.layers):
         _tap(first, input_add(layer), handle, within)
         _tap(middle, attention_add(layer), handle, within)
     _tap(structure.last, input_add(count), handle, within, final_norm_site(count))
 
 
+def _put_plain_taps(structure: Structure, handle: int) -> None:
+    count = len(structure.layers)
+    for layer, ((first, middle), (attention, mlp)) in enumerate(zip(structure.layers, structure.summands, strict=True)):
+        _tap_plain(first, handle, before=residual_site(input_add(layer)))
+        _tap_plain(attention, handle, after=delta_site(attention_add(layer)))
+        if middle is not None:
+            _tap_plain(middle, handle, before=residual_site(attention_add(layer)))
+        _tap_plain(mlp, handle, after=delta_site(mlp_add(layer)))
+    _tap_plain(structure.last, handle, before=residual_site(input_add(count)), after=final_norm_site(count))
+
+
+def _tap_plain(module: Any, handle: int, before: int = -1, after: int = -1) -> None:
+    module.tap_before, module.tap_after, module.tap_handle = before, after, handle
+    module.__class__ = _plain_class(type(module))
+
+
 def _tap(norm: Any, residual_add: int, handle: int, within: bool, last: int = -1) -> None:
     norm.tap_kind = _kind_of(norm) if within else None
     norm.tap_add, norm.tap_handle, norm.tap_last = residual_add, handle, last
     norm.__class__ = _tapped_class(type(norm))
+
+
+@cache
+def _inner_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a module's class that calls the op with its input, or its output."""
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.tap_input:
+            torch.ops.pymllm_interp.inner_(x, self.tap_sites, self.tap_widths, self.tap_handle)
+        found = super(tapped, self).forward(x, *args, **kwargs)
+        if not self.tap_input:
+            rows = found[0] if isinstance(found, tuple) else found
+            torch.ops.pymllm_interp.inner_(rows, self.tap_sites, self.tap_widths, self.tap_handle)
+        return found
+
+    tapped: Any = type(f"Tapped{base.__name__}", (base,), {"forward": forward})
+    return tapped
+
+
+@cache
+def _choosing_class(base: type) -> type:
+    """A subclass of a router's class that calls the op with the chosen experts and their scores, best first."""
+
+    def select_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scores, ids = super(tapped, self).select_experts(*args, **kwargs)
+        best = scores.argsort(dim=-1, descending=True, stable=True)
+        chosen = torch.cat([found.gather(-1, best).to(self.tap_dtype) for found in (ids, scores)], -1)
+        torch.ops.pymllm_interp.inner_(chosen, self.tap_sites, self.tap_widths, self.tap_handle)
+        return scores, ids
+
+    tapped: Any = type(f"Tapped{base.__name__}", (base,), {"select_experts": select_experts})
+    return tapped
+
+
+def put_inner_taps(
+    structure: Structure, model: ModelSpec, kinds: Collection[str], split: SplitRows, handle: int
+) -> int:
+    """Tap the inner sites of a model, for the stage with this handle. Kinds that the model does not have are left out.
+
+    Returns:
+        the number of taps.
+
+    Raises:
+        NotImplementedError: vLLM's module for a site is not there, or has other columns than the site.
+    """
+    served, taps = set(kinds) & model.family.points.keys(), 0
+    for layer, block in enumerate(structure.blocks):
+        found = inner_modules(block)
+        for name, own in INNER_MODULES.items():
+            wanted = [kind for kind in own if kind in served and layer >= model.family.first_layer(kind)]
+            if wanted:
+                reason = _no_tap(found.get(name), name, own, split)
+                if reason is not None:
+                    raise NotImplementedError(
+                        f"inner_sites={tuple(wanted)} cannot be served in this model with engine='vllm': {reason}"
+                    )
+                places = [inner_site(len(structure.blocks), layer, kind) if kind in wanted else -1 for kind in own]
+                _tap_inner(found[name], name, places, [split.width(kind) for kind in own], model, handle)
+                taps += len(wanted)
+    return taps
+
+
+def _tap_inner(module: Any, name: str, sites: list[int], widths: list[int], model: ModelSpec, handle: int) -> None:
+    if name == "experts":
+        module = module.router
+        module.tap_dtype = model.dtype
+        module.__class__ = _choosing_class(type(module))
+    else:
+        module.tap_input = name in ("o_proj", "down_proj")
+        module.__class__ = _inner_class(type(module))
+    module.tap_sites, module.tap_widths, module.tap_handle = sites, widths, handle
+
+
+def _no_tap(module: Any, name: str, kinds: tuple[str, ...], split: SplitRows) -> str | None:
+    """Reason against a tap at a module of vLLM, or None."""
+    if module is None:
+        return f"its layers have no module {name}"
+    base, width = getattr(module, "base_layer", module), sum(map(split.width, kinds))
+    if name == "qkv":
+        found = (base.num_heads + 2 * base.num_kv_heads) * base.head_size
+    elif name in ("o_proj", "down_proj"):
+        found = base.input_size_per_partition
+    else:
+        found = base.output_size if name == "router" else width
+    if found != width:
+        return f"its {name} has {found} columns a rank, and the sites {width}"
+    if name == "experts" and (module.is_monolithic or getattr(module.router, "eplb_state", None) is not None):
+        return "its experts are chosen within vLLM's kernel, or move between ranks"
+    if name == "shared_experts" and split.ranks > 1:
+        return "each rank has a part of the sum; tensor_parallel_size is to be 1"
+    return None

@@ -31,8 +31,9 @@ from .hooks_of import HooksOf
 from .readout import VllmReadout
 from .rows_v1 import RowsOfV1
 from .rows_v2 import RowsOfV2
+from .split_rows import SplitRows
 from .stage import RankStage
-from .taps import put_taps
+from .taps import put_inner_taps, put_taps
 
 PADDING = 1024
 """Rows of a pass beyond max_num_batched_tokens: captured graphs are padded."""
@@ -75,6 +76,11 @@ class InterpWorker:
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
         found = super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         config, model = self.vllm_config, self.model_runner.get_model()
+        if config.speculative_config is not None and isinstance(self.model_runner, RowsOfV2):
+            raise NotImplementedError(
+                "speculative_config with vLLM's V2 runner, which counts accepted drafts on the device: set "
+                "VLLM_USE_V2_MODEL_RUNNER=0"
+            )
         structure = structure_of(model)
         settings = server_config_of(config.additional_config)
         spec = served_spec(config.model_config.hf_config, config.model_config.dtype)
@@ -82,16 +88,19 @@ class InterpWorker:
         readout = VllmReadout(model, structure, config.parallel_config.tensor_parallel_size)
         tokens, rows = scheduler.max_num_batched_tokens + PADDING, scheduler.max_num_seqs + SPARE_ROWS
         device = torch.device(self.device)
-        stage = RankStage(settings, spec, device, tokens, rows, structure.taps, self.rank, readout)
+        split = SplitRows(spec, config.parallel_config.tensor_parallel_size, self.rank)
+        stage = RankStage(settings, spec, device, tokens, rows, structure.taps, split, readout)
         if os.environ.get(WITHOUT_OP) != "1":
             within = stage.in_tables and config.additional_config[KEY]["taps"] == "norm"
-            put_taps(structure, op.register(stage), within)
+            put_taps(structure, handle := op.register(stage.taps), within)
+            stage.num_taps += put_inner_taps(structure, spec, stage.stage.limits.inner_sites, split, handle)
         named = ModelConfig(model=config.model_config.model, load_format="dummy")
         traces = RankTraces(
             model, config.model_config.hf_config, spec, device, _tensor_parallel_group, settings,
             lambda: load_tokenizer(resolve_model(named, quantised=True)),
         )  # fmt: skip
-        self.model_runner.interp = HooksOf(stage, model, traces)
+        drafts = config.speculative_config
+        self.model_runner.interp = HooksOf(stage, model, traces, 0 if drafts is None else drafts.num_speculative_tokens)
         sys.setswitchinterval(SWITCH_SECONDS)
         return found
 
@@ -139,7 +148,7 @@ class InterpWorker:
     def interp_stats(self) -> dict[str, int]:
         """Steps so far, and calls of the op on a CPU."""
         stage = self._hooks.stage
-        return {"rank": self.rank, "steps": stage.num_steps, "calls": stage.calls}
+        return {"rank": self.rank, "steps": stage.num_steps, "calls": stage.taps.calls}
 
     def interp_stages(self) -> dict[str, dict[str, float]]:
         """Stage times since the last call (`utils.stage_times`), and memory of results; empty if not measured."""

@@ -1,0 +1,122 @@
+"""`RankTaps`: callbacks of a rank's ops, which read device tables or call functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...core.model_spec import delta_site, residual_site
+from ...layers.edits.base import apply_and_capture
+from ...layers.edits.host import HostOps
+from ...layers.edits.table import TableOps
+from .split_rows import SplitRows
+
+
+class RankTaps:
+    """Callbacks of the ops (`op.Taps`).
+
+    Args:
+        static: ops and captures of all token rows, in device tables; None: each step has `ops`.
+        seen: [table rows] int32, counts the rows of each owner.
+        split: the tensor-parallel ranks.
+
+    Attributes:
+        ops: ops and captures of the step as functions; with tables only those at the logits. None without.
+        asked: sites of the step's requests, equal on all ranks.
+        calls: number of calls without tables.
+        is_silent: modules of vLLM are called as parts of other modules, which have the inner sites.
+    """
+
+    def __init__(self, static: TableOps | None, seen: torch.Tensor, split: SplitRows) -> None:
+        self.static, self.seen, self.split = static, seen, split
+        self.ops: Any = None
+        self.asked: frozenset[int] = frozenset()
+        self.calls, self.is_silent = 0, False
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Leave inner sites to the caller."""
+        self.is_silent = True
+        try:
+            yield
+        finally:
+            self.is_silent = False
+
+    def pair(self, delta: torch.Tensor, stream: torch.Tensor, residual_add: int) -> None:
+        """Apply ops and captures at a residual add (`Taps.pair`)."""
+        if self.static is not None:
+            from ...kernels.edit_pair import edit_pair
+
+            edit_pair(delta, stream, residual_add, self.static.tables, self.static.token_rows, self.seen)
+            return
+        self.calls += 1
+        if self.ops is not None:
+            pair_on_host(delta, stream, residual_add, self.ops)
+
+    def norm(
+        self, delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int
+    ) -> None:
+        """Compute a norm with ops and captures (`Taps.norm`)."""
+        from ...kernels.edit_ops import edit_norm_
+
+        assert self.static is not None, "norms of vLLM stay where ops are functions"
+        edit_norm_(
+            delta,
+            stream,
+            weight,
+            eps,
+            kind,
+            residual_add,
+            self.static.tables,
+            self.static.token_rows,
+            self.seen,
+        )
+
+    def state(self, rows: torch.Tensor, site: int) -> None:
+        """Apply ops and captures at a site (`Taps.state`)."""
+        if self.static is not None:
+            from ...kernels.edit_pair import edit_state
+
+            edit_state(rows, site, self.static.tables, self.static.token_rows, self.seen)
+            return
+        self.calls += 1
+        if self.ops is not None:
+            at_site(rows, site, self.ops)
+
+    def inner(self, rows: torch.Tensor, sites: Sequence[int], widths: Sequence[int]) -> None:
+        """Apply ops and captures at inner sites (`Taps.inner`)."""
+        if self.is_silent:
+            return
+        for site, part in zip(sites, rows.split(list(widths), -1), strict=True):
+            if site < 0:
+                continue
+            if self.static is not None or site in self.asked:
+                self.split.whole(part, site, partial(self.state, site=site))
+            else:
+                self.calls += 1
+
+
+def at_site(rows: torch.Tensor, site: int, ops: HostOps) -> None:
+    """Ops and captures of rows [rows, width] at a site, in place."""
+    if site in ops.by_site or site in ops.captures:
+        after = apply_and_capture(rows[None], ops, site)[0]
+        if after is not rows and site in ops.by_site:
+            rows.copy_(after)
+
+
+def pair_on_host(delta: torch.Tensor, stream: torch.Tensor, residual_add: int, ops: HostOps) -> None:
+    """Edited rows become (0, the edited sum), which the norm adds exactly. Other rows keep all bits."""
+    at_site(delta, delta_site(residual_add), ops)
+    site = residual_site(residual_add)
+    if site not in ops.by_site and site not in ops.captures:
+        return
+    total = stream + delta
+    after = apply_and_capture(total[None], ops, site)[0]
+    if site in ops.by_site:
+        changed = (after != total).any(-1, keepdim=True)
+        stream.copy_(torch.where(changed, after, stream))
+        delta.copy_(torch.where(changed, torch.zeros_like(delta), delta))
