@@ -128,7 +128,9 @@ class InterpModelRunner(ModelRunner):
         self.stages = self.traced_stage, self.declared_stage, *own, *mode
         super().init_memory_pool()
         assert self.token_to_kv_pool is not None and self.model_state is not None
-        connector = make_kv_connector(self.server_config, self.model_spec, self.token_to_kv_pool, self.model_state)
+        connector = make_kv_connector(
+            self.server_config, self.model_spec, self.token_to_kv_pool, self.model_state, self.kernels
+        )
         if connector is not NO_CONNECTOR:
             self.kv_connector, self.stages = connector, (*self.stages, ConnectorStage(connector))
         stage = self.declared_stage

@@ -98,6 +98,14 @@ def test_a_reset_of_the_connector_is_asked_for(folder: bool, model_folder, tmp_p
     lm.shutdown()
 
 
+def test_batch_invariant_mode_takes_no_kv_of_other_kernels(model_folder, tmp_path: Path) -> None:
+    for invariant, cached in ((False, 0), (True, 0), (True, 96), (False, 96)):
+        lm = lm_on("cpu", model_folder("llama"), kv_spill_folder=str(tmp_path), batch_invariant=invariant, **SMALL)
+        assert lm.generate([PROMPT], GREEDY)[0].num_cached_tokens == cached
+        push_out(lm)
+        lm.shutdown()
+
+
 def test_kv_of_old_weights_is_not_kept_by_the_name_of_new_ones(model_folder) -> None:
     """A running request takes pages of a step before any other request asks whether the weights were edited."""
     lm = lm_on("cpu", model_folder("llama"), kv_spill_bytes=64 << 20, **SMALL)

@@ -38,8 +38,13 @@ class ConnectorStage(Stage):
         self._connector.post_forward(self._step)
 
 
-def make_kv_connector(config: ServerConfig, spec: ModelSpec, pool: KVPool, state: ModelState) -> KVConnector:
+def make_kv_connector(
+    config: ServerConfig, spec: ModelSpec, pool: KVPool, state: ModelState, kernels: str = ""
+) -> KVConnector:
     """The connector that the configuration asks for.
+
+    Args:
+        kernels: hash of the kernels in batch-invariant mode, which takes no KV of other kernels.
 
     Raises:
         ValueError: K and V of a prefix are not enough to continue a sequence of the model.
@@ -51,4 +56,8 @@ def make_kv_connector(config: ServerConfig, spec: ModelSpec, pool: KVPool, state
             f"kv_spill_bytes, kv_spill_folder: {spec.family.name} models need more than K and V to continue a prefix"
         )
     folder = None if config.kv_spill_folder is None else Path(config.kv_spill_folder)
-    return SpillConnector(pool, state.fingerprint, config.kv_spill_bytes, folder, config.kv_spill_disk_bytes)
+
+    def root() -> str:
+        return f"{state.fingerprint()} {kernels}"
+
+    return SpillConnector(pool, root, config.kv_spill_bytes, folder, config.kv_spill_disk_bytes)
