@@ -249,6 +249,9 @@ class RequestTable(Protocol):
 class PassAttention(Protocol):
     """The part of an attention backend that a forward pass uses (`attention.AttentionBackend`)."""
 
+    by_row: bool
+    """Whether each query is computed by itself (batch-invariant mode)."""
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the pass. Comes before its first layer."""
         ...

@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportReturnType=false
 """Attention over paged KV with one partition of the keys for all passes: for batch-invariant mode.
 
 A tile has the query heads of one KV head for consecutive rows of a request. A decode row is a tile with one row. Keys are divided

@@ -28,7 +28,7 @@ class Gemm:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Gemm:
         """The kind for parts that are made now."""
-        return super().__new__(InvariantGemm if cls is Gemm and invariant_device() == "cuda" else cls)
+        return object.__new__(InvariantGemm if cls is Gemm and invariant_device() == "cuda" else cls)
 
     def __init__(self, weights: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight  # [out, in]

@@ -114,7 +114,7 @@ class Request:
         size = rng.choice([1, 17, rng.randint(2, longest), rng.randint(2, longest)])
         stem = rng.randint(0, size - 1)
         self.prompt = [*rng.choice(STEMS)[:stem], *(rng.randrange(90) for _ in range(size - stem))]
-        logprobs = {"logprobs": 3, "prompt_logprobs": 1} if rng.random() < 0.3 else {}
+        logprobs: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": 1} if rng.random() < 0.3 else {}
         self.params = SamplingParams(
             max_tokens=rng.randint(1, 20), temperature=rng.choice([0.0, 0.0, 0.9]), seed=rng.randrange(99), **logprobs
         )
@@ -257,7 +257,8 @@ def test_the_backend_of_cuda_plans_passes_with_decode_rows_and_cut_prompts(
 
     monkeypatch.setattr(results, "TOLERANCE", 1e-3)
     monkeypatch.setattr(fixed_attention, "SPAN", 64)
-    folder, given = folder_of("gemma2"), {"dtype": "float32", "device": "cpu"}
+    folder = folder_of("gemma2")
+    given: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
     prompts = [STEMS[0][:70], STEMS[1][:9], STEMS[0][:33]]
     params = SamplingParams(max_tokens=4, temperature=0, logprobs=2)
     with LM(folder, **given) as plain:

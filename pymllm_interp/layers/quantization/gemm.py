@@ -44,7 +44,7 @@ class QuantizedGemm:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> QuantizedGemm:
         """The kind for parts that are made now."""
-        return super().__new__(InvariantQuantizedGemm if cls is QuantizedGemm and invariant_device() == "cuda" else cls)
+        return object.__new__(InvariantQuantizedGemm if cls is QuantizedGemm and invariant_device() == "cuda" else cls)
 
     def __init__(self, weight: QuantizedWeight | None, bias: torch.Tensor | None) -> None:
         self._weight, self.bias = weight, bias
