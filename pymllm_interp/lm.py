@@ -44,6 +44,7 @@ from .hooks.positions import Positions
 from .hooks.site import Site
 from .hooks.traces.syntax.pass_options import take_options
 from .lens.bridge_of import bridge_of
+from .toolkit.circuits.call import circuit
 
 if TYPE_CHECKING:
     from .runner.interp_model_runner import InterpModelRunner
@@ -297,7 +298,7 @@ class LM(ClientModel):
             shard_bytes=shard_bytes, max_length=max_length, too_long=too_long, on_error=on_error,
         )  # fmt: skip
 
-    generate_corpus, activations = generate_corpus, activations
+    generate_corpus, activations, circuit = generate_corpus, activations, circuit
 
     # -- experiments -------------------------------------------------------------------------
 

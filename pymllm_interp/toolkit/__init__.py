@@ -1,8 +1,26 @@
-"""Experiments over an `LM`: `LM.patch_sweep`, `LM.attribute` and `LM.verbalize`; `contrast` makes control vectors, and
-`loss_recovered` measures an SAE."""
+"""Experiments over an `LM`: `LM.patch_sweep`, `LM.attribute`, `LM.circuit` and `LM.verbalize`. `contrast` makes control vectors,
+and `loss_recovered` measures an SAE."""
 
-from .contrasts import ControlVectors, contrast
-from .loss_recovered import LossRecovered, loss_recovered
-from .verbalize import Readings, fve
+from __future__ import annotations
 
-__all__ = ["ControlVectors", "LossRecovered", "Readings", "contrast", "fve", "loss_recovered"]
+from typing import TYPE_CHECKING
+
+from ..utils.extras import lazy_names
+
+if TYPE_CHECKING:
+    from .circuits.circuit import Circuit
+    from .contrasts import ControlVectors, contrast
+    from .loss_recovered import LossRecovered, loss_recovered
+    from .verbalize import Readings, fve
+
+__all__ = ["Circuit", "ControlVectors", "LossRecovered", "Readings", "contrast", "fve", "loss_recovered"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Circuit": "circuits.circuit",
+        **dict.fromkeys(("ControlVectors", "contrast"), "contrasts"),
+        **dict.fromkeys(("LossRecovered", "loss_recovered"), "loss_recovered"),
+        **dict.fromkeys(("Readings", "fve"), "verbalize"),
+    },
+)

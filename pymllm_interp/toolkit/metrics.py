@@ -35,7 +35,7 @@ def metric_of(metric: Metric, lm: Any) -> RowMetric:
     if callable(metric):
         return _checked(metric)
     if isinstance(metric, str | Integral):
-        token = _token(metric, lm)
+        token = token_of(metric, lm, "metric")
         return lambda logits: logits.log_softmax(-1)[:, token]
     pair = list(metric) if isinstance(metric, Sequence | torch.Tensor) else []
     if len(pair) != 2:
@@ -43,18 +43,19 @@ def metric_of(metric: Metric, lm: Any) -> RowMetric:
             f"metric={shown(metric)}: expected two tokens (a logit difference), one token (a log probability), or a function of "
             "logits [rows, vocab]"
         )
-    first, second = (_token(token, lm) for token in pair)
+    first, second = (token_of(token, lm, "metric") for token in pair)
     if first == second:
         raise PromptError(f"metric={shown(metric)}: both are token {first}, so that their difference is always 0")
     return lambda logits: logits[:, first] - logits[:, second]
 
 
-def _token(token: Any, lm: Any) -> int:
+def token_of(token: Any, lm: Any, what: str) -> int:
+    """The id of a token, which is an id or a text. Raises PromptError."""
     if isinstance(token, str):
         return lm.to_single_token(token)
     vocab_size = lm.limits.vocab_size
     if isinstance(token, bool) or not isinstance(token, Integral | torch.Tensor) or not 0 <= int(token) < vocab_size:
-        raise PromptError(f"metric: {shown(token)} is not a token: expected text, or an id from 0 to {vocab_size - 1}")
+        raise PromptError(f"{what}: {shown(token)} is not a token: expected text, or an id from 0 to {vocab_size - 1}")
     return int(token)
 
 

@@ -1,0 +1,62 @@
+"""`Circuit.plot`: the pruned graph over layers and positions, by plotly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...plots.figure import Plot, axis, check_labels, graph_objects
+
+COLOURS = {"feature": "#2166ac", "error": "#999999", "embedding": "#1b7837", "logit": "#b2182b"}
+"""Kind of a node -> its colour."""
+
+
+def draw_circuit(circuit: Any, most: int) -> Plot:
+    """Nodes at their layer and position, and the largest edges, see `Circuit.plot`."""
+    go, nodes = graph_objects(), circuit.nodes
+    labels = check_labels(circuit.tokens, len(circuit.tokens), "tokens", "the positions")
+    places, seen = {}, dict[tuple[int, int], int]()
+    for node in sorted(nodes, key=lambda node: -node.influence):
+        at = node.layer, node.position
+        seen[at] = seen.get(at, 0) + 1
+        places[node] = node.position + 0.8 * (1 - 0.5 ** (seen[at] - 1)) - 0.4, node.layer
+    figure = go.Figure()
+    edges = circuit.edges[:most]
+    for sign, colour in ((1, "#4393c3"), (-1, "#d6604d")):
+        x, y = list[Any](), list[Any]()
+        for edge in edges:
+            if edge.weight * sign > 0:
+                (x0, y0), (x1, y1) = places[edge.source], places[edge.target]
+                x += [x0, x1, None]
+                y += [y0, y1, None]
+        name = "positive" if sign > 0 else "negative"
+        figure.add_trace(
+            go.Scatter(
+                x=x, y=y, mode="lines", name=name, line={"color": colour, "width": 1}, hoverinfo="skip", opacity=0.5
+            )
+        )
+    for kind, colour in COLOURS.items():
+        own = [node for node in nodes if node.kind == kind]
+        text = [_text(circuit, node, labels) for node in own]
+        x, y = [places[node][0] for node in own], [places[node][1] for node in own]
+        size = [6 + 14 * min(node.influence * 5, 1.0) for node in own]
+        marker = {"color": colour, "size": size}
+        figure.add_trace(
+            go.Scatter(
+                x=x, y=y, mode="markers", name=kind, text=text, marker=marker, hovertemplate="%{text}<extra></extra>"
+            )
+        )
+    rows = ["embeddings", *map(str, range(circuit.layers)), "logits"]
+    figure.update_xaxes(**axis(labels, "token"))
+    figure.update_yaxes(title="layer", tickmode="array", tickvals=list(range(-1, circuit.layers + 1)), ticktext=rows)
+    figure.update_layout(title=repr(circuit), height=240 + 40 * circuit.layers, width=max(500, 160 + 60 * len(labels)))
+    return Plot(figure)
+
+
+def _text(circuit: Any, node: Any, labels: list[str]) -> str:
+    token = labels[node.position]
+    if node.kind == "feature":
+        return f"feature {node.index}, layer {node.layer}, {token!r}<br>activation {node.value:.3g}, influence {node.influence:.2%}"
+    if node.kind == "logit":
+        (label,) = check_labels([circuit.targets[node.index].label], 1, "target", "one node")
+        return f"logit {label!r}, weight {circuit.targets[node.index].weight:.2%}"
+    return f"{node.kind}, {token!r}, influence {node.influence:.2%}"

@@ -1,0 +1,170 @@
+"""Circuits as circuit-tracer's JSON, which Neuronpedia's graph viewer reads.
+
+A file has the pruned graph: its nodes by name, and their links. Read again, it is a circuit without a model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .pruning import PrunedGraph
+from .targets import CircuitTarget
+
+MAX_BYTES = 1 << 28
+"""Bytes of a file that is read, at most."""
+MAX_CELLS = 1 << 28
+"""Entries of the weights of a circuit that is read, at most."""
+FEATURE, ERROR, EMBEDDING, LOGIT = "cross layer transcoder", "mlp reconstruction error", "embedding", "logit"
+"""Kinds of nodes, as circuit-tracer names them."""
+
+
+def graph_json(circuit: Any, slug: str, scan: str) -> dict[str, Any]:
+    """The pruned graph as circuit-tracer writes it.
+
+    Args:
+        slug: name of the graph.
+        scan: name of the transcoders, by which the viewer finds descriptions of features.
+    """
+    shares = circuit.graph.scores
+    numbers = circuit.graph.nodes.nonzero()[:, 0].tolist()
+    nodes = {number: _node_json(circuit, number, circuit.node(number), shares[number].item()) for number in numbers}
+    rows, sources = circuit.graph.edges.nonzero(as_tuple=True)
+    pairs = zip(
+        sources.tolist(), circuit.row_nodes[rows].tolist(), circuit.weights[rows, sources].tolist(), strict=True
+    )
+    links = [
+        {"source": nodes[one]["node_id"], "target": nodes[other]["node_id"], "weight": weight}
+        for one, other, weight in pairs
+    ]
+    prompt = "".join(circuit.tokens)
+    metadata = {
+        "slug": slug, "scan": scan, "transcoder_list": [], "prompt_tokens": circuit.tokens, "prompt": prompt,
+        "node_threshold": circuit.node_threshold, "schema_version": 1,
+    }  # fmt: skip
+    view = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+    return {"metadata": metadata, "qParams": view, "nodes": list(nodes.values()), "links": links}
+
+
+def _node_json(circuit: Any, number: int, node: Any, share: float) -> dict[str, Any]:
+    position = node.position
+    found: dict[str, Any] = {
+        "ctx_idx": position, "token_prob": 0.0, "is_target_logit": False, "run_idx": 0, "reverse_ctx_idx": 0, "clerp": "",
+        "influence": share, "activation": None,
+    }  # fmt: skip
+    if node.kind == "feature":
+        paired = (node.layer + node.index) * (node.layer + node.index + 1) // 2 + node.index
+        return found | {
+            "node_id": f"{node.layer}_{node.index}_{position}", "feature": paired, "layer": str(node.layer),
+            "feature_type": FEATURE, "jsNodeId": f"{node.layer}_{node.index}-0", "activation": node.value,
+        }  # fmt: skip
+    if node.kind == "error":
+        return found | {
+            "node_id": f"{node.layer}_-1_{position}", "feature": -1, "layer": str(node.layer), "feature_type": ERROR,
+            "jsNodeId": f"{node.layer}_-1-{position}",
+        }  # fmt: skip
+    if node.kind == "embedding":
+        return found | {
+            "node_id": f"E_{node.index}_{position}", "feature": position, "layer": "E", "feature_type": EMBEDDING,
+            "jsNodeId": f"E_{node.index}-{position}",
+        }  # fmt: skip
+    target = circuit.targets[node.index]
+    # A difference has no token: numbers beyond the vocabulary stand for it, as in circuit-tracer.
+    token = target.token if target.other is None else VIRTUAL + node.index
+    return found | {
+        "node_id": f"{node.layer + 1}_{token}_{position}", "feature": token, "layer": str(node.layer + 1), "feature_type": LOGIT,
+        "token_prob": target.weight, "is_target_logit": node.index == 0, "jsNodeId": f"L_{token}-{position}",
+        "clerp": f'Output "{target.label}" (p={target.weight:.3f})', "influence": None,
+    }  # fmt: skip
+
+
+VIRTUAL = 1 << 24
+"""Token number of the first target that is a difference."""
+
+
+def read_graph(kind: Any, source: Any) -> Any:
+    """A circuit from circuit-tracer's JSON: a path, or the object.
+
+    Args:
+        kind: the class `Circuit`.
+
+    Raises:
+        ValueError: not such a graph, or too large.
+    """
+    if isinstance(source, str | Path):
+        path = Path(source)
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"{path} has more than {MAX_BYTES} bytes")
+        source = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return _graph_of(kind, source)
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"not a graph of circuit-tracer: {type(error).__name__}: {error}") from None
+
+
+def _graph_of(kind: Any, source: dict[str, Any]) -> Any:
+    by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in (FEATURE, ERROR, EMBEDDING, LOGIT)}
+    for node in source["nodes"]:
+        by_kind[node["feature_type"]].append(node)
+    tokens = [str(token) for token in source["metadata"]["prompt_tokens"]]
+    layers = int(by_kind[LOGIT][0]["layer"]) - 1
+    keys = sorted(
+        (int(n["layer"]), int(n["ctx_idx"]), int(n["node_id"].split("_")[1]), n["node_id"]) for n in by_kind[FEATURE]
+    )
+    rows, count = len(keys) + len(by_kind[LOGIT]), len(keys) + (layers + 1) * len(tokens) + len(by_kind[LOGIT])
+    if layers < 1 or rows * count > MAX_CELLS:
+        raise ValueError(f"a graph of {rows} x {count} effects; at most {MAX_CELLS} are read")
+    numbers = {name: number for number, (*_, name) in enumerate(keys)}
+    first_error = len(keys)
+    token_ids = [0] * len(tokens)
+    for node in by_kind[ERROR]:
+        numbers[node["node_id"]] = (
+            first_error + _within(int(node["layer"]), layers) * len(tokens) + _within(int(node["ctx_idx"]), len(tokens))
+        )
+    first_embedding = first_error + layers * len(tokens)
+    for node in by_kind[EMBEDDING]:
+        position = _within(int(node["ctx_idx"]), len(tokens))
+        numbers[node["node_id"]] = first_embedding + position
+        token_ids[position] = int(node["node_id"].split("_")[1])
+    targets = list[CircuitTarget]()
+    for node in by_kind[LOGIT]:
+        numbers[node["node_id"]] = first_embedding + len(tokens) + len(targets)
+        label = str(node.get("clerp") or "").partition('"')[2].rpartition('"')[0]
+        targets.append(CircuitTarget(int(node["feature"]), None, float(node["token_prob"]), label))
+    weights, edges, nodes = (
+        torch.zeros(rows, count),
+        torch.zeros(rows, count, dtype=torch.bool),
+        torch.zeros(count, dtype=torch.bool),
+    )
+    nodes[list(numbers.values())] = True
+    for link in source["links"]:
+        one, other = numbers[link["source"]], numbers[link["target"]]
+        row = other if other < first_error else len(keys) + other - (count - len(targets))
+        weights[row, one], edges[row, one] = float(link["weight"]), True
+    activations = {node["node_id"]: node.get("activation") for node in by_kind[FEATURE]}
+    made = kind(
+        token_ids=token_ids, tokens=tokens, layers=layers, features=torch.tensor([key[:3] for key in keys]).view(-1, 3).long(),
+        activations=torch.tensor([float(activations[key[3]] or 0.0) for key in keys]), active=len(keys), targets=targets,
+        target_values=torch.zeros(len(targets)), weights=weights, bias=torch.zeros(rows), rest=torch.zeros(rows),
+        node_threshold=1.0, edge_threshold=1.0,
+    )  # fmt: skip
+    made.graph = PrunedGraph(nodes, edges, _shares(source["nodes"], numbers, count))
+    return made
+
+
+def _within(number: int, count: int) -> int:
+    if not 0 <= number < count:
+        raise IndexError(f"{number} is not below {count}")
+    return number
+
+
+def _shares(nodes: list[dict[str, Any]], numbers: dict[str, int], count: int) -> Tensor:
+    shares = torch.ones(count)
+    for node in nodes:
+        if node.get("influence") is not None:
+            shares[numbers[node["node_id"]]] = float(node["influence"])
+    return shares

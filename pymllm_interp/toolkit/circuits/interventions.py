@@ -1,0 +1,96 @@
+"""Interventions on the features of a circuit: predicted by its edges, and measured by requests with `SetFeature`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...hooks.interventions.set_feature import MAX_FEATURES, SetFeature
+from ...hooks.spec import is_number
+from ..sweep import LAST_LOGITS, ONE
+
+
+class CircuitEffects(NamedTuple):
+    """Changes of a circuit's targets by interventions.
+
+    Attributes:
+        predicted: [runs, targets] float32, by the circuit's edges.
+        measured: [runs, targets] float32, in the model.
+    """
+
+    predicted: Tensor
+    measured: Tensor
+
+    @property
+    def faithfulness(self) -> float:
+        """Share of the measured changes' sum of squares that the predictions explain; 1 for equal ones."""
+        error = (self.measured - self.predicted).square().sum()
+        return (1 - error / self.measured.square().sum().clamp(min=1e-30)).item()
+
+
+def intervene(circuit: Any, changes: Any) -> CircuitEffects:
+    """Predict and measure interventions, see `Circuit.intervene`."""
+    lm = circuit.model
+    runs = [_numbered(circuit, run) for run in ([changes] if isinstance(changes, Mapping) else list(changes))]
+    if not runs:
+        raise ValueError("intervene takes {node: value}, or a list of these")
+    ops = [_ops(circuit, run) for run in runs]
+    outs = lm.sweep(circuit.token_ids, [None, *ops], ONE, progress=False, capture=[LAST_LOGITS])
+    logits = torch.cat([out.activations["logits"] for out in outs]).float()
+    values = _values(circuit, logits)
+    predicted = torch.stack([_predicted(circuit, run) for run in runs])
+    return CircuitEffects(predicted, values[1:] - values[0])
+
+
+def _numbered(circuit: Any, run: Any) -> dict[int, float]:
+    if not isinstance(run, Mapping) or not run:
+        raise ValueError("intervene takes {node: value}, or a list of these")
+    found = {}
+    for node, value in run.items():
+        if not is_number(value):
+            raise ValueError(f"the value of {node!r} is {value!r}; expected a finite number")
+        found[circuit.number_of(node)] = float(value)
+    return found
+
+
+def _ops(circuit: Any, run: Mapping[int, float]) -> list[SetFeature]:
+    """An op for the features of a layer and position, in parts of `MAX_FEATURES`."""
+    groups: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
+    for number, value in run.items():
+        layer, position, feature = circuit.features[number].tolist()
+        groups[layer, position].append((feature, value))
+    return [
+        SetFeature(circuit.saes[layer], dict(pairs[first : first + MAX_FEATURES]), positions=[position])
+        for (layer, position), pairs in groups.items()
+        for first in range(0, len(pairs), MAX_FEATURES)
+    ]
+
+
+def _values(circuit: Any, logits: Tensor) -> Tensor:
+    """Values [runs, targets] of the targets, without the model's soft cap."""
+    cap = circuit.softcap
+    logits = logits if cap is None else torch.atanh((logits / cap).clamp(-1 + 1e-7, 1 - 1e-7)) * cap
+    mean = logits.mean(-1)
+    columns = [
+        logits[:, target.token] - (mean if target.other is None else logits[:, target.other])
+        for target in circuit.targets
+    ]
+    return torch.stack(columns, -1)
+
+
+def _predicted(circuit: Any, run: Mapping[int, float]) -> Tensor:
+    """Changes [targets] along all paths. Features that are set keep their values, and others answer linearly."""
+    count, activations = len(circuit.features), circuit.activations
+    by_unit = circuit.weights[:, :count] / torch.where(activations == 0, 1.0, activations)
+    change, layers = torch.zeros(count), circuit.features[:, 0]
+    given = torch.zeros(count, dtype=torch.bool)
+    for number, value in run.items():
+        change[number], given[number] = value - activations[number], True
+    for layer in layers.unique().tolist():
+        rows = (layers == layer) & ~given
+        change[rows] = by_unit[:count][rows] @ change
+    return by_unit[count:] @ change

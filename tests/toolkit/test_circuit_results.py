@@ -1,0 +1,155 @@
+"""Interventions on a circuit's features, its files and its figure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import golden_circuits as golden
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_circuits import CLOSE, ids, small_sae, transcoder, transcoders_of
+
+from pymllm_interp import SamplingParams
+from pymllm_interp.interventions import SetFeature
+from pymllm_interp.toolkit import Circuit
+
+
+def made(lm: Any, **fields: Any) -> Circuit:
+    coders = [transcoder(lm, layer) for layer in range(lm.model_spec.num_hidden_layers)]
+    return lm.circuit(ids(4, 7), coders, target=[3, (7, 11)], max_features=25, **fields)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_measured_effects_are_those_of_set_feature(family, lm_of):
+    lm = lm_of(family)
+    circuit = made(lm)
+    nodes = [circuit.node(number) for number in (0, 7, 15)]
+    runs = [{nodes[0]: 0.0}, {nodes[1].key: 2.0, nodes[2]: -1.0}]
+    found = circuit.intervene(runs)
+    values = []
+    for run in [{}, *runs]:
+        ops = []
+        for node, value in run.items():
+            layer, position, feature = getattr(node, "key", node)
+            ops.append(SetFeature(circuit.saes[layer], {feature: value}, positions=[position]))
+        out = lm.generate(
+            [ids(4, 7)], SamplingParams(max_tokens=1, temperature=0), interventions=ops, capture=["logits"]
+        )[0]
+        logits = out.activations["logits"][-1].float()
+        logits = torch.atanh(logits / 12) * 12 if family == "gemma2" else logits
+        values.append(torch.stack((logits[3] - logits.mean(), logits[7] - logits[11])))
+    torch.testing.assert_close(found.measured, torch.stack(values)[1:] - values[0], **CLOSE)
+    assert found.predicted.shape == (2, 2) and torch.isfinite(found.predicted).all()
+
+
+def test_predicted_effects_are_exact_where_the_model_is_linear(lm_of):
+    """A feature of the last layer at the last position reaches the logits by its own edge only."""
+    lm = lm_of("llama")
+    circuit = lm.circuit(ids(4, 7), transcoder(lm, 2, b_enc=torch.zeros(37)), target=[(7, 11)])
+    ends = [node for node in map(circuit.node, range(len(circuit.features))) if node.position == 6]
+    assert len(ends) > 3
+    found = circuit.intervene([{node: node.value + 1e-3} for node in ends])
+    edges = torch.stack([circuit.weights[-1, circuit.number_of(node)] / node.value for node in ends])
+    torch.testing.assert_close(found.predicted[:, 0], edges * 1e-3, atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(found.measured, found.predicted, atol=2e-4, rtol=0.2)
+
+
+def test_predicted_effects_take_all_paths(lm_of):
+    """Equal to the sum over paths of the matrix of unit effects, in which features that are set have no inputs."""
+    lm = lm_of("llama")
+    circuit = made(lm)
+    first, second = circuit.features[0].tolist(), circuit.features[9].tolist()
+    found = circuit.intervene({tuple(first): 3.0, tuple(second): 0.5}).predicted[0]
+    count = len(circuit.features)
+    units = circuit.weights[:, :count] / circuit.activations
+    change = torch.zeros(count)
+    change[0], change[9] = 3.0 - circuit.activations[0], 0.5 - circuit.activations[9]
+    inner = units[:count].clone()
+    inner[[0, 9]] = 0
+    torch.testing.assert_close(found, units[count:] @ torch.linalg.solve(torch.eye(count) - inner, change), **CLOSE)
+
+
+def test_graphs_are_circuit_tracers_files(lm_of, tmp_path):
+    lm = lm_of("llama")
+    circuit = lm.circuit(golden.PROMPT, transcoders_of("mlp", lm), max_features=None)
+    path = tmp_path / "one.json"
+    circuit.save(path, scan="tiny")
+    found, wanted = json.loads(path.read_text()), load_file(golden_path("llama"))
+    assert found["metadata"]["slug"] == "one" and found["metadata"]["prompt_tokens"] == circuit.tokens
+    names = {node["node_id"] for node in found["nodes"]}
+    adjacency, edges = wanted["mlp.whole.adjacency"], wanted["mlp.whole.edges"]
+    assert len(names) == len(found["nodes"]) == int(wanted["mlp.whole.nodes"].sum()) and len(found["links"]) == int(
+        edges.sum()
+    )
+    weights = sorted(link["weight"] for link in found["links"])
+    torch.testing.assert_close(torch.tensor(weights), adjacency[edges].sort().values, **CLOSE)
+    assert all(link["source"] in names and link["target"] in names for link in found["links"])
+    again = Circuit.load(path)
+    assert again.to_json("one", "tiny")["links"] == found["links"]
+    assert {node["node_id"] for node in again.to_json()["nodes"]} == names
+    assert [node[:4] for node in again.nodes if node.kind == "feature"] == [
+        node[:4] for node in circuit.nodes if node.kind == "feature"
+    ]
+    with pytest.raises(ValueError, match="from a file"):
+        again.intervene({again.nodes[0]: 1.0})
+
+
+def golden_path(family: str) -> Any:
+    from helpers_paths import GOLDEN
+
+    return GOLDEN / "circuits" / f"{family}.safetensors"
+
+
+def test_files_of_strangers_are_refused(lm_of):
+    whole = made(lm_of("llama")).to_json()
+
+    def changed(**fields: Any) -> dict[str, Any]:
+        return {**json.loads(json.dumps(whole)), **fields}
+
+    nodes = json.loads(json.dumps(whole["nodes"]))
+    logits = [node for node in nodes if node["feature_type"] == "logit"]
+    for node in logits:
+        node["layer"] = str(10**9)
+    for source in (
+        [], {}, changed(nodes=[]), changed(nodes=nodes), changed(links=[{"source": "a", "target": "b", "weight": 1}]),
+        changed(nodes=[{"feature_type": "moon"}]), changed(metadata={}), changed(links=[{"weight": "x"}]), changed(nodes=3),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="graph of"):
+            Circuit.load(source)
+
+
+def test_wrong_interventions_are_refused(lm_of):
+    circuit = made(lm_of("llama"))
+    key = circuit.node(0).key
+    for changes in ([], [{}], 3.5, {key: float("nan")}, {key: "high"}, [3]):
+        with pytest.raises((ValueError, TypeError)):
+            circuit.intervene(changes)
+    with pytest.raises(KeyError, match="no feature of this circuit"):
+        circuit.intervene({(99, 0, 0): 1.0})
+    error = next(node for node in map(circuit.node, range(circuit.first_error, circuit.first_error + 1)))
+    with pytest.raises(KeyError, match="no feature of this circuit"):
+        circuit.intervene({error: 1.0})
+
+
+def test_the_figure_shows_nodes_and_edges(lm_of):
+    pytest.importorskip("plotly")
+    circuit = made(lm_of("llama"))
+    figure = circuit.plot(edges=40).figure
+    shown = {trace.name: trace for trace in figure.data}
+    for kind in ("feature", "error", "embedding", "logit"):
+        assert len(shown[kind].x) == sum(node.kind == kind for node in circuit.nodes)
+    lines = sum(len(shown[name].x) for name in ("positive", "negative")) // 3
+    assert lines == min(40, len(circuit.edges))
+    assert str(circuit.layers) in circuit.plot().html() and "Circuit(" in repr(circuit.plot())
+
+
+def test_saes_answer_interventions_in_their_own_place(lm_of):
+    lm = lm_of("llama")
+    circuit = lm.circuit(
+        ids(4, 7), [small_sae(lm, f"resid_post.{layer}", layer) for layer in range(3)], target=[(7, 11)]
+    )
+    node = next(node for node in map(circuit.node, range(len(circuit.features) - 1, -1, -1)) if node.position == 6)
+    found = circuit.intervene({node: node.value + 1e-3})
+    torch.testing.assert_close(found.measured, found.predicted, atol=2e-4, rtol=0.3)
