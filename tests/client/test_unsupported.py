@@ -12,7 +12,7 @@ from conftest import CONFIGS
 from helpers_runner import make_runner
 from transformers import (
     AlbertConfig,
-    LlavaConfig,
+    LlavaOnevisionConfig,
     MarianConfig,
     PaliGemmaConfig,
     PretrainedConfig,
@@ -61,7 +61,9 @@ MODELS = [
     ),
     (
         "V9",
-        LlavaConfig(text_config={"model_type": "phi"}, architectures=["LlavaForConditionalGeneration"]),
+        LlavaOnevisionConfig(
+            text_config={"model_type": "phi"}, architectures=["LlavaOnevisionForConditionalGeneration"]
+        ),
         "Llava.* is a multimodal model over 'phi'.*models with images: .*Llava.*, over gemma3_text, llama, mistral",
     ),
     (
