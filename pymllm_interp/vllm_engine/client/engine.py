@@ -381,7 +381,7 @@ class VllmRequestEngine:
         """Fetch the captures, and emit the last event."""
         request = one.request
         try:
-            if request.trace is not None:
+            if request.trace is not None and self._closing is None:  # else its ranks have ended
                 await self._take_saves(one)
             if request.declared is not None:
                 await self._take_results(one)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ class StepBatch:
         ids: vLLM's, in the order of the batch.
         find: the request with hooks of such an id, with a row of the tables; or None.
         logits_site: number of the logits' site.
-        reads_all: whether all positions of a request have logits.
+        whole: ids of requests with logits of all positions, beside those that capture them.
 
     Attributes:
         hooked: (place in the batch, request) of those with hooks.
@@ -38,7 +38,7 @@ class StepBatch:
     asked: frozenset[int] = frozenset()
 
     def __init__(
-        self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int, reads_all: Callable[[str], bool],
+        self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int, whole: Container[str],
     ) -> None:  # fmt: skip
         self.ids = list(ids)
         self.found = [find(vllm_id) for vllm_id in ids]
@@ -49,7 +49,9 @@ class StepBatch:
         self.largest_records = np.array(
             [0 if one is None else one.layout.max_reserved_size for one in captures], dtype=np.int64
         )
-        self.all_logits = np.array([reads_all(vllm_id) for vllm_id in ids], dtype=np.bool_)
+        self.all_logits = np.array([one is not None and one.reads_all_logits for one in self.found], dtype=np.bool_)
+        if whole:
+            self.all_logits |= np.array([vllm_id in whole for vllm_id in ids], dtype=np.bool_)
         self.monitored = any(one.declared is not None and one.declared.hooks.monitors for _, one in self.hooked)
         self.touches_logits = any(logits_site in one.sites for _, one in self.hooked)
         self._tokens = np.zeros(len(self.ids), dtype=np.int64)

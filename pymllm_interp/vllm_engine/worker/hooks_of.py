@@ -52,7 +52,7 @@ class HooksOf:
         model.forward = self._forward
         self._logit_counts: list[int] = []
         self._starts = np.zeros(1, dtype=np.int32)
-        stage.reads_all = self._reads_all
+        stage.whole = traces.whole
 
     def open(self, key: bytes) -> None:
         """Take requests that were sealed with this key."""
@@ -118,22 +118,18 @@ class HooksOf:
             found = self._specs[pickled] = loaded(pickled, self.tensors)
         return found
 
-    def _reads_all(self, vllm_id: str) -> bool:
-        """Whether all positions of a request have logits: its block, or its captures, may read them."""
-        return self.traces.reads_all_logits(vllm_id) or self.stage.reads_all_logits(vllm_id)
-
     def begin_blocks(self, ids: list[str], counts: list[int], first: list[int]) -> None:
         """Run new blocks of a step's requests until they wait, before its inputs are laid out.
 
         Args:
             counts, first: token rows, and first position, of each.
         """
-        self._logit_counts = []
-        if self.traces.knows_any:
-            self._logit_counts = [
-                count if self._reads_all(vllm_id) else 1 for vllm_id, count in zip(ids, counts, strict=True)
-            ]
-            self.traces.begin(ids, counts, first, self._logit_counts)
+        whole = self.traces.whole
+        self._logit_counts = [
+            count if vllm_id in whole or self.stage.reads_all_logits(vllm_id) else 1
+            for vllm_id, count in zip(ids, counts, strict=True)
+        ]
+        self.traces.begin(ids, counts, first, self._logit_counts)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's model: by modules where blocks wait for one, and else its own forward."""

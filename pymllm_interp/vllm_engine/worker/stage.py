@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -124,7 +124,7 @@ class RankStage:
         self._marked = (0.0, 0.0)
         self._held = False
         self._drafts = False  # some step had any
-        self.reads_all: Callable[[str], bool] = self.reads_all_logits  # blocks may read more
+        self.whole: Container[str] = ()  # vLLM's ids of requests with blocks that read all logits
         self.by_modules = False  # the pass under way called no tap: its modules have met all rows
         self.tell_scores: Callable[[SentScores], None] | None = None  # of the client, on rank 0
 
@@ -334,7 +334,7 @@ class RankStage:
             self._close_batch()
             with TIMES.of("step: rows of new requests"):
                 self._take_rows(req_ids)
-            batch = self._batch = StepBatch(req_ids, self._live, self._logits_site, self.reads_all)
+            batch = self._batch = StepBatch(req_ids, self._live, self._logits_site, self.whole)
             batch.asked = frozenset().union(*(self._known[one].sites for one in req_ids if one in self._known))
         if not batch.hooked:
             self.idle()

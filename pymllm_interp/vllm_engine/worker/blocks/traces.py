@@ -71,6 +71,7 @@ class RankTraces:
         ran: it has run.
         mode: execution mode of the pass, for receipts.
         logits: [logit rows, vocab] of such a pass, on rank 0.
+        whole: vLLM's ids of requests with logits of all positions.
         tell: tells the client which requests have failed, or were stopped.
     """
 
@@ -84,6 +85,7 @@ class RankTraces:
         self.mode = ""
         self.logits: torch.Tensor | None = None
         self.tell: Callable[[StepEnds], None] | None = None
+        self.whole: set[str] = set()
         self._known: dict[str, TracedRequest] = {}  # by vLLM's id
         self._entries: list[ScheduledRequest] = []
         self._found: list[TracedRequest | None] = []
@@ -133,10 +135,13 @@ class RankTraces:
         if vllm_id not in self._known:
             ids = list(prompt_token_ids)
             self._known[vllm_id] = TracedRequest(request_id, len(ids), ids, wire)
+            if wire.single:
+                self.whole.add(vllm_id)
 
     def remove(self, vllm_id: str) -> None:
         """vLLM forgets a request."""
-        self._known.pop(vllm_id, None)
+        if self._known.pop(vllm_id, None) is not None:
+            self.whole.discard(vllm_id)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -177,11 +182,6 @@ class RankTraces:
         """Whether the step has a request with blocks."""
         return any(one is not None for one in self._found)
 
-    def reads_all_logits(self, vllm_id: str) -> bool:
-        """Whether logits of all positions of a request are computed for its blocks."""
-        found = self._known.get(vllm_id)
-        return found is not None and found.wire.single
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def begin(self, ids: Sequence[str], counts: Sequence[int], first: Sequence[int], logit_rows: Sequence[int]) -> None:
@@ -194,6 +194,7 @@ class RankTraces:
         self.own_pass, self.ran, self.logits = False, False, None
         self._found = [self._known.get(vllm_id) for vllm_id in ids]
         if not self.busy:
+            self._found = []
             return
         assert self._ranks is not None, "`open` comes before"
         self.own_pass = bool(self._ranks.agreed(None if self._ranks.rank else self._begin(counts, first, logit_rows)))
