@@ -41,10 +41,7 @@ class ConnectorStage(Stage):
 def make_kv_connector(
     config: ServerConfig, spec: ModelSpec, pool: KVPool, state: ModelState, kernels: str = ""
 ) -> KVConnector:
-    """The connector that the configuration asks for.
-
-    Args:
-        kernels: hash of the kernels in batch-invariant mode, which takes no KV of other kernels.
+    """The connector that the configuration asks for. `kernels`: their hash in batch-invariant mode, which takes no KV of others.
 
     Raises:
         ValueError: K and V of a prefix are not enough to continue a sequence of the model.
@@ -57,7 +54,6 @@ def make_kv_connector(
         )
     folder = None if config.kv_spill_folder is None else Path(config.kv_spill_folder)
 
-    def root() -> str:
-        return f"{state.fingerprint()} {kernels}"
-
-    return SpillConnector(pool, root, config.kv_spill_bytes, folder, config.kv_spill_disk_bytes)
+    return SpillConnector(
+        pool, lambda: f"{state.fingerprint()} {kernels}", config.kv_spill_bytes, folder, config.kv_spill_disk_bytes
+    )
