@@ -381,7 +381,8 @@ class VllmRequestEngine:
         """Fetch the captures, and emit the last event."""
         request = one.request
         try:
-            if request.trace is not None and self._closing is None:  # else its ranks have ended
+            # Ranks that have ended do not answer: a request that vLLM has failed asks them for nothing.
+            if request.trace is not None and request.error is None and self._closing is None:
                 await self._take_saves(one)
             if request.declared is not None:
                 await self._take_results(one)
