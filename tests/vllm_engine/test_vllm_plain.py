@@ -26,7 +26,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=3, n_positions=512, n_inner=128, **NO_IDS),
     "opt": lambda: OPTConfig(**COMMON, ffn_dim=128, max_position_embeddings=512, word_embed_proj_dim=96, dropout=0.0),
     "gptj": lambda: GPTJConfig(
-        vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=3, rotary_dim=16, n_positions=512, n_inner=128, **NO_IDS
+        vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=3, rotary_dim=16, n_positions=512, **NO_IDS
     ),
     "falcon": lambda: FalconConfig(**COMMON, new_decoder_architecture=True, num_kv_heads=3, bias=False, parallel_attn=True),
     "stablelm": lambda: StableLmConfig(**COMMON, intermediate_size=128, num_key_value_heads=3, max_position_embeddings=512),
@@ -48,13 +48,17 @@ def test_all_sites_of_such_layers_are_our_engines(family: str, tmp_path: Path) -
         sites = [f"{kind}.*" for kind in kinds if kind in points] + ["final_norm", "logits"]
         middle = "resid_mid.1" if "resid_mid" in points else "resid_post.0"
         ops: list[Any] = [
-            [Steer("resid_post.1", vector(1), 2.0), Scale("mlp_out.2", 0.5, positions="generated")],
+            [Steer("resid_post.1", vector(1), 2.0), Scale("attn_out.2", 0.5, positions="generated")],
             None,
             [Ablate(middle, vector(3, 2, 96)), Steer("attn_out.0", vector(4), positions=slice(3, None, 2))],
             [Patch("resid_pre.0", vector(5, 1, 96), positions=[0]), Steer("final_norm", vector(6))],
         ]
         if inner:
-            ops[1] = [Scale("z.1", 0.0, heads=[1]), Steer("mlp_act.2", vector(7, 128)), Steer("q.1", vector(8))]
+            ops[1] = [
+                Scale("z.1", 0.0, heads=[1]),
+                Steer("mlp_act.2", vector(7, oracle.backend.facts.spec.width("mlp_act"))),
+                Steer("q.1", vector(8)),
+            ]
         ops[0].append(Steer("resid_pre.2", vector(9), when=Gate(vector(10), 0.0, site="resid_post.0")))
         captures = [
             sites,
