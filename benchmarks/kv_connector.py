@@ -60,9 +60,11 @@ def evict(lm: LM) -> None:
     assert isinstance(connector, SpillConnector)
 
     def out() -> None:
-        kv._free(kv._tree.evict(kv._tree.num_evictable))
-        sync(lm)
-        connector.post_forward(None)
+        while kv._tree.num_evictable:  # in parts that the folder's writer has room for
+            kv._free(kv._tree.evict(min(512, kv._tree.num_evictable)))
+            sync(lm)
+            connector.post_forward(None)
+            connector._writer.submit(lambda: None).result()
 
     lm.engine.call(out)
     connector._writer.submit(lambda: None).result()

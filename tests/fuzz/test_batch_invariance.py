@@ -324,5 +324,5 @@ def test_requests_have_the_same_bits_in_company_on_a_gpu(folder_of: Any, family:
     check(
         folder_of(family), family, "bfloat16", 17, 30, device="cuda", longest=300, kv_cache_tokens=1600,
         max_num_tokens=chunk, max_running_requests=24,
-        speculative=NGRAMS if chunk == 64 else None,
+        speculative=NGRAMS if chunk == 64 and family != "qwen3_next" else None,
     )  # fmt: skip

@@ -114,7 +114,8 @@ def test_plans_of_the_host_are_those_of_transformers(
     family: str, device: str, vision_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions, windows and bounds of segments for grids of several sizes. On CUDA nothing waits for the device."""
-    with LM(vision_folder(family), device=device, dtype="float32", kv_cache_tokens=64) as lm:
+    dtype = "float32" if device == "cpu" else "bfloat16"  # the dtypes with FlashAttention
+    with LM(vision_folder(family), device=device, dtype=dtype, kv_cache_tokens=64) as lm:
         tower, plans, real = lm.runner.get_model().tower, list[dict[str, Any]](), packed.precomputed
 
         def spied(visual: Any, grid: torch.Tensor) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def test_plans_of_the_host_are_those_of_transformers(
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode(mode)
-        bound = 0 if device == "cpu" else 1e-4
+        bound = 0 if device == "cpu" else 5e-2
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=bound, atol=bound)
         assert {"position_ids", "cu_seqlens", "max_seqlen"} <= plans[-1].keys()
