@@ -5,6 +5,9 @@ Runs where circuit-tracer is installed, which needs an older transformers than t
     python tests/support/golden_circuits.py MODEL_FOLDER llama|gemma2 OUT.safetensors
 """
 
+# pyright: reportMissingImports=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# Its libraries are of another environment.
+
 from __future__ import annotations
 
 import json

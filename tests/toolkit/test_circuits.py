@@ -19,7 +19,7 @@ from pymllm_interp import SAE, SamplingParams
 from pymllm_interp.toolkit.circuits import build, frozen, scores
 from pymllm_interp.utils.arguments import PromptError
 
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
 NATIVE = ["llama", "llama-rope", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"]
 
 
@@ -100,7 +100,7 @@ def test_graphs_equal_circuit_tracers(family, kind, lm_of):
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_recorded_graphs_are_circuit_tracers(family, model_folder, tmp_path):
-    script, out = Path(golden.__file__), tmp_path / "out.safetensors"
+    script, out = Path(golden.__file__ or ""), tmp_path / "out.safetensors"
     command = [os.environ["CIRCUIT_TRACER_PYTHON"], str(script), str(model_folder(family)), family, str(out)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"})
     wanted, found = load_file(GOLDEN / "circuits" / f"{family}.safetensors"), load_file(out)

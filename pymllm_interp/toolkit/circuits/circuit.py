@@ -32,7 +32,7 @@ class CircuitNode(NamedTuple):
         kind: "feature", "error", "embedding" or "logit".
         layer: layer; -1 for embeddings, and the number of layers for logits.
         position: position in the prompt.
-        index: number of the feature, token id, or number of the target; -1 for errors.
+        feature: number of the feature, token id, or number of the target; -1 for errors.
         value: activation of a feature, value of a target, else None.
         influence: the node's share of the influence on the targets.
     """
@@ -40,14 +40,14 @@ class CircuitNode(NamedTuple):
     kind: str
     layer: int
     position: int
-    index: int
+    feature: int
     value: float | None
     influence: float
 
     @property
     def key(self) -> tuple[int, int, int]:
         """(layer, position, feature) of a feature."""
-        return self.layer, self.position, self.index
+        return self.layer, self.position, self.feature
 
 
 class CircuitEdge(NamedTuple):
@@ -303,7 +303,7 @@ class Circuit:
                 str(node.layer),
                 str(node.position),
                 token,
-                str(node.index),
+                str(node.feature),
                 f"{node.value:.4g}",
                 f"{node.influence:.2%}",
             )

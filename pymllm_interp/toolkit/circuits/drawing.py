@@ -55,8 +55,9 @@ def draw_circuit(circuit: Any, most: int) -> Plot:
 def _text(circuit: Any, node: Any, labels: list[str]) -> str:
     token = labels[node.position]
     if node.kind == "feature":
-        return f"feature {node.index}, layer {node.layer}, {token!r}<br>activation {node.value:.3g}, influence {node.influence:.2%}"
+        value = f"activation {node.value:.3g}, influence {node.influence:.2%}"
+        return f"feature {node.feature}, layer {node.layer}, {token!r}<br>{value}"
     if node.kind == "logit":
-        (label,) = check_labels([circuit.targets[node.index].label], 1, "target", "one node")
-        return f"logit {label!r}, weight {circuit.targets[node.index].weight:.2%}"
+        (label,) = check_labels([circuit.targets[node.feature].label], 1, "target", "one node")
+        return f"logit {label!r}, weight {circuit.targets[node.feature].weight:.2%}"
     return f"{node.kind}, {token!r}, influence {node.influence:.2%}"

@@ -57,10 +57,10 @@ def _node_json(circuit: Any, number: int, node: Any, share: float) -> dict[str, 
         "influence": share, "activation": None,
     }  # fmt: skip
     if node.kind == "feature":
-        paired = (node.layer + node.index) * (node.layer + node.index + 1) // 2 + node.index
+        paired = (node.layer + node.feature) * (node.layer + node.feature + 1) // 2 + node.feature
         return found | {
-            "node_id": f"{node.layer}_{node.index}_{position}", "feature": paired, "layer": str(node.layer),
-            "feature_type": FEATURE, "jsNodeId": f"{node.layer}_{node.index}-0", "activation": node.value,
+            "node_id": f"{node.layer}_{node.feature}_{position}", "feature": paired, "layer": str(node.layer),
+            "feature_type": FEATURE, "jsNodeId": f"{node.layer}_{node.feature}-0", "activation": node.value,
         }  # fmt: skip
     if node.kind == "error":
         return found | {
@@ -69,15 +69,15 @@ def _node_json(circuit: Any, number: int, node: Any, share: float) -> dict[str, 
         }  # fmt: skip
     if node.kind == "embedding":
         return found | {
-            "node_id": f"E_{node.index}_{position}", "feature": position, "layer": "E", "feature_type": EMBEDDING,
-            "jsNodeId": f"E_{node.index}-{position}",
+            "node_id": f"E_{node.feature}_{position}", "feature": position, "layer": "E", "feature_type": EMBEDDING,
+            "jsNodeId": f"E_{node.feature}-{position}",
         }  # fmt: skip
-    target = circuit.targets[node.index]
+    target = circuit.targets[node.feature]
     # A difference has no token: numbers beyond the vocabulary stand for it, as in circuit-tracer.
-    token = target.token if target.other is None else VIRTUAL + node.index
+    token = target.token if target.other is None else VIRTUAL + node.feature
     return found | {
         "node_id": f"{node.layer + 1}_{token}_{position}", "feature": token, "layer": str(node.layer + 1), "feature_type": LOGIT,
-        "token_prob": target.weight, "is_target_logit": node.index == 0, "jsNodeId": f"L_{token}-{position}",
+        "token_prob": target.weight, "is_target_logit": node.feature == 0, "jsNodeId": f"L_{token}-{position}",
         "clerp": f'Output "{target.label}" (p={target.weight:.3f})', "influence": None,
     }  # fmt: skip
 

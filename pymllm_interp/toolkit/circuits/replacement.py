@@ -133,7 +133,7 @@ def _placed(lm: Any, source: Any, spec: ModelSpec, offload: bool) -> Replacement
     if sae.pursuit is not None or sae.normalization != "none":
         what = sae.architecture if sae.pursuit is not None else f"normalization {sae.normalization!r}"
         raise ValueError(f"circuit: the SAE at {sae.site} has {what}: its pre-activations are not linear in the state")
-    sites = expand(sae.site, spec.num_hidden_layers, spec.family)
+    sites = expand(sae.site or "", spec.num_hidden_layers, spec.family)
     written = sites if not sae.transcoder else expand(sae.site_out or "", spec.num_hidden_layers, spec.family)
     kinds = {site.kind for site in written}
     read = sites[0]
