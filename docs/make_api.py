@@ -101,7 +101,7 @@ SECTIONS = [
         "Toolkit", "What the experiments of an `LM` return, and `contrast` ([toolkit](../guides/toolkit.md)).",
         ("toolkit.sweep_result:PatchSweep", "toolkit.sweep_result:SweepCell", "toolkit.attribution_result:Attribution",
         "toolkit.attribution_result:Completeness", "toolkit.attribution_result:Attributed", "toolkit:contrast",
-        "toolkit:ControlVectors", "toolkit:loss_recovered", "toolkit:LossRecovered"),
+        "toolkit:ControlVectors", "toolkit:loss_recovered", "toolkit:LossRecovered", "toolkit:Circuit"),
     ),
     Section(
         "Plots", "`from pymllm_interp import plots` ([other libraries](../guides/libraries.md)).",

@@ -10,7 +10,7 @@ from ..utils.extras import lazy_names
 if TYPE_CHECKING:
     from .circuits.circuit import Circuit
     from .contrasts import ControlVectors, contrast
-    from .loss_recovered import LossRecovered, loss_recovered
+    from .sae_loss import LossRecovered, loss_recovered
     from .verbalize import Readings, fve
 
 __all__ = ["Circuit", "ControlVectors", "LossRecovered", "Readings", "contrast", "fve", "loss_recovered"]
@@ -20,7 +20,7 @@ __getattr__ = lazy_names(
     {
         "Circuit": "circuits.circuit",
         **dict.fromkeys(("ControlVectors", "contrast"), "contrasts"),
-        **dict.fromkeys(("LossRecovered", "loss_recovered"), "loss_recovered"),
+        **dict.fromkeys(("LossRecovered", "loss_recovered"), "sae_loss"),
         **dict.fromkeys(("Readings", "fve"), "verbalize"),
     },
 )
