@@ -64,7 +64,7 @@ ALL_TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
 # What takes one core runs beside the main run, one after the other, in the time in which its workers start or wait: with equal shares
 # it would end in the first third, and later waits would leave cores idle. The `+` lets the main run show its progress; the others'
 # output comes whole, when they end.
-BEHIND := nice -n 10
+BEHIND := nice -n 10 env
 BESIDE ?= $(if $(filter tests,$(TESTS)),$(TRACE_PASSES))
 AT_ONCE := $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-O)
 
