@@ -130,7 +130,7 @@ def structure_of(model: Any) -> Structure:
 
 def _check_plain(layer: Any) -> None:
     """Raise NotImplementedError for a variant of a layer of `PLAIN` that adds in another order."""
-    config = getattr(layer, "config", None)
+    config: Any = getattr(layer, "config", None)
     if not getattr(layer, "do_layer_norm_before", True):
         raise NotImplementedError("OPT with norms behind its sums (do_layer_norm_before=False) has no sites here")
     if type(layer).__name__ == "FalconDecoderLayer" and (config.bias or not config.parallel_attn):

@@ -47,6 +47,8 @@ class _BufferAttention:
         out: [tokens, heads, head_dim] memory of the attention's output.
     """
 
+    by_row = False
+
     def __init__(self, attend: Callable[[RadixAttention], None], out: torch.Tensor) -> None:
         self._attend, self._out = attend, out
 

@@ -67,9 +67,9 @@ class Ranks:
         Args:
             parts: number of different parts; None: one for each rank. Fewer are shared by ranks that follow each other.
         """
-        parts = self.size if parts is None else parts
-        width = whole.shape[-1] // parts
-        return whole.narrow(-1, self.rank * parts // self.size * width, width)
+        count = self.size if parts is None else parts
+        width = whole.shape[-1] // count
+        return whole.narrow(-1, self.rank * count // self.size * width, width)
 
     def joined(self, own: torch.Tensor, parts: int | None = None) -> torch.Tensor:
         """The reverse of `own`."""
