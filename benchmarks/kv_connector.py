@@ -60,11 +60,9 @@ def evict(lm: LM) -> None:
     assert isinstance(connector, SpillConnector)
 
     def out() -> None:
-        while kv._tree.num_evictable:  # in parts that the folder's writer has room for
-            kv._free(kv._tree.evict(min(512, kv._tree.num_evictable)))
-            sync(lm)
-            connector.post_forward(None)
-            connector._writer.submit(lambda: None).result()
+        kv._free(kv._tree.evict(kv._tree.num_evictable))
+        sync(lm)
+        connector.post_forward(None)
 
     lm.engine.call(out)
     connector._writer.submit(lambda: None).result()
@@ -129,7 +127,8 @@ def main() -> None:
         found = {
             "tokens": tokens,
             "host": prefixes(args.tiny, tokens, args.repeats, kv_spill_bytes=(64 << 20) if args.tiny else (8 << 30)),
-            "files": prefixes(args.tiny, tokens, args.repeats, kv_spill_folder=folder),
+            # A prompt is evicted at once, so it has to fit into the memory of pages on their way (MOST_WAITING).
+            "files": prefixes(args.tiny, min(tokens, 2000), args.repeats, kv_spill_folder=folder),
             "no_op": no_op(args.tiny, args.repeats),
         }
     json.dump(found, sys.stdout)
