@@ -122,7 +122,7 @@ def test_what_users_are_shown_comes_from_the_package_and_its_homes(source: Path)
     deeper = re.findall(r"^\s*(?:from|import) (pymllm_interp\.[\w.]+)", source.read_text(), flags=re.MULTILINE)
     homes = {
         f"pymllm_interp.{home}"
-        for home in ("captures", "config", "harvest", "interventions", "runner", "sampling", "toolkit")
+        for home in ("captures", "config", "harvest", "interventions", "runner", "sampling", "toolkit", "vllm_engine")
     }
     assert not set(deeper) - homes, f"{source.name} reaches into {deeper}"
 

@@ -100,7 +100,9 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, lm: LM) -> None:
                 raise torch.OutOfMemoryError("once")
             return delta.mix(*args)
 
-        monkeypatch.setattr("pymllm_interp.models.native.qwen3_5.mix", fail_mix)
+        for module in lm.runner.get_model().modules():
+            if hasattr(module, "_mix"):
+                monkeypatch.setattr(module, "_mix", fail_mix)
         return
     written: list[Any] = [0]
     write = pool.write

@@ -117,7 +117,7 @@ def test_monitors_of_a_trace_that_cannot_be_served_are_refused(lm_of: Any) -> No
     lm, prompt = lm_of("llama"), [1, 2, 3]
     probe = vector(lm.hidden_size, 1)
     for monitors, message in [
-        (["nowhere"], "lm.monitors has no"),
+        (["nowhere"], "no monitor 'nowhere'"),
         ([Monitor("resid_post.0", [1.0, 2.0])], "has 2 values"),
         ([Steer("resid_post.0", probe)], "Monitor"),
         ([Monitor("resid_post.0", probe)] * 2, "two monitors"),
@@ -194,7 +194,7 @@ def test_what_a_harvest_cannot_record_is_refused_before_anything_runs(lm_of: Any
         (Monitor(SITE, probe, then=print), "records scores"),
         (Monitor(SITE, probe, positions="generated"), "generates nothing"),
         (Monitor(SITE, [1.0]), "has 1 values"),
-        ("nowhere", "lm.monitors has no"),
+        ("nowhere", "no monitor 'nowhere'"),
         (Steer(SITE, probe), "Monitor"),
     ]:
         with pytest.raises(ValueError, match=message):
