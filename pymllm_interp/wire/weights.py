@@ -73,7 +73,16 @@ class SentWeights:
         if self._on_cuda:
             self.info["ipc_handles"] = [_cuda_handle(tensor) for tensor in self._kept]
             return self
-        offsets, end = [], 0
+        try:
+            self.info |= {"segment": self._path.name, "offsets": self._write()}
+        except BaseException:
+            self._path.unlink(missing_ok=True)  # the folder is full, and no `__exit__` follows
+            raise
+        return self
+
+    def _write(self) -> list[int]:
+        """Write the tensors to the segment. Returns their offsets."""
+        offsets, end = list[int](), 0
         with open(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
             for tensor in self._kept:
                 offsets.append(end)
@@ -81,8 +90,7 @@ class SentWeights:
                 file.write(tensor.view(-1).view(torch.uint8).numpy().data)
                 end = -(-(end + tensor.nbytes) // ALIGNED) * ALIGNED
             file.truncate(end)
-        self.info |= {"segment": self._path.name, "offsets": offsets}
-        return self
+        return offsets
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pymllm_interp import LM, Activations, Capture, SamplingParams
 from pymllm_interp.harvest import HandleError, open_handle, share_states
 from pymllm_interp.harvest.feed import handles
 from pymllm_interp.hooks.captures.activations import NOTHING
-from pymllm_interp.wire.weights import FOLDER
+from pymllm_interp.wire.weights import FOLDER, SentWeights
 
 OPENER = """
 import json, sys, torch
@@ -141,7 +142,7 @@ def test_handles_are_bounded_and_what_is_none_is_refused(lm: LM, monkeypatch: py
         good = third.info
         for change in (
             {"sites": [["embed"]]}, {"order": ["embed"]}, {"index": {}}, {"rows": {}}, {"sites": None}, {"pid": "1"},
-            {"num_layers": None}, {"rows": good["rows"] | {"names": []}},
+            {"num_layers": None}, {"num_layers": "x"}, {"rows": good["rows"] | {"names": []}},
             {"index": good["index"] | {"segment": "../../etc/passwd"}},
         ):  # fmt: skip
             with share_states_of(lm, monkeypatch) as own, pytest.raises(HandleError):
@@ -156,6 +157,34 @@ def test_handles_are_bounded_and_what_is_none_is_refused(lm: LM, monkeypatch: py
 def share_states_of(lm: LM, monkeypatch: pytest.MonkeyPatch) -> handles.StatesHandle:
     monkeypatch.setattr(handles, "MAX_HANDLES", 100)
     return share_states(captured(lm))
+
+
+def test_a_handle_that_cannot_be_made_leaves_nothing(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a full /dev/shm, from which nobody would remove what was written."""
+    before, states, real = segments(), captured(lm), SentWeights.__enter__
+
+    def full(self: SentWeights) -> Any:
+        if any("positions" in name for name in self.info["names"]):
+            monkeypatch.setattr(self, "_kept", [*self._kept, object()])  # fails behind the first tensors
+        return real(self)
+
+    monkeypatch.setattr(SentWeights, "__enter__", full)
+    with pytest.raises(AttributeError):
+        share_states(states)
+    assert segments() == before and handles.StatesHandle._open == 0
+
+
+def test_a_handle_may_be_collected_while_another_is_made(lm: LM) -> None:
+    handle = share_states(captured(lm))
+
+    def release() -> None:
+        with handles.StatesHandle._lock:  # a garbage collection there releases handles of cycles
+            handle.release()
+
+    thread = threading.Thread(target=release, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and handles.StatesHandle._open == 0
 
 
 @pytest.mark.parametrize("device", [each for each in DEVICES if each != "cpu"])

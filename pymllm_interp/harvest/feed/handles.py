@@ -45,7 +45,7 @@ class StatesHandle:
     """
 
     _open = 0
-    _lock = threading.Lock()
+    _lock = threading.RLock()  # a collected handle is released wherever its collection falls
 
     def __init__(self, activations: Activations) -> None:
         num_layers, pieces, order, error = activations.as_pieces()
@@ -57,6 +57,7 @@ class StatesHandle:
             if StatesHandle._open >= MAX_HANDLES:
                 raise HandleError(f"{MAX_HANDLES} handles of states are open: handle.release() ends one")
             StatesHandle._open += 1
+        opened = list[SentWeights]()
         try:
             rows = SentWeights((str(i), piece.rows) for i, piece in enumerate(pieces))
             index = SentWeights(
@@ -64,7 +65,11 @@ class StatesHandle:
             )
             for sent in (rows, index):
                 sent.__enter__()
+                opened.append(sent)
         except BaseException:
+            for sent in opened:
+                sent.take_back()
+                sent.__exit__(None, None, None)
             _count_less()
             raise
         self._end = weakref.finalize(self, _release, rows, index)
@@ -122,7 +127,9 @@ def open_handle(info: Mapping[str, Any], device: str | None = None) -> Activatio
     except WeightsError as error:
         released = "; it was released, or opened before" if "its process may have ended" in str(error) else ""
         raise HandleError(f"{error}{released}") from error
-    except (KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+    except HandleError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise HandleError(f"this is no handle of states: {error!r}") from error
 
 
