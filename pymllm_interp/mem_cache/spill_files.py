@@ -81,7 +81,7 @@ class SpillFiles:
             file = os.open(page.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 found = os.preadv(file, [into.data], page.offset)
-                with contextlib.suppress(PermissionError):  # another user's
+                with contextlib.suppress(OSError):  # another user's, or of a read-only file system
                     os.utime(file)
             finally:
                 os.close(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -356,6 +357,16 @@ def test_a_file_that_is_not_whole_or_of_another_model_is_a_miss(tmp_path: Path) 
     wide = connector_of(tmp_path, own=pool(torch.float32))
     assert not wide.known(KEYS) and wide.counts["corrupt"] == 0
     assert connector_of(None).root != connector_of(None, model="another").root != wide.root
+
+
+def test_files_of_a_read_only_file_system_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    written(tmp_path)
+    made = connector_of(tmp_path)
+    monkeypatch.setattr(os, "utime", refused)
+    assert restored(made, KEYS[:4]) == 4 and made.counts["corrupt"] == 0
 
 
 def test_a_full_folder_costs_nothing_but_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
