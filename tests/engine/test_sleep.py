@@ -273,6 +273,26 @@ def test_a_sleep_that_aborts_lets_a_waiting_pause_begin(folder: Path, monkeypatc
         assert lm.generate([[3]], GREEDY)[0].token_ids
 
 
+def test_an_interrupted_wait_for_sleep_leaves_no_pause(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    class Interrupted:
+        def result(self) -> None:
+            raise KeyboardInterrupt
+
+    with load(folder) as lm:
+        step, drain = lm.engine.step, lm.engine.intake.drain
+        monkeypatch.setattr(lm.engine, "step", lambda: (time.sleep(0.01), step()))
+        monkeypatch.setattr(lm.engine.intake, "drain", lambda: (drain(), Interrupted())[1])
+        handle = lm.submit([1, 2], SamplingParams(max_tokens=30, ignore_eos=True))
+        while not lm.engine.stats()["running"]:
+            time.sleep(0.002)
+        with pytest.raises(KeyboardInterrupt):
+            lm.sleep(drain=True)
+        assert not lm.is_paused() and not lm.is_sleeping()
+        assert handle.result().outputs[0].finish_reason == "length"
+        assert lm.submit([3], GREEDY).result(timeout=20).outputs[0].token_ids
+        assert_idle(lm)
+
+
 def test_an_engine_ends_asleep(folder: Path):
     lm = load(folder)
     lm.sleep()

@@ -142,9 +142,13 @@ class EngineSleep:
             if mode != "keep":
                 self._close_intake()
             if mode == "wait":
-                paused = engine.intake.paused
+                paused, draining = engine.intake.paused, engine.intake.held is not None
                 try:
                     engine.call(engine.intake.drain).result()
+                except BaseException:  # Ctrl-C: no pause follows, unless another call waits for it
+                    if not draining:
+                        engine.call(engine.intake.admit)
+                    raise
                 finally:
                     engine.intake.paused = paused
             engine.call(partial(self._sleep, level, tags, mode == "abort"))
