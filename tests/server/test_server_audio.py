@@ -104,6 +104,8 @@ def test_a_language_is_detected_as_in_transformers(server: Served) -> None:
         found, named = (send(server, wav(samples), language=own, **given).json() for own in ("auto", code))
         assert found["language"] == code and found["text"] == named["text"]
     assert "it" in seen, "not the default alone"
+    late = send(server, language="auto", timeout="0.000001")
+    assert late.status_code == 408 and "the language was not detected: timeout" in late.text
     hooked = send(server, language="auto", capture='["encoder.resid_post.1"]').json()
     assert hooked["choices"][0]["activations"]["sites"]["encoder.resid_post.1"]
 

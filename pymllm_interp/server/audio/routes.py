@@ -165,8 +165,11 @@ async def _detected(state: ServerState, request: Request, body: AudioRequest, to
         "detection", state.settings.name, request.state.request_id, state, client, return_token_ids=True, logprobs=False, top=0
     )  # fmt: skip
     found = await while_connected(request, Work(state, asked, request, client, work, format_).whole())
-    (token,) = found["choices"][0]["token_ids"]
-    return next(code for code, own in tokens.languages.items() if own == token)
+    (choice,) = found["choices"]
+    if not choice["token_ids"]:
+        late = choice["finish_reason"] == "timeout"
+        raise ApiError(408 if late else 503, f"the language was not detected: {choice['finish_reason']}")
+    return next(code for code, own in tokens.languages.items() if own == choice["token_ids"][0])
 
 
 def _read(content: bytes, kind: str) -> tuple[AudioRequest, bytes]:
