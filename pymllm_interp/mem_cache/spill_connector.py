@@ -143,8 +143,15 @@ class SpillConnector:
         new = new[: len(slots)]
         if not new:
             return
-        self._pool.pages_out([pages[i] for i in new], self._memory, slots)
-        self._note_copies()
+        try:
+            self._pool.pages_out([pages[i] for i in new], self._memory, slots)
+        except torch.OutOfMemoryError:  # of the pages gathered on the device: an eviction goes on without
+            self._counts["unwritten"] += 1
+            with self._lock:
+                self._free += slots
+            return
+        finally:
+            self._note_copies()
         self._counts["saved"] += len(new)
         own = [keys[i] for i in new]
         with self._lock:
@@ -172,11 +179,15 @@ class SpillConnector:
             slots = self._in_memory(keys[done : done + AT_ONCE])
             if not slots:
                 break
-            self._pool.pages_in(pages[done : done + len(slots)], self._memory, slots)
-            self._note_copies()
-            with self._lock:
-                self._bound()
-            done += len(slots)
+            try:
+                self._pool.pages_in(pages[done : done + len(slots)], self._memory, slots)
+                done += len(slots)
+            except torch.OutOfMemoryError:  # the rest is computed
+                break
+            finally:
+                self._note_copies()
+                with self._lock:
+                    self._bound()
         self._counts["restored"] += done
         return done
 

@@ -369,6 +369,23 @@ def test_files_of_a_read_only_file_system_are_read(tmp_path: Path, monkeypatch: 
     assert restored(made, KEYS[:4]) == 4 and made.counts["corrupt"] == 0
 
 
+def test_a_device_without_memory_for_copies_costs_nothing_but_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    made = connector_of(None, 1 << 20)
+    monkeypatch.setattr(KVPool, "pages_out", full)
+    made.save(KEYS[:2], [1, 2])
+    assert made.counts["unwritten"] == 1 and made.counts["saved"] == 0 and not made.known(KEYS[:2])
+    assert len(made._free) + len(made._slots) == made._num_used, "no place in host memory is lost"
+    monkeypatch.undo()
+    made.save(KEYS[:2], [1, 2])
+    monkeypatch.setattr(KVPool, "pages_in", full)
+    assert restored(made, KEYS[:2]) == 0
+    monkeypatch.undo()
+    assert restored(made, KEYS[:2]) == 2
+
+
 def test_a_full_folder_costs_nothing_but_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
