@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from einops import reduce
 from rich.table import Table
+from rich.text import Text
 
 from ..hooks.site import Site
 from ..plots import Plot, sweep_heatmap
@@ -117,7 +118,7 @@ class Attribution(Mapping[str, torch.Tensor]):
             table.add_column(column, justify="left" if column in ("site", "token") else "right")
         for entry in self.top():
             index = ", ".join(map(str, entry.place))
-            token = repr(self.tokens[entry.position])
+            token = Text(repr(self.tokens[entry.position]))  # which may look like rich's markup
             table.add_row(entry.site, str(entry.position), token, index, f"{entry.value:+.4g}")
         return table
 

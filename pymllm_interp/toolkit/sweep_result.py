@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from ..plots import Plot, sweep_heatmap
 from .heatmap import html_table
@@ -164,7 +165,7 @@ class PatchSweep:
             table.add_column(column, justify="left" if column == "token" else "right")
         for cell in self.top():
             head = [str(cell.head)] if self.heads else []
-            token = repr(self.tokens[cell.position])
+            token = Text(repr(self.tokens[cell.position]))  # which may look like rich's markup
             table.add_row(
                 str(cell.layer), str(cell.position), token, *head, f"{cell.value:.4g}", f"{cell.value - self.base:+.4g}"
             )

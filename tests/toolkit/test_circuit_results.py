@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
 import golden_circuits as golden
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from test_circuits import CLOSE, ids, small_sae, transcoder, transcoders_of
 
 from pymllm_interp import SamplingParams
 from pymllm_interp.interventions import SetFeature
 from pymllm_interp.toolkit import Circuit
+from pymllm_interp.toolkit.circuits import build
+from pymllm_interp.toolkit.circuits.files import EMBEDDING, FEATURE, LOGIT
 
 
 def made(lm: Any, **fields: Any) -> Circuit:
@@ -118,6 +122,57 @@ def test_files_of_strangers_are_refused(lm_of):
     ):  # fmt: skip
         with pytest.raises(ValueError, match="graph of"):
             Circuit.load(source)
+
+
+def test_wrong_places_links_and_numbers_of_strangers_are_refused(lm_of, tmp_path):
+    lm = lm_of("llama")
+    coders = [transcoder(lm, layer) for layer in range(3)]
+    whole = lm.circuit(ids(4, 7), coders, max_features=None, node_threshold=1.0, edge_threshold=1.0).to_json()
+    of = {kind: [n for n in whole["nodes"] if n["feature_type"] == kind] for kind in (FEATURE, EMBEDDING, LOGIT)}
+    low, high = (pick(of[FEATURE], key=lambda node: int(node["layer"])) for pick in (min, max))
+    assert low["layer"] != high["layer"]
+
+    def linked(source: Any, target: Any, weight: Any = 1.0) -> dict[str, Any]:
+        return {**whole, "links": [{"source": source["node_id"], "target": target["node_id"], "weight": weight}]}
+
+    def placed(node: Any, **fields: Any) -> dict[str, Any]:
+        return {**whole, "links": [], "nodes": [{**n, **fields} if n is node else n for n in whole["nodes"]]}
+
+    embedding, logit = of[EMBEDDING][0], of[LOGIT][0]
+    assert Circuit.load(linked(low, high)).edges[0].weight == 1
+    for source in (
+        linked(low, embedding), linked(logit, high), linked(high, low), linked(low, low), linked(low, high, float("nan")),
+        linked(low, high, 1e300), linked(low, high, 10**400), placed(low, layer="9"), placed(low, ctx_idx=7),
+        placed(low, ctx_idx=-1), placed(low, activation=float("inf")), placed(logit, token_prob=float("nan")),
+        placed(low, influence=float("nan")), placed(logit, layer="1000"), {**whole, "metadata": {"prompt_tokens": []}},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="graph of"):
+            Circuit.load(source)
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="not JSON"):
+        Circuit.load(deep)
+
+
+def test_tokens_may_look_like_markup(lm_of):
+    """As Llama's [/INST] does."""
+    circuit = made(lm_of("llama"))
+    circuit.tokens = ["[/INST]"] * len(circuit.tokens)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(circuit)
+    assert "'[/INST]'" in console.file.getvalue()
+
+
+def test_memory_of_the_host_is_compared_before_rows_are_made(lm_of, monkeypatch):
+    lm = lm_of("llama")
+    circuit, before = lm.circuit(ids(4, 7), transcoder(lm, 1), max_features=None), set(lm.runner.kept)
+    rows = circuit.weights.numel() * 4
+    monkeypatch.setattr(build.os, "sysconf", lambda name: rows + rows // 2 if name == "SC_PHYS_PAGES" else 1)
+    with pytest.raises(ValueError, match="host memory"):  # they are copied once
+        lm.circuit(ids(4, 7), transcoder(lm, 1), max_features=None)
+    monkeypatch.undo()
+    lm.generate([ids(4, 7)], SamplingParams(max_tokens=1))
+    assert set(lm.runner.kept) == before
 
 
 def test_wrong_interventions_are_refused(lm_of):

@@ -162,7 +162,7 @@ class _Rows:
         layers = plan.lm.model_spec.num_hidden_layers
         self._first_target = self._active + (layers + 1) * len(plan.token_ids)
         nodes, memory = self._first_target + len(targets), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if (needed := 4 * self.count * nodes) > memory:
+        if (needed := 2 * 4 * self.count * nodes) > memory:  # at the end there is a copy, in the nodes' order
             raise ValueError(
                 f"max_features={plan.max_features}: {self.count} rows of {nodes} nodes need {needed >> 20} MiB of host memory, and "
                 f"this machine has {memory >> 20} MiB"
@@ -231,7 +231,7 @@ class _Rows:
         return Circuit(
             token_ids=plan.token_ids, tokens=texts, layers=lm.model_spec.num_hidden_layers, features=self._features[kept],
             activations=self._values[kept], active=self._active, targets=self._targets, target_values=self._target_values,
-            weights=self._weights[:, columns][rows], bias=bias, rest=rest[rows].float(),
+            weights=self._weights[rows[:, None], columns], bias=bias, rest=rest[rows].float(),
             node_threshold=plan.node_threshold, edge_threshold=plan.edge_threshold,
             softcap=self._passes.call("softcap"), source=(lm, {made.layer: made.sae for made in plan.replacements}),
         )  # fmt: skip

@@ -41,7 +41,7 @@ def circuit(
     """
     from .build import build, planned
 
-    lm.backend.require_process("lm.circuit", "POST /v1/interp/circuit runs it on the server")
+    lm.backend.require_process("lm.circuit", "no route of a server runs circuits")
     lm._check_outside()
     plan = planned(
         lm, prompt, transcoders, target, max_features=max_features, max_logits=max_logits, logit_mass=logit_mass,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from ...plots import Plot
@@ -273,6 +274,7 @@ class Circuit:
         """Read a graph of circuit-tracer's format: a path, or the result of `to_json`. It has the pruned part, and no model.
 
         Raises:
+            FileNotFoundError: no such file.
             ValueError: not such a graph, or too large.
         """
         return read_graph(cls, source)
@@ -302,7 +304,7 @@ class Circuit:
             table.add_row(
                 str(node.layer),
                 str(node.position),
-                token,
+                Text(token),  # which may look like rich's markup
                 str(node.feature),
                 f"{node.value:.4g}",
                 f"{node.influence:.2%}",

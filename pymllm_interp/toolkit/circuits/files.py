@@ -5,13 +5,13 @@ A file has the pruned graph: its nodes by name, and their links. Read again, it 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...utils.files.checked_files import read_json
 from .pruning import PrunedGraph
 from .targets import CircuitTarget
 
@@ -19,6 +19,8 @@ MAX_BYTES = 1 << 28
 """Bytes of a file that is read, at most."""
 MAX_CELLS = 1 << 28
 """Entries of the weights of a circuit that is read, at most."""
+MAX_LAYERS = 512
+"""Layers of a circuit that is read, at most. No path has more edges."""
 FEATURE, ERROR, EMBEDDING, LOGIT = "cross layer transcoder", "mlp reconstruction error", "embedding", "logit"
 """Kinds of nodes, as circuit-tracer names them."""
 
@@ -93,13 +95,11 @@ def read_graph(kind: Any, source: Any) -> Any:
         kind: the class `Circuit`.
 
     Raises:
+        FileNotFoundError: no such file.
         ValueError: not such a graph, or too large.
     """
     if isinstance(source, str | Path):
-        path = Path(source)
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{path} has more than {MAX_BYTES} bytes")
-        source = json.loads(path.read_text(encoding="utf-8"))
+        source = read_json(Path(source), MAX_BYTES)
     try:
         return _graph_of(kind, source)
     except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
@@ -113,11 +113,20 @@ def _graph_of(kind: Any, source: dict[str, Any]) -> Any:
     tokens = [str(token) for token in source["metadata"]["prompt_tokens"]]
     layers = int(by_kind[LOGIT][0]["layer"]) - 1
     keys = sorted(
-        (int(n["layer"]), int(n["ctx_idx"]), int(n["node_id"].split("_")[1]), n["node_id"]) for n in by_kind[FEATURE]
+        (
+            _within(int(n["layer"]), layers),
+            _within(int(n["ctx_idx"]), len(tokens)),
+            int(n["node_id"].split("_")[1]),
+            n["node_id"],
+        )
+        for n in by_kind[FEATURE]
     )
     rows, count = len(keys) + len(by_kind[LOGIT]), len(keys) + (layers + 1) * len(tokens) + len(by_kind[LOGIT])
-    if layers < 1 or rows * count > MAX_CELLS:
-        raise ValueError(f"a graph of {rows} x {count} effects; at most {MAX_CELLS} are read")
+    if not tokens or not 1 <= layers <= MAX_LAYERS or rows * count > MAX_CELLS:
+        raise ValueError(
+            f"a graph of {layers} layers, {len(tokens)} tokens and {rows} x {count} effects; at most {MAX_LAYERS} layers and "
+            f"{MAX_CELLS} effects are read"
+        )
     numbers = {name: number for number, (*_, name) in enumerate(keys)}
     first_error = len(keys)
     token_ids = [0] * len(tokens)
@@ -134,7 +143,7 @@ def _graph_of(kind: Any, source: dict[str, Any]) -> Any:
     for node in by_kind[LOGIT]:
         numbers[node["node_id"]] = first_embedding + len(tokens) + len(targets)
         label = str(node.get("clerp") or "").partition('"')[2].rpartition('"')[0]
-        targets.append(CircuitTarget(int(node["feature"]), None, float(node["token_prob"]), label))
+        targets.append(CircuitTarget(int(node["feature"]), None, _finite(node["token_prob"]), label))
     weights, edges, nodes = (
         torch.zeros(rows, count),
         torch.zeros(rows, count, dtype=torch.bool),
@@ -143,17 +152,29 @@ def _graph_of(kind: Any, source: dict[str, Any]) -> Any:
     nodes[list(numbers.values())] = True
     for link in source["links"]:
         one, other = numbers[link["source"]], numbers[link["target"]]
+        if one >= count - len(targets) or first_error <= other < count - len(targets):
+            raise IndexError(
+                f"{link['source']} -> {link['target']}: features and logits have inputs, and logits have no effects"
+            )
+        if max(one, other) < first_error and keys[one][0] >= keys[other][0]:  # a cycle may be made of such links
+            raise IndexError(f"{link['source']} -> {link['target']}: features read those of lower layers")
         row = other if other < first_error else len(keys) + other - (count - len(targets))
-        weights[row, one], edges[row, one] = float(link["weight"]), True
+        weights[row, one], edges[row, one] = _finite(link["weight"]), True
     activations = {node["node_id"]: node.get("activation") for node in by_kind[FEATURE]}
     made = kind(
         token_ids=token_ids, tokens=tokens, layers=layers, features=torch.tensor([key[:3] for key in keys]).view(-1, 3).long(),
-        activations=torch.tensor([float(activations[key[3]] or 0.0) for key in keys]), active=len(keys), targets=targets,
+        activations=torch.tensor([_finite(activations[key[3]] or 0.0) for key in keys]), active=len(keys), targets=targets,
         target_values=torch.zeros(len(targets)), weights=weights, bias=torch.zeros(rows), rest=torch.zeros(rows),
         node_threshold=1.0, edge_threshold=1.0,
     )  # fmt: skip
     made.graph = PrunedGraph(nodes, edges, _shares(source["nodes"], numbers, count))
     return made
+
+
+def _finite(value: Any) -> float:
+    if not abs(number := float(value)) <= torch.finfo(torch.float32).max:
+        raise OverflowError(f"{number} is no finite number")
+    return number
 
 
 def _within(number: int, count: int) -> int:
@@ -166,5 +187,5 @@ def _shares(nodes: list[dict[str, Any]], numbers: dict[str, int], count: int) ->
     shares = torch.ones(count)
     for node in nodes:
         if node.get("influence") is not None:
-            shares[numbers[node["node_id"]]] = float(node["influence"])
+            shares[numbers[node["node_id"]]] = _finite(node["influence"])
     return shares

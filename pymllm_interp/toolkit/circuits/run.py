@@ -213,10 +213,6 @@ class CircuitRun:
             positions[rows], depths[rows] = at.cpu(), 4 * made.layer + DEPTHS[made.kind]
         self._begin(vectors, positions.tolist(), depths.tolist())
 
-    def begin_reads(self, vectors: Tensor, position: int, depth: int) -> None:
-        """Start a pass from reads [batch, hidden] of the stream at one place."""
-        self._begin(vectors, [position] * len(vectors), [depth] * len(vectors))
-
     def _begin(self, vectors: Tensor, positions: list[int], depths: list[int]) -> None:
         count, rows = len(positions), max(positions) + 1
         self._reads = vectors.to(self._h.dtype)

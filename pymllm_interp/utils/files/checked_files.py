@@ -30,19 +30,22 @@ _STRING, _ARRAY = 8, 9
 _ALIGNMENT = "general.alignment"
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object of a file.
+
+    Args:
+        most: most bytes.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not JSON, no object, nested too deeply, a whole number beyond float64, or more than `MAX_JSON_BYTES`.
+        ValueError: not JSON, no object, nested too deeply, a whole number beyond float64, or more than `most` bytes.
     """
     if not path.is_file():  # a named pipe is opened for ever
         raise FileNotFoundError(f"{path}: no such file")
     with path.open("rb") as file:
-        text = file.read(MAX_JSON_BYTES + 1)
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"{path} has more than {MAX_JSON_BYTES} bytes, the most for a configuration")
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"{path} has more than {most} bytes, the most for such a file")
     try:
         found = json.loads(text, parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
