@@ -368,6 +368,8 @@ def test_what_no_block_has_is_refused_by_name(engines: tuple[LM, LM]) -> None:
             lm.model.layers[1].output.save()
     with pytest.raises(VllmRefusalError, match="no transformers' own attention"), lm.trace(PROMPTS[0]):
         lm.model.layers[1].self_attn.source.attention_interface_0.output.save()
+    with pytest.raises(NotImplementedError, match=r"o_proj\.weight.* is in vLLM's kernels"), lm.trace(PROMPTS[0]):
+        (lm.model.layers[1].self_attn.o_proj.input @ lm.model.layers[1].self_attn.o_proj.weight.T).save()
     assert lm.generate([PROMPTS[0]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import random_model
+from helpers_adapters import write_adapter
 from torch import nn
 from transformers import LlamaConfig
 
@@ -21,17 +24,22 @@ from pymllm_interp.core.step import RequestHooks
 from pymllm_interp.hooks.bound_hooks import Bindings, BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.interventions import Generated
+from pymllm_interp.layers.seal import seal
+from pymllm_interp.models.native.llama import LlamaForCausalLM
 from pymllm_interp.models.weights.source import ModelSource
 from pymllm_interp.server.http.errors import api_error
 from pymllm_interp.vllm_engine import payloads, versions
+from pymllm_interp.vllm_engine.client.adapters import VllmAdapters
 from pymllm_interp.vllm_engine.client.arguments import engine_arguments
 from pymllm_interp.vllm_engine.client.backend import VllmBackend
+from pymllm_interp.vllm_engine.client.core import VllmCore
 from pymllm_interp.vllm_engine.client.sampling import salt_of
 from pymllm_interp.vllm_engine.client.uplink import Uplink
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
 from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import additional_config, limits_of, server_config_of
 from pymllm_interp.vllm_engine.structures import structure_of
+from pymllm_interp.vllm_engine.worker.blocks.tree import refuse_weights
 from pymllm_interp.vllm_engine.worker.result_arena import ResultArena
 
 CONFIG = LlamaConfig(
@@ -442,3 +450,45 @@ def test_what_needs_the_model_in_this_process_is_a_refusal_with_the_reason() -> 
     with pytest.raises(NotImplementedError, match="vLLM has it in its own: make a local LM") as caught:
         backend.require_process("lm.grad")
     assert api_error(caught.value, refused=True).status == 501
+
+
+def test_a_call_without_an_answer_ends_with_vllms_engine() -> None:
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    core: Any = VllmCore.__new__(VllmCore)
+    core.llm = SimpleNamespace(collective_rpc=never, errored=True, dead_error=RuntimeError("it has ended"))
+    with pytest.raises(RuntimeError, match="it has ended"):
+        asyncio.run(asyncio.wait_for(core.call_async("interp_end_trace"), 10))
+
+
+def test_adapters_have_numbers_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes equal numbers for one adapter, and a user of an attached LLM numbers from 1."""
+    requests: list[Any] = []
+    made = {"LoRARequest": lambda *fields: requests.append(fields) or SimpleNamespace(lora_int_id=fields[1])}
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(**made))
+    config = SimpleNamespace(lora_config="any")
+    llm = SimpleNamespace(add_lora=lambda request: True)
+    core: Any = SimpleNamespace(config=config, llm=llm, ask=lambda answer: answer, wait=lambda answer: answer)
+    for seed in range(2):  # attached twice
+        VllmAdapters(core, {}).load("one", str(write_adapter(tmp_path / str(seed), random_model(CONFIG), seed=seed)))
+    (first, number, _), (second, other, _) = requests
+    assert first != second and number != other and min(number, other) > 10**6
+
+
+def test_weights_that_only_vllm_has_are_refused_by_name() -> None:
+    module = LlamaForCausalLM(CONFIG, SPEC, "meta", 1)
+    seal(module)
+    refuse_weights(module)
+    layer, rows = module.model.layers[1], torch.ones(3, 288)
+    for weight, name in (
+        (layer.self_attn.q_proj.weight, r"model\.layers\.1\.self_attn\.q_proj\.weight"), (module.lm_head.weight, "lm_head"),
+        (layer.mlp.gate_proj.weight, "gate_proj"), (module.model.embed_tokens.weight, "embed_tokens"),
+    ):  # fmt: skip
+        assert weight.shape[1] == 288 and weight.dtype is torch.float32 and "meta" in repr(weight)
+        for read in (
+            lambda weight: rows @ weight.T, lambda weight: weight[0], lambda weight: nn.functional.linear(rows, weight),
+            lambda weight: weight.sum(), lambda weight: weight.detach(), lambda weight: weight.data.cpu(),
+        ):  # fmt: skip
+            with pytest.raises(NotImplementedError, match=f"{name}.* is in vLLM's kernels"):
+                read(weight)

@@ -16,6 +16,9 @@ from ...models.adapters.peft_config import CONFIG_FILE, AdapterError, PeftConfig
 from ...models.adapters.slots import AdapterHold, unknown_adapter
 from .core import VllmCore
 
+NUMBERS = itertools.count(1 << 24)
+"""Numbers of adapters. vLLM takes equal numbers for one adapter. A user of a `vllm.LLM` numbers from 1, and may attach again."""
+
 
 @dataclass(eq=False)
 class _Loaded:
@@ -41,7 +44,7 @@ class VllmAdapters:
 
     def __init__(self, core: VllmCore, digests: MutableMapping[str, str]) -> None:
         self._core, self._digests = core, digests
-        self._lock, self._ids = threading.Lock(), itertools.count(1)
+        self._lock = threading.Lock()
         self._loaded: dict[str, _Loaded] = {}
 
     @property
@@ -70,10 +73,10 @@ class VllmAdapters:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         # vLLM's prefix cache knows adapters by name. An adapter under a used name must not read that KV.
-        number = next(self._ids)
+        number = next(NUMBERS)
         found = _Loaded(folder, LoRARequest(f"{name} {digest[:16]}", number, folder))
         try:
-            added = self._core.wait(self._core.llm.add_lora(found.request))
+            added = self._core.ask(self._core.llm.add_lora(found.request))
         except Exception as error:
             raise AdapterError(f"{folder}: vLLM cannot load this adapter: {error}") from error
         if not added:
@@ -93,7 +96,7 @@ class VllmAdapters:
                     f"adapter {name!r} is in use by {found.users} requests: wait for them, or cancel them, and unload it then"
                 )
             del self._loaded[name], self._digests[name]
-        self._core.wait(self._core.llm.remove_lora(found.request.lora_int_id))
+        self._core.ask(self._core.llm.remove_lora(found.request.lora_int_id))
 
     def hold(self, name: str) -> AdapterHold:
         """Keep an adapter loaded until the hold is released. Raises AdapterError for an unknown one."""

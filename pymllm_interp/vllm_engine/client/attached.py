@@ -152,14 +152,28 @@ class AttachedLLM:
         """Forget an adapter."""
         return await self._called("remove_lora", number)
 
+    @property
+    def errored(self) -> bool:
+        """Whether vLLM's processes have ended."""
+        return bool(getattr(getattr(self._engine.engine_core, "resources", None), "engine_dead", False))
+
+    @property
+    def dead_error(self) -> Exception:
+        """Error of calls then."""
+        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+
+        return EngineDeadError()
+
     async def _called(self, name: str, *args: Any) -> Any:
         return await asyncio.wrap_future(self._order(partial(self._calls[name], *args)))
 
     def shutdown(self) -> None:
         """Give the engine back to its user: its threads call it again."""
         self._orders.put(None)
-        self._thread.join()
-        while not self._orders.empty():  # of calls of the user's in the meantime
+        while self._thread.is_alive() and not self.errored:
+            self._thread.join(WAIT_SECONDS)
+        self._thread.join(WAIT_SECONDS)  # a call that vLLM has left without an answer never ends
+        while not self._thread.is_alive() and not self._orders.empty():  # of calls of the user's in the meantime
             if (order := self._orders.get()) is not None:
                 self._carry_out(order)
         for name in (*ORDERED, "step", "has_unfinished_requests"):

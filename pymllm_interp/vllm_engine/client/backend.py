@@ -224,7 +224,7 @@ class VllmBackend(FactoryBackend):
             arguments["clear_cache"] = False
             if mode == "abort":
                 self.engine.abort_all()
-        return self.core.wait(call(**arguments))
+        return self.core.ask(call(**arguments))
 
     def load_adapter(self, name: str, folder: str) -> None:
         self.engine.check_open()

@@ -24,6 +24,8 @@ from .uplink import Uplink
 
 CALL_SECONDS = 120.0
 """Timeout of a call to all ranks."""
+DEAD_SECONDS = 1.0
+"""Seconds between looks at whether vLLM's engine has ended, while a call waits for its answer."""
 ResultT = TypeVar("ResultT")
 
 
@@ -126,11 +128,31 @@ class VllmCore:
             TimeoutError: a rank did not answer in time.
         """
         try:
-            return await asyncio.wait_for(self.llm.collective_rpc(method, CALL_SECONDS, arguments), CALL_SECONDS + 5)
+            called = self.answered(self.llm.collective_rpc(method, CALL_SECONDS, arguments))
+            return await asyncio.wait_for(called, CALL_SECONDS + 5)
         except Exception as error:
             if isinstance(error, TimeoutError) or "timed out" in str(error):  # vLLM tells its own as a plain Exception
                 raise TimeoutError(f"a rank of vLLM has not answered {method} within {CALL_SECONDS:g} s") from error
             raise
+
+    async def answered(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """The answer of a call of vLLM's engine. If the engine ends meanwhile, vLLM leaves the call without one.
+
+        Raises:
+            Exception: vLLM's EngineDeadError, then.
+        """
+        llm, call = self.llm, asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({call}, timeout=DEAD_SECONDS))[0]:
+                if llm.errored:
+                    raise llm.dead_error
+            return call.result()
+        finally:
+            call.cancel()
+
+    def ask(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """`answered`, for other threads than the loop's."""
+        return self.wait(self.answered(work))
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all ranks, and wait for the answers."""

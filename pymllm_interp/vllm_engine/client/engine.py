@@ -161,7 +161,7 @@ class VllmRequestEngine:
     def reset_prefix_cache(self, reset_connector: bool = False) -> None:
         """Forget the KV that vLLM keeps. It has no connector here."""
         self.check_open()
-        self.core.wait(self.core.llm.reset_prefix_cache())
+        self.core.ask(self.core.llm.reset_prefix_cache())
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End all requests, and vLLM's processes. A second call does nothing."""
@@ -381,13 +381,14 @@ class VllmRequestEngine:
         """Fetch the captures, and emit the last event."""
         request = one.request
         try:
-            # Ranks that have ended do not answer: a request that vLLM has failed asks them for nothing.
-            if request.trace is not None and request.error is None and self._closing is None:
+            # A failed request ends its blocks on the ranks, too, but for ranks that have ended, or do not answer.
+            answers = self._closing is None and not isinstance(request.error, TimeoutError)
+            if request.trace is not None and answers:
                 await self._take_saves(one)
             if request.declared is not None:
                 await self._take_results(one)
         except BaseException as error:
-            request.error = request.error or error
+            request.error = request.error or self._named(error)
         finally:
             if request.error is not None and request.trace is None:  # a block may fail at the end that it waited past
                 request.finish_reason = "error"

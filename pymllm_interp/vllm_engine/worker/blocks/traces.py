@@ -33,7 +33,7 @@ from ....wire.failures import failure_of
 from ....wire.trace_payload import Sources
 from ...blocks import StepEnds, TraceOnWire, TraceResult, packed, traces_of
 from .ranks import Ranks
-from .tree import BlockTree
+from .tree import BlockTree, refuse_weights
 
 logger = logging.getLogger(__name__)
 _NEUTRAL = SamplingParams()
@@ -116,6 +116,7 @@ class RankTraces:
 
     def _begin_serving(self, module: Any) -> None:
         seal(module)
+        refuse_weights(module)
         stage = self._stage = TracedStage("eager")
         stage.model_spec = self._spec
         stage.has_experts = False
