@@ -158,9 +158,9 @@ def test_tokens_may_look_like_markup(lm_of):
     """As Llama's [/INST] does."""
     circuit = made(lm_of("llama"))
     circuit.tokens = ["[/INST]"] * len(circuit.tokens)
-    console = Console(file=io.StringIO(), width=200)
-    console.print(circuit)
-    assert "'[/INST]'" in console.file.getvalue()
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(circuit)
+    assert "'[/INST]'" in shown.getvalue()
 
 
 def test_memory_of_the_host_is_compared_before_rows_are_made(lm_of, monkeypatch):

@@ -477,7 +477,7 @@ def test_adapters_have_numbers_of_their_own(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_weights_that_only_vllm_has_are_refused_by_name() -> None:
-    module = LlamaForCausalLM(CONFIG, SPEC, "meta", 1)
+    module: Any = LlamaForCausalLM(CONFIG, SPEC, "meta", 1)
     seal(module)
     refuse_weights(module)
     layer, rows = module.model.layers[1], torch.ones(3, 288)
