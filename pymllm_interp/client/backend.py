@@ -32,7 +32,10 @@ from .handle import RequestHandle
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """The requests of one call, which are submitted all at once or not at all. The lists have an entry for each prompt."""
+    """The requests of one call, which are submitted all at once or not at all, except for prompts with images (`of`).
+
+    The lists have an entry for each prompt.
+    """
 
     prompts: list[RenderedPrompt]
     params: list[SamplingParams | None]
