@@ -32,7 +32,7 @@ from .handle import RequestHandle
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """The requests of one call, which are submitted all at once or not at all, except for prompts with images (`of`).
+    """The requests of one call. They are submitted all at once or not at all; those with images one by one (`of`).
 
     The lists have an entry for each prompt.
     """

@@ -145,7 +145,7 @@ class SpillConnector:
             return
         try:
             self._pool.pages_out([pages[i] for i in new], self._memory, slots)
-        except torch.OutOfMemoryError:  # of the pages gathered on the device: an eviction goes on without
+        except torch.OutOfMemoryError:  # of the pages gathered on the device: an eviction needs none of it
             self._counts["unwritten"] += 1
             with self._lock:
                 self._free += slots

@@ -381,7 +381,7 @@ class VllmRequestEngine:
         """Fetch the captures, and emit the last event."""
         request = one.request
         try:
-            # A failed request ends its blocks on the ranks, too, but for ranks that have ended, or do not answer.
+            # A failed request ends its blocks on the ranks, too, except on ranks that have ended or do not answer.
             answers = self._closing is None and not isinstance(request.error, TimeoutError)
             if request.trace is not None and answers:
                 await self._take_saves(one)
