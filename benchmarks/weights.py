@@ -57,9 +57,9 @@ def asleep(lm: LM) -> dict[str, Any]:
     return orders._orders._sleep._asleep
 
 
-def timed(function: Callable[[], Any], parts: dict[str, float]) -> Callable[[], None]:
-    def run() -> None:
-        parts["graphs"] = seconds(function)
+def timed(function: Callable[..., Any], parts: dict[str, float]) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        parts["graphs"] = seconds(partial(function, *args, **kwargs))
 
     return run
 

@@ -93,6 +93,9 @@ class EngineTuning:
     """The largest prefill or mixed step, in token rows, to capture as piecewise CUDA graphs; 0: none."""
     enable_torch_compile: bool = False
     """Compile decode passes before they are captured as CUDA graphs. Start-up takes longer."""
+    lazy_graphs: bool = False
+    """Serve before all CUDA graphs are captured. The others are captured when the engine is idle, and one by one between steps
+    that ask for them. Their passes have the same bits, and take longer until then. `lm.wake` does this, whatever is set here."""
     torch_compile_max_bs: int = 32
     """The largest batch size to compile."""
     capture_ring_bytes: int = 1 << 30

@@ -15,6 +15,7 @@ def counters(runner: InterpModelRunner, scheduler: Scheduler, drafts: Drafts | N
     return {
         "execution": {f"{how}: {why}": n for (how, why), n in Counter(runner.partition.counts).items()},
         "depths": dict(runner.executions.depths),
+        "graphs": runner.graphs.stats(),
         "segments": None if runner.segments is None else runner.segments.stats(),
         "prompt_segments": None if runner.prompt_segments is None else runner.prompt_segments.stats(),
         "states": None if runner.gdn_pool is None else runner.gdn_pool.stats(),

@@ -33,6 +33,7 @@ from .counters import counters
 from .drafts import Drafts
 from .kv_manager import KVManager
 from .lifecycle.intake import PAUSED_SECONDS, Intake
+from .lifecycle.late_captures import IDLE_SECONDS, LateCaptures
 from .request_ends import RequestEnds
 from .scheduler import Scheduler
 from .step_results import Progress, append_logprobs, blamed, count_step, needs_tokens, out_of_memory_error
@@ -72,10 +73,11 @@ class Engine:
         self.forked: EngineClosedError | None = None
         self._released = False
         config = runner.server_config
-        self._async = self._waits_for_room = False
+        self._async = self._waits_for_room = self._idle = False
         self._pacing = StepPacing(StepTimes())
         self._callbacks = Callbacks()
         engine = weakref.proxy(self)  # which holds the ends: a cycle would keep a deleted model
+        self.late_captures = LateCaptures(runner.graphs, lambda: engine.sync_previous_step())
         ends = self.ends = RequestEnds(runner, self._callbacks, lambda command: engine._call_soon(command))
         self.intake = Intake(ends, lambda requests: engine._add(requests))
         self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout, ends.end_waits, ends.end_stuck)
@@ -188,9 +190,8 @@ class Engine:
         `overlapped_steps` were followed by the next launch before their tokens were read. `depths`: passes that ended early, by
         layers. `eager_parts`: modules inside a layer that sent part of a step off its graph. `block_seconds`: waits for blocks.
         """
-        steps = {"steps": self.num_steps, "overlapped_steps": self.num_overlapped_steps}
-        steps["flat_logits"] = self.ends.num_flat_logits
-        return steps | counters(self.runner, self.scheduler, self._drafts)
+        own = {"steps": self.num_steps, "overlapped_steps": self.num_overlapped_steps}
+        return own | {"flat_logits": self.ends.num_flat_logits} | counters(self.runner, self.scheduler, self._drafts)
 
     def progress(self) -> Progress:
         """The engine's progress, for watchdogs. Takes no lock; any thread may call it."""
@@ -258,16 +259,15 @@ class Engine:
     # -- the thread -----------------------------------------------------------------
 
     def _start(self) -> None:
-        ready = self._ready
         try:
             self.check_open()  # no thread is waiting now
             self._initialize()
         except BaseException as error:
             self._closing = error
             self.runner.shutdown()
-            ready.set_exception(error)
+            self._ready.set_exception(error)
             return
-        ready.set_result(None)
+        self._ready.set_result(None)
         self._run()
 
     def _initialize(self) -> None:
@@ -280,8 +280,7 @@ class Engine:
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
             runner.interleaver.sync_previous_step = self.sync_previous_step
-        kv = KVManager.of(runner)
-        ring = runner.capture_ring
+        kv, ring = KVManager.of(runner), runner.capture_ring
         admission = None if ring is None else ring.admission
         self._drafts, times = Drafts.of(runner), self._pacing.times
         sizes = runner.max_num_tokens, runner.model_spec.num_hidden_layers
@@ -298,6 +297,8 @@ class Engine:
                 self.ends.send_events()
                 if self._has_work():
                     self.step()
+                if self.runner.graphs.num_missing:
+                    self.late_captures.turn(self.num_steps, self._idle)
                 if self.intake.held is not None:
                     self.intake.turn()
         except BaseException as error:
@@ -309,6 +310,7 @@ class Engine:
     def _take_commands(self) -> bool:
         """Wait for work; False when the engine closes."""
         with self._wake:
+            self._idle = False
             while not (self._inbox or self._closing) and (seconds := self._seconds_left()):
                 self._wake.wait(seconds)
             while not (self._inbox or self._closing or self._has_work()):
@@ -317,10 +319,11 @@ class Engine:
                     break
                 if logger.isEnabledFor(logging.DEBUG):
                     self.scheduler.check_integrity()
-                if not self._wake.wait(PAUSED_SECONDS if self.intake.paused else None):
+                paused = PAUSED_SECONDS if self.intake.paused else None
+                self._idle = not self._wake.wait(IDLE_SECONDS if self.runner.graphs.num_missing else paused)
+                if self._idle:
                     break
-            commands = list(self._inbox)
-            self._inbox.clear()
+            commands, self._inbox = self._inbox, deque()
         if commands:
             self._waits_for_room = False
         for command in commands:
@@ -346,9 +349,8 @@ class Engine:
 
     def _seconds_left(self) -> float:
         """Seconds to wait for requests before the next step: the device has enough to do. Blocks of traces need them."""
-        if not self._async or self._in_flight is None or self._in_flight[1].done:
-            return 0.0
-        return 0.0 if self.runner.nnsight_request_helper.expects_traces else self._pacing.seconds_left()
+        busy = self._async and self._in_flight is not None and not self._in_flight[1].done
+        return self._pacing.seconds_left() if busy and not self.runner.nnsight_request_helper.expects_traces else 0.0
 
     def _has_work(self) -> bool:
         if self.intake.paused:  # between two steps
@@ -451,8 +453,7 @@ class Engine:
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
         """A pass failed. The requests that may be the reason end (`blamed`); the others are run again."""
         logger.warning("a step failed: %r", error)
-        ending = blamed(step, self.scheduler.requests, error)
-        self.ends.fail(ending, error)
+        self.ends.fail(blamed(step, self.scheduler.requests, error), error)
         if isinstance(error, torch.OutOfMemoryError):
             gc.collect()
             torch.cuda.empty_cache()

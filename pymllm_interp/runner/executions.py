@@ -81,6 +81,8 @@ class Executions:
         """Run the pass as the descriptor says."""
         if batch.depth is not None:
             self.depths[batch.depth] += 1
+        if self.graphs.num_missing and descriptor.execution is Execution.PLAIN:
+            self.graphs.ran_without(batch)
         return WAYS[descriptor.execution].run(self, batch, descriptor)
 
     def layout(self, step: SchedulerOutput) -> PassLayout:
@@ -109,7 +111,7 @@ class Executions:
     # -- the parts of a pass ------------------------------------------------------------
 
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
-        """Run a pass from its CUDA graphs.
+        """Run a pass from its CUDA graphs, or as they would (`runs_padded`).
 
         Args:
             in_place: return a decode graph's own output, which the next replay overwrites.
@@ -158,11 +160,18 @@ class Executions:
         graphs = self.graphs.prefill if batch.forward_mode.is_extend() else self.graphs.for_decode(batch)
         return graphs is not None and batch.attention_cuts is None and graphs.can_run(batch)
 
+    def runs_padded(self, batch: ForwardBatch) -> bool:
+        """Whether `replay` serves the pass. Where its graph is missing, a decode pass runs over the padded rows of that graph."""
+        if batch.forward_mode.is_extend() or not self.graphs.decoders:
+            return self._is_captured(batch)
+        graphs = self.graphs.for_decode(batch)
+        return graphs is not None and batch.attention_cuts is None and graphs.fits(batch)
+
     def _has_segments(self, batch: ForwardBatch) -> bool:
         graphs = self.graphs
         if batch.forward_mode.is_extend():
-            return graphs.prompt_segments is not None and graphs.prompt_segments.graphs.can_run(batch)
-        return graphs.segments is not None and graphs.segments.graph_runner.can_run(batch) and graphs.is_laid_out(batch)
+            return graphs.prompt_segments is not None and graphs.prompt_segments.graphs.fits(batch)
+        return graphs.segments is not None and graphs.segments.graph_runner.fits(batch) and graphs.is_laid_out(batch)
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         return batch.forward_mode.is_decode()

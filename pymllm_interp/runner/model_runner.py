@@ -104,7 +104,7 @@ class ModelRunner(RunnerParts):
         """The second half: memory, attention and graphs."""
         self.init_memory_pool()
         self.init_attention_backend()
-        self.init_cuda_graphs()
+        self.init_cuda_graphs(self.server_config.lazy_graphs)
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Build the architecture's class and write its weights.
@@ -198,16 +198,16 @@ class ModelRunner(RunnerParts):
             "the workspace of attention does not fit", device_memory.smaller_pool(self.server_config),
         )  # fmt: skip
 
-    def init_cuda_graphs(self) -> None:
-        """Capture passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
+    def init_cuda_graphs(self, lazily: bool = False) -> None:
+        """Capture passes, see `CapturedPasses.capture`. Skipped off CUDA, with `disable_cuda_graph`, and without generation."""
         self.graphs.clear()
         if self.graphs.why_none() is None:
-            self.capture_model()
+            self.capture_model(lazily)
 
-    def capture_model(self) -> int:
+    def capture_model(self, lazily: bool = False) -> int:
         """Capture decode passes and small prefills; returns the graphs' memory in bytes: 0, with a warning, where skipped."""
         with invariant.mode(self):  # passes with hooks ask for it
-            return self.graphs.capture()
+            return self.graphs.capture(lazily)
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
@@ -350,7 +350,7 @@ class ModelRunner(RunnerParts):
         return self.partition.decide(
             forward_batch.forward_mode, forward_batch.num_request_tokens, forward_batch.batch_size, demands.num_hooked,
             can_replay=self.executions.can(Execution.REPLAY if whole else Execution.SEGMENTS, forward_batch),
-            modules_for=demands.modules_for, cuts=cuts,
+            modules_for=demands.modules_for, cuts=cuts, missing=self.graphs.num_missing > 0,
         )  # fmt: skip
 
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
@@ -468,7 +468,7 @@ class ModelRunner(RunnerParts):
     ) -> LogitsProcessorOutput:
         """One new token for each request."""
         if execution is Execution.REPLAY or (
-            execution is Execution.PLAIN and self.executions.can(Execution.REPLAY, forward_batch)
+            execution is Execution.PLAIN and self.executions.runs_padded(forward_batch)
         ):
             return self.executions.replay(forward_batch)
         return self.executions.plan_and_call(forward_batch, execution)

@@ -5,6 +5,7 @@
 | nothing | idle: no forward pass |
 | no block that waits for a module of this pass | plain: `forward_fused`, no module is called |
 | the same, in a decode pass that was captured | replay: `forward_fused`, as a CUDA graph |
+| the same, in a decode pass that is to be captured | plain: `forward_fused` on the padded rows of that graph |
 | the same, in a prefill or mixed pass that was captured | replay: `forward_fused`, as CUDA graphs between its attention layers |
 | a block that waits for a module of this pass | modules: `forward`, module by module |
 | the same, in a decode pass that was captured | segments: `forward`, with CUDA graphs between the blocks |
@@ -67,6 +68,7 @@ class Partition:
         can_replay: bool = False,
         modules_for: str = "",
         cuts: bool = False,
+        missing: bool = False,
     ) -> BatchExecutionDescriptor:
         """Pick the row of the table.
 
@@ -76,6 +78,7 @@ class Partition:
             can_replay: the pass was captured at its padded size, or its graph segments can be.
             modules_for: reason that the pass runs module by module, wherever blocks wait, or "".
             cuts: requests cut edges of attention, so no graph serves the whole pass.
+            missing: graphs are still to be captured.
         """
         if mode.is_idle() or num_tokens == 0:
             execution, reason = Execution.IDLE, "no tokens"
@@ -92,6 +95,8 @@ class Partition:
             execution, reason = Execution.REPLAY, "nobody waits for a module, and the pass was captured"
         else:
             execution, reason = Execution.PLAIN, "nobody waits for a module"
+            if missing:
+                reason += ", and not all passes are captured yet"
         self.counts[execution.value, reason] += 1
         return BatchExecutionDescriptor(execution, num_tokens, num_reqs, reason, hooked)
 

@@ -142,7 +142,7 @@ def test_a_sleep_or_a_wake_that_failed_shuts_nobody_out(folder: Path, monkeypatc
         done.set_exception(RuntimeError("lm.resume() was called"))
         return done
 
-    def fails() -> None:
+    def fails(lazily: bool) -> None:
         raise MemoryError
 
     with load(folder) as lm:
@@ -163,7 +163,7 @@ def test_a_sleep_or_a_wake_that_failed_shuts_nobody_out(folder: Path, monkeypatc
 def test_an_engine_of_which_nothing_falls_asleep_has_its_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch):
     calls = list[int]()
     with load(folder) as lm:
-        monkeypatch.setattr(lm.runner, "init_cuda_graphs", lambda: calls.append(1))
+        monkeypatch.setattr(lm.runner, "init_cuda_graphs", lambda lazily: calls.append(1))
         lm.sleep(tags=["captures"])
         assert calls == [1] and not lm.is_sleeping() and lm.generate(PROMPTS, GREEDY)[0].token_ids
 

@@ -657,9 +657,9 @@ def test_g08_gpu_padded_rows_write_to_nobody(cuda_runner):
 def test_g1_graphs_are_captured_into_the_pool_that_is_given_else_the_global_one_else_their_own(monkeypatch):
     pools = []
 
-    def noted(plan: Any, run: Any, pool: Any) -> Any:
+    def noted(plan: Any, run: Any, pool: Any, *warm_ups: Any) -> Any:
         pools.append(pool)
-        return record(plan, run, pool)
+        return record(plan, run, pool, *warm_ups)
 
     use_eager_captures(monkeypatch)
     record = graph_capture.record

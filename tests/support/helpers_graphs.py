@@ -40,7 +40,7 @@ def capture(run: Callable[[], None], pool: Any) -> EagerGraph:
 
 
 def record(
-    plan: Callable[[], None], run: Callable[[], tuple[torch.Tensor, ...]], pool: Any
+    plan: Callable[[], None], run: Callable[[], tuple[torch.Tensor, ...]], pool: Any, warm_ups: int = 1
 ) -> tuple[EagerGraph, tuple[torch.Tensor, ...]]:
     plan()
     run()  # a warm-up: a second one computes the same

@@ -90,14 +90,15 @@ def sleep(
     _control(self, "sleep", level=level, tags=tags, mode="wait" if drain else "keep")
 
 
-def wake(self: ClientModel, tags: Sequence[str] | None = None) -> bool:
-    """Take memory again after `sleep`. Passes are captured anew when all is back.
+def wake(self: ClientModel, tags: Sequence[str] | None = None, *, all_graphs: bool = False) -> bool:
+    """Take memory again after `sleep`. CUDA graphs are captured anew while requests are served already, with the same results.
 
     Weights that were dropped (level 2) are loaded again from the model's folder, if they were not changed since. Else
     ``wake(["weights"])`` gives them memory, and `update_weights` with all of them wakes the engine.
 
     Args:
         tags: memory to take; None: all.
+        all_graphs: wait until all graphs are captured, in an engine that is awake, too.
 
     Returns:
         whether the engine is awake.
@@ -105,8 +106,10 @@ def wake(self: ClientModel, tags: Sequence[str] | None = None) -> bool:
     Raises:
         ValueError: another tag, or dropped weights that cannot be loaded again.
         torch.OutOfMemoryError: no room; the engine still sleeps.
+        RuntimeError: with `all_graphs`, a graph could not be captured. The engine serves without it.
     """
-    return _control(self, "wake", tags=tags if tags is None or isinstance(tags, str) else list(tags))
+    tags = tags if tags is None or isinstance(tags, str) else list(tags)
+    return _control(self, "wake", tags=tags, all_graphs=all_graphs)
 
 
 def is_sleeping(self: ClientModel) -> bool:

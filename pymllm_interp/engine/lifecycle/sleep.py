@@ -195,14 +195,18 @@ class EngineSleep:
         return_freed_memory(runner.device)
         self._open_if_whole()  # nothing fell asleep: graphs are captured anew
 
-    def wake(self, tags: Sequence[str] | None = None) -> bool:
+    def wake(self, tags: Sequence[str] | None = None, all_graphs: bool = False) -> bool:
         """Take memory again, see `LM.wake`. Returns whether the engine is awake."""
         checked = TAGS if tags is None else _checked(tags)
-        if not (self.is_sleeping or self._needs_graphs):
-            return True
-        self._engine.call(partial(self._wake, checked))
-        if self.needs_weights and tags is None:
-            self._reload()
+        if self.is_sleeping or self._needs_graphs:
+            self._engine.call(partial(self._wake, checked))
+            if self.needs_weights and tags is None:
+                self._reload()
+        graphs = self._engine.runner.graphs
+        while all_graphs and not self.is_sleeping and graphs.num_missing:  # requests run in between
+            self._engine.call(self._engine.late_captures.capture)
+        if all_graphs and graphs.failure:
+            raise RuntimeError(f"a CUDA graph could not be captured, of {graphs.failure}")
         return not self.is_sleeping
 
     def _wake(self, tags: Sequence[str]) -> None:
@@ -223,14 +227,14 @@ class EngineSleep:
         self._engine.call(self._open_if_whole)
 
     def _open_if_whole(self) -> None:
-        """Capture graphs anew, and take requests, if nothing is asleep."""
+        """Take requests, if nothing is asleep. Graphs are captured anew: the largest now, the others while the engine serves."""
         runner = self._engine.runner
         if self.is_sleeping:
             return
         self._needs_graphs = True  # until they are captured: a later `wake` tries again
-        runner.init_cuda_graphs()
+        runner.init_cuda_graphs(lazily=True)
         if runner.adapters is not None and runner.adapters.any_loaded:
-            runner.graphs.capture_adapted(runner.adapters)
+            runner.graphs.capture_adapted(runner.adapters, lazily=True)
         if runner.drafter is not None:
             runner.drafter.capture_graphs()
         self._needs_graphs, self._engine.intake.why_closed = False, None

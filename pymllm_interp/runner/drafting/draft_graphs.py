@@ -99,13 +99,17 @@ class DraftGraphs:
         runner, table = self._runner, self._table
         states, buffers, n = runner.req_states, runner.input_buffers, len(inputs.ends)
         buffers.place(inputs.known, states, table)
-        logits, found, fed = self._passes.run_inside(inputs.known.shape[1])[inputs.ends], [], inputs.following
+        logits, found, fed = (
+            self._passes.run_inside(inputs.known.shape[1]).next_token_logits[inputs.ends],
+            [],
+            inputs.following,
+        )
         for i in range(self._k):
             if i == 1 and self._carry is not None:
                 self._carry(inputs.ends)
             if i:
                 buffers.place(fed, states, table)
-                logits = self._passes.run_inside(n)
+                logits = self._passes.run_inside(n).next_token_logits
                 fed = torch.stack((fed[0], fed[1] + 1, fed[2]))
             batch = SamplingBatch(rows=n)
             if sampled:

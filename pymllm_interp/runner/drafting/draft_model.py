@@ -307,7 +307,7 @@ def draft_server_config(target: ModelRunner) -> ServerConfig:
     config = target.server_config
     return replace(
         config, device=target.device, speculative=None, max_model_len=None, max_loras=1, inner_sites=(), reconstruct=(),
-        max_num_tokens=target.max_num_tokens, kv_cache_dtype="auto", enable_torch_compile=False,
+        max_num_tokens=target.max_num_tokens, kv_cache_dtype="auto", enable_torch_compile=False, lazy_graphs=False,
         prefill_graph_tokens=min(config.prefill_graph_tokens, MAX_GRAPH_TOKENS),
     )  # fmt: skip
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from typing import NamedTuple
 
 import torch
 
 from ...core.forward_batch import ForwardBatch
 from ...models.adapters.slots import AdapterSlots
+from .. import invariant
 from ..device_memory import GRAPH_OVERHEAD_BYTES
 from ..parts import RunnerParts
 from .cuda_graph_runner import CudaGraphRunner
@@ -37,6 +39,8 @@ PLAIN = DecodeVariant(declares=False, adapted=False)
 class CapturedPasses:
     """CUDA graphs of the passes of one runner.
 
+    Some may be captured later, by `capture_next`. Passes of their sizes run kernel by kernel until then, with the same bits.
+
     Args:
         runner: the runner. Its model is loaded, and its pools are there when passes are captured.
 
@@ -46,6 +50,8 @@ class CapturedPasses:
         prefill: small passes with prompts; None if they are not captured.
         segments: the parts of decode passes between blocks of traces; None if passes are not captured.
         prompt_segments: the same of passes with prompts.
+        num_missing: graphs that are to be captured.
+        failure: error of a later capture, or "". None follows it.
     """
 
     def __init__(self, runner: RunnerParts) -> None:
@@ -87,16 +93,20 @@ class CapturedPasses:
         limit = min(runner.server_config.prefill_graph_tokens, runner.max_num_tokens)
         return capture_token_counts(limit) if limit else []
 
-    def capture(self) -> int:
-        """Capture decode passes and small prefills. Returns the graphs' bytes; 0, with a warning, if none are captured."""
+    def capture(self, lazily: bool = False) -> int:
+        """Capture decode passes and small prefills. Returns the graphs' bytes; 0, with a warning, if none are captured.
+
+        Args:
+            lazily: the largest of each kind only. Others reuse its memory, and it shows that passes can be captured.
+        """
         runner, model = self._runner, self._runner.get_model()
         if (why_none := self.why_none()) is not None:
             logger.warning("no CUDA graphs are captured: %s", why_none)
             return 0
         try:
-            self.decoders[DECLARED] = CudaGraphRunner(runner)
+            self.decoders[DECLARED] = CudaGraphRunner(runner, lazily=lazily)
             if self.wants_plain:
-                self.decoders[PLAIN] = CudaGraphRunner(runner, declares=False)
+                self.decoders[PLAIN] = CudaGraphRunner(runner, declares=False, lazily=lazily)
         except RuntimeError as error:
             if model.fuses_ops or isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
@@ -105,11 +115,60 @@ class CapturedPasses:
             logger.warning("passes run eagerly: %s", model.why_no_graphs)
             return 0
         if sizes := self._prefill_sizes():
-            self.prefill = PrefillGraphs(runner, sizes)
+            self.prefill = PrefillGraphs(runner, sizes, lazily)
         kept = runner.server_config.max_segments
         self.segments = DecodeSegments(self.decoders[DECLARED], kept)
         self.prompt_segments = None if self.prefill is None else PromptSegments(self.prefill, kept)
-        return sum(graphs.memory_usage for graphs in (*self.decoders.values(), self.prefill) if graphs is not None)
+        self._count()
+        return sum(graphs.memory_usage for graphs in self._kinds())
+
+    def _kinds(self) -> list[CudaGraphRunner | PrefillGraphs]:
+        return [*self.decoders.values(), *(() if self.prefill is None else (self.prefill,))]
+
+    # -- later captures -------------------------------------------------------------------
+
+    def _count(self) -> None:
+        self._asked = Counter({one: count for one, count in self._asked.items() if one[1] in one[0].missing})
+        self.num_missing = 0 if self.failure else sum(len(graphs.missing) for graphs in self._kinds())
+
+    def ran_without(self, batch: ForwardBatch) -> None:
+        """A pass ran kernel by kernel. If it was for want of a graph, count that."""
+        graphs = self.prefill if batch.forward_mode.is_extend() else self.for_decode(batch)
+        if (
+            graphs is not None
+            and graphs.fits(batch)
+            and (size := graphs.padded_size(batch.num_tokens)) in graphs.missing
+        ):
+            self._asked[graphs, size] += 1
+
+    @property
+    def most_asked(self) -> int:
+        """Passes that ran without one and the same graph."""
+        return max(self._asked.values(), default=0)
+
+    def capture_next(self) -> None:
+        """Capture the missing graph that most passes ran without, between two steps.
+
+        An error is kept in `failure`, and raised. No further graph is captured then.
+        """
+        missing = [(graphs, size) for graphs in self._kinds() for size in reversed(graphs.missing)]
+        graphs, size = max(missing, key=lambda one: self._asked[one])
+        try:
+            with invariant.mode(self._runner):
+                graphs.capture_size(size)
+        except BaseException as error:
+            self.failure = f"a pass of {size} rows: {error}"
+            raise
+        finally:
+            self._count()
+
+    def stats(self) -> dict[str, int | str] | None:
+        """Number of graphs captured and missing, with `failure`; None where passes are not captured."""
+        if not self.decoders:
+            return None
+        missing = sum(len(graphs.missing) for graphs in self._kinds())
+        captured = sum(len(graphs.sizes) for graphs in self._kinds()) - missing
+        return {"captured": captured, "missing": missing, "failure": self.failure}
 
     def release(self) -> None:
         """Release all graphs and their memory."""
@@ -124,6 +183,8 @@ class CapturedPasses:
         self.decoders: dict[DecodeVariant, CudaGraphRunner] = {}
         self._adapters_version: int | None = None
         self.prefill: PrefillGraphs | None = None
+        self.num_missing, self.failure = 0, ""
+        self._asked: Counter[tuple[CudaGraphRunner | PrefillGraphs, int]] = Counter()
         self.segments: DecodeSegments | None = None
         self.prompt_segments: PromptSegments | None = None
 
@@ -134,25 +195,27 @@ class CapturedPasses:
 
     # -- LoRA adapters ------------------------------------------------------------------
 
-    def capture_adapted(self, adapters: AdapterSlots) -> None:
+    def capture_adapted(self, adapters: AdapterSlots, lazily: bool = False) -> None:
         """Capture decode passes over the adapters' memory, unless they are captured already."""
         if not self.decoders or self._adapters_version == adapters.version:
             return
         self.release_adapted()
         try:
             for variant, graphs in list(self.decoders.items()):
-                adapted = CudaGraphRunner(self._runner, declares=variant.declares, adapted=graphs)
+                adapted = CudaGraphRunner(self._runner, declares=variant.declares, adapted=graphs, lazily=lazily)
                 self.decoders[variant._replace(adapted=True)] = adapted
         except BaseException:
             self.release_adapted()
             raise
         self._adapters_version = adapters.version
+        self._count()
 
     def release_adapted(self) -> None:
         """Release the graphs of passes with adapters."""
         self._adapters_version = None
         for variant in [variant for variant in self.decoders if variant.adapted]:
             self.decoders.pop(variant).shutdown()
+        self._count()
 
     # -- which serve a pass ---------------------------------------------------------------
 

@@ -8,6 +8,9 @@ A replay launches a whole pass at once; an eager pass launches some hundred kern
     else:
         logits_output = model_runner.forward(forward_batch)
 
+With `lazily` only the largest size is captured, and `capture_size` captures another one later. Until then `replay` runs its pass
+kernel by kernel over the same padded rows: the bits are the same.
+
 A batch is padded to the next captured size. Padded rows belong to the dummy row and slot of the pools, so they read and write
 no request's memory. `replay` returns fresh memory: the next replay does not change it.
 """
@@ -61,11 +64,12 @@ class CudaGraphRunner:
         adapted: capture the rows' adapters, too: the same passes without adapters. Their pool and output buffers serve these graphs
             as well.
         pool: the memory pool of the graphs; None: the global one, if it exists, else a new one.
+        lazily: capture the largest size and compiled ones only.
 
     Attributes:
         graphs, output_buffers: graphs and output buffers by batch size. A buffer holds logits and hidden states of the last
             replay.
-        capture_bs, max_bs: the sizes, and the largest of them.
+        capture_bs, sizes, max_bs: the sizes (twice), and the largest of them.
         enable_torch_compile, torch_compile_max_bs, compile_bs: sizes to compile before they are captured.
         seq_len_fill_value: the length of a padded row.
         buffers: the runner's input buffers, which captured passes read.
@@ -83,6 +87,7 @@ class CudaGraphRunner:
         declares: bool = True,
         adapted: CudaGraphRunner | None = None,
         pool: tuple | None = None,
+        lazily: bool = False,
     ) -> None:
         parts = ("model", "req_to_token_pool", "token_to_kv_pool", "attn_backend")
         missing = [name for name in parts if getattr(model_runner, name) is None]
@@ -94,7 +99,7 @@ class CudaGraphRunner:
         self.device = model_runner.device
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.output_buffers: dict[int, LogitsProcessorOutput] = {}
-        self.capture_bs = sizes or graph_capture.capture_batch_sizes(model_runner.max_decode_rows)
+        self.capture_bs = self.sizes = sizes or graph_capture.capture_batch_sizes(model_runner.max_decode_rows)
         self.max_bs = self.capture_bs[-1]
         server_config = model_runner.server_config
         self.enable_torch_compile = server_config.enable_torch_compile
@@ -110,15 +115,25 @@ class CudaGraphRunner:
         # By default no engine shares it with another one: that one's graphs may be replayed before this engine has read its logits.
         self.pool = pool or (graph_capture.memory_pool(self.device) if adapted is None else adapted.pool)
         self._batches: dict[int, ForwardBatch] = {}
-        self.capture()
+        self.capture(lazily)
 
     @property
     def attn_backend(self) -> Any:
         """Attention backend of the runner."""
         return self.model_runner.attn_backend
 
+    @property
+    def missing(self) -> list[int]:
+        """Sizes without a graph, so far."""
+        return [bs for bs in self._batches if bs not in self.graphs]
+
     def can_run(self, forward_batch: ForwardBatch) -> bool:
-        """Whether `replay` serves the batch.
+        """Whether a graph serves the batch."""
+        bs = forward_batch.batch_size
+        return self.fits(forward_batch) and (bs == 0 or self.padded_size(bs) in self.graphs)
+
+    def fits(self, forward_batch: ForwardBatch) -> bool:
+        """Whether `replay` serves the batch, from a graph or kernel by kernel.
 
         It has to be a decode or idle batch of a captured size, without gradients (`fresh_kv_only`). All rows have logits.
         Declared ops, if any, have to be in the tables that graphs read.
@@ -136,7 +151,7 @@ class CudaGraphRunner:
             return bool(self.graphs)
         padded = self.padded_size(bs)
         return (
-            padded in self.graphs
+            padded in self._batches
             and forward_batch.attn_backend is self.attn_backend
             and self.attn_backend.can_replay(forward_batch, padded)
         )
@@ -146,15 +161,19 @@ class CudaGraphRunner:
         return self.capture_bs[bisect_left(self.capture_bs, bs)]
 
     @torch.no_grad()
-    def capture(self) -> None:
-        """Capture every size, largest first: smaller graphs reuse its memory."""
+    def capture(self, lazily: bool = False) -> None:
+        """Capture every size, largest first: smaller graphs reuse its memory. `lazily`: leave most of them to `capture_size`."""
         started, free = time.perf_counter(), free_memory(self.device)
         bs = self.max_bs
         self.buffers.clear()
         try:
             self.attn_backend.init_cuda_graph_state(self.max_bs)
+            for bs in self.capture_bs:
+                self._batches[bs] = self._batch(bs)
             with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
-                for bs in reversed(self.capture_bs):
+                for bs in [
+                    bs for bs in reversed(self.capture_bs) if not lazily or bs in (self.max_bs, *self.compile_bs)
+                ]:
                     before = free_memory(self.device)
                     self._capture_one(bs)
                     logger.debug("graph of %d rows: %.1f MiB", bs, (before - free_memory(self.device)) / 2**20)
@@ -175,24 +194,37 @@ class CudaGraphRunner:
             len(self.graphs), self.max_bs, time.perf_counter() - started, self.memory_usage / 2**20,
         )  # fmt: skip
 
-    def _capture_one(self, bs: int) -> None:
-        batch = self._batch(bs)
-        forward = self._forward(bs)
-        assert batch.positions is not None
-        input_ids, positions = batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0)
-        batch.return_hidden_states = True
+    @torch.no_grad()
+    def capture_size(self, bs: int) -> None:
+        """Capture a size that is `missing`, between two steps. Raises RuntimeError: it failed; all other sizes are as before."""
+        free = free_memory(self.device)
+        self.buffers.clear()
+        with graph_capture.without_gc(), model_capture_mode(self.model_runner):
+            self._capture_one(bs, warm_ups=1)
+        self.memory_usage += max(0, free - free_memory(self.device))
+
+    def _capture_one(self, bs: int, warm_ups: int = graph_capture.WARM_UPS) -> None:
+        if self._adapted is not None and bs in self._adapted.missing:
+            self._adapted.capture_size(bs)  # they share their outputs
+        batch, forward = self._batches[bs], self._forward(bs)
 
         def plan() -> None:
-            batch.hidden_states = None
             self.attn_backend.init_forward_metadata_capture_cuda_graph(batch)
 
         def run() -> tuple[torch.Tensor, torch.Tensor]:
-            logits = forward(input_ids, positions, batch)[0]
-            assert batch.hidden_states is not None, "the model sets it"
-            return self._placed(bs, logits, batch.hidden_states)
+            return self._placed(bs, *self._run(batch, forward))
 
-        self.graphs[bs], outputs = graph_capture.record(plan, run, self.pool)
-        self._batches[bs], self.output_buffers[bs] = batch, LogitsProcessorOutput(*outputs)
+        self.graphs[bs], outputs = graph_capture.record(plan, run, self.pool, warm_ups)
+        self.output_buffers[bs] = LogitsProcessorOutput(*outputs)
+
+    @staticmethod
+    def _run(batch: ForwardBatch, forward: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and hidden states of the pass over the input buffers."""
+        assert batch.positions is not None
+        batch.hidden_states = None
+        logits = forward(batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0), batch)[0]
+        assert batch.hidden_states is not None, "the model sets it"
+        return logits, batch.hidden_states
 
     def _placed(self, bs: int, logits: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and hidden states of a captured pass, in the output buffers of the passes without adapters."""
@@ -203,12 +235,12 @@ class CudaGraphRunner:
         return shared.next_token_logits.copy_(logits), shared.hidden_states.copy_(hidden)
 
     def _batch(self, bs: int) -> ForwardBatch:
-        """A decode batch of `bs` rows over the input buffers."""
+        """A planned decode batch of `bs` rows over the input buffers."""
         runner, buffers, adapters = self.model_runner, self.buffers, None
         if self._adapted is not None:
             assert runner.adapters is not None
             adapters = AdapterRows(tiles=buffers.adapter_memory(bs), version=runner.adapters.version)
-        return ForwardBatch(
+        batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=bs,
             input_ids=buffers.input_ids[:bs],
@@ -225,7 +257,10 @@ class CudaGraphRunner:
             state_pool=runner.gdn_pool,
             site_ops=runner.captured_site_ops(bs) if self._declares else None,
             adapters=adapters,
+            return_hidden_states=True,
         )
+        self.attn_backend.init_forward_metadata_capture_cuda_graph(batch)
+        return batch
 
     def _forward(self, bs: int) -> Callable[..., torch.Tensor]:
         """The model's fused pass, compiled for the sizes of `compile_bs`."""
@@ -250,12 +285,14 @@ class CudaGraphRunner:
         batch.seq_lens_cpu.fill_(longest)
         return self.attn_backend.can_replay(batch, bs)
 
-    def run_inside(self, bs: int) -> torch.Tensor:
-        """Run the pass of `bs` rows over the input buffers, for a graph that captures several: logits [bs, vocab]."""
+    def run_inside(self, bs: int) -> LogitsProcessorOutput:
+        """Run the pass of `bs` rows over the input buffers kernel by kernel. A graph may capture several."""
         batch = self._batches[bs]
-        assert batch.positions is not None
         self.attn_backend.forget_plan(batch)
-        return self._forward(bs)(batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0), batch)[0]
+        try:
+            return LogitsProcessorOutput(*self._run(batch, self._forward(bs)))
+        finally:
+            self.attn_backend.forget_plan(batch)
 
     def prepare(self, forward_batch: ForwardBatch) -> ForwardBatch:
         """Copy the batch into the input buffers, padded, and plan its attention. Returns the batch of the graph."""
@@ -266,7 +303,7 @@ class CudaGraphRunner:
 
     @torch.no_grad()
     def replay(self, forward_batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
-        """Replay the graph of the batch's padded size. `can_run` must hold for the batch.
+        """Replay the graph of the batch's padded size, or run its pass if it is `missing`. `fits` must hold for the batch.
 
         Args:
             in_place: return the graph's own logits, which the next replay overwrites.
@@ -280,8 +317,11 @@ class CudaGraphRunner:
             empty = torch.empty(0, runner.model_spec.num_logits, dtype=runner.dtype, device=self.device)
             return LogitsProcessorOutput(empty)
         bs = self.prepare(forward_batch).batch_size
-        self.graphs[bs].replay()
-        outputs = self.output_buffers[bs]
+        if (graph := self.graphs.get(bs)) is None:
+            outputs = self.run_inside(bs)
+        else:
+            graph.replay()
+            outputs = self.output_buffers[bs]
         logits, hidden_states = outputs.next_token_logits[:n], None
         if forward_batch.return_hidden_states:
             assert outputs.hidden_states is not None

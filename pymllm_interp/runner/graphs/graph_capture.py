@@ -87,6 +87,18 @@ def freeze_gc() -> Iterator[None]:
         gc.collect()
 
 
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """The same for one capture between or within steps, without the time of a collection."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @cache
 def _capture_stream(device_index: int) -> torch.cuda.Stream:
     """The stream of all captures: cuBLAS keeps a workspace for each stream that it has seen.
@@ -96,7 +108,7 @@ def _capture_stream(device_index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device_index, priority=-1)
 
 
-def record(plan: Callable[[], None], run: Callable[[], T], pool: Any) -> tuple[Any, T]:
+def record(plan: Callable[[], None], run: Callable[[], T], pool: Any, warm_ups: int = WARM_UPS) -> tuple[Any, T]:
     """Warm `run` up and capture it. `plan` is called before each run, outside the graph.
 
     Returns:
@@ -107,7 +119,7 @@ def record(plan: Callable[[], None], run: Callable[[], T], pool: Any) -> tuple[A
     with _captures:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
+            for _ in range(warm_ups):
                 plan()
                 run()
             plan()

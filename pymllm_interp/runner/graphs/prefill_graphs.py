@@ -69,6 +69,7 @@ class PrefillGraphs:
     Args:
         model_runner: initialised: model, pools and attention backend are there.
         sizes: numbers of token rows, ascending.
+        lazily: capture the largest size only; `capture_size` captures the others.
 
     Attributes:
         queries, outputs: [largest size, heads, head_dim] of attention, which runs between two graphs.
@@ -77,7 +78,7 @@ class PrefillGraphs:
         memory_usage: device memory of the graphs and buffers, in bytes.
     """
 
-    def __init__(self, model_runner: RunnerParts, sizes: list[int]) -> None:
+    def __init__(self, model_runner: RunnerParts, sizes: list[int], lazily: bool = False) -> None:
         self.model_runner, self.sizes = model_runner, sizes
         layer = model_runner.get_model().attention_layers()[0]
         shape = sizes[-1], layer.num_heads, layer.head_dim
@@ -91,14 +92,23 @@ class PrefillGraphs:
         # By default separate: tensors live from one graph to the next, and another engine may replay its graphs in between.
         self.pool = graph_capture.memory_pool(model_runner.device)
         self.memory_usage = 0
-        self._capture()
+        self._capture(sizes[-1:] if lazily else sizes)
+
+    @property
+    def missing(self) -> list[int]:
+        """Sizes without graphs, so far."""
+        return [size for size in self.sizes if size not in self._pieces]
 
     def padded_size(self, tokens: int) -> int | None:
         """The captured size that a pass of `tokens` rows is padded to; None for a larger pass."""
         return self.sizes[bisect_left(self.sizes, tokens)] if tokens <= self.sizes[-1] else None
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether `replay` serves the batch.
+        """Whether `replay` serves the batch."""
+        return batch.padded_size in self._pieces and self.fits(batch)
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether graphs of its size serve the batch, if they are captured.
 
         It has to be laid out with its padding. Gradients (`fresh_kv_only`), cut edges, adapters and DeepStack states are not
         captured.
@@ -106,8 +116,7 @@ class PrefillGraphs:
         """
         return (
             batch.forward_mode.is_extend()
-            and batch.padded_size in self._pieces
-            and batch.num_tokens == batch.padded_size
+            and batch.num_tokens == batch.padded_size == self.padded_size(batch.num_tokens)
             and not batch.fresh_kv_only
             and batch.attention_cuts is None
             and batch.adapters is None
@@ -154,13 +163,22 @@ class PrefillGraphs:
         self.embedded = EmbeddedMask(self.queries, self.queries)
 
     @torch.no_grad()
-    def _capture(self) -> None:
-        """Capture every size, largest first: smaller graphs reuse its memory."""
+    def capture_size(self, size: int) -> None:
+        """Capture a size that is `missing`, between two steps. Raises RuntimeError: it failed; all other sizes are as before."""
+        free = free_memory(self.model_runner.device)
+        self.model_runner.input_buffers.clear()
+        with graph_capture.without_gc(), model_capture_mode(self.model_runner):
+            self._pieces[size] = graph_capture.record_pieces(self._pass(size), self.pool, warm_ups=1)
+        self.memory_usage += max(0, free - free_memory(self.model_runner.device))
+
+    @torch.no_grad()
+    def _capture(self, sizes: list[int]) -> None:
+        """Capture sizes, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), free_memory(self.model_runner.device)
         size = self.sizes[-1]
         try:
             with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
-                for size in reversed(self.sizes):
+                for size in reversed(sizes):
                     self._pieces[size] = graph_capture.record_pieces(self._pass(size), self.pool)
             self._warm_attention_up()
         except Exception as error:  # also errors of Triton's compiler, which are not RuntimeErrors
@@ -176,7 +194,7 @@ class PrefillGraphs:
         self.memory_usage = max(0, free - free_memory(self.model_runner.device))
         logger.info(
             "captured prefill graphs of %d sizes (up to %d rows) in %.1f s, %.0f MiB",
-            len(self.sizes), self.sizes[-1], time.perf_counter() - started, self.memory_usage / 2**20,
+            len(sizes), self.sizes[-1], time.perf_counter() - started, self.memory_usage / 2**20,
         )  # fmt: skip
 
     def _warm_attention_up(self) -> None:

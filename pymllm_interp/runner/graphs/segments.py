@@ -20,12 +20,10 @@ copies, so no block ever holds memory that a graph will overwrite.
 
 from __future__ import annotations
 
-import gc
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -175,7 +173,7 @@ class Segments(ABC):
                 shapes[name] = value.shape
 
         try:
-            with _without_gc(), graph_capture.model_capture_mode(self.owner):
+            with graph_capture.without_gc(), graph_capture.model_capture_mode(self.owner):
                 replay = self._capture(run)
         except RuntimeError as error:
             self.broken = True
@@ -226,15 +224,3 @@ class DecodeSegments(Segments):
         """Drop the values that one segment computed for all its layers: they live in that segment's memory."""
         assert self._batch is not None
         self.graph_runner.attn_backend.forget_plan(self._batch)
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Keep the garbage collector from freeing device memory in the middle of a capture, without the time of a collection."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -79,6 +79,7 @@ FAMILIES = {
     "overlapped_steps_total": MetricFamily("counter", "Steps that were followed by the next launch before their tokens were read."),
     "flat_logits_total": MetricFamily("counter", "Logits of requests with edits that were NaN, or equal for all tokens."),
     "steps_by_execution_total": MetricFamily("counter", "Steps by how they ran, and why."),
+    "cuda_graphs": MetricFamily("gauge", "CUDA graphs, by state: captured, or missing so far."),
     "block_seconds_total": MetricFamily("counter", "Seconds for which steps waited for blocks of traces."),
     "prefix_cache_queries_total": MetricFamily("counter", "Prompt tokens looked up in the prefix cache, by edits of the request."),
     "prefix_cache_hits_total": MetricFamily("counter", "Prompt tokens found in the prefix cache, by edits of the request."),

@@ -215,6 +215,8 @@ def _of_engine(stats: Mapping[str, Any]) -> Iterator[Sample]:
     for how, count in sorted(stats["execution"].items()):
         mode, _, why = how.partition(": ")
         yield "steps_by_execution_total", {"execution": mode, "reason": why}, count
+    for name in ("captured", "missing") if stats.get("graphs") else ():
+        yield "cuda_graphs", {"state": name}, stats["graphs"][name]
     cache = stats.get("prefix_cache") or {}
     for found, name in (("asked_tokens", "queries"), ("cached_tokens", "hits")):
         for kind, count in sorted((cache.get(found) or {}).items()):

@@ -91,10 +91,10 @@ def _add_pauses(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/wake_up")
     async def wake_up(
-        request: Request, tags: Annotated[list[str] | None, Query(max_length=8)] = None
+        request: Request, tags: Annotated[list[str] | None, Query(max_length=8)] = None, all_graphs: bool = False
     ) -> dict[str, Any]:
         """Take memory again, as `lm.wake`."""
-        awake = await order(request, "wake", tags=tags)
+        awake = await order(request, "wake", tags=tags, all_graphs=all_graphs)
         return {"status": "awake" if awake else "sleeping", "tags": tags}
 
     @router.get("/is_sleeping")
