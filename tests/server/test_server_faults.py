@@ -14,13 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import uvicorn
 from fastapi import FastAPI
+from helpers_forks import children_of
 from helpers_gguf import announcing, overlapping
 from helpers_served import ThreadDoor, ThreadProcess, served
 from helpers_server import GREEDY, KEYS, Server, serving, text_of
@@ -286,10 +286,6 @@ def test_an_engines_end_may_end_the_server(served_folder, tmp_path, monkeypatch)
         text_of(server)
         killed.set()
         assert server.process.result(600) == 3
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.slow

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from helpers_server import Server
+from helpers_server import Server, serving
 
 IMPORTS = """
 import sys
@@ -21,6 +22,13 @@ text = tokenizer.decode(tokenizer("w1 w2")["input_ids"])
 tokenizer.apply_chat_template([{"role": "user", "content": "w3"}], tokenize=False)
 print(text, sorted({"torch", "nnsight", "greenlet"} & sys.modules.keys()))
 """
+
+
+@pytest.fixture(scope="module")
+def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The real command: other tests' servers are forked with all imported (helpers_forks.py)."""
+    with serving(served_folder, folder=tmp_path_factory.mktemp("keys"), forked=False) as found:
+        yield found
 
 
 def run(code: str, *args: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers_processes import SECONDS, children_of, engine_of, is_gone, starting, wait_for
+from helpers_forks import children_of
+from helpers_processes import SECONDS, engine_of, is_gone, starting, wait_for
 from helpers_server import GREEDY, Server, serving
 
 from pymllm_interp.server.engines.liveness import Liveness

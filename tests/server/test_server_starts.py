@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 import zmq
-from helpers_processes import SECONDS, children_of, engine_of, is_gone, starting, wait_for
+from helpers_forks import children_of
+from helpers_processes import SECONDS, engine_of, is_gone, starting, wait_for
 from helpers_server import serving
 
 from pymllm_interp.server.engines.owned_folders import OwnedFolder

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from helpers_forks import children_of
+
 SECONDS = 120
 
 
@@ -21,10 +23,6 @@ def wait_for(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return found
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_gone(pid: int) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq.asyncio
+from helpers_forks import forking
 from helpers_server import KEYS, SECONDS, Server, _read
 
 from pymllm_interp.server.engines.replica_process import ReplicaProcess, ReplicaSettings
@@ -183,12 +184,13 @@ class Replicas:
 def replicas_of(
     model: str | Path, count: int, saes: dict[str, str] | None = None, **limits: Any
 ) -> Iterator[Replicas]:  # fmt: skip
-    """Replicas, until the end of the body."""
-    found = Replicas(model, count, saes, **limits)
-    try:
-        yield found
-    finally:
-        found.close()
+    """Replicas, until the end of the body. They and their fronts are forked (helpers_forks.py)."""
+    with forking():
+        found = Replicas(model, count, saes, **limits)
+        try:
+            yield found
+        finally:
+            found.close()
 
 
 async def greeted(address: str, server_key: str, keys: LinkKeys, curve: bool, seconds: float) -> list[bytes]:

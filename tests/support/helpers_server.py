@@ -1,4 +1,4 @@
-"""Real servers for tests: `pymllm-interp serve` in a process of its own, on a free port of this machine."""
+"""Real servers for tests: `pymllm-interp serve` in processes of its own, on a free port of this machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from helpers_forks import children_of, forking
 
 import pymllm_interp
 from pymllm_interp.server.http.families import FAMILIES
@@ -59,9 +60,9 @@ class Server:
         """The server's one child."""
         if REPLICAS:
             pytest.skip("of a server with one engine process")
-        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found = children_of(self.process.pid)
         assert len(found) == 1, found
-        return int(found[0])
+        return found[0]
 
     def metric(self, name: str) -> float:
         """The sum of a metric's series; 0 where it has none now."""
@@ -127,6 +128,7 @@ def serving(
     files: int | None = None,
     replicas: int | None = None,
     announces: str = "https?://",
+    forked: bool = True,
 ) -> Iterator[Server]:
     """A server of a model, until the end of the body.
 
@@ -138,6 +140,7 @@ def serving(
         files: that the server's processes may have open, each.
         replicas: of a front without Ray (replicated_server.py), all ready; None: `pymllm-interp serve`, or as --replicas says.
         announces: how the address begins that it prints.
+        forked: its processes are forked (helpers_forks.py), where their interpreter is this one.
     """
     replicas = replicas or REPLICAS
     main = ["-m", "pymllm_interp.cli"]
@@ -152,7 +155,8 @@ def serving(
     command += [python, *main, *arguments_of(model, options, keys, folder)]
     paths = sys.path if python == sys.executable else [str(Path(pymllm_interp.__file__).parents[1])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    with forking() if forked else nullcontext():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     lines: queue.Queue[str] = queue.Queue()
     server = Server("", process, lines)
     errors: queue.Queue[str] = queue.Queue()

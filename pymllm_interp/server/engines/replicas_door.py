@@ -211,6 +211,8 @@ class ReplicasDoor(Door):
         self._refused.pop(link.name, None)
         if self.info is None:
             files = await link.ask(m.AskTokenizer)
+            if self.info is not None:  # another replica's came meanwhile, and are being read
+                return
             if files:
                 self.tokenizer_folder.mkdir(exist_ok=True)
             for name, content in files.items():
