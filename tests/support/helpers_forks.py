@@ -13,6 +13,7 @@ import fcntl
 import gc
 import json
 import os
+import resource
 import runpy
 import signal
 import socket
@@ -34,6 +35,7 @@ IMPORTS = (
     "pymllm_interp.server.engines.replicas_door", "pymllm_interp.server.engines.process_door", "pymllm_interp.models.registry",
     "transformers.models.llama.modeling_llama", "uvicorn", "httptools",
 )  # fmt: skip
+LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_CORE)
 FRONTS = ("serve", "replicated_server.py")
 _fork_exec: Callable[..., int] = subprocess._fork_exec  # pyright: ignore
 
@@ -84,6 +86,7 @@ class Forks:
         request = {
             "line": line, "cwd": os.fsdecode(cwd or os.getcwd()), "session": new_session,
             "environment": dict(one.split("=", 1) for one in lines), "files": [0, 1, 2, *passed],
+            "limits": [(limit, resource.getrlimit(limit)) for limit in LIMITS],
         }  # fmt: skip
         streams = [given if given >= 0 else ours for ours, given in enumerate((stdin, stdout, stderr))]
         return self.fork(request, [*streams, *passed])
@@ -137,6 +140,8 @@ def become(ours: socket.socket) -> None:
         os.close(file)
     if request["session"]:
         os.setsid()
+    for limit, value in request["limits"]:
+        resource.setrlimit(limit, value)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])

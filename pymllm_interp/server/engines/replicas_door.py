@@ -210,15 +210,17 @@ class ReplicasDoor(Door):
             await asyncio.sleep(LOOK_SECONDS)
         self._refused.pop(link.name, None)
         if self.info is None:
-            files = await link.ask(m.AskTokenizer)
-            if self.info is not None:  # another replica's came meanwhile, and are being read
-                return
+            self._take(link.ready, await link.ask(m.AskTokenizer))
+
+    def _take(self, ready: m.Ready, files: dict[str, bytes]) -> None:
+        """Keep what a replica says of its model, and its tokenizer's files: the first one's, which may be read by now."""
+        if self.info is None:
             if files:
                 self.tokenizer_folder.mkdir(exist_ok=True)
             for name, content in files.items():
                 (self.tokenizer_folder / name).write_bytes(content)
-            self.info = {name: value for name, value in link.ready.info.items() if name != "replica"}
-            self.schemas = link.ready.schemas
+            self.info = {name: value for name, value in ready.info.items() if name != "replica"}
+            self.schemas = ready.schemas
 
     def came_up(self, link: Link) -> None:
         self._came_up.set()
