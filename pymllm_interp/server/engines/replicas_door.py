@@ -213,7 +213,7 @@ class ReplicasDoor(Door):
             self._take(link.ready, await link.ask(m.AskTokenizer))
 
     def _take(self, ready: m.Ready, files: dict[str, bytes]) -> None:
-        """Keep what a replica says of its model, and its tokenizer's files: the first one's, which may be read by now."""
+        """The first replica's model and tokenizer are kept: its files may be read by now."""
         if self.info is None:
             if files:
                 self.tokenizer_folder.mkdir(exist_ok=True)
