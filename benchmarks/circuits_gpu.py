@@ -4,6 +4,7 @@
     python -m benchmarks.circuits_gpu --shape gemma-2-2b --tokens 6000 --features 2048 --out circuits-long.json
     python -m benchmarks.circuits_gpu --shape qwen3-14b --tokens 1000 --out circuits-14b.json
     python -m benchmarks.circuits_gpu --shape tiny --tokens 40 --features 50    # CPU
+    python -m benchmarks.circuits_gpu --shape gemma-2-2b --tokens 500 --peer circuit-tracer    # see circuits_peer.py
 
 Transcoders have 16,384 features, of which `--active` are active at a position (top-k).
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import torch
 from transformers import Gemma2Config, Qwen3Config
 
 from pymllm_interp import LM, SAE
+from pymllm_interp.toolkit.circuits import build, memory
 
 SHAPES: dict[str, Any] = {
     "gemma-2-2b": lambda: Gemma2Config(
@@ -55,6 +59,25 @@ def random_transcoders(config: Any, features: int, active: int, device: str, dty
     ]  # fmt: skip
 
 
+def peer_runs(given: argparse.Namespace, config: Any) -> list[dict[str, Any]]:
+    """circuit-tracer's runs of the same shape on this machine, by its own Python."""
+    script = Path(__file__).with_name("circuits_peer.py")
+    arguments = {name: value for name, value in vars(given).items() if name != "out"} | {"config": config.to_dict()}
+    command = [os.environ["CIRCUIT_TRACER_PYTHON"], str(script), json.dumps(arguments, default=str)]
+    environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    return json.loads(found.stdout.splitlines()[-1])["runs"]
+
+
+def formula_gib(lm: LM, prompt: list[int], coders: list[SAE], given: argparse.Namespace, active: int) -> float:
+    """Most device memory of a circuit beside weights and transcoders, by the formula."""
+    plan = build.planned(
+        lm, prompt, coders, None, max_features=given.features, max_logits=10, logit_mass=0.95, node_threshold=0.8,
+        edge_threshold=0.98, batch=given.batch, skip=1, offload=False,
+    )  # fmt: skip
+    return memory.CircuitMemory.of(plan, active).device(given.batch) / 2**30
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
@@ -64,8 +87,15 @@ def main() -> None:
     parser.add_argument("--active", type=int, default=32, help="active features of a position and layer")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument(
+        "--peer", choices=["circuit-tracer"], help="run it, too: CIRCUIT_TRACER_PYTHON names its Python"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.peer and "CIRCUIT_TRACER_PYTHON" not in os.environ:
+        parser.error(
+            "--peer circuit-tracer needs CIRCUIT_TRACER_PYTHON, a Python with circuit-tracer 0.5.0 (circuits_peer.py)"
+        )
     config, cuda = SHAPES[given.shape](), torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     pool = -(-given.tokens // 64) * 64 + 256
@@ -75,7 +105,7 @@ def main() -> None:
     ) as lm:  # fmt: skip
         coders = random_transcoders(config, given.transcoder, given.active, device, dtype)
         prompt = torch.randint(config.vocab_size, (given.tokens,), generator=torch.Generator().manual_seed(1)).tolist()
-        runs = []
+        runs, held = [], torch.cuda.memory_allocated() / 2**30 if cuda else None
         for _ in range(given.repeat):
             if cuda:
                 torch.cuda.synchronize()
@@ -90,6 +120,7 @@ def main() -> None:
             runs.append({
                 "seconds": seconds, "active": circuit.active, "kept": len(circuit.features), "targets": len(circuit.targets),
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None, "median_error": missing.median().item(),
+                "held_gib": held, "formula_gib": formula_gib(lm, prompt, coders, given, circuit.active),
             })  # fmt: skip
             started = time.perf_counter()
             runs[-1] |= {"nodes": len(circuit.nodes), "edges": int(circuit.graph.edges.sum())}
@@ -102,6 +133,10 @@ def main() -> None:
         **{key: value for key, value in vars(given).items() if key != "out"},
         "runs": runs,
     }
+    if given.peer:
+        record["peer_runs"] = peer_runs(given, config)
+        ours, theirs = (min(run["seconds"] for run in each) for each in (runs, record["peer_runs"]))
+        record["times_faster"] = theirs / ours
     if given.out is not None:
         given.out.write_text(json.dumps(record, indent=1, default=str))
     print(json.dumps(record, default=str))

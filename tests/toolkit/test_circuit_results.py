@@ -16,7 +16,7 @@ from test_circuits import CLOSE, ids, small_sae, transcoder, transcoders_of
 from pymllm_interp import SamplingParams
 from pymllm_interp.interventions import SetFeature
 from pymllm_interp.toolkit import Circuit
-from pymllm_interp.toolkit.circuits import build
+from pymllm_interp.toolkit.circuits import memory
 from pymllm_interp.toolkit.circuits.files import EMBEDDING, FEATURE, LOGIT
 
 
@@ -167,7 +167,8 @@ def test_memory_of_the_host_is_compared_before_rows_are_made(lm_of, monkeypatch)
     lm = lm_of("llama")
     circuit, before = lm.circuit(ids(4, 7), transcoder(lm, 1), max_features=None), set(lm.runner.kept)
     rows = circuit.weights.numel() * 4
-    monkeypatch.setattr(build.os, "sysconf", lambda name: rows + rows // 2 if name == "SC_PHYS_PAGES" else 1)
+    monkeypatch.setattr(memory.os, "sysconf", lambda name: rows + rows // 2 if name == "SC_PHYS_PAGES" else 1)
+    monkeypatch.setattr(memory.CircuitMemory, "device", lambda found, batch: 0)
     with pytest.raises(ValueError, match="host memory"):  # they are copied once
         lm.circuit(ids(4, 7), transcoder(lm, 1), max_features=None)
     monkeypatch.undo()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -17,9 +14,10 @@ from ..read_prompts import ReadPrompt
 from ..wavefront import Wavefront
 from .circuit import Circuit
 from .frozen import FAMILIES
+from .memory import check_memory
+from .passes import CircuitPasses
 from .pruning import influence
 from .replacement import Replacement, replacements_of
-from .run import ActiveFeatures, BeginCircuit, CircuitStep, EndCircuit
 from .targets import CircuitTarget, checked_targets, weighted_targets
 
 UPDATE_BATCHES = 4
@@ -40,11 +38,13 @@ class CircuitPlan(NamedTuple):
     edge_threshold: float
     batch: int
     skip: int
+    max_bytes: int | None = None
+    """Most bytes of memory, on the device and on the host; None: what there is."""
 
 
 def planned(
     lm: Any, prompt: Any, transcoders: Any, target: Any, *, max_features: int | None, max_logits: int, logit_mass: float,
-    node_threshold: float, edge_threshold: float, batch: int, skip: int, offload: bool,
+    node_threshold: float, edge_threshold: float, batch: int, skip: int, offload: bool, max_bytes: int | None = None,
 ) -> CircuitPlan:  # fmt: skip
     """Check the arguments of `LM.circuit`; nothing runs.
 
@@ -79,48 +79,12 @@ def planned(
         raise PromptError(f"the prompt has {len(read.token_ids)} tokens, and skip={skip} leaves no position with nodes")
     if len(read.token_ids) > lm.limits.max_model_len:
         raise PromptError(f"the prompt has {len(read.token_ids)} tokens; this model takes {lm.limits.max_model_len}")
-    return CircuitPlan(
+    plan = CircuitPlan(
         lm, read.token_ids, replacements_of(lm, transcoders, offload), checked_targets(target, lm), max_features, max_logits,
-        logit_mass, node_threshold, edge_threshold, batch, skip,
+        logit_mass, node_threshold, edge_threshold, batch, skip, max_bytes,
     )  # fmt: skip
-
-
-class CircuitPasses:
-    """A run on the engine, by messages: a layer of a pass each.
-
-    Attributes:
-        features: active features of each replacement.
-        logits: [vocab] float32 of the last position.
-    """
-
-    def __init__(self, plan: CircuitPlan, key: str) -> None:
-        self._plan, self._key = plan, key
-        lm = plan.lm
-        lm.backend.run(BeginCircuit(key, plan.token_ids, plan.replacements, plan.skip))
-        for layer in range(lm.model_spec.num_hidden_layers):
-            self.call("forward_layer", layer)
-        self.features: list[ActiveFeatures]
-        self.features, self.logits = self.call("end_forward")
-
-    @classmethod
-    @contextmanager
-    def of(cls, plan: CircuitPlan) -> Iterator[CircuitPasses]:
-        """The passes of a plan. Their memory is freed at the end of the block."""
-        key = uuid4().hex
-        try:
-            yield cls(plan, key)
-        finally:
-            plan.lm.backend.post(EndCircuit(key))
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Result of a method of the `CircuitRun`."""
-        return self._plan.lm.backend.run(CircuitStep(self._key, method, arguments))
-
-    def rows_from(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Rows and constants of a pass that has begun, with reads up to a depth."""
-        for layer in reversed(range((depth - 1) // 4 + 1)):
-            self.call("back_layer", layer)
-        return self.call("rows")
+    check_memory(plan)
+    return plan
 
 
 def build(plan: CircuitPlan, progress: bool | None, on_rows: Callable[[int, int], None] | None = None) -> Circuit:
@@ -161,12 +125,8 @@ class _Rows:
         self.count = len(targets) + self._kept
         layers = plan.lm.model_spec.num_hidden_layers
         self._first_target = self._active + (layers + 1) * len(plan.token_ids)
-        nodes, memory = self._first_target + len(targets), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if (needed := 2 * 4 * self.count * nodes) > memory:  # at the end there is a copy, in the nodes' order
-            raise ValueError(
-                f"max_features={plan.max_features}: {self.count} rows of {nodes} nodes need {needed >> 20} MiB of host memory, and "
-                f"this machine has {memory >> 20} MiB"
-            )
+        nodes = self._first_target + len(targets)
+        check_memory(plan, self._active)
         self._weights = torch.zeros(self.count, nodes)
         self._bias = torch.zeros(self.count)
         self._row_nodes = torch.zeros(self.count, dtype=torch.int64)
@@ -234,4 +194,5 @@ class _Rows:
             weights=self._weights[rows[:, None], columns], bias=bias, rest=rest[rows].float(),
             node_threshold=plan.node_threshold, edge_threshold=plan.edge_threshold,
             softcap=self._passes.call("softcap"), source=(lm, {made.layer: made.sae for made in plan.replacements}),
+            plan=plan,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from .drawing import draw_circuit
 from .files import graph_json, read_graph
 from .interventions import CircuitEffects, intervene
 from .pruning import PrunedGraph, influence, normalized, prune
+from .qk import EdgeHead, ScoreParts, edge_heads, score_parts
 from .targets import CircuitTarget
 
 LISTED = 12
@@ -93,21 +94,22 @@ class Circuit:
         weights: [features + targets, nodes] float32, direct effects; the rows have inputs.
         bias, rest: [features + targets] float32, the parts of each row's value from constants, and from features that are not kept.
         softcap: soft cap of the model's logits, or None.
-        saes: layer -> its SAE or transcoder; empty for a circuit from a file.
+        saes: layer -> its SAE or transcoder, or a server's name of it; empty for a circuit from a file.
+        plan: the `CircuitPlan` it was made by in this process, or None.
     """
 
     def __init__(
         self, *, token_ids: Sequence[int], tokens: Sequence[str], layers: int, features: Tensor, activations: Tensor, active: int,
         targets: Sequence[CircuitTarget], target_values: Tensor, weights: Tensor, bias: Tensor, rest: Tensor,
         node_threshold: float = 0.8, edge_threshold: float = 0.98, softcap: float | None = None,
-        source: tuple[Any, Mapping[int, Any]] = (None, {}),
+        source: tuple[Any, Mapping[int, Any]] = (None, {}), plan: Any = None,
     ) -> None:  # fmt: skip
         self.token_ids, self.tokens, self.layers = list(token_ids), list(tokens), layers
         self.features, self.activations, self.active = features, activations, active
         self.targets, self.target_values = list(targets), target_values
         self.weights, self.bias, self.rest = weights, bias, rest
         self.node_threshold, self.edge_threshold = node_threshold, edge_threshold
-        self.softcap, (self._lm, self.saes) = softcap, source
+        self.softcap, (self._lm, self.saes), self.plan = softcap, source, plan
 
     def pruned(self, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> Self:
         """The same circuit with other thresholds; tensors are shared.
@@ -255,6 +257,31 @@ class Circuit:
             ValueError: a value that is not a finite number, or a circuit from a file.
         """
         return intervene(self, changes)
+
+    def heads(self, edge: CircuitEdge) -> list[EdgeHead]:
+        """The parts of an edge by the head that reads its source first, the largest first. A forward and a backward pass.
+
+        Between positions, with a transcoder of each layer, they sum to the edge's weight. Effects along the stream, by Jacobians of
+        MLPs, and by skip connections are in no head's part.
+
+        Raises:
+            ValueError, NotImplementedError: a circuit from a file, or a server's.
+        """
+        return edge_heads(self, edge)
+
+    def qk(self, head: EdgeHead | tuple[int, int, int, int]) -> ScoreParts:
+        """One attention score as a sum over pairs of nodes: one makes the query, the other one the key.
+
+        The method is "Tracing Attention Computation Through Feature Interactions" (Kamath et al., 2025). Norm scales, and patterns
+        of earlier layers, are the run's. A forward pass, and two backward passes with a row for each channel of the head.
+
+        Args:
+            head: an entry of `heads`, or (layer, head, query, key); the last two are positions.
+
+        Raises:
+            ValueError, NotImplementedError: no such head or position, or a circuit from a file, or a server's.
+        """
+        return score_parts(self, head)
 
     def to_json(self, slug: str = "circuit", scan: str = "custom") -> dict[str, Any]:
         """The pruned graph in circuit-tracer's format, which Neuronpedia's viewer reads.

@@ -64,17 +64,19 @@ class FrozenLayer:
         rotation: rotation of its queries and keys.
 
     Attributes:
-        resid_mid, mlp_in, mlp_out: [tokens, hidden], states of the run.
+        h: likewise.
+        resid_mid, mlp_in, mlp_out: [tokens, hidden], states of the run, until `settle`.
     """
 
     def __init__(self, layer: Any, h: Tensor, rotation: tuple[Tensor, ...]) -> None:
-        self._attention, self._mlp = layer.self_attn, layer.mlp
+        self._attention, self._mlp, self._rotation, self.h = layer.self_attn, layer.mlp, rotation, h
         sandwich = isinstance(layer, Gemma2DecoderLayer)
         attention = self._attention
         self.attn_norm = FrozenNorm(layer.input_layernorm, h)
         attn_in = layer.input_layernorm.normalize(h)
         qkv = heads_of(attention.projected_fused(attn_in[None], None), attention.num_kv_heads, False)
-        self.q, self.k, self.v = (apply_rope(qkv[0], *rotation), apply_rope(qkv[1], *rotation), qkv[2])
+        # v is no view: that would keep all three alive
+        self.q, self.k, self.v = apply_rope(qkv[0], *rotation), apply_rope(qkv[1], *rotation), qkv[2].clone()
         out = attention.o_proj.project(self._attend().flatten(1))
         self.attn_out_norm = FrozenNorm(layer.post_attention_layernorm, out) if sandwich else None
         out = layer.post_attention_layernorm.normalize(out) if sandwich else out
@@ -85,6 +87,16 @@ class FrozenLayer:
         out = self._mlp.down_proj.project(gated(self._mlp._gate_up.project(self.mlp_in), self._mlp._act[0]))
         self.mlp_out_norm = FrozenNorm(layer.post_feedforward_layernorm, out) if sandwich else None
         self.mlp_out = layer.post_feedforward_layernorm.normalize(out) if sandwich else out
+
+    def settle(self, jacobian: bool) -> None:
+        """Drop the states that backward passes do not read.
+
+        Args:
+            jacobian: whether `mlp_back` is called.
+        """
+        del self.resid_mid, self.mlp_out
+        if not jacobian:
+            del self.mlp_in
 
     # -- attention ---------------------------------------------------------------------------
 
@@ -99,7 +111,7 @@ class FrozenLayer:
         return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
 
     def scores(self, first: int, stop: int) -> Tensor:
-        """Attention scores [kv_heads, group, queries, stop] float32, without a mask."""
+        """Attention scores [kv_heads, group, queries, stop] float32, with a soft cap, without a mask."""
         radix = self._attention.attn
         q = rearrange(self.q[first:stop], "q (kv group) dim -> kv (group q) dim", kv=radix.num_kv_heads)
         k = rearrange(self.k[:stop], "k kv dim -> kv dim k")
@@ -125,7 +137,58 @@ class FrozenLayer:
             stop = min(first + QUERY_ROWS, grad.shape[1])
             pattern = self.pattern(first, stop).to(grad.dtype)
             v[:, :stop] += torch.einsum("xgqk,bqxgd->bkxd", pattern, z[:, first:stop])
+        del z, grad
         return self.attn_norm.back(v.flatten(2) @ self._attention.v_proj.weight)
+
+    def head_reader(self, head: int, position: int, keys: bool) -> tuple[Tensor, Tensor]:
+        """The affine map of the stream at a position to a head's rotated query or key.
+
+        Args:
+            head: number of the head of queries.
+
+        Returns:
+            vectors [head_dim, hidden] and constants [head_dim], float32, with the run's norm scales.
+        """
+        attention = self._attention
+        width, norm = attention.head_dim, getattr(attention, "k_norm" if keys else "q_norm", None)
+        part = head * attention.num_kv_heads // attention.num_heads if keys else head
+        rows, projection = slice(part * width, (part + 1) * width), attention.k_proj if keys else attention.q_proj
+        vectors = projection.weight[rows].float() * (self.attn_norm.gain * self.attn_norm.scale[position])
+        bias = projection.bias
+        constants = torch.zeros_like(vectors[:, 0]) if bias is None else bias[rows].float()
+        if norm is not None:
+            own = FrozenNorm(norm, (vectors @ self.h[position].float() + constants)[None])
+            gain = own.gain * own.scale[0]
+            vectors, constants = vectors * gain[:, None], constants * gain
+        cos, sin = (part[position, 0].float() for part in self._rotation)
+        both = torch.cat((vectors.T, constants[None]))[:, None]  # a map is turned as its results are
+        turned = apply_rope(both, *(part.expand(len(both), 1, -1).contiguous() for part in (cos, sin)))[:, 0]
+        return turned[:-1].T.contiguous(), turned[-1]
+
+    def head_score(self, head: int, query: int, key: int) -> tuple[float, float, float]:
+        """A head's score without a soft cap, its attention weight, and the scale of its scores."""
+        radix, group = self._attention.attn, self._attention.num_heads // self._attention.num_kv_heads
+        score = (self.q[query, head].float() @ self.k[key, head // group].float()).item() * radix.scaling
+        return score, self.pattern(query, query + 1).flatten(0, 1)[head, 0, key].item(), radix.scaling
+
+    def head_effects(self, grad: Tensor, vector: Tensor, key: int) -> Tensor:
+        """Effects [heads, rows] of a part of the stream at a position, by each head and query, on one gradient.
+
+        Args:
+            grad: gradient [rows, hidden] behind the attention.
+            vector: [hidden] float32, the part.
+        """
+        attention = self._attention
+        grad = grad if self.attn_out_norm is None else self.attn_out_norm.back(grad[None])[0]
+        z = (grad @ attention.o_proj.weight).unflatten(-1, (self.v.shape[1], -1, self.v.shape[2]))
+        read = (vector * self.attn_norm.gain * self.attn_norm.scale[key]).to(self.v.dtype)
+        v = (attention.v_proj.weight @ read).view(self.v.shape[1:])
+        found = torch.einsum("qxgd,xd->xgq", z, v).float()
+        for first in range(0, len(grad), QUERY_ROWS):
+            stop = min(first + QUERY_ROWS, len(grad))
+            pattern = self.pattern(first, stop)
+            found[..., first:stop] *= pattern[..., key] if key < stop else 0.0
+        return found.flatten(0, 1)
 
     @property
     def attn_constant(self) -> Tensor | None:

@@ -94,6 +94,14 @@ class Replacement(NamedTuple):
         return None if weight is None else weight[:, self.columns(layer)].to(device)
 
 
+class ActiveFeatures(NamedTuple):
+    """Features of a replacement that are active in the run, by position and feature."""
+
+    positions: Tensor  # [n] int64
+    features: Tensor  # [n] int64
+    values: Tensor  # [n] float32
+
+
 def replacements_of(lm: Any, transcoders: Any, offload: bool) -> list[Replacement]:
     """The replacements by layer, from SAEs, names in `lm.saes`, or a collection of both.
 

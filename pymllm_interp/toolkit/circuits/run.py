@@ -10,7 +10,6 @@ At the last two an SAE reads, before it replaces them. The final norm reads at `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,19 +18,11 @@ from torch import Tensor
 from ...models.readout import ModelReadout
 from ...runner.interp_model_runner import InterpModelRunner
 from .frozen import FrozenLayer, FrozenNorm, rotations_of
-from .replacement import Replacement
+from .replacement import ActiveFeatures, Replacement
 from .scores import PositionBuckets
 
 DEPTHS = {"resid_pre": 0, "mlp_in": 1, "resid_mid": 1, "mlp_out": 2, "resid_post": 3}
 """Kind of a site that is read -> its depth in a layer."""
-
-
-class ActiveFeatures(NamedTuple):
-    """Features of a replacement that are active in the run, by position and feature."""
-
-    positions: Tensor  # [n] int64
-    features: Tensor  # [n] int64
-    values: Tensor  # [n] float32
 
 
 class WrittenSite(NamedTuple):
@@ -40,49 +31,6 @@ class WrittenSite(NamedTuple):
     error: Tensor  # [tokens, hidden], zero at the first positions, which have no nodes
     bias: Tensor  # [hidden] float32
     sink: Tensor  # [first positions, hidden]: all that their errors would be
-
-
-@dataclass(frozen=True)
-class BeginCircuit:
-    """Embed the prompt of a new circuit.
-
-    Attributes:
-        key: key in the worker (`InterpModelRunner.kept`).
-        skip: first positions without nodes.
-    """
-
-    key: str
-    token_ids: list[int]
-    replacements: list[Replacement]
-    skip: int
-
-    def run(self, runner: InterpModelRunner) -> None:
-        """Keep a `CircuitRun`."""
-        runner.kept[self.key] = CircuitRun(runner, self.token_ids, self.replacements, self.skip)
-
-
-@dataclass(frozen=True)
-class CircuitStep:
-    """Call a method of a `CircuitRun`."""
-
-    key: str
-    method: str
-    arguments: tuple[Any, ...] = ()
-
-    def run(self, runner: InterpModelRunner) -> Any:
-        """The method's result."""
-        return getattr(runner.kept[self.key], self.method)(*self.arguments)
-
-
-@dataclass(frozen=True)
-class EndCircuit:
-    """Forget a circuit's run."""
-
-    key: str
-
-    def run(self, runner: InterpModelRunner) -> None:
-        """Free its memory."""
-        runner.kept.pop(self.key, None)
 
 
 class CircuitRun:
@@ -124,9 +72,11 @@ class CircuitRun:
             self._written[mlp] = self._settled(frozen.mlp_out, *self._made.pop(mlp))
         if post in self._made:
             self._written[post] = self._settled(self._h, *self._made.pop(post))
-        if not any(index in made.writes for made in self._replacements if made.sae.transcoder):
+        jacobian = not any(index in made.writes for made in self._replacements if made.sae.transcoder)
+        if jacobian:
             linear = frozen.mlp_linear().float()
             self._remainders[index] = self._settled(frozen.mlp_out, linear, torch.zeros_like(linear[0]))
+        frozen.settle(jacobian)
         self._layers.append(frozen)
 
     def _encode(self, replacement: Replacement, x: Tensor) -> None:
@@ -182,7 +132,7 @@ class CircuitRun:
             pairs: (token, other): the difference of two logits; (token, None): a logit less the mean of all.
         """
         weight = self._model.lm_head.weight
-        mean = weight.float().mean(0)
+        mean = weight.mean(0, dtype=torch.float32)
         vectors = torch.stack(
             [weight[one].float() - (mean if other is None else weight[other].float()) for one, other in pairs]
         )
@@ -193,6 +143,16 @@ class CircuitRun:
             [4 * len(self._layers)] * len(pairs),
         )
         return (vectors @ self._final).cpu()
+
+    def begin_head(self, layer: int, head: int, position: int, keys: bool) -> Tensor:
+        """Start a pass from a head's rotated query or key at a position. Returns the constants [head_dim] of these values."""
+        vectors, constants = self._layers[layer].head_reader(head, position, keys)
+        self._begin(vectors, [position] * len(vectors), [4 * layer] * len(vectors))
+        return constants.cpu()
+
+    def head_score(self, layer: int, head: int, query: int, key: int) -> tuple[float, float, float]:
+        """A head's score without a soft cap, its attention weight, and the scale of its scores."""
+        return self._layers[layer].head_score(head, query, key)
 
     def begin_features(self, nodes: Tensor) -> None:
         """Start a pass from the pre-activations of features.
@@ -223,6 +183,46 @@ class CircuitRun:
         self._rows = torch.zeros(count, width, device=self._device)
         self._bias = torch.zeros(count, device=self._device)
         self._skips: dict[int, Tensor] = {}  # gradients that skip connections bring to lower layers
+        self._watched: int | None = None
+        self._effects: list[Tensor] = []
+
+    def watch(self, source: int) -> None:
+        """Keep a node's effects by the head that reads it first. The pass that has begun has one row.
+
+        Args:
+            source: column of the node.
+        """
+        self._watched = source
+
+    def head_effects(self) -> Tensor:
+        """The effects of the node that was watched: [layers, heads, queries] float32, up to the pass's highest layer."""
+        return torch.stack(self._effects[::-1]).cpu()
+
+    def _part(self, source: int, layer: int) -> tuple[Tensor, int]:
+        """Part [hidden] float32 of the stream before a layer that a node adds at its own position, and this position."""
+        tokens, count = len(self._h), self._starts[-1]
+        cut = max((at for at, kind in self._written if kind == "resid_post" and at < layer), default=-1)
+        part = torch.zeros(self._h.shape[1], device=self._device)
+
+        def reaches(at: int, kind: str) -> bool:  # an SAE of the stream takes the place of all before it
+            return cut < at < layer or (at == cut and kind == "resid_post")
+
+        if source < count:
+            i = int(torch.bucketize(source, torch.tensor(self._starts[1:]), right=True))
+            made, number = self._replacements[i], source - self._starts[i]
+            positions, ids, values = (tensor[number : number + 1] for tensor in self._found[i])
+            for at in made.writes:
+                if reaches(at, made.written_kind):
+                    part += values[0] * made.decoder(at, ids, self._device)[0].float()
+            return part, int(positions)
+        at, position = divmod(source - count, tokens)
+        if at == len(self._layers):
+            return (self._embedded[position].float() if cut < 0 else part), position
+        errors = [(kind, self._written.get((at, kind))) for kind in ("mlp_out", "resid_post")]
+        for kind, written in [*errors, ("mlp_out", self._remainders.get(at))]:
+            if written is not None and reaches(at, kind):
+                part += written.error[position].float()
+        return part, position
 
     def back_layer(self, index: int) -> None:
         """Take the gradient through a layer, from behind it to before it."""
@@ -231,12 +231,13 @@ class CircuitRun:
         if self._score(grad, index, "resid_post"):
             grad.zero_()
         self._join(grad, 4 * index + 3)
-        by_mlp = self._mlp_back(frozen, grad, index)
-        grad += by_mlp
+        grad += self._mlp_back(frozen, grad, index)
         self._join(grad, 4 * index + 1)
         constant = frozen.attn_constant
         if constant is not None:
             self._bias += torch.einsum("bth,th->b", grad.float(), constant[: grad.shape[1]].float())
+        if self._watched is not None:
+            self._effects.append(frozen.head_effects(grad[0], *self._part(self._watched, index)))
         grad += frozen.attention_back(grad)
 
     def _mlp_back(self, frozen: FrozenLayer, grad: Tensor, index: int) -> Tensor:

@@ -1,0 +1,122 @@
+"""A circuit's memory is at most what the formula says, and not much less; it is linear in the kept features; `batch` is bounded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from circuits_gpu import random_transcoders
+from test_circuits import CLOSE, ids, transcoder
+from torch.profiler import ProfilerActivity, profile
+from transformers import Gemma2Config, Qwen3Config
+
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.toolkit.circuits import build, memory, passes, run, scores
+from pymllm_interp.toolkit.circuits.frozen import FrozenLayer, FrozenNorm
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "max_position_embeddings": 512,
+}  # fmt: skip
+SHAPES = {
+    "gemma2": Gemma2Config(
+        **SIZES, intermediate_size=512, num_key_value_heads=4, head_dim=32, query_pre_attn_scalar=32
+    ),
+    "qwen3": Qwen3Config(**SIZES, intermediate_size=384, num_key_value_heads=2, head_dim=16),
+}
+OWN = (run.CircuitRun, FrozenLayer, FrozenNorm, scores.PositionBuckets)
+WEIGHTS = {"_model", "_decoder", "_replacements", "_attention", "_mlp", "_spec"}
+
+
+def held(value: Any, found: dict[int, int]) -> dict[int, int]:
+    """Bytes of each storage that a run holds, without weights."""
+    if isinstance(value, torch.Tensor):
+        found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            held(each, found)
+    elif isinstance(value, OWN):
+        held({name: each for name, each in vars(value).items() if name not in WEIGHTS}, found)
+    return found
+
+
+def measured(step: Any, runner: Any, peaks: dict[str, int], call: Any) -> Any:
+    """A message's result. Its peak is what the run holds before it, and what it allocates at most."""
+    before = sum(held(runner.kept[step.key], {}).values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        result = call(step, runner)
+    events: Any = found.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    sizes = [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
+    most = max(torch.tensor([0, *sizes]).cumsum(0).tolist())
+    peaks[step.method] = max(peaks[step.method], before + most)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tokens", "layers"),
+    [("gemma2", torch.float32, 96, 4), ("qwen3", torch.bfloat16, 96, 4), ("gemma2", torch.float32, 60, 3)],
+)
+def test_peaks_follow_the_formula(shape, dtype, tokens, layers, monkeypatch):
+    """Of passes with transcoders of all layers, and with the Jacobian of one."""
+    peaks, call, plans = defaultdict[str, int](int), passes.CircuitStep.run, list[Any]()
+    monkeypatch.setattr(passes.CircuitStep, "run", lambda step, runner: measured(step, runner, peaks, call))
+    monkeypatch.setattr(scores, "ELEMENTS", 1 << 14)
+    monkeypatch.setattr(memory, "ELEMENTS", 1 << 14)
+    monkeypatch.setattr(build, "check_memory", lambda plan, active=None: plans.append((plan, active)))
+    with LM(
+        shape, hf_config=SHAPES[shape], load_format="dummy", dtype=dtype, device="cpu", kv_cache_tokens=1024, max_num_tokens=512,
+    ) as lm:  # fmt: skip
+        coders = random_transcoders(SHAPES[shape], 512, 8, "cpu", dtype)[-layers:]
+        for batch in (8, 32):
+            peaks.clear()
+            circuit = lm.circuit(
+                list(range(1, tokens + 1)), coders, max_features=2 * batch, batch=batch, progress=False
+            )
+            formula = memory.CircuitMemory.of(*plans[-1])
+            assert plans[-1][1] == circuit.active and {"forward_layer", "back_layer", "rows"} <= peaks.keys()
+            assert 0.5 < max(peaks.values()) / formula.device(batch) <= 1.0, (dict(peaks), formula)
+
+
+def test_memory_is_linear_in_the_kept_features(lm_of):
+    """Rows, on the host: each kept feature has as many bytes. The device's memory does not depend on them."""
+    lm = lm_of("llama")
+    coders, found = [transcoder(lm, layer) for layer in range(3)], []
+    for most in (10, 20, 40):
+        plan = build.planned(
+            lm, ids(4, 60), coders, 3, max_features=most, max_logits=3, logit_mass=0.9, node_threshold=0.8, edge_threshold=0.9,
+            batch=8, skip=1, offload=False,
+        )  # fmt: skip
+        circuit = build.build(plan, False)
+        formula = memory.CircuitMemory.of(plan, circuit.active)
+        held_bytes = 4 * len(circuit.row_nodes) * (circuit.active + 4 * 60 + 1) + circuit.weights.numel() * 4
+        assert 0.9 < held_bytes / formula.host <= 1.0
+        found.append(formula)
+    assert len({(one.fixed, one.row) for one in found}) == 1
+    assert found[2].host / found[0].host == pytest.approx(4, rel=0.1)
+
+
+def test_a_batch_beyond_the_memory_is_refused_by_name(lm_of, monkeypatch):
+    lm, before = lm_of("llama"), set(lm_of("llama").runner.kept)
+    coder, prompt = transcoder(lm, 1), ids(4, 60)
+    with pytest.raises(
+        ValueError, match=r"batch=1000000000: passes over 60 tokens need \d+ MiB of host memory, .* batch=\d+ fits"
+    ):
+        lm.circuit(prompt, coder, batch=10**9)
+    whole = lm.circuit(prompt, coder, batch=8, max_features=9)
+    given: dict[str, Any] = {
+        "max_features": 9, "max_logits": 3, "logit_mass": 0.9, "node_threshold": 0.8, "edge_threshold": 0.9, "batch": 8,
+        "skip": 1, "offload": False,
+    }  # fmt: skip
+    plan = build.planned(lm, prompt, coder, None, **given)
+    bytes_of = memory.CircuitMemory.of(plan)
+    with pytest.raises(ValueError, match=r"max_circuit_bytes allows .* batch=7 fits"):
+        build.planned(lm, prompt, coder, None, **given, max_bytes=bytes_of.device(8) - 1)
+    with pytest.raises(ValueError, match=r"max_circuit_bytes allows .* shorten the prompt"):
+        build.planned(lm, prompt, coder, None, **given, max_bytes=bytes_of.fixed - 1)
+    tight = build.planned(lm, prompt, coder, None, **given, max_bytes=bytes_of.device(8))
+    with pytest.raises(ValueError, match=r"batch=8: .* batch=\d fits"):  # with its active features it is more
+        build.build(tight, False)
+    torch.testing.assert_close(lm.circuit(prompt, coder, batch=7, max_features=9).weights, whole.weights, **CLOSE)
+    lm.generate([prompt], SamplingParams(max_tokens=1))
+    assert set(lm.runner.kept) == before
