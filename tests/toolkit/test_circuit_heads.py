@@ -82,7 +82,9 @@ def test_saes_of_the_stream_cut_what_is_before_them(lm_of):
 
 def test_wrong_heads_are_refused_and_nothing_stays(lm_of):
     lm = lm_of("llama")
-    circuit, before = lm.circuit(PROMPT, transcoder(lm, 1), target=[(7, 11)]), set(lm.runner.kept)
+    lm.generate([PROMPT], SamplingParams(max_tokens=1))  # messages that came before have been taken
+    before = set(lm.runner.kept)
+    circuit = lm.circuit(PROMPT, transcoder(lm, 1), target=[(7, 11)])
     for place in ((3, 0, 1, 1), (0, 99, 1, 1), (0, 0, 7, 1), (0, 0, 2, 3), (0, 0, 1), (0.5, 0, 1, 1), (0, -1, 1, 1)):
         with pytest.raises(ValueError, match=r"qk: .* is no \(layer, head, query, key\)"):
             circuit.qk(place)

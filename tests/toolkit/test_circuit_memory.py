@@ -97,8 +97,9 @@ def test_memory_is_linear_in_the_kept_features(lm_of):
 
 
 def test_a_batch_beyond_the_memory_is_refused_by_name(lm_of, monkeypatch):
-    lm, before = lm_of("llama"), set(lm_of("llama").runner.kept)
-    coder, prompt = transcoder(lm, 1), ids(4, 60)
+    lm, prompt = lm_of("llama"), ids(4, 60)
+    lm.generate([prompt], SamplingParams(max_tokens=1))  # messages that came before have been taken
+    coder, before = transcoder(lm, 1), set(lm.runner.kept)
     with pytest.raises(
         ValueError, match=r"batch=1000000000: passes over 60 tokens need \d+ MiB of host memory, .* batch=\d+ fits"
     ):

@@ -165,7 +165,8 @@ def test_tokens_may_look_like_markup(lm_of):
 
 def test_memory_of_the_host_is_compared_before_rows_are_made(lm_of, monkeypatch):
     lm = lm_of("llama")
-    circuit, before = lm.circuit(ids(4, 7), transcoder(lm, 1), max_features=None), set(lm.runner.kept)
+    before = set(lm.runner.kept)
+    circuit = lm.circuit(ids(4, 7), transcoder(lm, 1), max_features=None)
     rows = circuit.weights.numel() * 4
     monkeypatch.setattr(memory.os, "sysconf", lambda name: rows + rows // 2 if name == "SC_PHYS_PAGES" else 1)
     monkeypatch.setattr(memory.CircuitMemory, "device", lambda found, batch: 0)
