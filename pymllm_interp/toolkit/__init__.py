@@ -10,15 +10,17 @@ from ..utils.extras import lazy_names
 if TYPE_CHECKING:
     from .circuits.circuit import Circuit
     from .contrasts import ControlVectors, contrast
+    from .edges.scores import EdgeScores
     from .sae_loss import LossRecovered, loss_recovered
     from .verbalize import Readings, fve
 
-__all__ = ["Circuit", "ControlVectors", "LossRecovered", "Readings", "contrast", "fve", "loss_recovered"]
+__all__ = ["Circuit", "ControlVectors", "EdgeScores", "LossRecovered", "Readings", "contrast", "fve", "loss_recovered"]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "Circuit": "circuits.circuit",
+        "EdgeScores": "edges.scores",
         **dict.fromkeys(("ControlVectors", "contrast"), "contrasts"),
         **dict.fromkeys(("LossRecovered", "loss_recovered"), "sae_loss"),
         **dict.fromkeys(("Readings", "fve"), "verbalize"),

@@ -48,7 +48,7 @@ def attribute(
             f"the clean prompt has {len(clean_ids)} tokens and the corrupted prompt {len(corrupted_ids)}: their states are "
             "subtracted position by position, so both need equally many; reword one"
         )
-    places = [_place(site, spec) for site in chosen]
+    places = [placed(site, spec) for site in chosen]
     wanted, measured_clean = _states(lm, first.prompt, places, measure, lora)
     gradients, found, measured = _gradients(lm, second.prompt, places, measure, lora)
     values, completeness = dict[str, torch.Tensor](), dict[str, Completeness]()
@@ -77,12 +77,20 @@ def _summed(products: torch.Tensor, kind: str) -> torch.Tensor:
 # -- passes ---------------------------------------------------------------------------------
 
 
-def _place(site: Site, spec: Any) -> PlacedHooks:
+def runs_of_pass(lm: Any, tokens: int) -> int:
+    """Traced prompts of `tokens` tokens that one pass takes."""
+    limits, page = lm.limits, lm.backend.facts.page_size
+    pages = -(-(tokens + 1) // page) * page
+    return max(1, min(limits.max_num_tokens // tokens, limits.kv_tokens // pages, limits.max_running))
+
+
+def placed(site: Site, spec: Any) -> PlacedHooks:
+    """Place of a site in a model's modules."""
     point = spec.family.point(site)
     return PlacedHooks(HookPoint(lens_name(site), site), point.module, point.end, spec)
 
 
-def _value(lm: Any, place: PlacedHooks) -> torch.Tensor:
+def value_at(lm: Any, place: PlacedHooks) -> torch.Tensor:
     """Value at the place's end of its module: [prompts, tokens, ...]. Called in a block, which waits for it."""
     found = getattr(lm.get(place.module), place.end)
     return found[0] if isinstance(found, tuple) else found
@@ -99,7 +107,7 @@ def _states(
 
 
 def _read(lm: Any, places: Sequence[PlacedHooks]) -> list[torch.Tensor]:
-    return [place.state_in(_value(lm, place))[0].clone() for place in places]
+    return [place.state_in(value_at(lm, place))[0].clone() for place in places]
 
 
 def _gradients(
@@ -113,7 +121,7 @@ def _gradients(
 
 
 def _differentiated(lm: Any, places: Sequence[PlacedHooks], metric: RowMetric) -> Any:
-    tensors = [_value(lm, place) for place in places]
+    tensors = [value_at(lm, place) for place in places]
     value = metric(lm.output.logits[:, -1].float())
     gradients = torch.autograd.grad(value.sum(), tensors)
     return (
@@ -136,7 +144,7 @@ def _along(
 ) -> tuple[torch.Tensor, float]:
     """The mean gradient at the middle of each of `steps` parts of the way, and the metric at its end."""
     points = [(step + 0.5) / steps for step in range(steps)] + [1.0]
-    most = max(1, lm.limits.max_num_tokens // length)
+    most = runs_of_pass(lm, length)
     total, reached = torch.zeros(start.shape), 0.0
     for first in range(0, len(points), most):
         part = points[first : first + most]
@@ -156,17 +164,17 @@ def _from(
     Returns:
         gradients [prompts, tokens, ...] float32, and the metric [prompts].
     """
-    value = _value(lm, place)
+    value = value_at(lm, place)
     share = torch.tensor(points, device=value.device).view(-1, *[1] * start.dim())
     one, other = (state.to(value.device).float() for state in (start, target))
     states = ((1 - share) * one + share * other).to(value.dtype).requires_grad_()
-    _put(lm, place, value, states)
+    put_states(lm, place, value, states)
     found = metric(lm.output.logits[:, -1].float())
     (gradients,) = torch.autograd.grad(found.sum(), states)
     return gradients.float(), found.detach()
 
 
-def _put(lm: Any, place: PlacedHooks, value: torch.Tensor, states: torch.Tensor) -> None:
+def put_states(lm: Any, place: PlacedHooks, value: torch.Tensor, states: torch.Tensor) -> None:
     """Continue the pass with `states` at the place, as a part of the graph."""
     base, width = value if value._base is None else value._base, value.shape[-1]
     if states.shape[2:].numel() < width:  # q, k and v of one projection are views that cannot be written to
