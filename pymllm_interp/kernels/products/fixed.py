@@ -9,13 +9,14 @@ after the other. Few rows of x need little padding.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import Launcher, grid_wait, launch_dependents
+from . import library
 
 
 class ProductTiling(NamedTuple):
@@ -96,6 +97,16 @@ def tiling_of(rows: int, n: int, k: int, dtype: torch.dtype) -> ProductTiling:
     return MANY[-1]
 
 
+def _algorithm_of(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Any:
+    """cuBLASLt's algorithm with the bits of this file's kernel; None: the kernel itself."""
+    if len(x) <= FEW[-1].rows or not x.is_cuda or not x.dtype.itemsize == out.dtype.itemsize == 2:
+        return None
+    (n, k), device = weight.shape, x.device.index
+    if out.dtype is not x.dtype or n % 8 or k % 8 or not weight.is_contiguous() or (x.data_ptr() | weight.data_ptr()) % 16:
+        return None
+    return library.algorithm_for(device, len(x), n, k, x.dtype, lambda x, w: product(x, w, tiling=MANY[0]))
+
+
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None,
     tiling: ProductTiling | None = None,
@@ -111,7 +122,9 @@ def product(
     if flat.dtype is not weight.dtype:
         flat, weight = flat.float(), weight.float()
     out = torch.empty(len(flat), n, dtype=dtype or x.dtype, device=x.device)
-    if len(flat):
+    if tiling is None and bias is None and (algorithm := _algorithm_of(flat, weight, out)) is not None:
+        library.run(algorithm, flat, weight, out)
+    elif len(flat):
         tile = tiling or tiling_of(len(flat), n, k, flat.dtype)
         grid = (triton.cdiv(n, tile.channels) * triton.cdiv(len(flat), tile.rows), 1, 1)
         tensors = flat, weight, flat if bias is None else bias, out

@@ -1,0 +1,178 @@
+"""Products of cuBLASLt by algorithms that do not divide K: an output's sum has the order of `fixed`, and so its bits.
+
+`torch.mm` lets cuBLAS choose by the number of rows, and for some it divides K. Here an algorithm is chosen for a range of rows among
+those without division, and is compared with `fixed` before it is used. Source: cuBLAS documentation, "Using the cuBLASLt API".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+RANGES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+"""Most rows of each range; the last one has all others, too."""
+PROPOSALS, CHECKED = 16, 1 << 25
+"""Algorithms that cuBLASLt is asked for. Elements of the random weight on which they are compared."""
+TYPES = {torch.float16: 2, torch.bfloat16: 14}
+"""cudaDataType_t."""
+COMPUTE, SCALE = 68, 0  # CUBLAS_COMPUTE_32F, CUDA_R_32F
+TRANSPOSED, MAX_WORKSPACE, REDUCTIONS, SPLIT_K, SCHEME = 3, 1, 3, 2, 3  # attributes: of products, preferences, algorithms
+ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
+
+
+class _Proposal(ctypes.Structure):
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int), ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )  # fmt: skip
+
+
+class _Library(NamedTuple):
+    """cuBLASLt, as torch has loaded it."""
+
+    calls: ctypes.CDLL
+    handle: ctypes.c_void_p
+    product: ctypes.c_void_p
+    """``out = weight @ x`` in cuBLAS's order of columns, the weight transposed."""
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLASLt answered {status}")
+
+
+@cache
+def _library(device: int) -> _Library | None:
+    """cuBLASLt for a device; None: this build of torch has none that can be called."""
+    with torch.cuda.device(device):
+        torch.mm(*[torch.ones(16, 16, device="cuda")] * 2)
+        with open("/proc/self/maps") as maps:
+            paths = [line.split()[-1] for line in maps if "libcublasLt.so" in line]
+        if not paths:
+            return None
+        calls, handle, product = ctypes.CDLL(paths[0]), ctypes.c_void_p(), ctypes.c_void_p()
+        try:
+            _check(calls.cublasLtCreate(ctypes.byref(handle)))
+            _check(calls.cublasLtMatmulDescCreate(ctypes.byref(product), COMPUTE, SCALE))
+            flag = ctypes.c_int32(1)
+            _check(calls.cublasLtMatmulDescSetAttribute(product, TRANSPOSED, ctypes.byref(flag), ctypes.c_size_t(4)))
+        except (AttributeError, RuntimeError):
+            return None
+    return _Library(calls, handle, product)
+
+
+@cache
+def _layout(device: int, rows: int, columns: int, dtype: torch.dtype) -> ctypes.c_void_p:
+    """Descriptor of a matrix in order of columns."""
+    library, made = _library(device), ctypes.c_void_p()
+    assert library is not None
+    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
+    _check(library.calls.cublasLtMatrixLayoutCreate(ctypes.byref(made), TYPES[dtype], *sizes))
+    return made
+
+
+def proposals(device: int, rows: int, n: int, k: int, dtype: torch.dtype) -> list[Any]:
+    """cuBLASLt's algorithms for x [rows, k] and a weight [n, k] that do not divide K and need no memory, the best guess first."""
+    library = _library(device)
+    if library is None:
+        return []
+    calls, preference = library.calls, ctypes.c_void_p()
+    _check(calls.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
+    found, count, none = (_Proposal * PROPOSALS)(), ctypes.c_int(), ctypes.c_uint64(0)
+    layouts = [_layout(device, *sizes, dtype) for sizes in ((k, n), (k, rows), (n, rows), (n, rows))]
+    try:
+        for attribute, size in ((MAX_WORKSPACE, 8), (REDUCTIONS, 4)):
+            value = ctypes.byref(none), ctypes.c_size_t(size)
+            _check(calls.cublasLtMatmulPreferenceSetAttribute(preference, attribute, *value))
+        status = calls.cublasLtMatmulAlgoGetHeuristic(
+            library.handle, library.product, *layouts, preference, PROPOSALS, found, ctypes.byref(count)
+        )
+    finally:
+        calls.cublasLtMatmulPreferenceDestroy(preference)
+    if status:  # no algorithm for such a shape
+        return []
+    known = [one for one in found[: count.value] if one.state == 0 and one.workspace == 0]
+    return [one.algorithm for one in known if _number(calls, one, SPLIT_K) <= 1 and _number(calls, one, SCHEME) == 0]
+
+
+def _number(calls: ctypes.CDLL, proposal: _Proposal, attribute: int) -> int:
+    """A configuration attribute of an algorithm."""
+    value, written = ctypes.c_uint32(), ctypes.c_size_t()
+    algorithm = ctypes.byref(proposal.algorithm)
+    _check(
+        calls.cublasLtMatmulAlgoConfigGetAttribute(
+            algorithm, attribute, ctypes.byref(value), ctypes.c_size_t(4), ctypes.byref(written)
+        )
+    )
+    return value.value
+
+
+def run(algorithm: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """``out = x @ weight.T``: x [rows, k], weight [n, k], out [rows, n], contiguous, of one dtype in half precision."""
+    device, (rows, k), n = x.device.index, x.shape, weight.shape[0]
+    library = _library(device)
+    assert library is not None
+    result = _layout(device, n, rows, x.dtype)
+    target = ctypes.c_void_p(out.data_ptr())
+    _check(
+        library.calls.cublasLtMatmul(
+            library.handle, library.product, ctypes.byref(ONE),
+            ctypes.c_void_p(weight.data_ptr()), _layout(device, k, n, x.dtype),
+            ctypes.c_void_p(x.data_ptr()), _layout(device, k, rows, x.dtype),
+            ctypes.byref(ZERO), target, result, target, result, ctypes.byref(algorithm), None, ctypes.c_size_t(0),
+            ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream),
+        )
+    )  # fmt: skip
+
+
+_chosen: dict[tuple[int, int, int, int, torch.dtype], Any] = {}
+
+
+def algorithm_for(
+    device: int, rows: int, n: int, k: int, dtype: torch.dtype, reference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Any:
+    """Algorithm for x [rows, k] and a weight [n, k] whose bits are those of `reference`; None: there is none.
+
+    The first call for a range compares on random numbers, and waits for the device. A capture gets what is known.
+    """
+    most = next((most for most in RANGES if rows <= most), math.inf)
+    key = device, n, k, min(most, RANGES[-1]), dtype
+    if key not in _chosen:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _chosen[key] = _choose(*key, reference)
+    return _chosen[key]
+
+
+def _choose(
+    device: int, n: int, k: int, most: int, dtype: torch.dtype, reference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Any:
+    """First algorithm that gives the reference's bits for the first, the last and an odd number of rows of a range."""
+    fewest = max((other for other in RANGES if other < most), default=64) + 1
+    found = proposals(device, most, n, k, dtype)
+    if not found:
+        return None
+    noise = torch.Generator(f"cuda:{device}").manual_seed(0)
+    width = min(n, max(1, CHECKED // k // 128) * 128)
+    weight = torch.randn(width, k, device=f"cuda:{device}", dtype=dtype, generator=noise)
+    x = torch.randn(most, k, device=f"cuda:{device}", dtype=dtype, generator=noise)
+    sizes = sorted({fewest, (fewest + most) // 2 | 1, most})
+    wanted = {rows: reference(x[:rows], weight) for rows in sizes}
+    for algorithm in found:
+        try:
+            if all(_equal(algorithm, x[:rows], weight, wanted[rows]) for rows in sizes):
+                return algorithm
+        except RuntimeError:  # it does not fit a size
+            continue
+    return None
+
+
+def _equal(algorithm: Any, x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> bool:
+    out = torch.empty_like(wanted)
+    run(algorithm, x, weight, out)
+    return torch.equal(out, wanted)
