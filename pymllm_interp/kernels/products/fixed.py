@@ -37,26 +37,15 @@ ENOUGH, SHALLOW = 90, 1 << 21
 """Tiles for the multiprocessors of a device. Channels of x in all tiles, below which the largest tiling has a fourth stage."""
 WIDE = ProductTiling(64, 16, 32, 4, 2)
 """Tiling in float32."""
-AHEAD, LINE = 16, tl.constexpr(64)
-"""Cache lines of each of a tile's channels that few rows ask for while earlier kernels end, and a line's half-precision numbers."""
 GROUP = 8
 """Tiles of x in a row over one block of the weight: both stay in the L2 cache."""
-
-
-@triton.jit
-def _prefetch(at, known):
-    """Ask for cache lines."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l,r", [at, known.to(tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
     x, weight, bias, out, rows, N: tl.constexpr, K: tl.constexpr, N_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr,
     BIASED: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, GROUPED: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     blocks: tl.constexpr = (N + CHANNELS - 1) // CHANNELS
@@ -74,9 +63,6 @@ def _product(
     x_at = x + row.to(tl.int64)[:, None] * K + depth[None, :]
     real = row[:, None] < rows
     sums = tl.zeros((CHANNELS, ROWS), tl.float32)
-    if PDL and AHEAD:  # the weight goes to the L2 cache while earlier kernels end
-        line = tl.arange(0, AHEAD) * LINE
-        _prefetch(weight + channel.to(tl.int64)[:, None] * N_STRIDE + line[None, :], known & (line[None, :] < K))
     grid_wait(PDL)
     for start in range(0, K, DEPTH):
         if K % DEPTH == 0:
@@ -142,7 +128,6 @@ def product(
         tile = tiling or tiling_of(len(flat), n, k, flat.dtype)
         grid = (triton.cdiv(n, tile.channels) * triton.cdiv(len(flat), tile.rows), 1, 1)
         tensors = flat, weight, flat if bias is None else bias, out
-        ahead = AHEAD if tile in FEW and weight.stride(1) == 1 and flat.dtype.itemsize == 2 else 0
-        constants = n, k, *weight.stride(), bias is not None, *tile[:3], GROUP, ahead
+        constants = n, k, *weight.stride(), bias is not None, *tile[:3], GROUP
         _launch(tile.stages)(grid, tensors, (len(flat),), constants, tile.warps)
     return out.view(*x.shape[:-1], n)
