@@ -1,23 +1,29 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportReturnType=false
 """Attention over paged KV with one partition of the keys for all passes: for batch-invariant mode.
 
-A tile has the query heads of one KV head for consecutive rows of a request. A decode row is a tile with one row. Keys are divided
-at multiples of `SPAN`. Each part has its own softmax, and parts are merged in order. A program that has all parts of a tile merges
-them; else `_merge` does, with the same operations. Hidden keys add zeros. So a row's bits depend on its own keys only.
+A tile has the query heads of one KV head for consecutive rows of a request. A decode row is a tile with one row; such tiles are
+small where that gives the same bits. Keys are divided at multiples of `SPAN`. Each part has its own softmax. Parts are merged in
+order. A program that has all parts of a tile merges them; else `_merge` does, with the same operations. Hidden keys add zeros. So a
+row's bits depend on its own keys only.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 from .launch import Launcher
 
-TILE = 64
-"""Rows of a tile's matrix product: heads times tokens. One instruction of the tensor cores has this many."""
-BLOCK, STAGES = 64, 2
-"""Keys of a step, and steps on their way."""
+TILE, FEW = 64, 16
+"""Rows of a tile's matrix product: heads times tokens. One instruction of the tensor cores has this many, for whole tiles and for
+those of a decode row."""
+BLOCK = 64
+"""Keys of a step."""
 SPAN = 1024
 """Keys of a part."""
 PROGRAMS_PER_SM, MAX_PARTS = 4, 48
@@ -153,7 +159,7 @@ def _merge(
 
 
 # Without fused multiply-adds: `_attend` and `_merge` join parts alike.
-_attend_launch = Launcher(_attend, num_stages=STAGES, enable_fp_fusion=False)
+_attend_launch = cache(lambda stages: Launcher(_attend, num_stages=stages, enable_fp_fusion=False))
 _merge_launch = Launcher(_merge, enable_fp_fusion=False)
 
 
@@ -183,6 +189,7 @@ def attention(
     kept: torch.Tensor | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     window: int | None = None,
+    few: int | None = None,
 ) -> None:
     """Attention of rows over their keys, written to `out`.
 
@@ -200,6 +207,7 @@ def attention(
         kept: float32 memory for parts, `kept_size` elements; None: each tile's parts run in one program.
         kv_scales: dequantization scales of the caches.
         window: keys that a row sees at most; None: all.
+        few: rows of the matrix product of a decode row; None: `few_rows`.
     """
     heads, dim = q.shape[1:]
     rows = min(len(q), len(lens))  # behind them is padding
@@ -209,24 +217,67 @@ def attention(
     if not num_tiles:
         return
     programs = 1 if kept is None else num_programs(num_tiles, kv_heads, width, num_sms)
-    warps = 4 if dim <= 128 else 8  # of all passes of a model
+    matrix_rows = max(TILE, group)
+    if tiles is None and group <= FEW:
+        kind = heads // kv_heads, dim, q.dtype, kv[0].dtype, bool(cap), sinks is not None
+        matrix_rows = few or few_rows(str(q.device), *kind)
     split, dim_block = programs > 1, max(16, triton.next_power_of_2(dim))
     firsts, counts = (lens, lens) if tiles is None else tiles
     memory, given = out if kept is None else kept, q if sinks is None else sinks
-    _attend_launch(
+    _attend_launch(3 if dim <= 128 else 2)(
         (num_tiles, kv_heads, programs),
         (q, *kv, firsts, counts, owners, lens, table, out, memory, given),
         (width, q.stride(0), scale * kv_scales[0], cap or 0.0, kv_scales[1], programs),
         (heads, kv_heads, dim, group, window or 0, bool(cap), sinks is not None, tiles is None, split, dim_block,
-         max(TILE, group), BLOCK, SPAN),
-        warps,
+         matrix_rows, BLOCK, SPAN),
+        min(matrix_rows, TILE) // 16 * (1 if dim <= 128 else 2),
     )  # fmt: skip
     if split:
         block = min(8, triton.next_power_of_2(heads))
         _merge_launch(
             (rows, triton.cdiv(heads, block), 1), (lens, out, memory, given), (width, kv_scales[1]),
-            (heads, dim, window or 0, sinks is not None, dim_block, block, SPAN), warps,
+            (heads, dim, window or 0, sinks is not None, dim_block, block, SPAN), 4,
         )  # fmt: skip
+
+
+_few: dict[tuple[Any, ...], int] = {}
+
+
+def few_rows(
+    device: str, queries: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, capped: bool, sinks: bool
+) -> int:
+    """Rows of the matrix product of a decode row: `FEW` where random numbers give the bits of `TILE` rows.
+
+    The first call for a kind of layer compares, and waits for the device. A capture gets what is known.
+
+    Args:
+        queries: query heads of a KV head.
+    """
+    key = device, queries, dim, dtype, kv_dtype, capped, sinks
+    if knobs.runtime.interpret:
+        return FEW
+    if key not in _few:
+        if torch.cuda.is_current_stream_capturing():
+            return TILE
+        noise = torch.Generator(device).manual_seed(0)
+        rows, keys = 256, 301
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=noise, device=device)
+
+        q = numbers(rows, queries, dim).to(dtype)
+        kv = numbers(keys, 1, dim).to(kv_dtype), numbers(keys, 1, dim).to(kv_dtype)
+        owners = torch.zeros(rows, dtype=torch.int64, device=device)
+        lens = torch.arange(rows, device=device, dtype=torch.int32) + (keys + 1 - rows)
+        table = torch.arange(keys, device=device, dtype=torch.int32)[None]
+        sink = numbers(queries) if sinks else None
+        found = []
+        for few in (FEW, TILE):
+            out = torch.empty_like(q)
+            attention(q, kv, None, owners, lens, table, out, dim**-0.5, 1, 30.0 if capped else None, sink, few=few)
+            found.append(out)
+        _few[key] = FEW if torch.equal(*found) else TILE
+    return _few[key]
 
 
 def kept_size(rows: int, heads: int, dim: int, width: int) -> int:

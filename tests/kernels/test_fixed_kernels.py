@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the kernels' tests need the package triton
 from pymllm_interp.attention.attention_backend import RadixAttention
 from pymllm_interp.attention.decode_kernel import decode_attention_torch
 from pymllm_interp.kernels import fixed_attention, triton_delta
-from pymllm_interp.kernels.products import fixed
+from pymllm_interp.kernels.products import fixed, library
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -59,7 +59,8 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_others(size: tuple[int, 
 @pytest.mark.parametrize(
     ("rows", "n", "k", "tiling"),
     [
-        (1, 4096, 4096, (64, 16, 128, 4, 6)), (33, 4096, 4096, (64, 64, 128, 4, 6)), (256, 6144, 4096, (128, 128, 64, 8, 6)),
+        (1, 4096, 4096, (64, 16, 128, 4, 8)), (17, 28672, 4096, (64, 32, 128, 4, 4)), (33, 4096, 4096, (128, 64, 128, 4, 4)),
+        (256, 6144, 4096, (128, 128, 64, 8, 6)),
         (256, 4096, 14336, (128, 64, 128, 4, 4)), (256, 28672, 4096, (128, 256, 64, 8, 4)), (65, 64, 64, (128, 64, 128, 4, 4)),
         (2048, 28672, 4096, (128, 256, 64, 8, 3)), (2048, 4096, 4096, (128, 256, 64, 8, 4)),
     ],
@@ -77,6 +78,26 @@ def test_all_tilings_of_products_have_the_same_bits(dtype: torch.dtype) -> None:
     wanted = fixed.product(x, weight, tiling=fixed.FEW[0])
     for tiling in (*fixed.FEW, *fixed.MANY):
         assert torch.equal(fixed.product(x, weight, tiling=tiling), wanted), tiling
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="of cuBLASLt")
+@pytest.mark.parametrize("size", [(6144, 4096), (4096, 4096), (4096, 14336), (1000, 520)])
+def test_algorithms_of_cublas_give_the_kernels_bits(size: tuple[int, int]) -> None:
+    n, k = size
+    x, weight = numbers(5000, k, seed=2), numbers(n, k, seed=3) * k**-0.5
+    kernel = lambda x, weight: fixed.product(x, weight, tiling=fixed.MANY[1])  # noqa: E731
+    wanted = kernel(x, weight)
+    for rows in (33, 64, 65, 200, 256, 513, 2047, 5000):
+        for algorithm in library.proposals(0, rows, n, k, DTYPE):
+            out = torch.empty(rows, n, dtype=DTYPE, device=DEVICE)
+            library.run(algorithm, x[:rows], weight, out)
+            assert torch.equal(out, wanted[:rows]), rows
+        assert library.algorithm_for(0, rows, n, k, DTYPE, kernel) is not None, rows
+        assert torch.equal(fixed.product(x[:rows], weight), wanted[:rows])
+    # An algorithm with other bits is not taken.
+    wrong = lambda x, weight: kernel(x, weight) + 1  # noqa: E731
+    assert library._choose(0, n, k, 256, DTYPE, wrong) is None
 
 
 def test_products_in_half_precision_and_of_a_float32_result() -> None:
@@ -128,7 +149,15 @@ CASES: dict[str, dict[str, Any]] = {
     "a window": {"heads": 4, "kv_heads": 2, "dim": 16, "sliding_window": 21},
     "a cap": {"heads": 2, "kv_heads": 2, "dim": 24, "logit_cap": 5.0},
     "sinks": {"heads": 8, "kv_heads": 1, "dim": 16, "sliding_window": 70},
+    "20 heads over 1": {"heads": 20, "kv_heads": 1, "dim": 16},
 }
+if ON_GPU:
+    CASES |= {
+        "llama": {"heads": 32, "kv_heads": 8, "dim": 128},
+        "gpt-oss": {"heads": 64, "kv_heads": 8, "dim": 64, "sliding_window": 128},
+        "gemma 2": {"heads": 8, "kv_heads": 4, "dim": 256, "logit_cap": 50.0},
+        "one head each": {"heads": 3, "kv_heads": 3, "dim": 96},
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,9 +178,11 @@ def test_attention_of_a_row_has_the_same_bits_decoded_prefilled_and_in_parts(
     )  # fmt: skip
     assert torch.allclose(found.float(), wanted.float(), atol=0.03 if ON_GPU else 1e-4)
     assert torch.equal(case.run(length - 5, length, None), found[-5:])  # as decode rows
+    if ON_GPU:
+        assert torch.equal(case.run(1, length, None), found[1:])
     assert torch.equal(case.run(length - 5, length, None, sms=64), found[-5:])  # in parts
     assert torch.equal(case.run(length - 23, length, most), found[-23:])  # another cut of the prompt
-    assert torch.equal(case.run(length - 23, length, 3, sms=64), found[-23:])
+    assert torch.equal(case.run(length - 23, length, min(3, most), sms=64), found[-23:])
 
 
 def test_attention_without_rows_and_without_keys() -> None:

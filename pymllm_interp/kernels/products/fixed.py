@@ -29,12 +29,13 @@ class ProductTiling(NamedTuple):
     stages: int
 
 
-FEW = tuple(ProductTiling(64, rows, 128, 4, 6) for rows in (16, 32, 64))
-"""Tilings of up to 64 rows, by them. As fast as cuBLAS on an H200, which waits for the weight."""
+FEW = tuple(ProductTiling(64, rows, 128, 4, 8) for rows in (16, 32))
+"""Tilings of few rows, by them, for a weight with at most a tile for each multiprocessor; four stages otherwise."""
 MANY = ProductTiling(128, 256, 64, 8, 3), ProductTiling(128, 128, 64, 8, 6), ProductTiling(128, 64, 128, 4, 4)
 """Tilings of more rows, from the largest."""
-ENOUGH, SHALLOW = 90, 1 << 21
-"""Tiles for the multiprocessors of a device. Channels of x in all tiles, below which the largest tiling has a fourth stage."""
+TILES, ENOUGH, SHALLOW = 132, 90, 1 << 21
+"""Most tiles of a weight of which each has a multiprocessor. Tiles that keep a device busy. Channels of x in all tiles, below which
+the largest tiling has a fourth stage."""
 WIDE = ProductTiling(64, 16, 32, 4, 2)
 """Tiling in float32."""
 GROUP = 8
@@ -89,7 +90,7 @@ def tiling_of(rows: int, n: int, k: int, dtype: torch.dtype) -> ProductTiling:
     if dtype.itemsize > 2:
         return WIDE
     if found := next((tiling for tiling in FEW if rows <= tiling.rows), None):
-        return found
+        return found if triton.cdiv(n, found.channels) <= TILES else found._replace(stages=4)
     for tiling in MANY:
         tiles = triton.cdiv(n, tiling.channels) * triton.cdiv(rows, tiling.rows)
         if tiles >= ENOUGH:

@@ -1,7 +1,7 @@
 """Products of cuBLASLt by algorithms that do not divide K: an output's sum has the order of `fixed`, and so its bits.
 
-`torch.mm` lets cuBLAS choose by the number of rows, and for some it divides K. Here an algorithm is chosen for a range of rows among
-those without division, and is compared with `fixed` before it is used. Source: cuBLAS documentation, "Using the cuBLASLt API".
+`torch.mm` lets cuBLAS choose by the number of rows, and for some it divides K. Here an algorithm without division is chosen for a
+range of rows, and is compared with `fixed` before it is used. Source: cuBLAS documentation, "Using the cuBLASLt API".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-RANGES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+RANGES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 """Most rows of each range; the last one has all others, too."""
 PROPOSALS, CHECKED = 16, 1 << 25
 """Algorithms that cuBLASLt is asked for. Elements of the random weight on which they are compared."""
@@ -153,7 +153,7 @@ def _choose(
     device: int, n: int, k: int, most: int, dtype: torch.dtype, reference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> Any:
     """First algorithm that gives the reference's bits for the first, the last and an odd number of rows of a range."""
-    fewest = max((other for other in RANGES if other < most), default=64) + 1
+    fewest = max((other for other in RANGES if other < most), default=32) + 1
     found = proposals(device, most, n, k, dtype)
     if not found:
         return None
