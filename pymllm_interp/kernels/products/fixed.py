@@ -102,10 +102,11 @@ def _algorithm_of(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> A
     """cuBLASLt's algorithm with the bits of this file's kernel; None: the kernel itself."""
     if len(x) <= FEW[-1].rows or not x.is_cuda or not x.dtype.itemsize == out.dtype.itemsize == 2:
         return None
-    (n, k), device = weight.shape, x.device.index
-    if out.dtype is not x.dtype or n % 8 or k % 8 or not weight.is_contiguous() or (x.data_ptr() | weight.data_ptr()) % 16:
+    n, k = weight.shape
+    aligned = not (n % 8 or k % 8 or (x.data_ptr() | weight.data_ptr()) % 16)
+    if out.dtype is not x.dtype or not aligned or not weight.is_contiguous():
         return None
-    return library.algorithm_for(device, len(x), n, k, x.dtype, lambda x, w: product(x, w, tiling=MANY[0]))
+    return library.algorithm_for(x.device.index, len(x), n, k, x.dtype, lambda x, w: product(x, w, tiling=MANY[0]))
 
 
 def product(

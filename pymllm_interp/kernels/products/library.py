@@ -21,7 +21,12 @@ PROPOSALS, CHECKED = 16, 1 << 25
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 """cudaDataType_t."""
 COMPUTE, SCALE = 68, 0  # CUBLAS_COMPUTE_32F, CUDA_R_32F
-TRANSPOSED, MAX_WORKSPACE, REDUCTIONS, SPLIT_K, SCHEME = 3, 1, 3, 2, 3  # attributes: of products, preferences, algorithms
+TRANSPOSED, MAX_WORKSPACE, REDUCTIONS = 3, 1, 3
+"""Attribute of a product, and two of preferences."""
+SPLIT_K, SCHEME = 2, 3
+"""Attributes of an algorithm."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""x, weight -> ``x @ weight.T``."""
 ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
 
 
@@ -133,9 +138,7 @@ def run(algorithm: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
 _chosen: dict[tuple[int, int, int, int, torch.dtype], Any] = {}
 
 
-def algorithm_for(
-    device: int, rows: int, n: int, k: int, dtype: torch.dtype, reference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> Any:
+def algorithm_for(device: int, rows: int, n: int, k: int, dtype: torch.dtype, reference: Product) -> Any:
     """Algorithm for x [rows, k] and a weight [n, k] whose bits are those of `reference`; None: there is none.
 
     The first call for a range compares on random numbers, and waits for the device. A capture gets what is known.
@@ -149,9 +152,7 @@ def algorithm_for(
     return _chosen[key]
 
 
-def _choose(
-    device: int, n: int, k: int, most: int, dtype: torch.dtype, reference: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> Any:
+def _choose(device: int, n: int, k: int, most: int, dtype: torch.dtype, reference: Product) -> Any:
     """First algorithm that gives the reference's bits for the first, the last and an odd number of rows of a range."""
     fewest = max((other for other in RANGES if other < most), default=32) + 1
     found = proposals(device, most, n, k, dtype)
