@@ -20,8 +20,7 @@ from triton import knobs
 from .launch import Launcher
 
 TILE, FEW = 64, 16
-"""Rows of a tile's matrix product: heads times tokens. One instruction of the tensor cores has this many, for whole tiles and for
-those of a decode row."""
+"""Rows of a matrix product, heads times tokens, in prompts and of a decode row. Tensor core instructions have such sizes."""
 BLOCK = 64
 """Keys of a step."""
 SPAN = 1024
@@ -248,7 +247,7 @@ def few_rows(
 ) -> int:
     """Rows of the matrix product of a decode row: `FEW` where random numbers give the bits of `TILE` rows.
 
-    The first call for a kind of layer compares, and waits for the device. A capture gets what is known.
+    The first call for a kind of layer compares, and waits for the device. A capture takes a known number, or `TILE`.
 
     Args:
         queries: query heads of a KV head.

@@ -1,7 +1,7 @@
-"""Products of cuBLASLt by algorithms that do not divide K: an output's sum has the order of `fixed`, and so its bits.
+"""Products of cuBLASLt without a division of K: an output has the order of `fixed`'s sum, and so its bits.
 
-`torch.mm` lets cuBLAS choose by the number of rows, and for some it divides K. Here an algorithm without division is chosen for a
-range of rows, and is compared with `fixed` before it is used. Source: cuBLAS documentation, "Using the cuBLASLt API".
+`torch.mm` lets cuBLAS choose by the number of rows, and cuBLAS often divides K. Here each range of rows has one algorithm. It is
+compared with `fixed` before it is used. Source: cuBLAS documentation, "Using the cuBLASLt API".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 RANGES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 """Most rows of each range; the last one has all others, too."""
 PROPOSALS, CHECKED = 16, 1 << 25
-"""Algorithms that cuBLASLt is asked for. Elements of the random weight on which they are compared."""
+"""Most proposals of cuBLASLt. Elements of the random weight of a comparison."""
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 """cudaDataType_t."""
 COMPUTE, SCALE = 68, 0  # CUBLAS_COMPUTE_32F, CUDA_R_32F
@@ -82,7 +82,7 @@ def _layout(device: int, rows: int, columns: int, dtype: torch.dtype) -> ctypes.
 
 
 def proposals(device: int, rows: int, n: int, k: int, dtype: torch.dtype) -> list[Any]:
-    """cuBLASLt's algorithms for x [rows, k] and a weight [n, k] that do not divide K and need no memory, the best guess first."""
+    """cuBLASLt's algorithms for x [rows, k] and a weight [n, k]. None divides K or takes a workspace."""
     library = _library(device)
     if library is None:
         return []
@@ -139,9 +139,9 @@ _chosen: dict[tuple[int, int, int, int, torch.dtype], Any] = {}
 
 
 def algorithm_for(device: int, rows: int, n: int, k: int, dtype: torch.dtype, reference: Product) -> Any:
-    """Algorithm for x [rows, k] and a weight [n, k] whose bits are those of `reference`; None: there is none.
+    """Algorithm for x [rows, k] and a weight [n, k] with the bits of `reference`; None: no algorithm has them.
 
-    The first call for a range compares on random numbers, and waits for the device. A capture gets what is known.
+    The first call for a range compares on random numbers, and waits for the device. A capture takes a known algorithm or None.
     """
     most = next((most for most in RANGES if rows <= most), math.inf)
     key = device, n, k, min(most, RANGES[-1]), dtype
@@ -153,7 +153,7 @@ def algorithm_for(device: int, rows: int, n: int, k: int, dtype: torch.dtype, re
 
 
 def _choose(device: int, n: int, k: int, most: int, dtype: torch.dtype, reference: Product) -> Any:
-    """First algorithm that gives the reference's bits for the first, the last and an odd number of rows of a range."""
+    """First algorithm with the bits of `reference`. Compared are the first, the last and an odd number of rows of a range."""
     fewest = max((other for other in RANGES if other < most), default=32) + 1
     found = proposals(device, most, n, k, dtype)
     if not found:
