@@ -13,6 +13,8 @@ from .. import __version__
 from ..config import MAX_IMAGES, ModelConfig, ServerConfig
 from ..core.limits import EngineLimits
 from ..engine.engine import Engine
+from ..engine.lifecycle.lifecycle import EngineLifecycle
+from ..engine.lifecycle.sleep import EngineSleep
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..hooks.traces.syntax.session import SessionTracer
@@ -34,7 +36,7 @@ from .images.reader import ImageReader
 from .inputs.audio import AudioReader
 from .inputs.encoder_prompts import decoder_start_ids
 from .inputs.speech import SpeechTokens
-from .lifecycle.local_orders import LocalOrders
+from .lifecycle.orders import EngineOrders
 from .pooling.folders import last_site, pooler_of
 from .request_factory import RequestFactory
 
@@ -71,7 +73,7 @@ class LocalBackend(FactoryBackend):
             open_engines.track(engine)
             engine.start()
             self._describe_model()
-            self._orders = LocalOrders(engine)
+            self._orders = EngineOrders(EngineLifecycle(engine), EngineSleep(engine), self.runner.device)
             open_engines.release_with(self.factory, engine)  # which views and copies of an LM (`lm.edit()`) have, too
         except BaseException as error:
             self._undo(engine, error)

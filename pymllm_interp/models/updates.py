@@ -36,7 +36,7 @@ from .weights.formats import LEAVES, WORDS, QuantizationFormat
 from .weights.loading import MAX_NAMES_LISTED, WeightsError, is_harmless, iter_safetensors
 from .weights.model_state import settings_of
 from .weights.quantized import KV_SCALE, SCALES_OF_STATES, Part, own_weight, part_of
-from .weights.source import resolve_model
+from .weights.source import ModelSource, resolve_model
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -48,7 +48,12 @@ class WeightUpdate:
         model: the served model.
         hf_config: its config.
         config: configuration that it was loaded with.
+
+    Attributes:
+        any_quantised: whether folders with weights of any quantisation are read.
     """
+
+    any_quantised = False
 
     def __init__(self, model: CausalLM, hf_config: PretrainedConfig, config: ModelConfig) -> None:
         self.model, self._hf_config, self._config = model, hf_config, config
@@ -89,12 +94,7 @@ class WeightUpdate:
     def _of_folder(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
         if isinstance(self.model, Eagle3Head):
             raise WeightsError("an EAGLE-3 head takes named tensors, with the names of its module tree, and no folder")
-        config = replace(self._config, model=str(folder), load_format="auto", hf_config=None, saes={})
-        source = resolve_model(config)
-        ours, theirs = settings_of(self._hf_config), settings_of(source.hf_config)
-        other = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        if other:
-            raise WeightsError(f"{folder} has another config than the served model: {', '.join(other)}")
+        source, config = self._source_of(folder)
         assert source.folder is not None
         self._casts = True  # as the loader does
         if isinstance(self.model, DecoderForCausalLM):
@@ -103,6 +103,16 @@ class WeightUpdate:
         spec = self.model.spec
         loaded = load_model(source.hf_config, config.impl, spec, "cpu", spec.context_len, source.folder, config.seed)
         return iter(loaded.state_dict().items())
+
+    def _source_of(self, folder: Path) -> tuple[ModelSource, ModelConfig]:
+        """The model in a folder, and its configuration. Raises WeightsError: another model."""
+        config = replace(self._config, model=str(folder), load_format="auto", hf_config=None, saes={})
+        source = resolve_model(config, self.any_quantised)
+        ours, theirs = settings_of(self._hf_config), settings_of(source.hf_config)
+        other = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        if other:
+            raise WeightsError(f"{folder} has another config than the served model: {', '.join(other)}")
+        return source, config
 
     # -- checks ----------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=3, n_positions=512, n_inner=128, **NO_IDS),
     "opt": lambda: OPTConfig(**COMMON, ffn_dim=128, max_position_embeddings=512, word_embed_proj_dim=96, dropout=0.0),
     "gptj": lambda: GPTJConfig(
-        vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=3, rotary_dim=16, n_positions=512, **NO_IDS
+        vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=3, n_inner=128, rotary_dim=16, n_positions=512, **NO_IDS
     ),
     "falcon": lambda: FalconConfig(**COMMON, new_decoder_architecture=True, num_kv_heads=3, bias=False, parallel_attn=True),
     "stablelm": lambda: StableLmConfig(**COMMON, intermediate_size=128, num_key_value_heads=3, max_position_embeddings=512),

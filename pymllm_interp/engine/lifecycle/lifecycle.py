@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from ...core.events import EngineClosedError, EngineSleepingError
 from ...core.receipt import Receipt
-from ...core.request import RequestStatus
+from ...core.request import Request, RequestStatus
 from ...models.updates import WeightUpdate
+from ...models.weights.model_state import ModelState
 from ..engine import Engine
 
 MODES = ("abort", "wait", "keep")
@@ -106,7 +108,14 @@ class EngineLifecycle:
             runner.drafter.sequences.clear()
         if not draft:
             scheduler.kv.reset_prefix_cache()
-            self._note(before)
+            begun = [
+                (
+                    request,
+                    len(request.output_token_ids) if request.output_token_ids or request.prompt_computed else None,
+                )
+                for request in (*scheduler.live, *(engine.intake.held or ()))
+            ]
+            note_weights(begun, state, before)
         return {"tensors": count, "version": state.version}
 
     def _refuse_traces(self) -> None:
@@ -118,15 +127,20 @@ class EngineLifecycle:
                 "pause with mode='wait' or 'abort' first"
             )
 
-    def _note(self, before: int) -> None:
-        """Note the weights of the tokens so far in receipts."""
-        state, fingerprints = self._engine.runner.model_state, dict[str | None, str]()
-        assert state is not None
-        for request in (*self._engine.scheduler.live, *(self._engine.intake.held or ())):
-            if request.output_token_ids or request.prompt_computed:
-                request.receipt = request.receipt or Receipt()  # of a request without hooks, too
-                request.receipt.made_with(before, len(request.output_token_ids))
-            elif request.receipt is not None and request.receipt.model:
-                if request.adapter not in fingerprints:
-                    fingerprints[request.adapter] = state.fingerprint(request.adapter)
-                request.receipt.model = fingerprints[request.adapter]
+
+def note_weights(live: Iterable[tuple[Request, int | None]], state: ModelState, before: int) -> None:
+    """Note the weights of the tokens so far in receipts.
+
+    Args:
+        live: requests, each with its number of tokens so far; None for one that has not begun.
+        before: version of these weights.
+    """
+    fingerprints = dict[str | None, str]()
+    for request, num_tokens in live:
+        if num_tokens is not None:
+            request.receipt = request.receipt or Receipt()  # of a request without hooks, too
+            request.receipt.made_with(before, num_tokens)
+        elif request.receipt is not None and request.receipt.model:
+            if request.adapter not in fingerprints:
+                fingerprints[request.adapter] = state.fingerprint(request.adapter)
+            request.receipt.model = fingerprints[request.adapter]

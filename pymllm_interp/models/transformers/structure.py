@@ -27,6 +27,8 @@ BY_STRUCTURE = frozenset({"embed", "resid_pre", "resid_post", "final_norm", "log
 """Kinds of sites that are found in a family without a row."""
 UNBOUNDED_CONTEXT = 32768
 """Positions of the longest sequence if the config states none (ALiBi)."""
+NEURONS = ("n_inner", "intermediate_size", "ffn_dim", "ffn_hidden_size")
+"""Settings with the number of an MLP's neurons, by family."""
 
 
 def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
@@ -47,7 +49,7 @@ def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
         num_attention_heads=heads,
         num_key_value_heads=_setting(text, "num_key_value_heads") or heads,
         head_dim=_setting(text, "head_dim") or text.hidden_size // heads,
-        intermediate_size=_setting(text, "intermediate_size") or 4 * text.hidden_size,
+        intermediate_size=next(filter(None, (_setting(text, name) for name in NEURONS)), 4 * text.hidden_size),
         vocab_size=text.vocab_size,
         context_len=int(context_len * rope_growth(ropes)),
         sliding_windows=(None,) * text.num_hidden_layers,

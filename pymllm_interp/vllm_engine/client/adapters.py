@@ -44,7 +44,7 @@ class VllmAdapters:
 
     def __init__(self, core: VllmCore, digests: MutableMapping[str, str]) -> None:
         self._core, self._digests = core, digests
-        self._lock = threading.Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
         self._loaded: dict[str, _Loaded] = {}
 
     @property
@@ -62,6 +62,10 @@ class VllmAdapters:
             raise AdapterError(f"adapter {name!r}: LM(..., engine='vllm', enable_lora=True) starts vLLM with LoRA")
         if not isinstance(name, str) or not name:
             raise AdapterError(f"load_adapter({name!r}, ...): the name is a string that is not empty")
+        with self._loading:  # one after another: the second of two equal names is refused
+            self._load(name, folder)
+
+    def _load(self, name: str, folder: str) -> None:
         if name in self._loaded:
             raise AdapterError(f"an adapter {name!r} is loaded already: unload it first, or give another name")
         config = PeftConfig.read(Path(folder))

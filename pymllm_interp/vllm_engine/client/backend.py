@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from ...client.calls.traces import run_pass, serve
 from ...client.factory_backend import FactoryBackend
 from ...client.facts import HOOK_LIMITS, ModelFacts
 from ...client.generation_defaults import GenerationDefaults
+from ...client.lifecycle.orders import EngineOrders
 from ...client.pooling.folders import pooler_of
 from ...client.remote.remote_backend import tree_of
 from ...client.request_factory import RequestFactory
@@ -30,8 +32,7 @@ from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import TraceInput
 from ...models.registry import architecture_of, check_supported, is_native
-from ...models.weights.source import load_tokenizer, resolve_model
-from ...utils.arguments import shown
+from ...models.weights.source import ModelSource, load_tokenizer, resolve_model
 from ..architectures import check_architecture
 from ..blocks import payload_of
 from ..refusals import VllmRefusalError
@@ -39,13 +40,15 @@ from ..settings import OURS, RANK_MODULE, limits_of, served_spec, server_config_
 from ..versions import installed_version
 from .adapters import VllmAdapters
 from .arguments import engine_arguments
+from .attached import AttachedLLM
 from .blocks import check_blocks, check_traced
 from .canary import check_steering
 from .core import VllmCore
 from .declarations import VllmDeclarations
 from .engine import VllmRequestEngine
+from .lifecycle import VllmLifecycle, VllmSleep
 from .sampling import check_embeds, check_params
-from .weights import VllmWeights
+from .weights import VllmUpdate, VllmWeights
 
 HOOKS = {
     "declared": "in front of vLLM's norms, inside its compiled passes and CUDA graphs",
@@ -53,8 +56,6 @@ HOOKS = {
     "without graphs",
 }
 """Description of how hooks run, by kind."""
-PAUSES = {"pause": "pause_generation", "resume": "resume_generation", "is_paused": "is_paused"}
-"""Order -> method of vLLM's engine."""
 INSTEAD = "declare it (interventions=, capture=), or use LM(model), whose engine is our own"
 
 
@@ -123,11 +124,11 @@ class VllmBackend(FactoryBackend):
         declarations = VllmDeclarations(
             limits, spec, len(core.ranks), scheduler.max_num_batched_tokens, ring, config.speculative_config is not None
         )
-        weights, saes = VllmWeights(hf_config, core.call("interp_checksum")), SAERegistry(spec, "cpu")
+        weights, saes = VllmWeights(hf_config, partial(core.call, "interp_checksum")), SAERegistry(spec, "cpu")
         for name, sae in model.saes.items():
             saes[name] = sae
         self.core, self.loaded = core, VllmAdapters(core, weights.adapters)
-        self.engine = VllmRequestEngine(core, declarations.release, self.loaded)
+        self.engine = VllmRequestEngine(core, declarations.release, self.loaded, lambda: weights.version)
         open_engines.track(cast(Any, self.engine))
         self.module = tree_of(hf_config, "native" if is_native(hf_config, "auto") else "transformers", dtype)
         ranks = f"{len(core.ranks)} rank{'s' if len(core.ranks) > 1 else ''}"
@@ -149,6 +150,7 @@ class VllmBackend(FactoryBackend):
             logprobs_mode=server.logprobs_mode, names=source.names, page_size=server.page_size,
             speculates=config.speculative_config is not None, pooler=pooler_of(source.root, encoder=False),
         )  # fmt: skip
+        self._orders = self._orders_of(model, source, weights)
         self.lowered = Lowered(self.module, server.lower_traces, torch.device("cpu"))
         self.tokenizer = load_tokenizer(source)
         self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes, self.loaded.hold))
@@ -213,18 +215,28 @@ class VllmBackend(FactoryBackend):
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         return run_pass(self, model, mode, inputs, kwargs)
 
+    def _orders_of(self, model: ModelConfig, source: ModelSource, weights: VllmWeights) -> EngineOrders | None:
+        """The orders to an engine that is not its user's."""
+        core, engine, folder = self.core, self.engine, None if model.load_format == "dummy" else source.folder
+        if isinstance(core.llm, AttachedLLM):
+            return None
+
+        def make_update() -> VllmUpdate:
+            if folder is None:
+                raise VllmRefusalError(
+                    f"update_weights needs the names of a checkpoint, and load_format='dummy' has none. {OURS}"
+                )
+            return VllmUpdate(self.module, source.hf_config, model, folder, core.ranks[0]["merged"])
+
+        lifecycle = VllmLifecycle(core, engine, weights, make_update)
+        sleep = VllmSleep(core, engine, weights, lifecycle, folder)
+        return EngineOrders(lifecycle, sleep, self.facts.device)
+
     def control(self, order: str, **arguments: Any) -> Any:
         self.engine.check_open()
-        call = getattr(self.core.llm, PAUSES.get(order, ""), None)
-        if call is None:
-            raise NotImplementedError(f"{order}: of orders, vLLM as the engine carries out pause and resume. {OURS}")
-        if order == "pause":
-            if (mode := arguments["mode"]) not in ("abort", "wait", "keep"):
-                raise ValueError(f"pause(mode={shown(mode)}): expected 'abort', 'wait' or 'keep'")
-            arguments["clear_cache"] = False
-            if mode == "abort":
-                self.engine.abort_all()
-        return self.core.ask(call(**arguments))
+        if self._orders is None:
+            raise VllmRefusalError(f"{order}: an attached vLLM is paused, updated and put to sleep by its own calls")
+        return self._orders.run(order, **arguments)
 
     def load_adapter(self, name: str, folder: str) -> None:
         self.engine.check_open()

@@ -121,18 +121,18 @@ class VllmCore:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    async def call_async(self, method: str, *arguments: Any) -> list[Any]:
+    async def call_async(self, method: str, *arguments: Any, timeout: float = CALL_SECONDS) -> list[Any]:
         """Call a method of all ranks. Returns their answers.
 
         Raises:
             TimeoutError: a rank did not answer in time.
         """
         try:
-            called = self.answered(self.llm.collective_rpc(method, CALL_SECONDS, arguments))
-            return await asyncio.wait_for(called, CALL_SECONDS + 5)
+            called = self.answered(self.llm.collective_rpc(method, timeout, arguments))
+            return await asyncio.wait_for(called, timeout + 5)
         except Exception as error:
             if isinstance(error, TimeoutError) or "timed out" in str(error):  # vLLM tells its own as a plain Exception
-                raise TimeoutError(f"a rank of vLLM has not answered {method} within {CALL_SECONDS:g} s") from error
+                raise TimeoutError(f"a rank of vLLM has not answered {method} within {timeout:g} s") from error
             raise
 
     async def answered(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:

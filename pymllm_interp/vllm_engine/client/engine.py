@@ -44,6 +44,7 @@ class _Live:
         reason: reason for its end, once requested.
         started: whether its task runs. A task that is cancelled before would never answer.
         sent: vLLM knows it.
+        vllm_id: vLLM's id of it then.
         dots: (first position, dot products of monitors [slots, positions]) of steps that the monitors have not taken.
         num_scored: positions up to which dot products have come.
         scored: set when more come.
@@ -54,7 +55,7 @@ class _Live:
         self.task: asyncio.Task[None] | None = None
         self.reason: str | None = None
         self.keys: list[TensorKey] = []
-        self.started = self.sent = False
+        self.started, self.sent, self.vllm_id = False, False, ""
         self.dots: deque[tuple[int, np.ndarray]] = deque()
         self.num_scored, self.scored = 0, asyncio.Event()
 
@@ -72,15 +73,20 @@ class VllmRequestEngine:
         core: vLLM.
         release: releases the resources of requests.
         adapters: the loaded ones.
+        version: gives the version of the weights.
 
     Attributes:
         num_events: answers of vLLM, for `progress`.
+        why_closed: error of new requests while the engine sleeps.
     """
 
     forked: EngineClosedError | None = None
+    why_closed: Exception | None = None
 
-    def __init__(self, core: VllmCore, release: Callable[[Request], None], adapters: VllmAdapters) -> None:
-        self.core, self._release, self._adapters = core, release, adapters
+    def __init__(
+        self, core: VllmCore, release: Callable[[Request], None], adapters: VllmAdapters, version: Callable[[], int]
+    ) -> None:
+        self.core, self._release, self._adapters, self._version = core, release, adapters, version
         self.num_events = 0
         self._live: dict[str, _Live] = {}
         self._callbacks = Callbacks()
@@ -120,6 +126,8 @@ class VllmRequestEngine:
     def submit_all(self, groups: Sequence[tuple[Sequence[Request], Subscriber]]) -> None:
         """Start requests, all at once. Raises EngineClosedError after `shutdown`."""
         self.check_open()
+        if self.why_closed is not None:
+            raise self.why_closed.with_traceback(None)
         live = [_Live(request, subscriber) for requests, subscriber in groups for request in requests]
         with self._lock:
             self.check_open()
@@ -133,6 +141,23 @@ class VllmRequestEngine:
     def abort_all(self) -> None:
         """End all live requests, also those that are on their way to vLLM."""
         self.abort(list(self._live))
+
+    @property
+    def live(self) -> list[_Live]:
+        """The live requests."""
+        return list(self._live.values())
+
+    def wait_until_idle(self) -> None:
+        """Wait until no request is live."""
+        while self._live:
+            time.sleep(0.01)
+
+    def end_with(self, error: EngineClosedError) -> EngineClosedError:
+        """End all requests with an error, which is returned, and take no more."""
+        self._closing = error
+        for one in self.live:
+            self.core.soon(self._fail, one, error)
+        return error
 
     def call_back(self, function: Callable[[], None]) -> None:
         """Run a caller's function beside the loop."""
@@ -298,7 +323,7 @@ class VllmRequestEngine:
         queue = await core.llm.add_request(
             request.request_id, prompt, params, lora_request=lora, priority=request.priority
         )
-        one.sent = True
+        one.sent, one.vllm_id = True, queue.request_id
         finished = False
         try:
             if one.reason is not None:  # its end was requested meanwhile
@@ -392,6 +417,8 @@ class VllmRequestEngine:
         finally:
             if request.error is not None and request.trace is None:  # a block may fail at the end that it waited past
                 request.finish_reason = "error"
+            if request.receipt is not None and request.receipt.weights:
+                request.receipt.made_with(self._version(), len(request.output_token_ids))
             self.core.uplink.release(one.keys)
             self._release(request)
             if request.adapter_hold is not None:

@@ -17,6 +17,7 @@ from ...config import ModelConfig
 from ...models.weights.model_state import checksum
 from ...models.weights.source import load_tokenizer, resolve_model
 from ...utils.stage_times import TIMES
+from ...wire.weights import received
 from ..faults import told
 from ..payloads import TensorKey
 from ..refusals import refuse_config
@@ -119,6 +120,7 @@ class InterpWorker:
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
             "address": None if self.egress is None else self.egress.address,
             "runner": "V2" if isinstance(self.model_runner, RowsOfV2) else "V1",
+            "merged": dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", None) or {}),
         }  # fmt: skip
 
     def interp_put(self, packed: list[Any]) -> tuple[int, list[TensorKey]]:
@@ -137,6 +139,11 @@ class InterpWorker:
     def interp_end_trace(self, end: bytes) -> bytes | None:
         """The outcome of an ended request's blocks (`blocks.packed`), from rank 0."""
         return self._hooks.traces.finish(pickle.loads(end))
+
+    def interp_update(self, info: dict[str, Any] | None, folder: str | None) -> None:
+        """Load weights of the client (`SentWeights.info`), or of a folder, by vLLM's loader."""
+        weights = None if info is None else received(info, "cpu")
+        self.reload_weights(weights_iterator=weights, weights_path=folder)  # pyright: ignore[reportAttributeAccessIssue]
 
     def interp_checksum(self) -> int:
         """A checksum of this rank's weights."""

@@ -1,15 +1,12 @@
-"""`LocalOrders`: the orders of `Backend.control`, of an engine in this process."""
+"""`EngineOrders`: the orders of `Backend.control`."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ...engine.engine import Engine
-from ...engine.lifecycle.lifecycle import EngineLifecycle
-from ...engine.lifecycle.sleep import EngineSleep
 from ...models.updates import NamedTensors, WeightUpdate
 from ...wire.weights import received
 
@@ -18,20 +15,72 @@ AT_ANY_TIME = ("pause", "resume", "is_paused", "is_sleeping", "weight_info")
 """Orders that may come while another one waits. All others run one after another: a server has a thread for each."""
 
 
-class LocalOrders:
+class Lifecycle(Protocol):
+    """Pauses and new weights of an engine (`engine.lifecycle.lifecycle.EngineLifecycle`)."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is paused."""
+        ...
+
+    def pause(self, mode: str = "abort") -> None:
+        """Pause the engine."""
+        ...
+
+    def resume(self) -> None:
+        """Let requests run again."""
+        ...
+
+    def new_update(self, draft: bool = False) -> WeightUpdate:
+        """Update of the model, or of the draft model."""
+        ...
+
+    def install(self, update: WeightUpdate, draft: bool = False, whole: bool = False) -> dict[str, int]:
+        """Check an update, and write it between two steps."""
+        ...
+
+
+class Sleep(Protocol):
+    """Sleep of an engine (`engine.lifecycle.sleep.EngineSleep`)."""
+
+    needs_weights: bool
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory of the engine is off the device, or weights are to be given."""
+        ...
+
+    def check_weights(self) -> None:
+        """Raise ValueError while the weights have no memory."""
+        ...
+
+    def weights_given(self) -> None:
+        """All weights were written."""
+        ...
+
+    def sleep(self, level: int = 1, tags: Sequence[str] = (), mode: str = "keep") -> None:
+        """Give memory back."""
+        ...
+
+    def wake(self, tags: Sequence[str] | None = None) -> bool:
+        """Take memory again. Returns whether the engine is awake."""
+        ...
+
+
+class EngineOrders:
     """One method for each order.
 
     Args:
-        engine: the engine, started.
+        lifecycle, sleep: carry the orders out.
+        device: device of the model.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._lifecycle, self._device = EngineLifecycle(engine), engine.runner.device
+    def __init__(self, lifecycle: Lifecycle, sleep: Sleep, device: str) -> None:
+        self._lifecycle, self._sleep, self._device = lifecycle, sleep, device
         self._one_order = threading.Lock()
         self._backend: str | None = None
         self._update: WeightUpdate | None = None
         self._is_draft, self._label, self._stamp = False, "", 0
-        self._sleep = EngineSleep(engine)
         self.sleep, self.wake = self._sleep.sleep, self._sleep.wake
         self.pause, self.resume = self._lifecycle.pause, self._lifecycle.resume
 

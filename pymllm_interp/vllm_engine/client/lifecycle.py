@@ -1,0 +1,212 @@
+"""`VllmLifecycle` and `VllmSleep`: pauses, new weights and sleep of vLLM, by its own calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from ...core.events import EngineClosedError, EngineSleepingError
+from ...core.request import Request
+from ...engine.lifecycle.lifecycle import MODES, note_weights
+from ...engine.lifecycle.sleep import TAGS
+from ...models.weights.loading import WeightsError
+from ...utils.arguments import shown
+from ...wire.weights import SentWeights
+from ..refusals import VllmRefusalError
+from ..results import host_name
+from ..settings import OURS
+from .core import VllmCore
+from .engine import VllmRequestEngine
+from .weights import VllmUpdate, VllmWeights
+
+UPDATE_SECONDS = 1800.0
+"""Timeout of a rank that loads weights."""
+ASLEEP = "the engine sleeps: lm.wake() (POST /wake_up) wakes it"
+
+
+class VllmLifecycle:
+    """Pauses and new weights of vLLM. A `client.lifecycle.orders.Lifecycle`.
+
+    Args:
+        core, engine, weights: vLLM, its requests, and the state of its weights.
+        make_update: an empty update of the served model.
+    """
+
+    def __init__(
+        self, core: VllmCore, engine: VllmRequestEngine, weights: VllmWeights, make_update: Callable[[], VllmUpdate]
+    ) -> None:
+        self._core, self._engine, self._weights, self._make_update = core, engine, weights, make_update
+        self._draining = threading.Lock()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether vLLM schedules no new request."""
+        return self._core.ask(self._core.llm.is_paused())
+
+    def pause(self, mode: str = "abort") -> None:
+        """Pause the engine, see `LM.pause`. Raises ValueError: another mode."""
+        if mode not in MODES:
+            raise ValueError(f"pause(mode={shown(mode)}): expected 'abort', 'wait' or 'keep'")
+        if mode == "abort":
+            self._engine.abort_all()
+        with self._draining if mode == "wait" else nullcontext():
+            self._core.ask(self._core.llm.pause_generation(mode=mode, clear_cache=False))
+
+    def resume(self) -> None:
+        """Let requests run again."""
+        self._core.ask(self._core.llm.resume_generation())
+
+    def new_update(self, draft: bool = False) -> VllmUpdate:
+        """Update of the model. Raises VllmRefusalError: of the draft model."""
+        if draft:
+            raise VllmRefusalError(f"update_weights(draft=True): vLLM's draft model keeps its weights. {OURS}")
+        return self._make_update()
+
+    def install(self, update: VllmUpdate, draft: bool = False, whole: bool = False) -> dict[str, int]:
+        """Check an update, and have all ranks load it between two steps, see `EngineLifecycle.install`."""
+        update.check(whole)
+        core, count = self._core, len(update)
+        hosts = {rank["host"] for rank in core.ranks} - {host_name()}
+        if update.folder is None and hosts:
+            raise WeightsError(f"ranks on {', '.join(sorted(hosts))} read a folder that all hosts have: give its path")
+        sent = (
+            SentWeights({name: tensor.cpu() for name, tensor in update.tensors.items()}) if not update.folder else None
+        )
+        with self._draining, sent or nullcontext():
+            paused = self.is_paused
+            core.ask(core.llm.pause_generation(mode="keep", clear_cache=False))
+            try:
+                self._refuse_traces()
+                core.ask(core.llm.pause_generation(mode="keep", clear_cache=True))  # all are computed again
+                self.load(None if sent is None else sent.info, update.folder)
+                before = self._weights.version
+                self._weights.changed()
+                note_weights(self._tokens_so_far(), self._weights, before)
+            finally:
+                update.drop()
+                if not paused and self._core.llm is not None:
+                    self.resume()
+        return {"tensors": count, "version": self._weights.version}
+
+    def load(self, info: dict[str, Any] | None, folder: Path | None) -> None:
+        """Have all ranks load weights. Raises EngineClosedError: a rank has failed, and the engine has ended."""
+        try:
+            path = None if folder is None else str(folder)
+            self._core.wait(self._core.call_async("interp_update", info, path, timeout=UPDATE_SECONDS))
+        except BaseException as error:
+            told = EngineClosedError(f"new weights were written in part: {error!r}")
+            raise self._engine.end_with(told) from error
+
+    def _refuse_traces(self) -> None:
+        if begun := sum(one.sent and one.request.trace is not None for one in self._engine.live):
+            raise ValueError(
+                f"{begun} requests of traces are under way, and their blocks cannot run again with other weights: "
+                "pause with mode='wait' or 'abort' first"
+            )
+
+    def _tokens_so_far(self) -> list[tuple[Request, int | None]]:
+        """The live requests, each with its number of tokens; None before it has begun."""
+        states = self._core.llm.output_processor.request_states
+        return [
+            (one.request, states[one.vllm_id].detokenizer.num_output_tokens() if one.vllm_id in states else None)
+            for one in self._engine.live
+        ]
+
+
+class VllmSleep:
+    """Sleep of vLLM, which gives its weights and KV back together. A `client.lifecycle.orders.Sleep`.
+
+    Args:
+        lifecycle: loads weights again.
+        folder: folder of the served weights.
+
+    Attributes:
+        needs_weights: the weights were dropped, and no new ones were given.
+    """
+
+    def __init__(
+        self, core: VllmCore, engine: VllmRequestEngine, weights: VllmWeights, lifecycle: VllmLifecycle, folder: Path | None
+    ) -> None:  # fmt: skip
+        self._core, self._engine, self._weights = core, engine, weights
+        self._lifecycle, self._folder = lifecycle, folder
+        self._asleep = set[str]()
+        self._dropped = self.needs_weights = False
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is off the devices, or weights are to be given."""
+        return bool(self._asleep) or self.needs_weights
+
+    def check_weights(self) -> None:
+        """Raise ValueError while the weights have no memory."""
+        if "weights" in self._asleep:
+            raise ValueError("the weights are asleep: lm.wake(tags=['weights']) gives them memory")
+
+    def sleep(self, level: int = 1, tags: Sequence[str] = TAGS, mode: str = "keep") -> None:
+        """Give memory back, see `LM.sleep`. The ring of captures stays.
+
+        Raises:
+            VllmRefusalError: vLLM was started without sleep mode, or tags that it does not give back by themselves.
+            ValueError: live requests, or another level, tag or mode.
+        """
+        if not self._core.config.model_config.enable_sleep_mode:
+            raise VllmRefusalError(
+                "lm.sleep: start vLLM with LM(..., engine='vllm', enable_sleep_mode=True), which it has on CUDA only"
+            )
+        if level not in (1, 2):
+            raise ValueError(f"level={level!r}: 1 keeps the weights in host memory, 2 drops them")
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
+        if isinstance(tags, str) or set(tags) - set(TAGS):
+            raise ValueError(f"tags={tags!r}: expected a list of {', '.join(TAGS)}")
+        if not {"weights", "kv_cache"} <= set(tags):
+            raise VllmRefusalError(f"tags={list(tags)}: vLLM gives 'weights' and 'kv_cache' back together. {OURS}")
+        if self._asleep:
+            return
+        try:
+            self._engine.why_closed = EngineSleepingError(ASLEEP)
+            if mode == "keep" and (live := len(self._engine.live)):
+                raise ValueError(f"{live} requests are live: drain=True waits for them, lm.pause('abort') ends them")
+            if mode == "abort":
+                self._engine.abort_all()
+            self._engine.wait_until_idle()
+            self._core.ask(self._core.llm.sleep(level, "abort"))
+            self._asleep, self._dropped, self._weights.asleep = {"weights", "kv_cache"}, level == 2, True
+        finally:
+            self._open_if_whole()
+
+    def wake(self, tags: Sequence[str] | None = None) -> bool:
+        """Take memory again, see `LM.wake`. Returns whether the engine is awake."""
+        if isinstance(tags, str) or (tags is not None and set(tags) - set(TAGS)):
+            raise ValueError(f"tags={tags!r}: expected a list of {', '.join(TAGS)}")
+        wanted = self._asleep if tags is None else self._asleep & set(tags)
+        if wanted:
+            self._core.ask(self._core.llm.wake_up(None if wanted == self._asleep else sorted(wanted)))
+            if "weights" in wanted:
+                self._weights.asleep, self.needs_weights = False, self._dropped
+            self._asleep = self._asleep - wanted
+        if self.needs_weights and tags is None:
+            self._reload()
+        self._open_if_whole()
+        return not self.is_sleeping
+
+    def weights_given(self) -> None:
+        """All weights were written."""
+        self.needs_weights = False
+        self._open_if_whole()
+
+    def _open_if_whole(self) -> None:
+        if not self.is_sleeping:
+            self._engine.why_closed = None
+
+    def _reload(self) -> None:
+        """Load dropped weights from the model's folder. Raises ValueError: they were changed since they were loaded."""
+        if self._folder is None or self._weights.version:
+            raise ValueError(
+                "the weights were dropped, and are not those of a folder: lm.update_weights gives all of them, and the engine wakes"
+            )
+        self._lifecycle.load(None, self._folder)
+        self.needs_weights = False
