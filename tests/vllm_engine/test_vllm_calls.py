@@ -323,8 +323,6 @@ def test_a_pause_keeps_or_ends_what_runs(lm: LM, oracle: LM) -> None:
     lm.resume()
     with pytest.raises(ValueError, match="'abort', 'wait' or 'keep'"):
         lm.pause("later")
-    with pytest.raises(NotImplementedError, match="sleep: of orders, vLLM as the engine carries out pause and resume"):
-        lm.sleep()
 
 
 def test_a_harvest_over_vllm_has_our_engines_states(lm: LM, oracle: LM, tmp_path: Path) -> None:

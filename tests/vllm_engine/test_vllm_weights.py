@@ -13,7 +13,18 @@ import pytest
 import torch
 from conftest import random_model
 from helpers_adapters import write_adapter
-from helpers_vllm import FAMILIES, SIZES, assert_close, assert_close_tensor, needs_vllm, own_lm, prompt, save_model, vector, vllm_lm
+from helpers_vllm import (
+    FAMILIES,
+    SIZES,
+    assert_close,
+    assert_close_tensor,
+    needs_vllm,
+    own_lm,
+    prompt,
+    save_model,
+    vector,
+    vllm_lm,
+)
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -27,7 +38,10 @@ from pymllm_interp.wire.weights import SentWeights
 
 PROMPTS = [prompt(7, 1), prompt(40, 2), prompt(1, 3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
-STEERED: dict[str, Any] = {"interventions": [Steer("resid_post.1", vector(2), 2.0)], "capture": ["resid_post.*", "logits"]}
+STEERED: dict[str, Any] = {
+    "interventions": [Steer("resid_post.1", vector(2), 2.0)],
+    "capture": ["resid_post.*", "logits"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +104,10 @@ def test_what_runs_continues_with_the_new_weights(lm: LM, oracle: LM, folders: l
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     old = oracle.generate([PROMPTS[1]], params, capture=["resid_post.3"])[0].outputs[0]
     running = lm.submit(PROMPTS[1], params, capture=["resid_post.3"])
-    while lm.stats()["steps"] == 0 or not running.token_ids if hasattr(running, "token_ids") else False:
-        time.sleep(0.01)
-    time.sleep(0.3)
+    backend: Any = lm.backend
+    steps = lm.backend.engine.stats()["steps"]
+    while backend.engine.stats()["steps"] < steps + 5:
+        time.sleep(0.005)
     version = lm.weights.version
     lm.pause("keep")
     waiting = lm.submit(PROMPTS[0], GREEDY)
@@ -118,7 +133,9 @@ def test_what_runs_continues_with_the_new_weights(lm: LM, oracle: LM, folders: l
 
 
 @needs_vllm
-def test_weights_that_do_not_fit_are_refused_and_nothing_is_written(lm: LM, oracle: LM, folders: list[Path], tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_refused_and_nothing_is_written(
+    lm: LM, oracle: LM, folders: list[Path], tmp_path: Path
+) -> None:
     other = tensors(folders[1])
     q, norm = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
     for weights, message in (
@@ -157,7 +174,9 @@ def test_another_process_sends_weights_by_vllms_orders(lm: LM, oracle: LM, folde
 
 
 @needs_vllm
-def test_a_sleeping_engine_takes_no_requests(lm: LM, oracle: LM, folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeping_engine_takes_no_requests(
+    lm: LM, oracle: LM, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM for CPUs frees nothing, and pauses its scheduler all the same: the memory is a case on a GPU."""
     with pytest.raises(VllmRefusalError, match=r"enable_sleep_mode=True\), which it has on CUDA only"):
         lm.sleep()

@@ -8,12 +8,16 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ... import __version__
 from ...config import ModelConfig
+from ...models.weights.loading import iter_safetensors
 from ...models.weights.model_state import checksum
 from ...models.weights.source import load_tokenizer, resolve_model
 from ...utils.stage_times import TIMES
@@ -54,6 +58,7 @@ class InterpWorker:
     model_runner: Any
     device: torch.device
     egress: Egress | None = None
+    _sums: dict[str, int]
 
     def init_device(self) -> None:
         """Refuse unsupported settings, then make the runner, and put the mixin in front of its class."""
@@ -67,6 +72,7 @@ class InterpWorker:
 
     def _init_device(self) -> None:
         installed_version()
+        self._sums = {}
         refuse_config(self.vllm_config)
         super().init_device()  # pyright: ignore[reportAttributeAccessIssue]
         runner = self.model_runner
@@ -142,15 +148,37 @@ class InterpWorker:
 
     def interp_update(self, info: dict[str, Any] | None, folder: str | None) -> None:
         """Load weights of the client (`SentWeights.info`), or of a folder, by vLLM's loader."""
-        weights = None if info is None else received(info, "cpu")
+        weights = None if info is None else self._summed(received(info, "cpu"))
+        if folder is not None and self._packs:
+            deque(self._summed(iter_safetensors(Path(folder))), 0)
         self.reload_weights(weights_iterator=weights, weights_path=folder)  # pyright: ignore[reportAttributeAccessIssue]
 
     def interp_checksum(self) -> int:
         """A checksum of this rank's weights."""
+        config = self.vllm_config
+        if self._packs and not self._sums and config.load_config.load_format != "dummy":
+            deque(self._summed(iter_safetensors(Path(config.model_config.model))), 0)
+        named = sorted(self.model_runner.get_model().named_parameters())
         total = 0
-        for name, parameter in sorted(self.model_runner.get_model().named_parameters()):
-            total = (total * 31 + sum(name.encode()) + _checksum_of(parameter)) % 2**64
+        for name, part in (
+            *((name, _checksum_of(parameter)) for name, parameter in named),
+            *sorted(self._sums.items()),
+        ):
+            total = (total * 31 + sum(name.encode()) + part) % 2**64
         return total
+
+    @property
+    def _packs(self) -> bool:
+        """Whether this is rank 0 on a CPU, where vLLM packs products: they are no parameters, and their tensors are summed."""
+        return torch.device(self.device).type == "cpu" and not self.rank
+
+    def _summed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights, after their checksums were noted."""
+        for name, tensor in weights:
+            if self._packs:
+                kept = tensor.to(self.vllm_config.model_config.dtype) if tensor.is_floating_point() else tensor
+                self._sums[name] = _checksum_of(kept)
+            yield name, tensor
 
     def interp_stats(self) -> dict[str, int]:
         """Steps so far, and calls of the op on a CPU."""
