@@ -16,7 +16,7 @@ import torch
 
 from ..attention.attention_backend import AttentionBackend
 from ..config import ModelConfig, ServerConfig
-from ..core.families import lacks_head
+from ..core.families import tasks_of
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.model_spec import ModelSpec
 from ..core.step import LogitsProcessorOutput
@@ -238,10 +238,7 @@ class RunnerParts(ABC):
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Tasks that the model can be asked for, by vLLM's names."""
-        pooled = ("embed", "token_embed", "score")
-        if self.model_spec.num_labels is None:
-            return ("generate", *pooled) if self.model_spec.source is None else ("generate",)
-        return pooled if lacks_head(self.get_model().config) else ("classify", "token_classify", *pooled)
+        return tasks_of(self.get_model().config) if self.model_spec.source is None else ("generate",)
 
     @property
     def is_pooling_model(self) -> bool:

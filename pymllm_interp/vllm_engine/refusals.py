@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from ..core.families import num_labels_of
+
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
 """Methods of speculation that are served."""
 
@@ -64,7 +66,11 @@ def _refused(config: Any) -> Iterator[str]:
             getattr(parallel, "use_sequence_parallel_moe", False) is True,
             "expert parallelism with sequence-parallel MoE: leave out enable_expert_parallel",
         ),
-        (getattr(model, "runner_type", "generate") != "generate", "runner='pooling': a generating model is expected"),
+        (
+            getattr(model, "runner_type", "generate") != "generate"
+            and num_labels_of(getattr(model, "hf_config", None)) is None,
+            "runner='pooling': leave it out; lm.encode pools the states of a generating model",
+        ),
         (getattr(model, "is_encoder_decoder", False), "encoder-decoder models"),
         (
             os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1",

@@ -19,11 +19,11 @@ from ...client.factory_backend import FactoryBackend
 from ...client.facts import HOOK_LIMITS, ModelFacts
 from ...client.generation_defaults import GenerationDefaults
 from ...client.lifecycle.orders import EngineOrders
-from ...client.pooling.folders import pooler_of
+from ...client.pooling.folders import last_site, pooler_of
 from ...client.remote.remote_backend import tree_of
 from ...client.request_factory import RequestFactory
 from ...config import ModelConfig, ServerConfig
-from ...core.families import num_labels_of
+from ...core.families import tasks_of
 from ...core.limits import EngineLimits
 from ...core.request import Request
 from ...hooks.saes.registry import SAERegistry
@@ -83,8 +83,6 @@ class VllmBackend(FactoryBackend):
         open_engines.wait_for_released()
         source = resolve_model(model, quantised=True)
         check_supported(source.hf_config)
-        if num_labels_of(source.hf_config) is not None:
-            raise VllmRefusalError("classification heads are not served by vLLM here: use engine='own'")
         installed_version()
         check_architecture(architecture_of(source.hf_config))
         given = {} if attached is not None else engine_arguments(model, server, source, dict(arguments or {}))
@@ -142,13 +140,14 @@ class VllmBackend(FactoryBackend):
             inner_sites=limits_of(server, device).inner_sites,
             limits=EngineLimits(
                 spec.vocab_size, config.model_config.max_model_len, scheduler.max_num_batched_tokens, core.kv_tokens,
-                scheduler.max_num_seqs,
+                scheduler.max_num_seqs, core.generates,
             ),
             settings={name: getattr(server, name) for name in HOOK_LIMITS},
             hooks={"hook_execution": server.hook_execution, **HOOKS},
             defaults=GenerationDefaults.of(model.generation_config, hf_config, source.folder), seed=model.seed,
-            logprobs_mode=server.logprobs_mode, names=source.names, page_size=server.page_size,
+            logprobs_mode=server.logprobs_mode, tasks=tasks_of(hf_config), names=source.names, page_size=server.page_size,
             speculates=config.speculative_config is not None, pooler=pooler_of(source.root, encoder=False),
+            pooled_site=last_site(spec),
         )  # fmt: skip
         self._orders = self._orders_of(model, source, weights)
         self.lowered = Lowered(self.module, server.lower_traces, torch.device("cpu"))

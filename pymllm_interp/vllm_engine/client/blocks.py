@@ -27,6 +27,7 @@ def check_blocks(facts: ModelFacts, traces: Sequence[RequestTrace], config: Any)
     if (why := why_without_blocks(facts.hf_config)) is not None:
         raise VllmRefusalError(why)
     for holds, what in (
+        (config.model_config.runner_type != "generate", "classification heads: they run by vLLM's pooler"),
         (config.speculative_config is not None, "drafts beside it: leave out speculative_config"),
         (config.lora_config is not None, "adapters beside it: leave out enable_lora"),
         (

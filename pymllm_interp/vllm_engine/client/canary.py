@@ -49,7 +49,7 @@ def _states(backend: Any, sites: list[str], interventions: list[Any]) -> list[to
     """The captured states of the canary's prompt, in the order of the sites."""
     submission = Submission(
         prompts=[RenderedPrompt(None, [token % backend.facts.spec.vocab_size for token in TOKENS])],
-        params=[SamplingParams(temperature=0, max_tokens=1)], interventions=[interventions],
+        params=[SamplingParams(temperature=0, max_tokens=int(backend.facts.limits.generates))], interventions=[interventions],
         captures=[[Capture(site) for site in sites]], priority=[0], names=["the canary"],
     )  # fmt: skip
     (handle,) = backend.submit(submission)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ...config import ServerConfig
 from ...core.events import EngineClosedError
+from ...core.families import lacks_head
 from ..faults import with_causes
 from ..payloads import Sealer
 from ..refusals import VllmRefusalError, refuse_config
@@ -102,6 +103,16 @@ class VllmCore:
         """Slots of vLLM's KV pool."""
         cache = self.config.cache_config
         return (cache.num_gpu_blocks or 0) * cache.block_size
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model has a language modelling head."""
+        return self.config.model_config.runner_type == "generate"
+
+    @property
+    def pools(self) -> str:
+        """vLLM's task of requests to a model that generates nothing."""
+        return "embed" if lacks_head(self.config.model_config.hf_config) else "classify"
 
     @property
     def on_loop(self) -> bool:

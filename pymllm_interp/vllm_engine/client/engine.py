@@ -27,7 +27,7 @@ from ..payloads import TensorKey
 from ..results import AskedRows, SentScores
 from .adapters import VllmAdapters
 from .core import VllmCore, closed
-from .sampling import follows, prompt_of, salt_of, vllm_params
+from .sampling import follows, pooling_params, prompt_of, salt_of, vllm_params
 
 logger = logging.getLogger(__name__)
 CLOSING_SECONDS = 5.0
@@ -314,7 +314,11 @@ class VllmRequestEngine:
         if declares or blocks:
             sealed, one.keys = await core.uplink.sealed(request)
         observed = request.declared is not None and request.declared.first_observed(0)[0] is not None
-        params = vllm_params(request, sealed, not (observed or blocks), core.kinds)
+        read_cache = not (observed or blocks)
+        if core.generates:
+            params = vllm_params(request, sealed, read_cache, core.kinds)
+        else:
+            params = pooling_params(request, sealed, read_cache, core.pools)
         prompt = prompt_of(request)
         if (salt := salt_of(request, declared if declares else None)) is not None:
             prompt["cache_salt"] = salt
@@ -332,10 +336,11 @@ class VllmRequestEngine:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 self.num_events += 1
-                if request.monitors is not None and (new := len(output.outputs[0].token_ids)):
+                new = len(output.outputs[0].token_ids) if core.generates else 1
+                if request.monitors is not None and new:
                     await self._wait_for_scores(one, len(request.output_token_ids) + new)
                 events = list[Event]()
-                reason = self._take(one, output, events)
+                reason = self._take(one, output, events) if core.generates else self._take_pooled(one, output)
                 if events and request.num_streamed is not None and reason is None:
                     await self._stream_rows(one, request.num_streamed)
                 for event in events:
@@ -401,6 +406,14 @@ class VllmRequestEngine:
         if completion.finish_reason is None:
             return None
         return "stop" if completion.finish_reason == "stop" else str(completion.finish_reason)
+
+    def _take_pooled(self, one: _Live, output: Any) -> str | None:
+        """Note that the prompt of a model with labels has run. Returns the reason to end."""
+        request = one.request
+        request.num_cached_tokens = output.num_cached_tokens or 0
+        request.prompt_computed = request.prompt_len
+        one.feed(1)
+        return take(request, [], ModelRunnerOutput(), [])
 
     async def _answer(self, one: _Live) -> None:
         """Fetch the captures, and emit the last event."""

@@ -107,6 +107,16 @@ def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: 
     return made
 
 
+def pooling_params(request: Request, hooks: bytes | None, read_cache: bool, task: str) -> Any:
+    """vLLM's parameters of a request to a model that generates nothing. See `vllm_params`."""
+    from vllm.pooling_params import PoolingParams  # pyright: ignore[reportMissingImports]
+
+    return PoolingParams(
+        task=task, extra_kwargs=None if hooks is None else {KEY: hooks},
+        skip_reading_prefix_cache=True if request.params.skip_reading_prefix_cache or not read_cache else None,
+    )  # fmt: skip
+
+
 def _seed_of(request: Request) -> int:
     """A seed for each completion: vLLM's noise has no index of completions."""
     return (request.seed * 0x9E3779B97F4A7C15 + request.sample_index) % 2**63

@@ -17,6 +17,7 @@ from ..blocks import TraceOnWire
 from ..payloads import HookedOnWire, Sealer, TensorKey, loaded, unpacked_tensor
 from ..settings import KEY
 from .blocks.traces import RankTraces
+from .readout import head_of
 from .stage import RankStage
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ class HooksOf:
     Args:
         stage: stage of the rank.
         traces: blocks of the rank.
-        model: vLLM's model. Wrappers replace its `compute_logits`, to serve the logits' site, and its `forward`.
+        model: vLLM's model. Wrappers replace its `compute_logits` or `pooler`, to serve the logits' site, and its
+            `forward`.
         num_drafts: most draft tokens of a request in a step.
 
     Attributes:
@@ -46,8 +48,12 @@ class HooksOf:
         self.tensors: dict[TensorKey, Any] = {}
         self._sealer: Sealer | None = None
         self._specs: dict[bytes, tuple[Any, Any]] = {}  # by pickle
-        self._compute = model.compute_logits
-        model.compute_logits = self._logits
+        self._compute = head_of(model)
+        if hasattr(model, "pooler"):
+            self._pool = model.pooler.forward
+            model.pooler.forward = self._pooled
+        else:
+            model.compute_logits = self._logits
         self._run = model.forward
         model.forward = self._forward
         self._logit_counts: list[int] = []
@@ -92,7 +98,8 @@ class HooksOf:
         for vllm_id in scheduled.preempted_req_ids or ():
             self.stage.preempted(vllm_id, None if num_tokens is None else num_tokens(vllm_id))
         for new in scheduled.scheduled_new_reqs:
-            extra = getattr(new.sampling_params, "extra_args", None) or {}
+            pooled = getattr(new.pooling_params, "extra_kwargs", None) or {}
+            extra = getattr(new.sampling_params, "extra_args", None) or pooled
             sealed = extra.get(KEY)
             if sealed is None:
                 continue
@@ -182,6 +189,13 @@ class HooksOf:
         if (step := self.stage.step) is not None and step.batch.touches_logits:
             self.stage.stage.capture_logits(step, logits, rows)
         return rows
+
+    def _pooled(self, hidden_states: Any, pooling_metadata: Any) -> Any:
+        """vLLM's pooler, after the ops and captures at the labels. Only these are read of its outcome."""
+        if self.stage.step is not None:
+            last = torch.from_numpy(self._starts[1:] - 1).to(hidden_states.device)
+            self.stage.logits(self._compute, hidden_states, hidden_states[last])
+        return self._pool(hidden_states=hidden_states, pooling_metadata=pooling_metadata)
 
     def _logits(self, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, self.hidden = self.hidden, None

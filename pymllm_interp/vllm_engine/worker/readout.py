@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...core.families import lacks_head
 from ...hooks.site import Site
 from ..structures import Structure
+
+
+def head_of(model: Any) -> Callable[..., Any]:
+    """The head of a model as a function of rows [n, hidden]: logits of tokens, or of labels.
+
+    Raises:
+        NotImplementedError: a model that pools, without a linear head.
+    """
+    if not hasattr(model, "pooler"):
+        return model.compute_logits
+    if lacks_head(model.config):
+        return lambda rows: rows.new_zeros(len(rows), 1)
+    head = getattr(model, "score", None)
+    if not isinstance(getattr(head, "weight", None), Tensor):
+        raise NotImplementedError(
+            f"vLLM's {type(model).__name__} has no linear head of labels: use LM(model), whose engine is our own"
+        )
+
+    def labels(rows: Tensor) -> Tensor:
+        found: Any = head(rows.to(head.weight.dtype))
+        return found[0] if isinstance(found, tuple) else found
+
+    return labels
 
 
 class VllmReadout:
@@ -22,7 +47,7 @@ class VllmReadout:
 
     def __init__(self, model: Any, structure: Structure, ranks: int) -> None:
         self._structure, self._ranks = structure, ranks
-        self.head = model.compute_logits
+        self.head = head_of(model)
 
     def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
         """Norm at a site, applied to rows [n, hidden] of the residual stream."""

@@ -83,6 +83,13 @@ class RowsOfV2:
             own.idle()
             raise
 
+    def pool(self) -> Any:
+        try:
+            return super().pool()  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            if self.interp is not None:
+                self.interp.end()
+
     def sample(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         own = self.interp
         run = super().sample  # pyright: ignore[reportAttributeAccessIssue]
