@@ -77,6 +77,12 @@ def own_lm(folder: Path | str) -> LM:
     return LM(folder, dtype="float32", device="cpu", max_model_len=128, kv_cache_tokens=2048, max_running_requests=8)
 
 
+def two_ranks(patch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Give each of two ranks a core, where `options` ask for them."""
+    if options.get("tensor_parallel_size") == 2:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+
+
 def ranks_of(lm: LM) -> list[Any]:
     """The processes (psutil) of vLLM's ranks, in their order."""
     import psutil  # pyright: ignore[reportMissingModuleSource]

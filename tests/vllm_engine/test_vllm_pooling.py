@@ -18,6 +18,7 @@ from helpers_vllm import (
     own_lm,
     prompt,
     save_model,
+    two_ranks,
     vector,
     vllm_lm,
 )
@@ -72,7 +73,7 @@ def assert_equal_outputs(found: list[Any], wanted: list[Any]) -> None:
         assert list(one.monitors) == list(other.monitors)
         for name, monitor in other.monitors.items():
             torch.testing.assert_close(
-                torch.tensor(one.monitors[name].scores), torch.tensor(monitor.scores), atol=1e-3, rtol=1e-4
+                torch.as_tensor(one.monitors[name].scores), torch.as_tensor(monitor.scores), atol=1e-3, rtol=1e-4
             )
 
 
@@ -185,7 +186,10 @@ def test_a_classifier_says_what_it_does_not_do(labelled: tuple[PreTrainedModel, 
 @pytest.mark.parametrize("family, options", [
     ("llama", {"tensor_parallel_size": 2}), ("llama", {"disable_cuda_graph": False}), ("qwen3", {}), ("gemma2", {}), ("gpt2", {}),
 ])  # fmt: skip
-def test_rewards_of_other_engines_are_transformers(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_rewards_of_other_engines_are_transformers(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_ranks(monkeypatch, options)
     gpt2 = {name: SIZES[name] for name in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")}
     config = (
         GPT2Config(**gpt2, n_embd=WIDTH, n_layer=3, n_head=3, n_positions=512)

@@ -22,6 +22,7 @@ from helpers_vllm import (
     own_lm,
     prompt,
     save_model,
+    two_ranks,
     vector,
     vllm_lm,
 )
@@ -213,10 +214,13 @@ def test_a_sleeping_engine_takes_no_requests(
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("family, options", [
-    ("mixtral", {}), ("gemma2", {}), ("qwen3", {}), ("llama", {"tensor_parallel_size": 2}), ("llama", {"enable_lora": True}),
+    ("gemma2", {}), ("qwen3", {}), ("llama", {"tensor_parallel_size": 2}), ("llama", {"enable_lora": True}),
     ("llama", {"disable_cuda_graph": False}),
 ])  # fmt: skip
-def test_other_engines_take_new_weights(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_other_engines_take_new_weights(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_ranks(monkeypatch, options)
     folders = [save_model(family, tmp_path / str(seed), pad_token_id=None) for seed in range(2)]
     other = tensors(folders[1]) if family == "llama" else folders[1]
     random_model_of(FAMILIES[family](), folders[1])
@@ -232,6 +236,19 @@ def test_other_engines_take_new_weights(family: str, options: dict[str, Any], tm
             assert_equal_models(lm, oracle)
             for one, two in zip(*(m.generate(PROMPTS, GREEDY, **named) for m in (lm, oracle)), strict=True):
                 assert_close(one, two)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_what_vllm_packs_on_a_cpu_is_refused(tmp_path: Path) -> None:
+    folder = save_model("mixtral", tmp_path)
+    with vllm_lm(folder) as lm:
+        before = lm.generate(PROMPTS, GREEDY)
+        with pytest.raises(VllmRefusalError, match="vLLM for CPUs packs experts"):
+            lm.update_weights(folder)
+        assert [out.outputs[0].token_ids for out in lm.generate(PROMPTS, GREEDY)] == [
+            out.outputs[0].token_ids for out in before
+        ]
 
 
 def random_model_of(config: Any, folder: Path) -> None:

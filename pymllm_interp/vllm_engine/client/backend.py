@@ -227,7 +227,7 @@ class VllmBackend(FactoryBackend):
                 )
             return VllmUpdate(self.module, source.hf_config, model, folder, core.ranks[0]["merged"])
 
-        lifecycle = VllmLifecycle(core, engine, weights, make_update)
+        lifecycle = VllmLifecycle(core, engine, weights, make_update, self.facts.spec.num_experts > 0)
         sleep = VllmSleep(core, engine, weights, lifecycle, folder)
         return EngineOrders(lifecycle, sleep, self.facts.device)
 

@@ -33,13 +33,15 @@ class VllmLifecycle:
     Args:
         core, engine, weights: vLLM, its requests, and the state of its weights.
         make_update: an empty update of the served model.
+        has_experts: whether the model has experts.
     """
 
     def __init__(
-        self, core: VllmCore, engine: VllmRequestEngine, weights: VllmWeights, make_update: Callable[[], VllmUpdate]
-    ) -> None:
+        self, core: VllmCore, engine: VllmRequestEngine, weights: VllmWeights, make_update: Callable[[], VllmUpdate],
+        has_experts: bool,
+    ) -> None:  # fmt: skip
         self._core, self._engine, self._weights, self._make_update = core, engine, weights, make_update
-        self._draining = threading.Lock()
+        self._has_experts, self._draining = has_experts, threading.Lock()
 
     @property
     def is_paused(self) -> bool:
@@ -63,6 +65,10 @@ class VllmLifecycle:
         """Update of the model. Raises VllmRefusalError: of the draft model."""
         if draft:
             raise VllmRefusalError(f"update_weights(draft=True): vLLM's draft model keeps its weights. {OURS}")
+        if not self._core.on_cuda and (self._has_experts or self._core.config.model_config.quantization is not None):
+            raise VllmRefusalError(
+                f"update_weights: vLLM for CPUs packs experts and quantised weights, and does not pack new ones. {OURS}"
+            )
         return self._make_update()
 
     def install(self, update: VllmUpdate, draft: bool = False, whole: bool = False) -> dict[str, int]:

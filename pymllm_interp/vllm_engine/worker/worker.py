@@ -152,6 +152,12 @@ class InterpWorker:
         if folder is not None and self._packs:
             deque(self._summed(iter_safetensors(Path(folder))), 0)
         self.reload_weights(weights_iterator=weights, weights_path=folder)  # pyright: ignore[reportAttributeAccessIssue]
+        if (
+            torch.device(self.device).type == "cpu"
+        ):  # a head that is tied to the embedding has packed weights of its own
+            for module in self.model_runner.get_model().modules():
+                if "ParallelLMHead" in {cls.__name__ for cls in type(module).__mro__}:
+                    module.quant_method.process_weights_after_loading(module)
 
     def interp_checksum(self) -> int:
         """A checksum of this rank's weights."""
