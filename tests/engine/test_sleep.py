@@ -20,7 +20,7 @@ from helpers_waits import assert_idle
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.calls.lm_arguments import with_tuning
-from pymllm_interp.client.lifecycle import local_orders
+from pymllm_interp.client.lifecycle import orders as lifecycle_orders
 from pymllm_interp.core.events import EngineSleepingError
 from pymllm_interp.engine.lifecycle.lifecycle import EngineLifecycle
 from pymllm_interp.models.weights.loading import WeightsError
@@ -178,7 +178,7 @@ def test_orders_run_one_after_another(folder: Path, monkeypatch: pytest.MonkeyPa
             assert go.wait(30)
             yield weights[1]
 
-        monkeypatch.setattr(local_orders, "received", slowly)
+        monkeypatch.setattr(lifecycle_orders, "received", slowly)
         control = lm.backend.control
         control("init_weight_transfer_engine", init_info={})
         control("start_weight_update")

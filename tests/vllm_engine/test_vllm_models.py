@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -326,7 +326,10 @@ def monitors_of(oracle: LM, params: SamplingParams) -> list[list[Monitor]]:
     return found
 
 
-def test_monitors_record_and_stop_as_in_our_engine(engines: tuple[Case, LM, LM]) -> None:
+THEN = [Steer("resid_post.2", vector(14), 4.0), Ablate("mlp_out.1", vector(15))]
+
+
+def test_monitors_record_stop_and_act_as_in_our_engine(engines: tuple[Case, LM, LM]) -> None:
     """In chunks, with preemptions, behind cached prefixes and on two ranks; all at once, and in streams."""
     case, lm, oracle = engines
     params = SamplingParams(temperature=0, max_tokens=30 if case.preempts else 9, ignore_eos=True, logprobs=1)
@@ -362,9 +365,19 @@ def test_monitors_record_and_stop_as_in_our_engine(engines: tuple[Case, LM, LM])
         check(pieces[-1], wanted[i])
         scored = [pair for piece in pieces for pair in piece.scores.get("stop", [])]
         assert [position for position, _ in scored] == wanted[i].monitors["stop"].positions.tolist()
-    probe = Monitor("resid_post.1", vector(1), then=Steer("resid_post.1", vector(2)))
-    with pytest.raises(ValueError, match="records or stops"):
-        lm.generate(PROMPTS[:1], params, monitors=[probe])
+    acting = [[replace(one, then=THEN) if one.then == "stop" else one for one in own] for own in monitors]
+    wanted = oracle.generate(PROMPTS, params, interventions=OPS, monitors=acting, capture=["resid_post.3"])
+    found = lm.generate(PROMPTS, params, interventions=OPS, monitors=acting, capture=["resid_post.3"])
+    assert (
+        sum(any(one.monitor == "stop" and one.generated_rows for one in out.receipt.interventions) for out in wanted)
+        > 1
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other)
+        check(one, other)
+    call = Monitor("resid_post.1", vector(1), then=print)
+    with pytest.raises(ValueError, match="a function of this process"):
+        lm.generate(PROMPTS[:1], params, monitors=[call])
 
 
 def test_captured_rows_stream_and_are_those_of_the_result(engines: tuple[Case, LM, LM]) -> None:

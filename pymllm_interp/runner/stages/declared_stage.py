@@ -162,7 +162,7 @@ class DeclaredStage(Stage):
         self.enter(step.scheduled_new_reqs)
         self.lose(step.lost_captures)
         for request_id, fired in step.fired.items():
-            self._note_fired(request_id, fired)
+            self.note_fired(request_id, fired)
         for request_id, num_positions in step.settled.items():
             if (declared := self._live.get(request_id)) is not None:
                 declared.settle(num_positions)
@@ -170,7 +170,7 @@ class DeclaredStage(Stage):
             self._begin_drafts(step)
             demands.grouped |= any(entry.request_id in self._cutting for entry in step.scheduled)
 
-    def _note_fired(self, request_id: str, fired: Mapping[int, int]) -> None:
+    def note_fired(self, request_id: str, fired: Mapping[int, int]) -> None:
         """Let the ops behind a request's monitors act from these positions on."""
         declared = self._live.get(request_id)
         if declared is None:

@@ -64,11 +64,12 @@ class VllmDeclarations(Declarations):
         Raises:
             ValueError: likewise. Also specs that need attention's kernels, a head that is split over ranks, or a larger ring.
         """
-        for spec in specs:
-            if isinstance(spec, Monitor) and spec.then not in ("record", "stop"):
+        then = [op for spec in specs if isinstance(spec, Monitor) for op in spec.ops]
+        for spec in (*specs, *then):
+            if isinstance(spec, Monitor) and callable(spec.then):
                 raise ValueError(
-                    f"{spec.name}: with engine='vllm' a monitor records or stops, as its scores are read after the step: then="
-                    f"{shown(spec.then)} is not served. {OURS}"
+                    f"{spec.name}: with engine='vllm' a monitor records, stops, or begins interventions: a function "
+                    f"of this process (then={shown(spec.then)}) is not called. {OURS}"
                 )
             if isinstance(spec, Knockout):
                 raise ValueError(f"{spec.name}: with engine='vllm' no edge of attention can be cut. {OURS}")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...client.remote.remote_errors import exception_of
-from ...core.events import EngineClosedError, Event, Logprob, RowsEvent, Subscriber, TokenEvent
+from ...core.events import EngineClosedError, Event, RowsEvent, Subscriber, TokenEvent
 from ...core.request import Request, RequestStatus
 from ...core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, RequestHooks
 from ...engine.callbacks import Callbacks
@@ -27,7 +27,7 @@ from ..payloads import TensorKey
 from ..results import AskedRows, SentScores
 from .adapters import VllmAdapters
 from .core import VllmCore, closed
-from .sampling import follows, pooling_params, prompt_of, salt_of, vllm_params
+from .sampling import follows, logprobs_of, pooling_params, prompt_of, salt_of, vllm_params
 
 logger = logging.getLogger(__name__)
 CLOSING_SECONDS = 5.0
@@ -382,7 +382,9 @@ class VllmRequestEngine:
         if output.num_cached_tokens is not None and not request.output_token_ids:
             request.num_cached_tokens = output.num_cached_tokens
         if request.prompt_logprobs is not None and output.prompt_logprobs:
-            request.prompt_logprobs = [None if found is None else _logprobs(found) for found in output.prompt_logprobs]
+            request.prompt_logprobs = [
+                None if found is None else logprobs_of(found) for found in output.prompt_logprobs
+            ]
         if tokens:
             request.prompt_computed = request.prompt_len
         kept = request.logprobs if request.generates and request.logprobs is not None and completion.logprobs else None
@@ -390,11 +392,11 @@ class VllmRequestEngine:
         if request.generates and not follows(request):  # vLLM has looked at all but the last
             request.output_token_ids += tokens[:-1]
             if kept is not None:
-                kept += map(_logprobs, logprobs[:-1])
+                kept += map(logprobs_of, logprobs[:-1])
             tokens, logprobs = tokens[-1:], logprobs[-1:]
         for i, token in enumerate(tokens):
             if kept is not None:
-                kept.append(_logprobs(logprobs[i]))
+                kept.append(logprobs_of(logprobs[i]))
             one.feed(len(request.output_token_ids) + 1)
             reason = take(request, [token], ModelRunnerOutput(), [])
             if reason is not None:
@@ -496,7 +498,3 @@ class VllmRequestEngine:
 def _set(future: asyncio.Future[Any], outcome: Any) -> None:
     if not future.done():
         future.set_result(outcome)
-
-
-def _logprobs(found: Any) -> dict[int, Logprob]:
-    return {int(token): Logprob(one.logprob, one.rank) for token, one in found.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...core.events import Logprob
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from ...hooks.declared import Declared
@@ -115,6 +116,11 @@ def pooling_params(request: Request, hooks: bytes | None, read_cache: bool, task
         task=task, extra_kwargs=None if hooks is None else {KEY: hooks},
         skip_reading_prefix_cache=True if request.params.skip_reading_prefix_cache or not read_cache else None,
     )  # fmt: skip
+
+
+def logprobs_of(found: Any) -> dict[int, Logprob]:
+    """vLLM's log probabilities of a token and its alternatives."""
+    return {int(token): Logprob(one.logprob, one.rank) for token, one in found.items()}
 
 
 def _seed_of(request: Request) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ...core.step import DeclaredResult, RequestHooks
 from ...hooks.captures.rows import CapturedRows
 from ...hooks.declared import Declared
+from ...hooks.monitors.request_monitors import RequestMonitors
 
 
 @dataclass
@@ -33,6 +34,8 @@ class HookedRequest:
     steps: Counter[str] = field(default_factory=Counter)
     sites: frozenset[int] = frozenset()
     """Sites with an op or a capture. All ranks have the same ones, also after rank 0 has sent the results."""
+    acting: RequestMonitors | None = None
+    """Its monitors, if ops wait for one to fire: each rank decides for itself, by equal scores."""
     preemptions: int = 0
     forgotten: bool = False
     """vLLM has removed it."""
@@ -52,6 +55,9 @@ class HookedRequest:
         self.declared = declared
         captured = () if declared.captures is None else declared.captures.layout.by_site
         self.sites = frozenset((*declared.hooks.ops, *captured))
+        monitors = declared.hooks.monitors
+        if any(bound.flag is not None for bound in monitors):
+            self.acting = RequestMonitors(monitors, self.request_id, self.prompt_len)
 
 
 @dataclass

@@ -454,8 +454,8 @@ class RankStage:
         if self.in_tables and step.batch.captures and not self.rank:
             with TIMES.of("step: send"):
                 self._ring.send()
-        if step.batch.monitored and self.tell_scores is not None:
-            self._send_scores(step, self.tell_scores)
+        if step.batch.monitored:
+            self._take_scores(step)
         if self._stream is not None:
             self._launched = torch.cuda.Event()
             self._launched.record()
@@ -465,13 +465,25 @@ class RankStage:
         self._let_go()
         self._mark()
 
-    def _send_scores(self, step: VllmStep, tell: Callable[[SentScores], None]) -> None:
-        found = self.stage.scores(step)
-        if found is not None:
-            first = {entry.request_id: entry.start for entry in step.entries}
+    def _take_scores(self, step: VllmStep) -> None:
+        """Send the scores to the client. If ops wait for a monitor to fire, wait for them: it may be before the next step."""
+        acting = {
+            one.request_id: one.acting for _, one in step.batch.hooked if one.acting is not None and one.acting.may_act
+        }
+        found = self.stage.scores(step) if acting or self.tell_scores is not None else None
+        if found is None:
+            return
+        first = {entry.request_id: entry.start for entry in step.entries}
+        if self.tell_scores is not None:
             parts = [(request_id, first[request_id], start, stop) for request_id, start, stop in found.parts]
             (values,), copied = copy_to_host([found.values])
-            tell(SentScores(parts, values, copied))
+            self.tell_scores(SentScores(parts, values, copied))
+        if acting:
+            dots = found.values.cpu().numpy()
+            for request_id, start, stop in found.parts:
+                if (monitors := acting.get(request_id)) is not None:
+                    monitors.take(first[request_id], dots[:, start:stop])
+                    self.stage.note_fired(request_id, monitors.take_acted())
 
     def _hold(self) -> None:
         if not self._held:
