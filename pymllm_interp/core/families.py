@@ -414,14 +414,6 @@ def num_labels_of(config: Any) -> int | None:
     return config.num_labels if name.endswith(CLASSIFIERS) else None
 
 
-def tasks_of(config: Any) -> tuple[str, ...]:
-    """Tasks that a model without an encoder can be asked for, by vLLM's names."""
-    pooled = ("embed", "token_embed", "score")
-    if num_labels_of(config) is None:
-        return ("generate", *pooled)
-    return pooled if lacks_head(config) else ("classify", "token_classify", *pooled)
-
-
 def lacks_head(config: Any) -> bool:
     """Whether a transformers config names a decoder or an encoder without a head that is served, as embedding models do."""
     name = (getattr(config, "architectures", None) or [""])[0]

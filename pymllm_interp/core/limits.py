@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from .families import lacks_head, num_labels_of
 
 MAX_POSITION = (1 << 30) - 1
 """Largest position that a spec may name: positions are int32 on the device."""
@@ -44,3 +47,11 @@ class EngineLimits:
     max_running: int
     generates: bool = True
     max_source_len: int = 0
+
+
+def tasks_of(config: Any) -> tuple[str, ...]:
+    """Tasks that a model without an encoder can be asked for, by vLLM's names."""
+    pooled = ("embed", "token_embed", "score")
+    if num_labels_of(config) is None:
+        return ("generate", *pooled)
+    return pooled if lacks_head(config) else ("classify", "token_classify", *pooled)

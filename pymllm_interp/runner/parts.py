@@ -16,8 +16,8 @@ import torch
 
 from ..attention.attention_backend import AttentionBackend
 from ..config import ModelConfig, ServerConfig
-from ..core.families import tasks_of
 from ..core.forward_batch import ForwardBatch, ForwardMode
+from ..core.limits import tasks_of
 from ..core.model_spec import ModelSpec
 from ..core.step import LogitsProcessorOutput
 from ..mem_cache.cross_pool import CrossPool

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from ...config import ModelConfig, ServerConfig
+from ...core.families import lacks_head, num_labels_of
 from ...core.sampling_params import MAX_LOGPROBS
 from ...models.weights.source import ModelSource
 from ...utils.device import DTYPES
@@ -56,6 +57,8 @@ def engine_arguments(
         "enable_prefix_caching": server.enable_prefix_caching, "logprobs_mode": server.logprobs_mode,
         "enforce_eager": server.disable_cuda_graph,
     }  # fmt: skip
+    if num_labels_of(source.hf_config) is not None:
+        found["runner"], found["convert"] = "pooling", "embed" if lacks_head(source.hf_config) else "classify"
     if model.dtype != "auto":
         found["dtype"] = DTYPES[model.dtype] if isinstance(model.dtype, str) else model.dtype
     if model.load_format == "dummy":

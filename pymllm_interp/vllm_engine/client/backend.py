@@ -23,8 +23,7 @@ from ...client.pooling.folders import last_site, pooler_of
 from ...client.remote.remote_backend import tree_of
 from ...client.request_factory import RequestFactory
 from ...config import ModelConfig, ServerConfig
-from ...core.families import tasks_of
-from ...core.limits import EngineLimits
+from ...core.limits import EngineLimits, tasks_of
 from ...core.request import Request
 from ...hooks.saes.registry import SAERegistry
 from ...hooks.traces.blocks.trace import RequestTrace

@@ -153,7 +153,7 @@ class VllmRequestEngine:
             time.sleep(0.01)
 
     def end_with(self, error: EngineClosedError) -> EngineClosedError:
-        """End all requests with an error, which is returned, and take no more."""
+        """End all requests with an error, which is returned, and refuse others."""
         self._closing = error
         for one in self.live:
             self.core.soon(self._fail, one, error)

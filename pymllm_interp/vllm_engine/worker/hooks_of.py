@@ -17,7 +17,6 @@ from ..blocks import TraceOnWire
 from ..payloads import HookedOnWire, Sealer, TensorKey, loaded, unpacked_tensor
 from ..settings import KEY
 from .blocks.traces import RankTraces
-from .readout import head_of
 from .stage import RankStage
 
 logger = logging.getLogger(__name__)
@@ -28,6 +27,7 @@ class HooksOf:
 
     Args:
         stage: stage of the rank.
+        head: the model's (`head_of`).
         traces: blocks of the rank.
         model: vLLM's model. Wrappers replace its `compute_logits` or `pooler`, to serve the logits' site, and its
             `forward`.
@@ -40,7 +40,9 @@ class HooksOf:
         drafts: draft tokens of the step, by vLLM's id.
     """
 
-    def __init__(self, stage: RankStage, model: Any, traces: RankTraces, num_drafts: int = 0) -> None:
+    def __init__(
+        self, stage: RankStage, model: Any, head: Callable[..., Any], traces: RankTraces, num_drafts: int = 0
+    ) -> None:
         self.stage, self.traces, self._num_drafts = stage, traces, num_drafts
         self.hidden: Any = None
         self.expects_pass = False
@@ -48,7 +50,7 @@ class HooksOf:
         self.tensors: dict[TensorKey, Any] = {}
         self._sealer: Sealer | None = None
         self._specs: dict[bytes, tuple[Any, Any]] = {}  # by pickle
-        self._compute = head_of(model)
+        self._compute = head
         if hasattr(model, "pooler"):
             self._pool = model.pooler.forward
             model.pooler.forward = self._pooled

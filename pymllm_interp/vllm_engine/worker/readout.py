@@ -13,7 +13,7 @@ from ...hooks.site import Site
 from ..structures import Structure
 
 
-def head_of(model: Any) -> Callable[..., Any]:
+def head_of(model: Any, config: Any) -> Callable[..., Any]:
     """The head of a model as a function of rows [n, hidden]: logits of tokens, or of labels.
 
     Raises:
@@ -21,7 +21,7 @@ def head_of(model: Any) -> Callable[..., Any]:
     """
     if not hasattr(model, "pooler"):
         return model.compute_logits
-    if lacks_head(model.config):
+    if lacks_head(config):
         return lambda rows: rows.new_zeros(len(rows), 1)
     head = getattr(model, "score", None)
     if not isinstance(getattr(head, "weight", None), Tensor):
@@ -40,14 +40,14 @@ class VllmReadout:
     """Norm and head of vLLM's model (`hooks.captures.reductions.reduction.Readout`).
 
     Args:
-        model: vLLM's model.
+        head: `head_of` the model.
         structure: tapped norms.
         ranks: number of tensor-parallel ranks.
     """
 
-    def __init__(self, model: Any, structure: Structure, ranks: int) -> None:
+    def __init__(self, head: Callable[..., Any], structure: Structure, ranks: int) -> None:
         self._structure, self._ranks = structure, ranks
-        self.head = head_of(model)
+        self.head = head
 
     def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
         """Norm at a site, applied to rows [n, hidden] of the residual stream."""

@@ -33,7 +33,7 @@ from . import op
 from .blocks.traces import RankTraces
 from .egress import Egress
 from .hooks_of import HooksOf
-from .readout import VllmReadout
+from .readout import VllmReadout, head_of
 from .rows_v1 import RowsOfV1
 from .rows_v2 import RowsOfV2
 from .split_rows import SplitRows
@@ -92,7 +92,8 @@ class InterpWorker:
         settings = server_config_of(config.additional_config)
         spec = served_spec(config.model_config.hf_config, config.model_config.dtype)
         scheduler = config.scheduler_config
-        readout = VllmReadout(model, structure, config.parallel_config.tensor_parallel_size)
+        head = head_of(model, config.model_config.hf_config)
+        readout = VllmReadout(head, structure, config.parallel_config.tensor_parallel_size)
         tokens, rows = scheduler.max_num_batched_tokens + PADDING, scheduler.max_num_seqs + SPARE_ROWS
         device = torch.device(self.device)
         split = SplitRows(spec, config.parallel_config.tensor_parallel_size, self.rank)
@@ -107,7 +108,8 @@ class InterpWorker:
             lambda: load_tokenizer(resolve_model(named, quantised=True)),
         )  # fmt: skip
         drafts = config.speculative_config
-        self.model_runner.interp = HooksOf(stage, model, traces, 0 if drafts is None else drafts.num_speculative_tokens)
+        num_drafts = 0 if drafts is None else drafts.num_speculative_tokens
+        self.model_runner.interp = HooksOf(stage, model, head, traces, num_drafts)
         sys.setswitchinterval(SWITCH_SECONDS)
         return found
 
@@ -165,17 +167,14 @@ class InterpWorker:
         if self._packs and not self._sums and config.load_config.load_format != "dummy":
             deque(self._summed(iter_safetensors(Path(config.model_config.model))), 0)
         named = sorted(self.model_runner.get_model().named_parameters())
-        total = 0
-        for name, part in (
-            *((name, _checksum_of(parameter)) for name, parameter in named),
-            *sorted(self._sums.items()),
-        ):
+        parts, total = [(name, _checksum_of(parameter)) for name, parameter in named], 0
+        for name, part in (*parts, *sorted(self._sums.items())):
             total = (total * 31 + sum(name.encode()) + part) % 2**64
         return total
 
     @property
     def _packs(self) -> bool:
-        """Whether this is rank 0 on a CPU, where vLLM packs products: they are no parameters, and their tensors are summed."""
+        """Whether this is rank 0 on a CPU: vLLM packs products there, which are no parameters. So their tensors are summed."""
         return torch.device(self.device).type == "cpu" and not self.rank
 
     def _summed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
