@@ -258,14 +258,21 @@ def drafts_by_plain() -> str:
 @table_of("vllm-engine-h100")
 def hooks_in_vllm() -> str:
     """Throughput with hooks in vLLM by plain vLLM's, in the same rounds."""
-    ratios = read("h100-vllm-engine-41b22b6.json")["bf16"]["ratios"]
+    records = {
+        "41b22b6": ("bf16", "one H100"), "tp2-4c83c8c": ("tp", "two H100"), "moe-d1b7007": ("moe", "a MoE shape"),
+        "fp8-efc4656": ("fp8", "FP8"),
+    }  # fmt: skip
+    ratios = {shown: read(f"h100-vllm-engine-{name}.json")[part]["ratios"] for name, (part, shown) in records.items()}
     cases = {
         "plain, plain again": "plain vLLM again", "ours norm, idle": "nothing declared", "ours norm, one site": "one site steered",
         "ours norm, all layers": "all layers steered", "ours norm, captured": "`resid_post` of all layers captured",
     }  # fmt: skip
     return markdown(
-        ("one H100, 8B shape, throughput by plain vLLM", "batch 1", "32", "256"),
-        [(shown, *(f"{ratios[case][str(batch)]:.3f}" for batch in BATCHES)) for case, shown in cases.items()],
+        ("throughput by plain vLLM, batch 1 / 32 / 256", *ratios),
+        [
+            (shown, *(" / ".join(f"{found[case][str(batch)]:.3f}" for batch in BATCHES) for found in ratios.values()))
+            for case, shown in cases.items()
+        ],
     )
 
 

@@ -135,3 +135,20 @@ def assert_close_tensor(found: torch.Tensor, wanted: torch.Tensor, what: str = "
     off = float((found.float() - wanted.float()).abs().max()) if wanted.numel() else 0.0
     bound = TOLERANCE if found.dtype not in (torch.float16, torch.bfloat16) else 2 * torch.finfo(found.dtype).eps
     assert off <= bound * scale, f"{what}: off by {off:.3g}, of {scale:.3g}"
+
+
+def assert_equal_pooled(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Equal states, positions, counts and scores of monitors."""
+    for one, other in zip(found, wanted, strict=True):
+        assert list(one.activations) == list(other.activations)
+        for site in other.activations:
+            assert_close_tensor(one.activations[site], other.activations[site], site)
+            assert torch.equal(one.activations.positions[site], other.activations.positions[site])
+        assert (
+            one.receipt.interventions == other.receipt.interventions and one.receipt.captures == other.receipt.captures
+        )
+        assert list(one.monitors) == list(other.monitors)
+        for name, monitor in other.monitors.items():
+            torch.testing.assert_close(
+                torch.as_tensor(one.monitors[name].scores), torch.as_tensor(monitor.scores), atol=1e-3, rtol=1e-4
+            )

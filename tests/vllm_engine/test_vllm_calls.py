@@ -16,6 +16,7 @@ from helpers_vllm import (
     WIDTH,
     assert_close,
     assert_close_tensor,
+    assert_equal_pooled,
     needs_vllm,
     own_lm,
     prompt,
@@ -333,3 +334,32 @@ def test_a_harvest_over_vllm_has_our_engines_states(lm: LM, oracle: LM, tmp_path
         model.harvest(PROMPTS, capture=["resid_post.1"], out=tmp_path / name, progress=False)
         read.append(open_harvest(tmp_path / name)["resid_post.1"][:])
     assert_close_tensor(*read)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens", "all"])
+def test_embeddings_are_our_engines(pooling: str, lm: LM, oracle: LM) -> None:
+    options: dict[str, Any] = {
+        "pooling": pooling,
+        "normalize": pooling != "max",
+        **(CASES["gate before"] if pooling == "mean" else {}),
+    }
+    found, wanted = (model.encode(PROMPTS, **options) for model in (lm, oracle))
+    for one, other in zip(found, wanted, strict=True):
+        assert_close_tensor(one.data, other.data)
+    assert_equal_pooled(found, wanted)
+
+
+def test_steps_texts_and_pairs_are_our_engines(lm: LM, oracle: LM) -> None:
+    for options in ({"returned_token_ids": [5, 9]}, {"returned_token_ids": [5, 9], "normalize": False}, {}):
+        ids = [[1, 7, 2, 3, 7, 7], [7]]
+        found, wanted = (m.encode(ids, pooling="step", step_tag_id=7, **options) for m in (lm, oracle))
+        for one, other in zip(found, wanted, strict=True):
+            assert_close_tensor(one.data, other.data)
+    for one, other in zip(*(m.encode(["w3 w4 w5", "w9"], dimensions=32) for m in (lm, oracle)), strict=True):
+        assert_close_tensor(one.data, other.data)
+        assert one.prompt == other.prompt and one.data.shape == (32,)
+    scores = [m.score("w3 w4", ["w5 w6", "w3 w4"]) for m in (lm, oracle)]
+    torch.testing.assert_close(*(torch.tensor(one) for one in scores), atol=1e-4, rtol=1e-4)
+    with pytest.raises(PromptError, match="no classification head"):
+        lm.classify(PROMPTS)
+    assert lm.backend.facts.tasks == oracle.backend.facts.tasks

@@ -14,6 +14,7 @@ from helpers_vllm import (
     SIZES,
     WIDTH,
     assert_close_tensor,
+    assert_equal_pooled,
     needs_vllm,
     own_lm,
     prompt,
@@ -61,22 +62,6 @@ def logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids])).logits[0]
 
 
-def assert_equal_outputs(found: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert list(one.activations) == list(other.activations)
-        for site in other.activations:
-            assert_close_tensor(one.activations[site], other.activations[site], site)
-            assert torch.equal(one.activations.positions[site], other.activations.positions[site])
-        assert (
-            one.receipt.interventions == other.receipt.interventions and one.receipt.captures == other.receipt.captures
-        )
-        assert list(one.monitors) == list(other.monitors)
-        for name, monitor in other.monitors.items():
-            torch.testing.assert_close(
-                torch.as_tensor(one.monitors[name].scores), torch.as_tensor(monitor.scores), atol=1e-3, rtol=1e-4
-            )
-
-
 OPTIONS: dict[str, Any] = {
     "interventions": [
         [Steer("resid_post.1", vector(2), 2.0)], None, [Scale("mlp_out.0", 0.5, positions=slice(3, None, 2))],
@@ -85,43 +70,6 @@ OPTIONS: dict[str, Any] = {
     "capture": [Capture("resid_post.*"), Capture("attn_out.1", positions=[-1])],
     "monitors": [Monitor("resid_post.0", vector(6), threshold=1e9, name="watch")],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LM, LM]]:
-    folder = save_model("llama", tmp_path_factory.mktemp("llama"))
-    with vllm_lm(folder, max_num_tokens=24) as lm, own_lm(folder) as oracle:
-        yield lm, oracle
-
-
-@pytest.mark.parametrize("pooling", ["last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens", "all"])
-def test_embeddings_are_our_engines(pooling: str, models: tuple[LM, LM]) -> None:
-    options: dict[str, Any] = {
-        "pooling": pooling,
-        "normalize": pooling != "max",
-        **(OPTIONS if pooling == "mean" else {}),
-    }
-    found, wanted = (model.encode(PROMPTS, **options) for model in models)
-    for one, other in zip(found, wanted, strict=True):
-        assert_close_tensor(one.data, other.data)
-    assert_equal_outputs(found, wanted)
-
-
-def test_steps_texts_and_pairs_are_our_engines(models: tuple[LM, LM]) -> None:
-    lm, oracle = models
-    for options in ({"returned_token_ids": [5, 9]}, {"returned_token_ids": [5, 9], "normalize": False}, {}):
-        ids = [[1, 7, 2, 3, 7, 7], [7]]
-        found, wanted = (m.encode(ids, pooling="step", step_tag_id=7, **options) for m in models)
-        for one, other in zip(found, wanted, strict=True):
-            assert_close_tensor(one.data, other.data)
-    for one, other in zip(*(m.encode(["w3 w4 w5", "w9"], dimensions=32) for m in models), strict=True):
-        assert_close_tensor(one.data, other.data)
-        assert one.prompt == other.prompt and one.data.shape == (32,)
-    scores = [m.score("w3 w4", ["w5 w6", "w3 w4"]) for m in models]
-    torch.testing.assert_close(*(torch.tensor(one) for one in scores), atol=1e-4, rtol=1e-4)
-    with pytest.raises(PromptError, match="no classification head"):
-        lm.classify(PROMPTS)
-    assert lm.backend.facts.tasks == oracle.backend.facts.tasks
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +98,7 @@ def test_labels_are_transformers_and_our_engines(labelled: tuple[PreTrainedModel
         {"monitors": [Monitor("resid_post.1", vector(1), threshold=-1e9)]},
     ):
         found, wanted = (m.classify(PROMPTS, **options) for m in (lm, oracle))
-        assert_equal_outputs(found, wanted)
+        assert_equal_pooled(found, wanted)
     doubled = lm.classify(PROMPTS, interventions=head)
     assert_close_tensor(doubled[1].logits, 2 * expected[1])
     for one, other in zip(*(m.encode(PROMPTS, pooling="mean") for m in (lm, oracle)), strict=True):
@@ -220,7 +168,7 @@ def test_a_decoder_without_a_head_gives_embeddings(tmp_path: Path) -> None:
             found, wanted = (m.encode(PROMPTS, **options) for m in (lm, oracle))
             for one, other in zip(found, wanted, strict=True):
                 assert_close_tensor(one.data, other.data)
-            assert_equal_outputs(found, wanted)
+            assert_equal_pooled(found, wanted)
         with pytest.raises(PromptError, match="no language modelling head"):
             lm.generate([[1]])
         assert lm.backend.facts.tasks == oracle.backend.facts.tasks
