@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -139,6 +140,7 @@ class Declared:
         return Demands(
             self.hooks.kv_edits, sizes, patterns, self.hooks.gated, self.vectors, self.held, why_undrafted, states,
             self.hooks.depth, [patch.span for patch in self.hooks.kv_patches],
+            None if self.captures is None else weakref.ref(self.captures),
         )  # fmt: skip
 
     def activations(self, token_ids: list[int], expected: int | None = None) -> Activations | None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 
 from .captures.layout import CaptureProgress
+from .captures.rows import CapturedRows
 from .kv_edits import KVEdits
 from .positions import Window
 
 
 class Demands:
-    """The scheduler's view of a `Declared`, which the worker owns. They share nothing that changes.
+    """The scheduler's view of a `Declared`, which the worker owns. They share nothing that changes but `rows`.
 
     Args:
         kv_edits: edits of the KV.
@@ -25,6 +27,7 @@ class Demands:
         states: [longest] bool, positions behind which a recurrent state is read or written; None: no position.
         depth: see `BoundHooks`.
         kv_spans: (first position, end) of each replacement of K and V.
+        rows: the captured rows, while a worker in this process has them; None without captures.
     """
 
     def __init__(
@@ -39,8 +42,9 @@ class Demands:
         states: np.ndarray | None = None,
         depth: int | None = None,
         kv_spans: Sequence[tuple[int, int]] = (),
+        rows: weakref.ref[CapturedRows] | None = None,
     ) -> None:
-        self.kv_edits, self.captures, self.depth = kv_edits, captures, depth
+        self.kv_edits, self.captures, self.depth, self.rows = kv_edits, captures, depth, rows
         self.vectors, self.held, self.why_undrafted = vectors, held, why_undrafted
         self._patterns, self._states, self._gated, self._kv_spans = patterns, states, gated, kv_spans
 

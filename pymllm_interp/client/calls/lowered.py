@@ -19,6 +19,7 @@ from ...hooks.monitors.monitor import Monitor
 from ...hooks.traces.blocks.block_analysis import variables_of
 from ...hooks.traces.blocks.torch_modes import is_any_autocast_enabled
 from ...hooks.traces.blocks.trace import Block, RequestTrace
+from ...hooks.traces.lowering.ahead import RowsAhead
 from ...hooks.traces.lowering.analysis import lower
 from ...hooks.traces.lowering.appends import append_rows
 from ...hooks.traces.lowering.plan import BlockPlan, LoweringModel, NotLowered, points_of
@@ -27,6 +28,7 @@ from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
 from ...hooks.traces.syntax.pass_options import NONE
 from ...hooks.traces.syntax.tracer import TraceInput
 from ...models.native.decoder import DecoderForCausalLM
+from ..handle import RequestHandle
 from ..prompt_batch import prompts_of
 from ..prompts import declared_for_each_prompt
 
@@ -58,6 +60,7 @@ class Ended(NamedTuple):
         prompt_len: length of the prompt in tokens.
         states: captured states.
         error: error that ended it, or None.
+        ahead: tensors of its loop's rows that were made while it ran.
     """
 
     trace: RequestTrace
@@ -66,6 +69,7 @@ class Ended(NamedTuple):
     prompt_len: int
     states: Activations
     error: BaseException | None
+    ahead: RowsAhead | None = None
 
     @property
     def passes(self) -> int:
@@ -182,6 +186,14 @@ class Lowered:
                 self._known[key] = found
         return found[0]
 
+    def ahead(self, plans: Sequence[BlockPlan], handles: Sequence[RequestHandle]) -> list[RowsAhead | None]:
+        """Makers of tensors while requests run, for the loops of many blocks over rows that stay where they arrive."""
+        if len(plans) < FEWEST_SHARED:
+            return [None] * len(plans)
+        requests = (handle.requests[0] for handle in handles)
+        moved = [self._device_of(plan) is not None for plan in plans]
+        return [None if m else RowsAhead.of(p, request) for m, p, request in zip(moved, plans, requests, strict=True)]
+
     def replay(self, ended: Sequence[Ended]) -> None:
         """Run the blocks of requests that have ended. Blocks that fill a list of their ``with`` run together."""
         ready = [each for each in ended if self._may_run(each)]
@@ -189,7 +201,8 @@ class Lowered:
             return
         replays = {each.trace: self._replay_of(each) for each in ready}
         # Copies of rows wait for memory more than for Python.
-        pool = ThreadPoolExecutor(THREADS, "lowered") if len(replays) >= FEWEST_SHARED else nullcontext()
+        copies = len(replays) >= FEWEST_SHARED and any(each.ahead is None for each in ready)
+        pool = ThreadPoolExecutor(THREADS, "lowered") if copies else nullcontext()
         with pool:
             if isinstance(pool, ThreadPoolExecutor):
                 for made in replays.values():
@@ -229,7 +242,8 @@ class Lowered:
     def _replay_of(self, ended: Ended) -> Replay:
         trace, plan = ended.trace, ended.plan
         device = self._device_of(plan)
-        return Replay(trace, plan, self.model.points, ended.states, ended.token_ids, ended.prompt_len, device)
+        states, ahead = ended.states, ended.ahead
+        return Replay(trace, plan, self.model.points, states, ended.token_ids, ended.prompt_len, device, ahead)
 
 
 def _has_modes() -> bool:

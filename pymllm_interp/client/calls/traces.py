@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
+from time import sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from ...core.events import FinishedEvent
 from ...core.request import Request
 from ...hooks.captures.activations import NOTHING
 from ...hooks.traces.blocks.trace import RequestTrace
+from ...hooks.traces.lowering.ahead import RowsAhead
 from ...hooks.traces.lowering.plan import BlockPlan
 from ...hooks.traces.nnsight_compat import apply
 from ...hooks.traces.saves.save_transfer import SaveTransfer
@@ -28,6 +31,8 @@ from .traced_prompts import TracedPrompt, traced_prompt
 
 MADE_TOGETHER = 128
 """Most requests of a trace that are submitted together. The first ones run while others are made."""
+PAUSE_S, IDLE_S = 2e-4, 5e-2
+"""Seconds between two requests whose rows get tensors, in which the engine gets the GIL, and before rows are looked for again."""
 TOO_MUCH = (413, 429)
 """Statuses of a server that has no room for the requests. A trace of many invokes counts as one."""
 
@@ -62,7 +67,8 @@ def run(
     running = Running(traces)
     try:
         refused = _submit(backend, mode, traces, inputs, plans, running)
-        running.wait()
+        ahead = [None] * len(plans) if refused is not None else lowered.ahead(plans, running.handles)
+        running.wait(ahead=[rows for rows in ahead if rows is not None])
     except BaseException:
         running.end()
         raise
@@ -73,7 +79,8 @@ def run(
         _check_may_run(backend, refused)
         backend.run_blocks(mode, traces, inputs, str(refused), refused)
         return []
-    lowered.replay([_ended(*each, mode == "trace") for each in zip(traces, plans, running.handles, strict=True)])
+    ended = zip(traces, plans, running.handles, ahead, strict=True)
+    lowered.replay([_ended(*each, mode == "trace") for each in ended])
     return plans
 
 
@@ -107,9 +114,13 @@ class Running:
         for handle in list(self.handles):
             handle.cancel()
 
-    def wait(self, besides: int = 0) -> None:
-        """Wait until all have ended except the last `besides`."""
+    def wait(self, besides: int = 0, ahead: Sequence[RowsAhead] = ()) -> None:
+        """Wait until all have ended except the last `besides`. Meanwhile, make tensors of rows that arrive."""
         for handle in self.handles[: len(self.handles) - besides]:
+            while ahead and not handle.done:
+                found = [rows for rows in ahead if not handle.done and rows.advance() and not sleep(PAUSE_S)]
+                with suppress(TimeoutError):
+                    handle.wait(0 if found else IDLE_S)
             handle.wait()
 
     def end(self) -> None:
@@ -241,7 +252,9 @@ def _check_may_run(backend: Backend, refused: Exception) -> None:
     raise LoweringError(f"lower_traces='require', but what this block reads cannot be captured: {refused}") from refused
 
 
-def _ended(trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, single: bool) -> Ended:
+def _ended(
+    trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, ahead: RowsAhead | None, single: bool
+) -> Ended:
     (event,), (request,) = handle.ends, handle.requests
     trace.receipt = event.receipt or trace.receipt
     trace.receipt.num_cached_tokens = event.num_cached_tokens
@@ -254,7 +267,7 @@ def _ended(trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, single: 
     trace.scores.append(event.monitors or {})
     states = NOTHING if event.activations is None else event.activations
     token_ids = [*request.prompt_token_ids, *event.token_ids]
-    return Ended(trace, plan, token_ids, request.prompt_len, states, error_of(event))
+    return Ended(trace, plan, token_ids, request.prompt_len, states, error_of(event), ahead)
 
 
 def error_of(event: FinishedEvent) -> BaseException | None:

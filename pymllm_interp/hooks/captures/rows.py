@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from ...utils.integers import as_integers
+from ...utils.integers import as_integers, as_numbers
 from ..site import Site
 from .activations import Activations, CaptureError, lost
 from .by_site import SitePiece
@@ -207,7 +207,7 @@ class GroupRows:
                 self.rows[ordinal : ordinal + len(rows), columns].copy_(sent)
             return
         for i, row in enumerate(rows):  # one by one: the result does not depend on which rows came together
-            numbers = row if group.pool.narrows else _as_numbers(row, group.sent_dtype)
+            numbers = row if group.pool.narrows else as_numbers(row, group.sent_dtype)
             if self._drafted is not None:
                 self._drafted.append((ordinal + i, numbers.copy(), columns))
             else:
@@ -244,6 +244,11 @@ class GroupRows:
             if delivered < expected:
                 yield site, delivered, expected
 
+    def arrived(self, copied: int) -> list[int]:
+        """By column: rows that have arrived, if the positions before `copied` were copied from the ring."""
+        copied_rows = self.group.rows_before(copied)
+        return [max(filled, copied_rows) for filled in self._filled]
+
     def results(self, num_positions: int, copied: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows [positions, sites, width], positions that the result names).
 
@@ -251,8 +256,7 @@ class GroupRows:
             num_positions: positions of the request. A row that was computed after them is left out.
             copied: positions before it were copied from the ring.
         """
-        group, copied_rows = self.group, self.group.rows_before(copied)
-        arrived = [max(filled, copied_rows) for filled in self._filled]
+        group, arrived = self.group, self.arrived(copied)
         count, newest = min(*arrived, group.rows_before(num_positions)), max(arrived)
         if group.in_order and count < newest - (newest > group.of_prompt):
             count = 0  # preempted, and ended before it was computed as far again: the kept rows are of later positions
@@ -274,7 +278,7 @@ class GroupRows:
         """
         group = self.group
         first, last = group.rows_before(start), group.rows_before(stop)
-        last = min(last, *(max(filled, group.rows_before(copied)) for filled in self._filled))
+        last = min(last, *self.arrived(copied))
         if self.rows is None or first >= last:
             return None
         return self.rows[first:last].clone(), torch.from_numpy(group.positions[first:last].copy())
@@ -423,6 +427,10 @@ class CapturedRows(CaptureProgress):
         for rows in self.groups:
             yield from rows.shortfalls(num_positions, self._copied)
 
+    def arrived(self) -> list[int]:
+        """By group: rows that have arrived for all of its sites. Any thread may call it."""
+        return [min(own.arrived(self._copied)) for own in self.groups]
+
     def result(self, token_ids: Sequence[int]) -> Activations:
         """The captured states as `Activations`.
 
@@ -431,8 +439,7 @@ class CapturedRows(CaptureProgress):
         """
         if self.error is not None:
             return lost(self.error)
-        layout, tokens = self.layout, np.array(token_ids, dtype=np.int64)
-        pieces: list[SitePiece] = []
+        layout, tokens, pieces = self.layout, np.array(token_ids, dtype=np.int64), list[SitePiece]()
         try:
             for own, sites in zip(self.groups, layout.by_group, strict=True):
                 rows, positions = own.results(len(tokens), self._copied)
@@ -491,10 +498,3 @@ def _shaped(rows: torch.Tensor, site: CapturedSite) -> torch.Tensor:
         return rows
     rows = rearrange(rows, "rows (heads dim) -> rows heads dim", heads=site.shape[0])
     return rows if site.heads is None else rows[:, list(site.heads)]
-
-
-def _as_numbers(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """The values of such integers, in `dtype` or float32."""
-    if dtype is torch.bfloat16:  # the upper half of a float32
-        return (values.astype(np.int32) << 16).view(np.float32)
-    return values.view(np.float16 if dtype is torch.float16 else np.float32)

@@ -159,6 +159,11 @@ class Row(NamedTuple):
         """Whether it is the last row of a step's tokens."""
         return len(self.indexes) > 1 and self.indexes[1] == LAST and type(self.indexes[0]) in (int, slice)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole row of a step of one token, if it is not empty."""
+        return len(self.indexes) <= 2 and not self.methods and all(type(i) in (int, slice) for i in self.indexes)
+
 
 class StepLoop(NamedTuple):
     """A loop over steps that does nothing but append parts of values to lists.

@@ -21,6 +21,7 @@ from ..blocks.errors import LoopEnd, too_late
 from ..blocks.trace import Block, RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
 from ..serving.visits import VisitCounts
+from .ahead import RowsAhead
 from .plan import BlockPlan, Points, SiteLocation, StepLoop, same_state
 from .site_rows import SiteRows
 from .step_loop import columns_of, part_of, taken_rows
@@ -41,6 +42,7 @@ class Replay:
         token_ids: tokens of the prompt and of the generation.
         prompt_len: positions of the prompt.
         device: device that computes the values; None: the CPU.
+        ahead: tensors that exist already for the rows of its loop.
 
     Attributes:
         counts: nnsight asks for these when a block starts.
@@ -61,8 +63,9 @@ class Replay:
         token_ids: Sequence[int],
         prompt_len: int,
         device: torch.device | None,
+        ahead: RowsAhead | None = None,
     ) -> None:
-        self._trace, self.plan, self._points, self._states = trace, plan, points, states
+        self._trace, self.plan, self._points, self._states, self._ahead = trace, plan, points, states, ahead
         assert trace.main_block is not None
         self._block = trace.main_block
         self._token_ids, self._prompt_len, self._device = token_ids, prompt_len, device
@@ -247,7 +250,8 @@ class Replay:
             for row in loop.unkept:  # an index may be out of range
                 part_of(self._site_rows(row.site).among(loop.start, stop, row.is_last), row)
             rows = [self._site_rows(row.site).among(loop.start, stop, row.is_last) for row in loop.rows]
-            return taken_rows([part_of(steps, row) for steps, row in zip(rows, loop.rows, strict=True)], loop)
+            parts = [part_of(steps, row) for steps, row in zip(rows, loop.rows, strict=True)]
+            return taken_rows(parts, loop) if self._ahead is None else taken_rows(parts, loop, self._ahead.take)
         except LookupError:  # which the block raises at its line
             return None
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,10 @@ import torch
 from .plan import Row, StepLoop
 from .values import RowRead, SiteRead, Steps
 
-KNOWN_TO_NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
+KNOWN_TO_NUMPY = frozenset((torch.float16, torch.float32, torch.float64))
 """Dtypes that both have."""
+Made = Callable[[str, torch.Tensor], Sequence[torch.Tensor]]
+"""(site, its rows [n, ...]) -> tensors that exist for the first of them."""
 
 
 class TakenLoop:
@@ -114,10 +117,13 @@ def part_of(rows: LoopRows, row: Row) -> LoopRows:
     return part
 
 
-def taken_rows(parts: Sequence[LoopRows], loop: StepLoop) -> list[list[torch.Tensor]]:
+def taken_rows(parts: Sequence[LoopRows], loop: StepLoop, made: Made = lambda _site, _rows: ()) -> list[list[torch.Tensor]]:
     """Values that a loop reads, by step, for each of its rows. Each tensor is contiguous and has separate storage, as saves do.
 
     If the loop takes most of the captured memory, nothing is copied (`rows_in_place`). A site's second read is copied.
+
+    Args:
+        made: tensors that exist already for the first rows of a site (`RowsAhead.take`).
     """
     taken: Counter[int] = Counter()
     for part in parts:
@@ -126,14 +132,19 @@ def taken_rows(parts: Sequence[LoopRows], loop: StepLoop) -> list[list[torch.Ten
     claimed: set[tuple[int, str]] = set()
     for part, row in zip(parts, loop.rows, strict=True):
         generated, memory = part.generated, _memory(part.generated)
-        whole = taken[memory] * 4 >= generated.untyped_storage().nbytes() * 3
-        stays = whole and (memory, row.site) not in claimed and _has_whole_rows(generated)
+        stays = is_most(taken[memory], generated) and (memory, row.site) not in claimed and _has_whole_rows(generated)
         claimed.add((memory, row.site))
-        values: list[torch.Tensor] = rows_in_place(generated) if stays else [*torch.unbind_copy(generated)]  # pyright: ignore
+        values: list[torch.Tensor]
+        values = rows_in_place(generated, made(row.site, generated)) if stays else [*torch.unbind_copy(generated)]  # pyright: ignore
         if part.prompt is not None:
             values.insert(0, part.prompt.clone(memory_format=torch.contiguous_format))
         found.append(values)
     return found
+
+
+def is_most(num_bytes: int, of: torch.Tensor) -> bool:
+    """Whether these bytes are most of a tensor's storage, so that it may live as long as any of them."""
+    return num_bytes * 4 >= of.untyped_storage().nbytes() * 3
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -145,28 +156,32 @@ def _has_whole_rows(rows: torch.Tensor) -> bool:
     return not rows.is_cuda and rows.numel() > 0 and rows[0].is_contiguous() and rows.stride(0) >= rows[0].numel()
 
 
-def rows_in_place(rows: torch.Tensor) -> list[torch.Tensor]:
+def rows_in_place(rows: torch.Tensor, made: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
     """The rows of a tensor [n, ...] without a copy. Each one's storage is its part of the tensor's memory.
 
     The memory lives as long as one of them. A pickle of a row holds the row only.
+
+    Args:
+        made: tensors [width] of the first rows.
     """
-    first, stride = rows[0], rows.stride(0)
-    count = first.numel()
-    memory = rows.as_strided(((len(rows) - 1) * stride + count,), (1,)).view(torch.uint8).numpy()
-    places = range(0, len(rows) * stride * rows.itemsize, stride * rows.itemsize)
-    values: list[torch.Tensor]
-    if rows.dtype in KNOWN_TO_NUMPY:
-        # In half of the time of `torch.frombuffer`.
-        lines = memory.view(KNOWN_TO_NUMPY[rows.dtype])
-        lines = np.lib.stride_tricks.as_strided(lines, (len(rows), count), (stride * rows.itemsize, rows.itemsize))
-        values = list(map(torch.from_numpy, lines))
-    else:
-        make, dtype = torch.frombuffer, rows.dtype
-        values = [make(memory, dtype=dtype, count=count, offset=place) for place in places]
+    first, values = rows[0], list(made)
+    if len(values) < len(rows):
+        rest = rows[len(values) :]
+        values += each_line(lines_of(rest.as_strided((len(rest), first.numel()), (rest.stride(0), 1))), rows.dtype)
     if first.dim() != 1:
         for value in values:
             value.resize_(first.shape)
     return values
+
+
+def lines_of(rows: torch.Tensor) -> np.ndarray:
+    """The memory of rows [n, width], for `each_line`."""
+    return (rows if rows.dtype in KNOWN_TO_NUMPY else rows.view(torch.uint8)).numpy()
+
+
+def each_line(lines: np.ndarray, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """A tensor for each of the `lines_of` rows of this dtype, without a copy."""
+    return map(torch.from_numpy if dtype in KNOWN_TO_NUMPY else partial(torch.frombuffer, dtype=dtype), lines)
 
 
 def columns_of(
