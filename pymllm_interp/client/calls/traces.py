@@ -252,9 +252,7 @@ def _check_may_run(backend: Backend, refused: Exception) -> None:
     raise LoweringError(f"lower_traces='require', but what this block reads cannot be captured: {refused}") from refused
 
 
-def _ended(
-    trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, ahead: RowsAhead | None, single: bool
-) -> Ended:
+def _ended(trace: RequestTrace, plan: BlockPlan, handle: RequestHandle, ahead: RowsAhead | None, single: bool) -> Ended:
     (event,), (request,) = handle.ends, handle.requests
     trace.receipt = event.receipt or trace.receipt
     trace.receipt.num_cached_tokens = event.num_cached_tokens

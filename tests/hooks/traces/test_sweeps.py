@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -12,7 +13,9 @@ from helpers_idle import left_behind
 from test_lowering import assert_equal
 
 from pymllm_interp import LM
+from pymllm_interp.client.calls.lowered import Lowered
 from pymllm_interp.hooks.traces.blocks.block_analysis import all_names, variables_of
+from pymllm_interp.hooks.traces.lowering.ahead import RowsAhead
 from pymllm_interp.hooks.traces.lowering.step_loop import rows_in_place
 
 pytestmark = [pytest.mark.local, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -146,6 +149,62 @@ def test_rows_in_place_are_tensors_of_their_own(dtype):
     edits = rows[1]._version
     rows[0].fill_(3)
     assert rows[1]._version == edits and torch.equal(block[1, 0], rows[0])
+
+
+def kept_steps(lm: LM, steps: list[int], layers: tuple[int, ...], rows: Any = -1) -> list[list[torch.Tensor]]:
+    """Rows of a loop over steps, of a request for each number of steps."""
+    with lm.generate(ignore_eos=True) as tracer:
+        lists = dict().save()
+        for i, prompt in enumerate(PROMPTS):
+            with tracer.invoke(prompt, max_new_tokens=steps[i]):
+                into = list()
+                for _ in tracer.iter[:]:
+                    for layer in layers:
+                        into.append(lm.model.layers[layer].output[0, rows])
+                lists[i] = into
+    assert all(receipt.lowered == (lm.backend.lowered.mode != "off") for receipt in tracer.receipts)
+    return [lists[i] for i in range(len(steps))]
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 2), (1, 1)])
+@pytest.mark.parametrize("rows", [-1, slice(None), slice(-1, None)])
+def test_tensors_made_while_the_requests_run(lms, layers, rows, monkeypatch):
+    """They are those of the passes, in separate storage, also where requests end before others."""
+    taken = []
+    take = RowsAhead.take
+    monkeypatch.setattr(RowsAhead, "take", lambda self, *given: taken.append(take(self, *given)) or taken[-1])
+    monkeypatch.setattr("pymllm_interp.hooks.traces.lowering.ahead.FEWEST_ROWS", 1)
+    monkeypatch.setattr("pymllm_interp.hooks.traces.lowering.ahead.FEWEST_TENSORS", 1)
+    monkeypatch.setattr("pymllm_interp.client.calls.traces.IDLE_S", 1e-4)
+    steps = [60, 60, 7, 1, 2, 60, 33, 60, 3, 60, 60, 60]
+    ours, theirs = (kept_steps(lm, steps, layers, rows) for lm in lms)
+    assert any(taken)
+    for own, wanted in zip(ours, theirs, strict=True):
+        assert type(own) is list and len(own) == len(wanted) > 0
+        for row, other in zip(own, wanted, strict=True):
+            assert torch.equal(row, other) and row.stride() == other.stride() and row._base is None
+            assert row.untyped_storage().nbytes() == row.nbytes
+    every = [row for own in ours for row in own]
+    assert len({row.data_ptr() for row in every}) == len({id(row) for row in every})
+
+
+def test_python_calls_after_requests_do_not_grow_with_their_steps(lms, monkeypatch):
+    """A list of rows takes no call of Python's for each row."""
+    found, replayed = [], Lowered.replay
+
+    def counted(self: Lowered, ended: Any) -> None:
+        calls = [0]
+        sys.setprofile(lambda frame, event, given: calls.append(1) if event in ("call", "c_call") else None)
+        try:
+            replayed(self, ended)
+        finally:
+            sys.setprofile(None)
+        found.append(len(calls) / len(ended))
+
+    monkeypatch.setattr(Lowered, "replay", counted)
+    for steps in (10, 10, 60):
+        kept_steps(lms[0], [steps] * len(PROMPTS), (0, 1, 2))
+    assert found[2] < found[1] + 25 and found[2] < 900
 
 
 def test_variables_of_a_block_are_names_that_are_no_attributes():

@@ -1,7 +1,7 @@
 """`RowsAhead`: tensors for the rows of a loop, made while the request runs.
 
-A list of tensors takes Python about a microsecond a tensor. 256 requests that keep eight layers need 2,048 of them a step. After the
-requests this time is added to theirs. While they run, the caller only waits, and the engine mostly waits for the device.
+A list takes Python about a microsecond a tensor. 256 requests that keep eight layers need 2,048 tensors a step. After the requests
+this time is added to theirs. While they run, the caller only waits, and the engine mostly waits for the device.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RowsAhead:
         (index, column), stride = self._places[site], rows.stride(0) * rows.itemsize
         first, columns, tensors = (made := self._made[index]).first, made.columns, made.tensors
         place, rest = divmod(rows.data_ptr() - made.address, stride // columns)
-        row, found = divmod(place - first * columns, columns)
-        if rest or row < 0 or found != column or stride != columns * rows[0].nbytes:
+        start = place - first * columns
+        if rest or start < 0 or start % columns != column or stride != columns * rows[0].nbytes:
             return ()
-        return tensors[column::columns][row : row + len(rows)]
+        return tensors[start : start + len(rows) * columns : columns]

@@ -99,8 +99,9 @@ def _parts(
     captured."""
     found: list[torch.Tensor] = []
     for own, length in zip(states, prompt_lens, strict=True):
-        windows, last_only = plan.windows(row.site, length), row.site == LOGITS and not single
-        rows = SiteRows.of(own.as_arrived(row.site), windows, length, last_only, device)
+        rows = SiteRows(
+            own.as_arrived(row.site), plan.places(row.site, length), row.site == LOGITS and not single, device
+        )
         part = part_of(rows.among(0, 1, row.is_last), row).prompt
         assert part is not None, "step 0 has the prompt"
         found.append(part.clone(memory_format=torch.contiguous_format))

@@ -15,7 +15,8 @@ from ....core.receipt import layer_ranges
 from ...captures.spec import Capture
 from ...interventions.op import Op
 from ...interventions.specs import Patch, Scale, Steer
-from ...positions import Generated, Positions, Window, windows_of
+from ...positions import Generated, Positions, windows_of
+from .site_rows import SitePlaces
 
 LAST = -1
 
@@ -205,13 +206,15 @@ class BlockPlan:
     has_vectors: bool = False
     loop: StepLoop | None = None
     appends: StepLoop | None = None
-    _windows: dict[tuple[str, int], tuple[Window, ...]] = field(default_factory=dict, repr=False)
+    _places: dict[tuple[str, int], SitePlaces] = field(default_factory=dict, repr=False)
 
-    def windows(self, site: str, prompt_len: int) -> tuple[Window, ...]:
-        """The positions of a site that are captured, of a prompt of this length."""
-        if (site, prompt_len) not in self._windows:
-            self._windows[site, prompt_len] = windows_of(self.needs[site].positions, prompt_len)
-        return self._windows[site, prompt_len]
+    def places(self, site: str, prompt_len: int) -> SitePlaces:
+        """Places of the captured rows of a site, of a prompt of this length."""
+        found = self._places.get((site, prompt_len))
+        if found is None:
+            windows = windows_of(self.needs[site].positions, prompt_len)
+            found = self._places[site, prompt_len] = SitePlaces(windows, prompt_len)
+        return found
 
     @property
     def reads_logits(self) -> bool:

@@ -227,9 +227,8 @@ class Replay:
         rows = self._rows_of.get(site)
         if rows is None:
             last_only = site == LOGITS and not self._trace.single
-            windows = self.plan.windows(site, self._prompt_len)
-            states = self._states.as_arrived(site)
-            rows = self._rows_of[site] = SiteRows.of(states, windows, self._prompt_len, last_only, self._device)
+            places = self.plan.places(site, self._prompt_len)
+            rows = self._rows_of[site] = SiteRows(self._states.as_arrived(site), places, last_only, self._device)
         return rows
 
     # -- its loop over steps ------------------------------------------------------------------------

@@ -12,12 +12,13 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from .plan import Row, StepLoop
+from .site_rows import LoopRows
 from .values import RowRead, SiteRead, Steps
 
 KNOWN_TO_NUMPY = frozenset((torch.float16, torch.float32, torch.float64))
@@ -88,22 +89,6 @@ def _tensor(read: RowRead | SiteRead) -> Any:
     return id(read) if isinstance(read, RowRead) else read.site
 
 
-class LoopRows(NamedTuple):
-    """The values of one site in some steps.
-
-    Attributes:
-        prompt: [1, tokens, width] of step 0; None if it is not among them.
-        generated: [steps, 1, 1, width] of the others.
-    """
-
-    prompt: torch.Tensor | None
-    generated: torch.Tensor
-
-    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LoopRows:
-        """The results of a function of the values."""
-        return LoopRows(None if self.prompt is None else function(self.prompt), function(self.generated))
-
-
 def part_of(rows: LoopRows, row: Row) -> LoopRows:
     """Part of a site that a loop reads.
 
@@ -117,7 +102,9 @@ def part_of(rows: LoopRows, row: Row) -> LoopRows:
     return part
 
 
-def taken_rows(parts: Sequence[LoopRows], loop: StepLoop, made: Made = lambda _site, _rows: ()) -> list[list[torch.Tensor]]:
+def taken_rows(
+    parts: Sequence[LoopRows], loop: StepLoop, made: Made = lambda _site, _rows: ()
+) -> list[list[torch.Tensor]]:
     """Values that a loop reads, by step, for each of its rows. Each tensor is contiguous and has separate storage, as saves do.
 
     If the loop takes most of the captured memory, nothing is copied (`rows_in_place`). A site's second read is copied.
