@@ -32,7 +32,7 @@ from .traced_prompts import TracedPrompt, traced_prompt
 MADE_TOGETHER = 128
 """Most requests of a trace that are submitted together. The first ones run while others are made."""
 PAUSE_S, IDLE_S = 2e-4, 5e-2
-"""Seconds between two requests whose rows get tensors, in which the engine gets the GIL, and before rows are looked for again."""
+"""Seconds between two requests, in which the engine gets the GIL, and until rows are looked for again."""
 TOO_MUCH = (413, 429)
 """Statuses of a server that has no room for the requests. A trace of many invokes counts as one."""
 

@@ -245,7 +245,7 @@ class GroupRows:
                 yield site, delivered, expected
 
     def arrived(self, copied: int) -> list[int]:
-        """By column: rows that have arrived, if the positions before `copied` were copied from the ring."""
+        """Number of rows that have arrived, by column; the positions before `copied` were copied from the ring."""
         copied_rows = self.group.rows_before(copied)
         return [max(filled, copied_rows) for filled in self._filled]
 
@@ -428,7 +428,7 @@ class CapturedRows(CaptureProgress):
             yield from rows.shortfalls(num_positions, self._copied)
 
     def arrived(self) -> list[int]:
-        """By group: rows that have arrived for all of its sites. Any thread may call it."""
+        """Number of rows that have arrived for all sites, by group. Any thread may call it."""
         return [min(own.arrived(self._copied)) for own in self.groups]
 
     def result(self, token_ids: Sequence[int]) -> Activations:

@@ -1,7 +1,7 @@
 """`RowsAhead`: tensors for the rows of a loop, made while the request runs.
 
-A list takes Python about a microsecond a tensor. 256 requests that keep eight layers need 2,048 tensors a step. After the requests
-this time is added to theirs. While they run, the caller only waits, and the engine mostly waits for the device.
+A list takes Python about a microsecond a tensor. 256 requests that keep eight layers need 2,048 tensors a step. The caller
+only waits while they run, and the engine mostly waits for the device. So this time is hidden.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RowsAhead:
 
     @classmethod
     def of(cls, plan: BlockPlan, request: Request) -> RowsAhead | None:
-        """None where the plan's loop keeps other values than whole rows, or the rows are in another process."""
+        """The maker for a request. None if the loop keeps parts of rows, or if its rows are in another process."""
         captured = None if request.declared is None else request.declared.rows
         sites = frozenset() if plan.loop is None else frozenset(row.site for row in plan.loop.rows if row.is_whole)
         return None if captured is None or not sites else cls(captured, sites)
