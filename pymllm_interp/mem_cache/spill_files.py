@@ -149,7 +149,8 @@ class SpillFiles:
             if OURS.fullmatch(entry.name):
                 with contextlib.suppress(OSError):  # another process has deleted it
                     status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_mtime, status.st_size, Path(entry.path)))
+                    if not stat.S_ISDIR(status.st_mode):
+                        found.append((status.st_mtime, status.st_size, Path(entry.path)))
         return sorted(found)
 
     def _make_room(self, size: int) -> None:

@@ -9,11 +9,13 @@ Tensors on a CPU are in one segment of shared memory, which the engine copies. T
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import math
 import os
 import re
 import stat
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -97,14 +99,9 @@ class SentWeights:
         self._kept.clear()
 
     def take_back(self) -> None:
-        """End handles that no process has opened: let torch free the memory with the tensors. Torch counts an opener for each."""
+        """End handles that no process has opened."""
         for handles in self.info.get("ipc_handles", ()):
-            for uuid, handle in handles.items():
-                device = next(
-                    t.device for t in self._kept if str(torch.cuda.get_device_properties(t.device).uuid) == uuid
-                )
-                counter = base64.b64decode(handle["ref_counter_handle"]), handle["ref_counter_offset"]
-                torch.UntypedStorage._release_ipc_counter(*counter, device=device)
+            _give_back(handles)
 
 
 def _cuda_handle(tensor: Tensor) -> dict[str, dict[str, Any]]:
@@ -126,6 +123,17 @@ def received(info: Mapping[str, Any], device: str) -> Iterator[tuple[str, Tensor
     Raises:
         WeightsError: an invalid description, handles of another GPU or of a process that has ended, or pickled handles.
     """
+    handles = info.get("ipc_handles")
+    left = deque(handles[:MAX_TENSORS] if isinstance(handles, list) else ())
+    try:
+        yield from _received(info, left, device)
+    finally:
+        for one in left:
+            _give_back(one)
+
+
+def _received(info: Mapping[str, Any], left: deque[Any], device: str) -> Iterator[tuple[str, Tensor]]:
+    """`received`; `left` are the handles, which leave it when they are open."""
     if "ipc_handles_pickled" in info:
         raise WeightsError(
             "ipc_handles_pickled: pickles run code, and are not read; send ipc_handles as JSON (wire/weights.py)"
@@ -140,8 +148,8 @@ def received(info: Mapping[str, Any], device: str) -> Iterator[tuple[str, Tensor
                 f"{str(name)[:200]}: {str(dtype)[:40]} {str(shape)[:80]} is no tensor; dtypes: {', '.join(DTYPES)}"
             )
     if "ipc_handles" in info:
-        for name, dtype, shape, handles in zip(names, dtypes, shapes, where, strict=True):
-            yield name, _of_cuda_handle(name, DTYPES[dtype], shape, handles, device)
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            yield name, _of_cuda_handle(name, DTYPES[dtype], shape, left, device)
         return
     segment = info.get("segment")
     if not isinstance(segment, str) or SEGMENT.fullmatch(segment) is None:
@@ -170,14 +178,26 @@ def _read(file: Any, size: int, name: str, dtype: torch.dtype, shape: list[int],
     return found.view(dtype).view(shape)
 
 
-def _of_cuda_handle(name: str, dtype: torch.dtype, shape: list[int], handles: Any, device: str) -> Tensor:
+def _give_back(handles: Any) -> None:
+    """End handles that no process opens: torch counts an opener for each, and keeps the sender's memory for it."""
+    for given in handles.values() if isinstance(handles, dict) else ():
+        with contextlib.suppress(
+            WeightsError, RuntimeError, TypeError, LookupError
+        ):  # no handle, or of an ended process
+            _check_counter("", given)
+            counter = base64.b64decode(given["ref_counter_handle"]), given["ref_counter_offset"]
+            torch.UntypedStorage._release_ipc_counter(*counter)
+
+
+def _of_cuda_handle(name: str, dtype: torch.dtype, shape: list[int], left: deque[Any], device: str) -> Tensor:
+    """The tensor of the first handle of `left`. An open one leaves it: torch ends that one with its storage."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     if not device.startswith("cuda"):
         raise WeightsError(f"{name}: a CUDA IPC handle, and the model is on {device}")
     own = torch.device(device)
     uuid = str(torch.cuda.get_device_properties(own).uuid)
-    given = handles.get(uuid) if isinstance(handles, dict) else None
+    given = left[0].get(uuid) if isinstance(left[0], dict) else None
     if not isinstance(given, dict) or not {*HANDLE, "offset", "stride"} <= given.keys():
         raise WeightsError(f"{name}: ipc_handles has no handle of this GPU, {uuid}")
     fields, stride, offset = [given[field] for field in HANDLE], given["stride"], given["offset"]
@@ -192,6 +212,7 @@ def _of_cuda_handle(name: str, dtype: torch.dtype, shape: list[int], handles: An
         fields[0] = torch.cuda.current_device() if own.index is None else own.index
         storage = torch.storage.TypedStorage
         found = rebuild_cuda_tensor(Tensor, torch.Size(shape), tuple(stride), offset, storage, dtype, *fields)
+        left.popleft()
         if found.numel() and found.data_ptr() + (last - offset + 1) * dtype.itemsize > _end_of_memory(found):
             raise WeightsError(f"{name}: its memory ends before its storage of {fields[2]} bytes")  # the sender's word
         return found

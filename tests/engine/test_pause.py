@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import permutations
 
 import pytest
 from helpers_waits import assert_idle, until
@@ -78,6 +80,58 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(lm: LM):
     assert steps_in(lm) == 0 and not late.done
     lm.resume()
     assert late.result().outputs[0].token_ids == lm.generate([[4, 4]], LONG)[0].outputs[0].token_ids
+
+
+def test_an_interrupted_wait_leaves_no_pause(lm: LM, monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C in a notebook: requests go on, new ones too."""
+
+    class Interrupted:
+        def result(self) -> None:
+            raise KeyboardInterrupt
+
+    drain = lm.engine.intake.drain
+    monkeypatch.setattr(lm.engine.intake, "drain", lambda: (drain(), Interrupted())[1])
+    handle = running(lm, PROMPTS[0])
+    with pytest.raises(KeyboardInterrupt):
+        lm.pause("wait")
+    assert not lm.is_paused()
+    assert lm.submit([4, 4], LONG).result(30).outputs[0].finish_reason == "length"
+    assert handle.result().outputs[0].finish_reason == "length" and not lm.is_paused()
+    with pytest.raises(KeyboardInterrupt):
+        lm.pause("wait")  # which began at once
+    assert not lm.is_paused()
+    lm.pause("keep")
+    with pytest.raises(KeyboardInterrupt):
+        lm.pause("wait")
+    assert lm.is_paused(), "it was paused before"
+    lm.resume()
+
+
+@pytest.mark.parametrize("orders", [
+    ("keep", "resume"), ("resume", "keep"), ("abort", "resume", "keep"), ("resume", "abort", "resume"), ("keep", "resume", "wait"),
+])  # fmt: skip
+def test_orders_of_operators_end_alike_in_whatever_sequence_they_come(orders: tuple[str, ...], lm: LM):
+    """Two fronts send a pause and a resume at the same time, and each replica gets them in its own sequence."""
+    for sequence in permutations(enumerate(orders, start=1)):
+        base = time.time_ns()
+        for stamp, order in sequence:
+            given = {} if order == "resume" else {"mode": order}
+            with contextlib.suppress(RuntimeError):  # a wait that was resumed
+                lm.backend.control("resume" if order == "resume" else "pause", stamp=base + stamp, **given)
+        assert lm.is_paused() == (orders[-1] != "resume"), sequence
+    lm.resume()
+    assert not lm.is_paused(), "without a stamp it is the newest"
+
+
+def test_a_late_pause_ends_requests_all_the_same(lm: LM):
+    lm.backend.control("resume", stamp=time.time_ns())
+    handle = running(lm, PROMPTS[0])
+    lm.backend.control("pause", mode="keep", stamp=5)
+    with pytest.raises(RuntimeError, match=r"lm.resume\(\) was called before"):
+        lm.backend.control("pause", mode="wait", stamp=6)
+    assert not lm.is_paused() and not handle.done
+    lm.backend.control("pause", mode="abort", stamp=7)
+    assert handle.result().outputs[0].finish_reason == "abort" and not lm.is_paused()
 
 
 def test_resume_ends_a_wait_with_an_error(lm: LM):

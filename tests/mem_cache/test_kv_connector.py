@@ -432,6 +432,23 @@ def test_a_folder_that_others_write_to_is_refused_and_odd_entries_are_left_out(t
         connector_of(tmp_path)
 
 
+def test_a_folder_named_like_a_file_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / f"{'a' * 32}.safetensors"
+    folder.mkdir()
+    (tmp_path / f"{'b' * 32}.part").mkdir()
+    os.utime(folder, (0, 0))  # it would be the first to go
+    size, descriptors = written(tmp_path).stat().st_size, len(os.listdir("/proc/self/fd"))
+    made = connector_of(tmp_path, disk=2 * size)
+    assert made.counts["corrupt"] == 0
+    for _ in range(3):
+        made.save(KEYS[4:], range(5, 9))
+        settle(made)
+        assert made.counts["unwritten"] == 0 and restored(made, KEYS[4:]) == 4
+        made.reset().result()
+    assert folder.is_dir() and len(os.listdir("/proc/self/fd")) <= descriptors + 1
+    made.close()
+
+
 def test_namespaces_have_names_that_differ_and_hold_in_other_processes() -> None:
     class Local:
         pass

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers_waits import until
 
 from pymllm_interp import Capture, SamplingParams, Scale
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -19,7 +20,7 @@ from pymllm_interp.core.limits import MAX_SPECS
 from pymllm_interp.hooks.captures.reductions.lens import Lens
 from pymllm_interp.hooks.positions import windows_of
 from pymllm_interp.interventions import Generated, Knockout
-from pymllm_interp.server.process.engine_server import EngineServer
+from pymllm_interp.server.process.engine_server import SUBMITTERS, EngineServer
 from pymllm_interp.server.process.outbox import Outbox
 from pymllm_interp.server.process.served_model import ServedModel
 from pymllm_interp.utils.arguments import shown
@@ -70,7 +71,7 @@ class InProcess:
         counted = Bytecodes(BUDGET)
         threading.settrace(counted)
         try:
-            server = EngineServer(self.served, self.outbox)  # its threads start at their first message
+            server = EngineServer(self.served, self.outbox)
             thread = threading.Thread(target=server.handle, args=(message,), name="messages")
             thread.start()
             thread.join()
@@ -216,6 +217,33 @@ def test_messages_do_not_wait_for_a_call_that_is_being_submitted(engine: InProce
     while not isinstance(last := engine.sent.get(timeout=600), m.Finished):
         pass
     assert last.finish_reason == "abort" and len(last.token_ids) < 100
+    server.close()
+
+
+def test_submitters_keep_their_places_when_the_system_has_no_more_threads(
+    engine: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A submission that raised was in the queue all the same: its end gave back a place that nobody had taken."""
+    server, go, done = EngineServer(engine.served, engine.outbox), threading.Event(), threading.Semaphore(0)
+
+    def work() -> None:
+        assert go.wait(20)
+        done.release()
+
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server._in_turn("a", done.release)
+    assert done.acquire(timeout=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        for name in "abcdefgh":
+            server._in_turn(name, work)
+        go.set()
+        for _ in "abcdefgh":
+            assert done.acquire(timeout=20)
+    until(lambda: server._turns._free >= SUBMITTERS and not any(server._turns._running.values()))
+    assert server._turns._free == SUBMITTERS
     server.close()
 
 

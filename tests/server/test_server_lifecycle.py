@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.handle import RequestError
 from pymllm_interp.models.weights.loading import WeightsError
-from pymllm_interp.wire.weights import FOLDER, SentWeights, _check_counter, received
+from pymllm_interp.wire.weights import FOLDER, HANDLE, SentWeights, _check_counter, received
 
 OPTIONS = ["--operator", "code", "--allow-code-from", "code"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -225,3 +226,57 @@ def test_a_handle_names_no_memory_of_others():
     ):  # fmt: skip
         with pytest.raises(WeightsError, match="not of torch's making"):
             _check_counter("w", good | bad)
+
+
+def test_a_handle_that_is_not_opened_is_given_back(monkeypatch: pytest.MonkeyPatch):
+    """Torch keeps the sender's memory until a handle's opener drops it. Opened ones are torch's own to end."""
+    from types import SimpleNamespace
+
+    from torch.multiprocessing import reductions
+
+    ended, opened = list[int](), list[int]()
+
+    def rebuild(*args: Any) -> torch.Tensor:
+        if args[-3] == 1:
+            raise RuntimeError("invalid resource handle")
+        opened.append(args[-3])
+        return torch.zeros(0)
+
+    def handle(i: int, **changed: Any) -> dict[str, Any]:
+        fields = dict.fromkeys(HANDLE, 0) | {"storage_size_bytes": 64, "offset": 0, "stride": [1]}
+        counter = {"ref_counter_handle": base64.b64encode(b"/torch_1_2_3").decode(), "ref_counter_offset": i}
+        return {"gpu": fields | counter | changed}
+
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="gpu"))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", lambda name, offset: ended.append(offset))
+    info: dict[str, Any] = {"names": list("abcd"), "dtype_names": ["float32"] * 4, "shapes": [[4]] * 4}
+    info["ipc_handles"] = [handle(i) for i in range(4)]
+    with pytest.raises(WeightsError, match="b: its CUDA IPC handle cannot be opened"):
+        list(received(info, "cuda:0"))
+    assert opened == [0] and ended == [1, 2, 3]
+    for change in (
+        {"dtype_names": ["complex64"] * 4}, {"names": ["a"]}, {"ipc_handles": [{}, *info["ipc_handles"][1:]]},
+        {"ipc_handles": [handle(0, ref_counter_offset=-1), *info["ipc_handles"][1:]]},
+    ):  # fmt: skip
+        ended.clear()
+        with pytest.raises(WeightsError):
+            list(received(info | change, "cuda:0"))
+        assert ended[-3:] == [1, 2, 3]
+    ended.clear()
+    first = received(info, "cuda:0")
+    next(first)
+    first.close()
+    assert ended == [1, 2, 3]
+
+
+@pytest.mark.gpu
+def test_memory_of_a_handle_that_fails_to_open_is_free_with_its_tensor():
+    before = torch.cuda.memory_allocated()
+    with SentWeights({"w": torch.zeros(64 << 20, device="cuda")}) as sent:
+        (handles,) = sent.info["ipc_handles"]
+        info = sent.info | {"ipc_handles": [{uuid: one | {"storage_handle": "AAAA"} for uuid, one in handles.items()}]}
+        with pytest.raises(WeightsError, match="cannot be opened"):
+            list(received(info, "cuda"))
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() - before < 1 << 20

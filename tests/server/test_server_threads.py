@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from helpers_app import App, app_over
 
 from pymllm_interp.server.http import gate
-from pymllm_interp.server.http.threads import THREADS, THREADS_EACH, FairThreads, Turns
+from pymllm_interp.server.http.threads import THREADS, THREADS_EACH, FairThreads, Turns, started_pool
 from pymllm_interp.server.process.engine_server import SUBMITTERS, SUBMITTERS_EACH
 from pymllm_interp.server.routes import openai_format
 
@@ -85,6 +85,57 @@ def test_no_client_holds_all_threads_and_those_that_wait_take_turns() -> None:
         assert "a4" not in order and not threads._turns._running and not threads._turns._waiting
 
     asyncio.run(asked())
+
+
+@pytest.fixture
+def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Function from which on the system starts no thread."""
+
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    return lambda: monkeypatch.setattr(threading.Thread, "start", fails)
+
+
+def test_texts_are_read_when_the_system_has_no_more_threads(no_more_threads: Callable[[], None]) -> None:
+    threads = FairThreads(3, 2)
+
+    async def asked() -> None:
+        no_more_threads()
+        found = await asyncio.gather(*(threads.run(name, str.upper, name) for name in "abcabcabc"))
+        assert found == list("ABCABCABC")
+        await settled()
+        assert threads._turns._free == 3 and not threads._turns._running
+
+    asyncio.run(asked())
+
+
+def test_a_pool_whose_threads_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def second_fails(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", second_fails)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        started_pool(3, "few")
+    started[0].join(30)
+    assert not started[0].is_alive()
+
+
+def test_a_text_that_comes_as_the_server_ends_holds_no_thread() -> None:
+    threads = FairThreads(3, 2)
+    threads._pool.shutdown()
+
+    async def asked() -> None:
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            await threads.run("a", str.upper, "a")
+
+    asyncio.run(asked())
+    assert threads._turns._free == 3
 
 
 def test_a_client_leaves_submitters_to_others() -> None:

@@ -23,11 +23,11 @@ class Lifecycle(Protocol):
         """Whether the engine is paused."""
         ...
 
-    def pause(self, mode: str = "abort") -> None:
+    def pause(self, mode: str = "abort", stamp: int | None = None) -> None:
         """Pause the engine."""
         ...
 
-    def resume(self) -> None:
+    def resume(self, stamp: int | None = None) -> None:
         """Let requests run again."""
         ...
 
@@ -62,7 +62,7 @@ class Sleep(Protocol):
         """Give memory back."""
         ...
 
-    def wake(self, tags: Sequence[str] | None = None) -> bool:
+    def wake(self, tags: Sequence[str] | None = None, all_graphs: bool = False) -> bool:
         """Take memory again. Returns whether the engine is awake."""
         ...
 

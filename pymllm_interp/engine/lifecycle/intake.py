@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from ...core.request import Request
 from ..request_ends import RequestEnds
 
+RESUMED = "lm.resume() was called before the requests of lm.pause(mode='wait') had ended"
 PAUSED_SECONDS = 0.25
 """Time between two looks at the time limits of paused requests."""
 
@@ -70,7 +71,7 @@ class Intake:
         """Let all requests run."""
         self.admit()
         self.paused = False
-        self._answer(RuntimeError("lm.resume() was called before the requests of lm.pause(mode='wait') had ended"))
+        self._answer(RuntimeError(RESUMED))
 
     def turn(self) -> None:
         """Pause, if the last request has ended. Time limits of held ones count."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -14,8 +15,42 @@ from ...core.request import Request, RequestStatus
 from ...models.updates import WeightUpdate
 from ...models.weights.model_state import ModelState
 from ..engine import Engine
+from .intake import RESUMED
 
 MODES = ("abort", "wait", "keep")
+
+
+def wait_for_requests(engine: Engine, drain: Callable[[], Future[None]] | None = None) -> None:
+    """Hold new requests back until all others have ended; then the engine is paused.
+
+    An interrupted wait, as by Ctrl-C, leaves the engine as it was, unless another call waits, too.
+    """
+    intake = engine.intake
+    paused, draining = intake.paused, intake.held is not None
+
+    def undo() -> None:
+        intake.admit()
+        intake.paused = paused
+
+    try:
+        engine.call(drain or intake.drain).result()
+    except BaseException:
+        if not draining:
+            with contextlib.suppress(EngineClosedError):
+                engine.call(undo)
+        raise
+
+
+class Stamps:
+    """Times of the pauses and resumes of fronts, which reach the replicas of a model in different sequences."""
+
+    def __init__(self) -> None:
+        self._newest = 0
+
+    def is_late(self, stamp: int | None) -> bool:
+        """Whether a newer order came before. None is always the newest."""
+        self._newest = max(self._newest, stamp or 0)
+        return stamp is not None and stamp < self._newest
 
 
 class EngineLifecycle:
@@ -27,34 +62,48 @@ class EngineLifecycle:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._one_update = threading.Lock()
+        self._one_update, self._stamps = threading.Lock(), Stamps()
 
     @property
     def is_paused(self) -> bool:
         """Whether no step is launched, or new requests wait for the running ones to end."""
         return self._engine.intake.paused or self._engine.intake.held is not None
 
-    def pause(self, mode: str = "abort") -> None:
-        """Pause the engine, see `LM.pause`. Returns when it is paused."""
+    def pause(self, mode: str = "abort", stamp: int | None = None) -> None:
+        """Pause the engine, see `LM.pause`. Returns when it is paused.
+
+        Args:
+            stamp: time of the order, for `Stamps`. The newest order counts.
+        """
         if mode not in MODES:
             raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
-        drained = self._engine.call(partial(self._pause, mode))
-        if drained is not None:
-            drained.result()
-
-    def resume(self) -> None:
-        """Let requests run again. Of an engine that is not paused it does nothing."""
-        self._engine.call(self._engine.intake.resume)
-
-    def _pause(self, mode: str) -> Future[None] | None:
-        engine = self._engine
-        engine.sync_previous_step()
         if mode == "wait":
-            return engine.intake.drain()
-        engine.intake.stop()
+            wait_for_requests(self._engine, partial(self._drain, stamp))
+        else:
+            self._engine.call(partial(self._pause, mode, stamp))
+
+    def resume(self, stamp: int | None = None) -> None:
+        """Let requests run again. Of an engine that is not paused it does nothing."""
+        self._engine.call(lambda: None if self._stamps.is_late(stamp) else self._engine.intake.resume())
+
+    def _drain(self, stamp: int | None) -> Future[None]:
+        intake = self._engine.intake
+        if not self._stamps.is_late(stamp) or intake.held is not None:
+            return intake.drain()
+        done = Future[None]()
+        if intake.paused:
+            done.set_result(None)
+        else:
+            done.set_exception(RuntimeError(RESUMED))
+        return done
+
+    def _pause(self, mode: str, stamp: int | None) -> None:
+        late = self._stamps.is_late(stamp)
+        self._engine.sync_previous_step()
+        if not late:
+            self._engine.intake.stop()
         if mode == "abort":
-            engine.intake.end_all()
-        return None
+            self._engine.intake.end_all()
 
     # -- weights ----------------------------------------------------------------------------
 

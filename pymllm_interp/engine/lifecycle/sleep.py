@@ -18,7 +18,7 @@ from ...models.updates import WeightUpdate
 from ...runner.device_memory import return_freed_memory
 from ...runner.model_runner import ModelRunner
 from ..engine import Engine
-from .lifecycle import MODES
+from .lifecycle import MODES, wait_for_requests
 
 TAGS = ("weights", "kv_cache", "captures")
 
@@ -142,13 +142,9 @@ class EngineSleep:
             if mode != "keep":
                 self._close_intake()
             if mode == "wait":
-                paused, draining = engine.intake.paused, engine.intake.held is not None
+                paused = engine.intake.paused
                 try:
-                    engine.call(engine.intake.drain).result()
-                except BaseException:  # Ctrl-C: no pause follows, unless another call waits for it
-                    if not draining:
-                        engine.call(engine.intake.admit)
-                    raise
+                    wait_for_requests(engine)
                 finally:
                     engine.intake.paused = paused
             engine.call(partial(self._sleep, level, tags, mode == "abort"))

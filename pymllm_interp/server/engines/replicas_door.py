@@ -378,11 +378,11 @@ class ReplicasDoor(Door):
         if order == "finish_weight_update":
             return await self._finish(**arguments)
         if order in QUESTIONS:
-            found = self._answers(
-                await self._answers_of([link for link in self._links.values() if link.up], order, arguments)
-            )
+            up = [link for link in self._links.values() if link.up]
+            found = self._answers(await self._answers_of(up, order, arguments))
         else:
-            found = await self._ask_everyone(order, arguments)
+            stamp = {"stamp": time.time_ns()} if order in ("pause", "resume") else {}
+            found = await self._ask_everyone(order, arguments | stamp)
         first = next(iter(found.values()))
         if order == "wake":
             return all(found.values())

@@ -15,6 +15,24 @@ THREADS, THREADS_EACH = 4, 2
 """Threads in all, and most threads of one client. They share Python's lock with the event loop, so they are few."""
 
 
+def started_pool(count: int, name: str) -> ThreadPoolExecutor:
+    """A pool with all of its threads running. `submit` need not start one: a start that fails leaves the work in the queue.
+
+    Raises:
+        RuntimeError: the system starts no thread.
+    """
+    pool, everyone = ThreadPoolExecutor(count, name), threading.Barrier(count + 1)
+    try:
+        for _ in range(count):
+            pool.submit(everyone.wait)
+        everyone.wait()
+    except BaseException:
+        everyone.abort()
+        pool.shutdown(wait=False)
+        raise
+    return pool
+
+
 class Turns:
     """Places that clients take and give back. Safe for threads.
 
@@ -71,7 +89,7 @@ class FairThreads:
     """
 
     def __init__(self, count: int = THREADS, each: int = THREADS_EACH) -> None:
-        self._pool, self._turns = ThreadPoolExecutor(count, "text"), Turns(count, each)
+        self._pool, self._turns = started_pool(count, "text"), Turns(count, each)
 
     async def run(self, client: str, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """The result of `work(*args, **kwargs)` on a thread. Started work is not interrupted if the caller is cancelled, and
@@ -79,7 +97,11 @@ class FairThreads:
         """
         loop = asyncio.get_running_loop()
         await self._turn(client)
-        future = self._pool.submit(work, *args, **kwargs)
+        try:
+            future = self._pool.submit(work, *args, **kwargs)
+        except RuntimeError:  # it was closed meanwhile
+            self._turns.give_back(client)
+            raise
 
         def ended(_: Future[T]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended

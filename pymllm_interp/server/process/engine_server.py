@@ -11,7 +11,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from ...wire.images import check_format
 from ...wire.request_sizes import CallSizes
 from ...wire.specs import capture_of, intervention_of, monitor_of
 from ..engines.vector_orders import VectorOrder, VectorOrders
-from ..http.threads import Turns
+from ..http.threads import Turns, started_pool
 from .operator_monitors import OperatorMonitors, check_names
 from .outbox import CallEvents, Outbox
 from .served_model import ServedModel
@@ -75,9 +75,9 @@ class EngineServer:
         self._lock = threading.Lock()
         self._calls: dict[int, CallEvents] = {}
         self._starting: dict[int, list[m.Abort]] = {}  # calls that are being submitted -> aborts that came meanwhile
-        self._submitters = ThreadPoolExecutor(SUBMITTERS, "pymllm-interp-submit")
+        self._submitters = started_pool(SUBMITTERS, "pymllm-interp-submit")
         self._turns = Turns(SUBMITTERS, SUBMITTERS_EACH)
-        self._orders = ThreadPoolExecutor(1, "pymllm-interp-orders")
+        self._orders = started_pool(1, "pymllm-interp-orders")
         self._stored: dict[str, Future[None]] = {}  # owner -> its newest order of a vector
         self._handlers: dict[type, Callable[[Any], Any]] = {
             m.Submit: self._start,

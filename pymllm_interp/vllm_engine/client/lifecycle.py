@@ -10,7 +10,8 @@ from typing import Any
 
 from ...core.events import EngineClosedError, EngineSleepingError
 from ...core.request import Request
-from ...engine.lifecycle.lifecycle import MODES, note_weights
+from ...engine.lifecycle.intake import RESUMED
+from ...engine.lifecycle.lifecycle import MODES, Stamps, note_weights
 from ...engine.lifecycle.sleep import TAGS
 from ...models.weights.loading import WeightsError
 from ...utils.arguments import shown
@@ -42,24 +43,34 @@ class VllmLifecycle:
     ) -> None:  # fmt: skip
         self._core, self._engine, self._weights, self._make_update = core, engine, weights, make_update
         self._has_experts, self._draining = has_experts, threading.Lock()
+        self._one_order, self._stamps = threading.Lock(), Stamps()
 
     @property
     def is_paused(self) -> bool:
         """Whether vLLM schedules no new request."""
         return self._core.ask(self._core.llm.is_paused())
 
-    def pause(self, mode: str = "abort") -> None:
-        """Pause the engine, see `LM.pause`. Raises ValueError: another mode."""
+    def pause(self, mode: str = "abort", stamp: int | None = None) -> None:
+        """Pause the engine, see `EngineLifecycle.pause`. Raises ValueError: another mode."""
         if mode not in MODES:
             raise ValueError(f"pause(mode={shown(mode)}): expected 'abort', 'wait' or 'keep'")
         if mode == "abort":
             self._engine.abort_all()
-        with self._draining if mode == "wait" else nullcontext():
-            self._core.ask(self._core.llm.pause_generation(mode=mode, clear_cache=False))
+        with self._one_order:
+            late = self._stamps.is_late(stamp)
+            if mode != "wait" and not late:
+                self._core.ask(self._core.llm.pause_generation(mode=mode, clear_cache=False))
+        if mode == "wait" and late and not self.is_paused:
+            raise RuntimeError(RESUMED)
+        if mode == "wait" and not late:
+            with self._draining:
+                self._core.ask(self._core.llm.pause_generation(mode=mode, clear_cache=False))
 
-    def resume(self) -> None:
+    def resume(self, stamp: int | None = None) -> None:
         """Let requests run again."""
-        self._core.ask(self._core.llm.resume_generation())
+        with self._one_order:
+            if not self._stamps.is_late(stamp):
+                self._core.ask(self._core.llm.resume_generation())
 
     def new_update(self, draft: bool = False) -> VllmUpdate:
         """Update of the model. Raises VllmRefusalError: of the draft model."""
@@ -184,8 +195,8 @@ class VllmSleep:
         finally:
             self._open_if_whole()
 
-    def wake(self, tags: Sequence[str] | None = None) -> bool:
-        """Take memory again, see `LM.wake`. Returns whether the engine is awake."""
+    def wake(self, tags: Sequence[str] | None = None, all_graphs: bool = False) -> bool:
+        """Take memory again, see `LM.wake`. Returns whether the engine is awake. vLLM keeps its graphs."""
         if isinstance(tags, str) or (tags is not None and set(tags) - set(TAGS)):
             raise ValueError(f"tags={tags!r}: expected a list of {', '.join(TAGS)}")
         wanted = self._asleep if tags is None else self._asleep & set(tags)
