@@ -13,7 +13,7 @@ from traceback import walk_tb
 from typing import Any
 
 from . import __version__
-from .server.vllm_flags import hint_of
+from .server.command import hint_of
 from .utils.busy_cores import share_cores
 from .utils.extras import install_command
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     try:
         if getattr(args, "config_file", None) is not None:
-            from .server.config_file import read_config
+            from .server.command import read_config
 
             read_config(args.config_file, args.parser)
             args, unknown = parser.parse_known_args(argv)

@@ -184,10 +184,10 @@ def test_the_rooms_of_hooks_have_an_order(first, then):
 
 
 def test_files_are_small():
-    """No file over 500 lines, and nine of ten at most 300."""
+    """No file over 500 lines, and seven of eight at most 300."""
     lengths = sorted((len(path.read_text().splitlines()), module) for module, path in FILES.items())
     assert lengths[-1][0] <= 500, lengths[-3:]
-    assert lengths[int(0.9 * len(lengths))][0] <= 300, lengths[int(0.9 * len(lengths)) :]
+    assert lengths[int(0.875 * len(lengths))][0] <= 300, lengths[int(0.875 * len(lengths)) :]
 
 
 def test_no_two_classes_have_one_name():

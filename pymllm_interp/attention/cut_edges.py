@@ -20,8 +20,7 @@ from ..core.forward_batch import ForwardBatch
 from ..mem_cache.kv_pool import read_rows
 from ..utils.upload import upload
 from .attention_backend import RadixAttention
-from .by_row import attend_visible, pattern_by_row
-from .patterns import PatternFunction, PatternRead, hidden_keys, pattern_of
+from .patterns import PatternFunction, PatternRead, attend_visible, hidden_keys, pattern_by_row, pattern_of
 
 MAX_SCORES = 1 << 26
 """Most scores, and most values of K, that are computed with at once."""

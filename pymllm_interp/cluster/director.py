@@ -18,8 +18,7 @@ from ..harvest.on_ray.ray_version import NAMESPACE, load_ray
 from ..server.engines.replica_process import ReplicaSettings
 from ..server.engines.roster import Replica
 from ..server.settings import ServeSettings
-from .front_keeper import POLL_SECONDS, FrontKeeper
-from .keeper import Keeper
+from .front_keeper import POLL_SECONDS, FrontKeeper, Keeper
 
 SETTLE_SECONDS = 4 * POLL_SECONDS
 """Seconds until all live fronts know of a change."""

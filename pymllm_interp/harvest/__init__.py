@@ -8,8 +8,8 @@ from ..utils.extras import lazy_names
 
 if TYPE_CHECKING:
     from .feed.handles import HandleError, StatesHandle, open_handle, share_states
+    from .progress import HarvestError
     from .reader import Harvest, open_harvest
-    from .result import HarvestError
 
 __all__ = ["HandleError", "Harvest", "HarvestError", "StatesHandle", "open_handle", "open_harvest", "share_states"]
 _HANDLES = dict.fromkeys(("HandleError", "StatesHandle", "open_handle", "share_states"), "feed.handles")

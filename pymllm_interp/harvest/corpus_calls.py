@@ -17,7 +17,7 @@ from ..utils.arguments import is_whole, shown
 from .on_ray.workers import Corpus, harvest_on_ray
 from .on_ray.workers import generate_corpus as generated
 from .outputs import asked_outputs
-from .result import HarvestResult
+from .progress import HarvestResult
 from .run import asked_of, run_harvest
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Interface of a model for harvests. `LM` implements it; this folder does not import the engine."""
+"""Interface of a model for harvests, and texts that describe one. `LM` implements it; this folder does not import the engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from ..client.calls.model_weights import ModelWeights
 from ..client.chat import RenderedPrompt
 from ..core.events import FinishedEvent
 from ..core.limits import EngineLimits
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import ModelSpec, site_index
 from ..core.request import Request
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
-from ..hooks.site import Site
+from ..hooks.monitors.monitor import Monitor
+from ..hooks.site import Site, expand
+from ..hooks.spec import described
+from .folder import Identity
 
 
 class PrefillHandle(Protocol):
@@ -79,3 +82,30 @@ class HarvestModel(Protocol):
     ) -> PrefillHandle:
         """Start one forward pass that captures. Raises PromptError."""
         ...
+
+
+SHOWN_DIGITS = 8
+"""Hexadecimal digits of a fingerprint in words."""
+
+
+def describe(
+    model: HarvestModel, captures: Sequence[Capture], interventions: Sequence[Intervention], identity: Identity
+) -> dict[str, Any]:
+    """The model, its tokenizer, the captured sites and all specs, for `manifest.json`."""
+    spec = model.model_spec
+    dtype = str(spec.dtype).removeprefix("torch.")
+    sites = {site for one in captures for site in expand(one.site, spec.num_hidden_layers, spec.family)}
+    return {
+        "model": (
+            f"{spec.family.name}, {spec.num_hidden_layers} layers, hidden_size {spec.hidden_size}, {dtype}, "
+            f"fingerprint {identity.model[:SHOWN_DIGITS]}"
+        ),
+        "num_hidden_layers": spec.num_hidden_layers,
+        "tokenizer": f"fingerprint {identity.tokenizer[:SHOWN_DIGITS]}" if identity.tokenizer else "none",
+        "sites": [
+            *map(str, sorted(sites, key=lambda site: site_index(site, spec.num_hidden_layers))),
+            *(f"scores.{one.name}" for one in interventions if isinstance(one, Monitor)),
+        ],
+        "capture": [described(one) for one in captures],
+        "interventions": [described(one) for one in interventions],
+    }

@@ -1,10 +1,12 @@
-"""`HarvestProgress`: a bar on a terminal, lines elsewhere; on standard error."""
+"""Progress of a harvest on standard error (a bar on a terminal, lines elsewhere), its result and its error."""
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -84,3 +86,34 @@ class HarvestProgress:
             return ""
         seconds = (now - self._started) / new * (self._total - self._done)
         return f", {timedelta(seconds=round(seconds))} left"
+
+
+class HarvestError(RuntimeError):
+    """A harvest stopped before the end of its input. The message has the reason, the kept part, and how to resume."""
+
+
+@dataclass(frozen=True)
+class HarvestResult:
+    """The contents of a harvest's folder, and the additions of this run."""
+
+    folder: Path
+    shards: int
+    documents: int
+    """Number of documents in the folder, including earlier runs, without skipped ones."""
+    tokens: int
+    rows: dict[str, int]
+    """Number of rows by site."""
+    bytes: int
+    new_documents: int
+    """Computed by this run."""
+    new_bytes: int
+    """Written by this run."""
+    seconds: float
+    """Duration of this run, until all shards were on disk."""
+    skipped: dict[int, str]
+    """Documents that `on_error="skip"` left out, including earlier runs: index in the input -> the error."""
+
+    @property
+    def gb_per_second(self) -> float:
+        """Write rate of this run, in 1e9 bytes a second."""
+        return self.new_bytes / self.seconds / 1e9

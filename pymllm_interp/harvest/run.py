@@ -31,14 +31,12 @@ from ..hooks.monitors.scores import MonitorScores
 from ..hooks.positions import Generated
 from ..hooks.site import Site
 from ..utils.arguments import shown
-from .description import describe
 from .feed.document_feed import DocumentFeed
 from .feed.documents import SKIPPED, Document, Pass
 from .folder import INDEX, HarvestFolder, Identity, index_name
 from .inputs import Settings, document_key, documents_of, is_token_stream, tokenizer_fingerprint
-from .model import HarvestModel
-from .progress import HarvestProgress
-from .result import HarvestError, HarvestResult
+from .model import HarvestModel, describe
+from .progress import HarvestError, HarvestProgress, HarvestResult
 from .size import estimated_bytes, expected_bytes, has_index_per_site
 
 ON_ERROR = ("raise", "skip")

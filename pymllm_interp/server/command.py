@@ -1,4 +1,4 @@
-"""The options of `pymllm-interp serve`."""
+"""The options of `pymllm-interp serve`: of the command line, of a YAML file, and those that vLLM has under another name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from jinja2 import Environment, TemplateSyntaxError
 
 from ..config import ModelConfig, ServerConfig, renamed_fields
+from ..core import unsupported
 from ..utils.arguments import check_names, shown
 from .http.trust import read_keys
 from .settings import ServeLimits, ServeSettings
@@ -134,3 +136,134 @@ def _vllm_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
     if given:
         raise ValueError(f"--{next(iter(given)).replace('_', '-')} is an argument of vLLM's: give --engine vllm, too")
     return None
+
+
+JSON_OPTIONS = ("allowed-origins", "allowed-methods", "allowed-headers", "limit-mm-per-prompt")
+"""Options with JSON as value."""
+
+
+def arguments_of(file: Path, parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a file, as a command line.
+
+    Args:
+        parser: parser of the command.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: not a mapping of options to values.
+    """
+    try:
+        found = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {file}: not YAML: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ValueError(f"--config {file}: expected long options and their values, such as `port: 8000`")
+    known = {option for action in parser._actions for option in action.option_strings}
+    arguments, model = [], found.pop("model", None)
+    for key, value in found.items():
+        name = key.replace("_", "-")
+        if name in ("config", "help") or f"--{name}" not in known:
+            raise ValueError(f"--config {file}: {key!r} is not an option of this command (--help)")
+        try:
+            arguments += _written(name, value, parser)
+        except TypeError as error:
+            raise ValueError(f"--config {file}: {key}: {error}") from None
+    return arguments if model is None else [str(model), *arguments]
+
+
+def _written(name: str, value: Any, parser: argparse.ArgumentParser) -> Iterator[str]:
+    action = next(action for action in parser._actions if f"--{name}" in action.option_strings)
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise TypeError(f"expected true or false, not {value!r}")
+        yield from [f"--{name}"] * value
+        return
+    if name in JSON_OPTIONS:
+        yield f"--{name}={json.dumps(value)}"
+        return
+    values = [f"{key}={one}" for key, one in value.items()] if isinstance(value, dict) else value
+    repeats = isinstance(action, argparse._AppendAction)
+    if isinstance(values, list) and not repeats:
+        raise TypeError(f"expected one value, not {value!r}")
+    for one in values if isinstance(values, list) else [values]:
+        if one is None or isinstance(one, bool | list | dict):
+            raise TypeError(f"expected text or a number, not {one!r}")
+        yield f"--{name}={one}"
+
+
+def read_config(file: Path, parser: argparse.ArgumentParser) -> None:
+    """Make the options of a file the defaults of a command: the command line wins. Repeatable ones are added to.
+
+    Args:
+        parser: parser of the command.
+    """
+    given = parser.parse_args(arguments_of(file, parser))
+    parser.set_defaults(**vars(given))
+
+
+_ONE_DEVICE = "one device holds the model; --device cuda:N chooses it"
+_LOG = "--log-level sets what is logged; prompts and texts never are"
+
+SAME: dict[str, str] = {
+    "max_model_len": "", "seed": "", "kv_cache_dtype": "", "enable_prefix_caching": "True",
+    "gpu_memory_utilization": "", "async_scheduling": "True", "generation_config": "", "load_format": "",
+    "logprobs_mode": "", "mm_processor_cache_gb": "", "attention_backend": "", "max_loras": "", "max_lora_rank": "",
+}  # fmt: skip
+"""Arguments of LM with vLLM's name, which `--option` sets -> the value of a flag without one."""
+RENAMED: dict[str, str] = {
+    "block_size": "page_size", "max_num_batched_tokens": "max_num_tokens", "max_num_seqs": "max_running_requests",
+    "model_impl": "impl", "scheduling_policy": "queue_order", "speculative_config": "speculative",
+}  # fmt: skip
+"""vLLM's name -> the argument of LM."""
+OTHERS: dict[str, str] = {
+    "all2all_backend": unsupported.EXPERT_PARALLEL,
+    "api_server_count": "one process serves HTTP; `pymllm-interp cluster MODEL --fronts N` starts several",
+    "chat_template_content_format": "templates get the text of a message",
+    "compilation_config": "use --option enable_torch_compile=True",
+    "cpu_offload_gb": "weights stay on the device: --dtype bfloat16 or --option quantize=fp8 makes them smaller",
+    "disable_log_requests": _LOG,
+    "disable_log_stats": "/metrics has the counters, and nothing of them is logged",
+    "disable_uvicorn_access_log": _LOG,
+    "download_dir": "the environment variable HF_HOME says where models are",
+    "enable_auto_tool_choice": "--tool-call-parser NAME says how the model writes tool calls, and that they are parsed",
+    "enable_chunked_prefill": "long prompts always run in chunks; --option prefill_policy=NAME says beside what",
+    "enable_lora": "it is not needed: --lora-modules NAME=FOLDER loads adapters, and --option max_loras=N says how many at a time",
+    "enable_log_requests": _LOG,
+    "enable_server_load_tracking": "/load is always there",
+    "enforce_eager": "use --option disable_cuda_graph=True",
+    "headless": "one process serves HTTP, and one the engine",
+    "max_logprobs": "at most 64 log probabilities are given, whatever the options",
+    "model": "the model is the first argument: pymllm-interp serve MODEL",
+    "no_enable_prefix_caching": "use --option enable_prefix_caching=False",
+    "revision": "give the folder of a revision: hf download MODEL --revision R prints it",
+    "served_model_names": "use --served-model-name",
+    "swap_space": "swapped KV takes what host memory it needs",
+    "tensor_parallel_size": f"our own engine has no tensor parallelism: {_ONE_DEVICE}; with --engine vllm the option is known",
+    "tokenizer": "the tokenizer is the model's: put its files into the model's folder",
+    "trust_remote_code": "code of a model's folder is not run: its architecture must be one of transformers'",
+    "uvicorn_log_level": _LOG,
+}
+"""vLLM's name -> alternative."""
+SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-q": "quantization",
+}
+
+
+def hint_of(arguments: Sequence[str]) -> str | None:
+    """Advice for the first flag that is vLLM's, or None."""
+    for i, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else "")
+        following = arguments[i + 1] if i + 1 < len(arguments) and not arguments[i + 1].startswith("-") else ""
+        if hint := _hint(name, value if equals else following):
+            return f"{flag}: {hint}"
+    return None
+
+
+def _hint(name: str, value: str) -> str | None:
+    if name in SAME or name in RENAMED:
+        return f"here it is --option {RENAMED.get(name, name)}={value or SAME.get(name) or 'VALUE'}"
+    return OTHERS.get(name) or unsupported.OPTIONS.get(name)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,10 @@ from safetensors.torch import load, save
 from transformers import modeling_outputs
 from transformers.utils import ModelOutput
 
-from ..core.receipt import Receipt
+from ..core.receipt import Applied, Captured, Receipt
 from ..hooks.captures.activations import Activations
 from ..hooks.monitors.scores import MonitorScores
 from ..hooks.traces.nnsight_compat import Cache, CacheEntry, CacheView
-from .receipts import receipt_of, receipt_to_json
 
 PLAIN = (bool, int, float, str, type(None))
 MAX_DEPTH = 64
@@ -186,3 +187,29 @@ def pack(header: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[b
 def tensors_of(body: bytes) -> dict[str, torch.Tensor]:
     """The tensors of a frame."""
     return load(body) if body else {}
+
+
+_ENTRIES = {"interventions": Applied, "captures": Captured}
+
+
+def receipt_to_json(receipt: Receipt) -> dict[str, Any]:
+    """All fields of a receipt; `replica` only in a cluster. Its lists leave out entries with their defaults (None, 0 and "")."""
+    found: dict[str, Any] = {}
+    for field in fields(receipt):
+        value = getattr(receipt, field.name)
+        if field.name in _ENTRIES:
+            value = [{f.name: v for f in fields(e) if (v := getattr(e, f.name)) not in (None, 0, "")} for e in value]
+        found[field.name] = dict(value) if isinstance(value, Counter) else value
+    if not receipt.replica:
+        del found["replica"]
+    return found
+
+
+def receipt_of(value: Mapping[str, Any]) -> Receipt:
+    """The receipt from its JSON."""
+    found = dict(value)
+    for name, cls in _ENTRIES.items():
+        found[name] = [cls(**entry) for entry in found.get(name, ())]
+    for name in ("steps", "eager_parts"):
+        found[name] = Counter(found.get(name, {}))
+    return Receipt(**found)

@@ -21,8 +21,8 @@ from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.config import EngineTuning
 from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.core.model_spec import INNER_SITES
+from pymllm_interp.harvest.progress import HarvestError
 from pymllm_interp.harvest.reader import open_harvest
-from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.interventions import Knockout
 from pymllm_interp.models.adapters.peft_config import AdapterError
 from pymllm_interp.runner.graphs.captured_passes import DECLARED

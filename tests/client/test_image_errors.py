@@ -23,8 +23,7 @@ from PIL import Image
 from test_image_prompts import Model
 
 from pymllm_interp.client.images import sources
-from pymllm_interp.client.images.cache import ProcessedImage, ProcessedImages
-from pymllm_interp.client.images.reader import ImageReader
+from pymllm_interp.client.images.reader import ImageReader, ProcessedImage, ProcessedImages
 from pymllm_interp.client.prompt_batch import prompts_of, split
 from pymllm_interp.client.prompts import checked, only_tokens
 from pymllm_interp.utils.arguments import PromptError

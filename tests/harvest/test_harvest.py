@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 
 from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
 from pymllm_interp.client.calls.lm_arguments import with_tuning
+from pymllm_interp.harvest.progress import HarvestError
 from pymllm_interp.harvest.reader import Harvest, open_harvest
-from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.harvest.size import expected_bytes
 from pymllm_interp.hooks.captures.activations import CaptureError
 from pymllm_interp.hooks.captures.rows import GroupRows

@@ -28,8 +28,8 @@ from pymllm_interp import LM, SamplingParams, Scale
 from pymllm_interp.harvest.folder import Identity
 from pymllm_interp.harvest.on_ray.workers import MOST_LOSSES, SLOW_SECONDS, UnitQueue, UnitTask
 from pymllm_interp.harvest.plan import HarvestPlan, Unit, make_plan, read_plan
+from pymllm_interp.harvest.progress import HarvestError
 from pymllm_interp.harvest.reader import open_harvest
-from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.harvest.run import AskedHarvest, asked_of
 from pymllm_interp.harvest.sources import portions_of, read_portion, source_of
 from pymllm_interp.harvest.units import UnitFolder, done_units, run_unit, settle

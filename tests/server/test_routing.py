@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 from pymllm_interp import __version__
 from pymllm_interp.server.engines import vector_orders
 from pymllm_interp.server.engines.replicas_door import ReplicasDoor, ReplicatedCall
-from pymllm_interp.server.engines.roster import LinkKeys, Replica
-from pymllm_interp.server.engines.routing import BLOCK, LOAD_FACTOR, LOAD_MARGIN, choose, key_of, least_loaded, ranked
-from pymllm_interp.server.engines.stats import merged_stats
+from pymllm_interp.server.engines.roster import (
+    BLOCK,
+    LOAD_FACTOR,
+    LOAD_MARGIN,
+    LinkKeys,
+    Replica,
+    choose,
+    key_of,
+    least_loaded,
+    ranked,
+)
 from pymllm_interp.server.engines.vector_orders import VectorOrders
+from pymllm_interp.server.http.metrics import merged_stats
 from pymllm_interp.server.settings import ServeSettings
 from pymllm_interp.wire.messages import (
     Accepted,

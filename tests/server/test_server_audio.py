@@ -22,8 +22,7 @@ from safetensors.torch import save
 from transformers import GenerationConfig, PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams, Steer
-from pymllm_interp.server.audio.form import form_of
-from pymllm_interp.server.audio.routes import cuts
+from pymllm_interp.server.audio.routes import cuts, form_of
 from pymllm_interp.server.http.errors import ApiError
 
 START = [2, 20, 22, 24]

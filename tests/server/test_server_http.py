@@ -262,7 +262,7 @@ def test_a_flag_of_vllm_is_answered_with_what_serves_here(options, hint, capsys)
 
 def test_hinted_options_exist_and_other_flags_are_errors(capsys):
     from pymllm_interp.config import ModelConfig, ServerConfig
-    from pymllm_interp.server.vllm_flags import OTHERS, RENAMED, SAME
+    from pymllm_interp.server.command import OTHERS, RENAMED, SAME
 
     known = {*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__}
     assert {*SAME, *RENAMED.values()} <= known

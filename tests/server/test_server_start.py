@@ -14,7 +14,7 @@ from helpers_server import Server, serving
 
 from pymllm_interp import __version__
 from pymllm_interp.cli import main, make_parser
-from pymllm_interp.server.config_file import read_config
+from pymllm_interp.server.command import read_config
 from pymllm_interp.server.serve import listen, listen_at
 from pymllm_interp.wire.failures import EngineError
 

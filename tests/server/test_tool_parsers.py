@@ -17,9 +17,8 @@ from pymllm_interp.server.settings import ServeSettings
 from pymllm_interp.server.tools import calls
 from pymllm_interp.server.tools.calls import HarmonyParts, HermesCalls, LlamaCalls, MistralCalls
 from pymllm_interp.server.tools.formats import REASONING, TOOL_FORMATS
-from pymllm_interp.server.tools.messages import MessageParser
+from pymllm_interp.server.tools.messages import MessageParser, ThinkParts
 from pymllm_interp.server.tools.parts import Part, TextParser
-from pymllm_interp.server.tools.reasoning import ThinkParts
 from pymllm_interp.server.tools.request import NamedTool, Tool, ToolPlan
 
 HARMONY = "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant"

@@ -36,7 +36,7 @@ from pymllm_interp.core.unsupported import OPTIONS
 from pymllm_interp.interventions import Knockout
 from pymllm_interp.runner import executions
 from pymllm_interp.sampling import RejectionSampler
-from pymllm_interp.server.vllm_flags import hint_of
+from pymllm_interp.server.command import hint_of
 from pymllm_interp.speculative.drafter import MAX_DRAFTS, SpeculativeConfig
 from pymllm_interp.speculative.ngram import NgramDrafter, continuation
 from pymllm_interp.utils.arguments import PromptError

@@ -17,7 +17,7 @@ from ...hooks.monitors.scores import MonitorScores, scores_from_json
 from ...utils.arguments import PromptError
 from ...wire.failures import Failure
 from ...wire.frames import FRAME_PREFIX, frame_sizes
-from ...wire.receipts import receipt_of
+from ...wire.values import receipt_of
 from .remote_errors import exception_of
 
 ANSWER_SECONDS = 60.0

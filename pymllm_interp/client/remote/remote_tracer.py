@@ -14,9 +14,8 @@ from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ...utils.caller_frames import warn_at_caller
 from ...wire.gate_words import TRACE_PATH, TRACE_TYPE
-from ...wire.receipts import receipt_of
 from ...wire.trace_payload import block_to_data, dump, edit_to_data
-from ...wire.values import ValueDecoder, tensors_of
+from ...wire.values import ValueDecoder, receipt_of, tensors_of
 from ..calls.lowered import LoweringError
 from ..calls.model import ClientModel
 from .remote_engine import Frames, RemoteEngine

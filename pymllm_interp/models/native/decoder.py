@@ -1,4 +1,4 @@
-"""The parts of a native decoder that all families share: its loops over the layers, and its head.
+"""The parts of a native decoder that all families share: its loops over the layers, its head, and the MLP without a gate.
 
 Both forward passes of models/base.py are here and in the families' layers. They launch the same kernels at the same shapes, so
 they are bit-equal (tests/models/test_models.py). Module boundaries carry [1, tokens, hidden]; the batch is flat along dim 1.
@@ -23,14 +23,16 @@ from ...core.model_spec import (
     LOGITS,
     ModelSpec,
     attention_add,
+    delta_site,
     input_add,
     mlp_add,
     residual_site,
 )
-from ...layers.edits.base import apply_and_capture, capture_at, residual_sum
-from ...layers.linear import Linear
+from ...layers.activation import activation, activation_module
+from ...layers.edits.base import apply_and_capture, apply_inner, capture_at, residual_sum
+from ...layers.linear import Linear, Product
 from ...layers.norm import NormModule
-from ..base import CausalLM, Rotations, run_layers
+from ..base import CausalLM, ProjectedBranch, Rotations, run_layers
 
 
 class AuxStates(NamedTuple):
@@ -228,3 +230,30 @@ def logit_rows(h: Any, batch: ForwardBatch) -> torch.Tensor:
     if batch.return_hidden_states:
         batch.hidden_states = h[0, : batch.num_request_tokens]
     return h if batch.logits_indices is None else h[:, batch.logits_indices]
+
+
+class MLP(ProjectedBranch):
+    """The base of the families' MLPs. Each family has its own `forward`.
+
+    Args:
+        act: the name of the activation function.
+        first: the first projection. A family holds it under its own name, too.
+    """
+
+    name, inner_kind = "mlp", "mlp_act"
+
+    def __init__(self, layer_idx: int, act: str, first: Product) -> None:
+        super().__init__(layer_idx)
+        self.output_site = delta_site(mlp_add(layer_idx))
+        self.act = activation_module(act)
+        # The fused pass has its own copies: hooks may wait at the modules.
+        self._parts = first, activation(act)
+
+    def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """`inputs` are x [1, tokens, hidden]."""
+        (x,), (first, act) = inputs, self._parts
+        return self.apply_ops(act(first.project(x, batch)), batch)
+
+    def apply_ops(self, act: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
+        """The neurons after their ops."""
+        return act if batch is None else apply_inner(act, batch.site_ops, self.layer_idx, "mlp_act")

@@ -18,8 +18,7 @@ from ...layers.fused_qkv import Conv1D, FusedConv1D
 from ...layers.linear import Embedding
 from ...layers.norm import LayerNorm
 from .attention import Attention
-from .decoder import Decoder, DecoderForCausalLM, DecoderLayer, causal_output, logit_rows
-from .mlp import MLP
+from .decoder import MLP, Decoder, DecoderForCausalLM, DecoderLayer, causal_output, logit_rows
 
 
 class GPT2Attention(Attention):

@@ -21,8 +21,7 @@ from ...layers.rope import RotaryEmbedding
 from ..base import Rotation
 from ..transformers.parts.cache_names import CACHES
 from .attention import Attention
-from .decoder import Decoder, DecoderForCausalLM, DecoderLayer, causal_output, logit_rows
-from .mlp import MLP
+from .decoder import MLP, Decoder, DecoderForCausalLM, DecoderLayer, causal_output, logit_rows
 
 
 class GPTNeoXAttention(Attention):

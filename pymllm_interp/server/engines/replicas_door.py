@@ -15,12 +15,11 @@ from typing import Any
 from ...wire import messages as m
 from ...wire.failures import EngineError, failure_of
 from ..settings import ServeSettings
+from ..store import stored_states
 from .call import Call, EngineDiedError
-from .captured_files import stored_states
 from .door import Door, encoded
 from .link import Link, LinkBrokenError
-from .roster import LinkKeys, Replica
-from .routing import choose, key_of, least_loaded, weight_of
+from .roster import LinkKeys, Replica, choose, key_of, least_loaded, weight_of
 from .vector_orders import VectorOrder
 
 logger = logging.getLogger(__name__)

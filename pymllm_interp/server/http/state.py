@@ -15,14 +15,13 @@ from ...client.pooling.pooler import Pooler
 from ...wire.messages import AskStats
 from ..engines.call import EngineDiedError
 from ..engines.door import Door
-from ..engines.stats import merged_stats
 from ..responses.store import ResponseStore
 from ..routes.tokenizer import import_library, load_tokenizer
 from ..settings import ServeSettings
 from ..store import ActivationStore
 from .errors import ApiError
 from .media import Media
-from .metrics import CallMetrics, Metrics
+from .metrics import CallMetrics, Metrics, merged_stats
 from .threads import FairThreads
 from .trust import STRANGERS, Client, Trust
 from .uploads import Uploads

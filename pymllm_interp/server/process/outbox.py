@@ -20,7 +20,7 @@ from ...hooks.captures.activations import Activations
 from ...hooks.monitors.scores import MonitorScores
 from ...wire.failures import failure_of
 from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, MonitorResult, Rows, Submit, Token
-from ...wire.receipts import receipt_to_json
+from ...wire.values import receipt_to_json
 from .operator_monitors import OperatorMonitors, asks
 
 logger = logging.getLogger(__name__)

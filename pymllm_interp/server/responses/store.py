@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..cards import Cards
 from ..http.errors import ApiError
 from ..settings import ServeLimits
+from ..store import Cards
 
 OVERHEAD = 1024
 """Bytes that a response counts beyond its JSON."""

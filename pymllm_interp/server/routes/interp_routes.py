@@ -35,7 +35,7 @@ from ..http.trust import Client, Trust
 from ..protocol import AbortRequest, EmptyRequest, ImagesField, LensRequest, TokenRequest
 from .lens import logit_lens
 from .openai_routes import DisconnectedError, while_connected
-from .orders import taken
+from .operator_routes import taken
 
 FRAMES = "application/x-pymllm-frames"
 """Content type of streams of frames (`values.framed`)."""

@@ -19,8 +19,8 @@ from helpers_runner import Steps, make_runner
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.core.receipt import Receipt
+from pymllm_interp.harvest.progress import HarvestError
 from pymllm_interp.harvest.reader import open_harvest
-from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.hooks.bind import bind
 from pymllm_interp.hooks.captures.group import Group
 from pymllm_interp.hooks.captures.spec import Project

@@ -15,8 +15,8 @@ from test_monitors import GREEDY, firing
 
 from pymllm_interp import Capture, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.client.calls.lowered import LoweringError
+from pymllm_interp.harvest.progress import HarvestError
 from pymllm_interp.harvest.reader import open_harvest
-from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.interventions import Monitor, Probe
 
 SITE = "resid_post.1"

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from pymllm_interp.hooks.traces.saves.saved_ids import SavedIds
+from pymllm_interp.hooks.traces.saves.block_saves import SavedIds
 
 
 def test_an_id_that_is_used_again_is_no_saved_one():

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ....core.limits import MAX_NAMED
 from ....core.model_spec import ModelSpec
-from ....sampling.top_k import top_k
 from ....utils.arguments import is_whole
 from ....utils.upload import upload
 from ...registry import reduction
@@ -23,6 +22,23 @@ KINDS = ("embed", "resid_pre", "resid_mid", "resid_post", "final_norm")
 """Kinds of sites that a lens reads."""
 LARGEST_VOCAB = 1 << 18
 """About the largest vocabulary, which bounds the rows of one call."""
+
+
+def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The k largest logits of each row, in descending order.
+
+    Args:
+        logits: [rows, vocab].
+
+    Returns:
+        ([rows, k], [rows, k] int64, [rows] float32: the log of the sum of exponentials).
+    """
+    if logits.is_cuda and logits.get_device() == torch.cuda.current_device():
+        from ....kernels import triton_top_k
+
+        return triton_top_k.top_k(logits.contiguous(), k)
+    values, indexes = logits.topk(k, dim=-1)
+    return values, indexes, logits.float().logsumexp(-1)
 
 
 @reduction
