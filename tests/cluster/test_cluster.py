@@ -44,7 +44,7 @@ from safetensors.torch import load, save
 
 from pymllm_interp import LM, SamplingParams, Scale
 from pymllm_interp.harvest.on_ray.ray_version import NAMESPACE
-from pymllm_interp.harvest.result import HarvestError
+from pymllm_interp.harvest.progress import HarvestError
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 

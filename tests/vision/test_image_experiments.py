@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from pymllm_interp import LM, Capture, Patch, SamplingParams, Steer
 from pymllm_interp.client.chat import RenderedPrompt
 from pymllm_interp.harvest.inputs import document_key
+from pymllm_interp.harvest.progress import HarvestError
 from pymllm_interp.harvest.reader import open_harvest
-from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.interventions import Monitor
 from pymllm_interp.utils.arguments import PromptError
 
