@@ -35,7 +35,7 @@ from .client.prompts import captures_for_each_prompt, for_each_prompt
 from .config import EngineTuning, ModelConfig, ServerConfig
 from .harvest.corpus_calls import activations, generate_corpus, harvest
 from .harvest.on_ray.address import SCHEME, url_of
-from .harvest.result import HarvestResult
+from .harvest.progress import HarvestResult
 from .hooks.captures.spec import Capture
 from .hooks.heads import Heads
 from .hooks.interventions.knockout import Intervention

@@ -250,7 +250,6 @@ class Completion:
     """Text of one request, from its events. Used by one thread at a time: the caller's.
 
     Args:
-        request_id: id of the request.
         index: index among the prompt's `n` completions.
         params: sampling parameters of the request.
         tokenizer: a transformers tokenizer, or None, without which there is no text.

@@ -35,7 +35,6 @@ class Detokenizer:
     Args:
         tokenizer: a transformers tokenizer.
         skip_special_tokens: leave special tokens out.
-        prompt_token_ids: tokens of the prompt.
 
     Attributes:
         text: the pieces so far.
@@ -127,7 +126,6 @@ class StopStrings:
     Args:
         tokenizer: a transformers tokenizer.
         params: parameters with stop strings.
-        prompt_token_ids: tokens of the prompt.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:

@@ -51,7 +51,6 @@ class LocalBackend(FactoryBackend):
     """A `Backend` with its engine, runner and weights in this process.
 
     Args:
-        model, server: the configuration of the model and of the engine.
         wrap: makes the tree of the client over the loaded weights (`TracedModel._tree_maker`); None if it is made later.
 
     Attributes:

@@ -144,11 +144,7 @@ def repeated(batch: PromptBatch, copies: int) -> PromptBatch:
 
 
 def pad_together(traces: Sequence[RequestTrace], lengths: Mapping[str, int]) -> None:
-    """Pad prompts of traces that request it to the longest prompt of the ``with`` block, on the left.
-
-    Args:
-        lengths: lengths of the prompts, by request.
-    """
+    """Pad prompts of traces that request it to the longest prompt of the ``with`` block, on the left."""
     padded = [trace for trace in traces if trace.padded]
     for trace in padded:
         trace.padding = trace.padding or Padding.on_the_left([lengths[rid] for rid in trace.request_ids])

@@ -236,7 +236,6 @@ def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
 
     Args:
         given: None, one list for all prompts, or one list (or None) per prompt.
-        prompts: number of prompts.
 
     Raises:
         ValueError: anything else.

@@ -33,7 +33,6 @@ class Scheduler:
     Args:
         config: `prefill_policy`, `queue_order`, `max_running_requests` and `max_itl_ms` are read.
         max_num_tokens: upper bound of a step's token rows.
-        num_layers: layers of the model.
         kv: pages and rows of the requests.
         ring_admission: reserves room for captured states in the ring; None if captures need none.
         times: durations of the steps so far; None: unknown.

@@ -128,7 +128,6 @@ def needs_tokens(requests: Mapping[str, Request], step: SchedulerOutput, drafts:
 
     Args:
         requests: the live ones, by id.
-        drafts: drafts of the engine.
     """
     if step.drafts:
         return True

@@ -116,9 +116,6 @@ class DepthGroups:
     A pass runs to the deepest of its rows. Shallower rows get a separate pass where the layers that are saved outweigh it. So
     they do beside requests that decode. The earliest prompt takes part in each step of prompts, so that no prompt starves.
 
-    Args:
-        num_layers: layers of the model.
-
     Attributes:
         num_early: live requests with passes that end early.
         early: whether requests that decode are better left out of the step of the earliest prompt.
@@ -136,7 +133,6 @@ class DepthGroups:
 
         Args:
             begun: running requests with prompts that are not complete.
-            waiting: waiting requests.
             head: the first of them, with its gang; None: it cannot be admitted now, so none may overtake it.
             budget: upper bound of a step's tokens.
         """

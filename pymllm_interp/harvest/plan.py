@@ -102,7 +102,6 @@ def make_plan(
 
     Args:
         inputs: paths of files (`pathlib.Path`), or documents.
-        unit_documents: maximum number of documents in a unit.
         manifest: the format that the manifest names.
 
     Raises:

@@ -74,7 +74,6 @@ class BoundHooks:
         kv_edits: edits of the KV among them.
         state_patches: recurrent states that are replaced behind the prompt.
         kv_patches: K and V that are replaced.
-        monitors: the monitors, in the order given.
         new_patterns, new_states, new_kv: make the captures of attention patterns, recurrent states and K and V of a request; None
             without.
         depth: number of layers up to the last site, at least 1. None: all layers.
@@ -141,10 +140,8 @@ class BoundHooks:
         """The specs of one request, bound and checked.
 
         Args:
-            specs: the interventions, in the order given.
             model: its sites and dtype.
             prompt_len: length of the prompt in tokens.
-            limits: limits of the engine.
             captures: captures in any order.
             longest: most positions that the request may reach.
             logits_from: the first position with logits.
@@ -426,8 +423,6 @@ def _placed_ops(
 
     Args:
         acting: ops of monitors, and the flag that each waits for.
-        gates: notes the gates of all ops.
-        reads: notes the reads of all ops.
     """
     placed: list[tuple[int, bool, PlacedOp]] = []
     counts: Counter[int] = Counter()

@@ -29,7 +29,6 @@ class Declarations:
     """Checks interventions and captures, and reserves their resources. Called on any thread; the worker learns of it by steps.
 
     Args:
-        limits: limits of the engine.
         model: model that specs are checked against.
         readout: readout of the model, for reductions.
         only_captures: see `Bindings`.

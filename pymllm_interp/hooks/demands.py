@@ -17,7 +17,6 @@ class Demands:
     """The scheduler's view of a `Declared`, which the worker owns. They share nothing that changes but `rows`.
 
     Args:
-        kv_edits: edits of the KV.
         captures: sizes in the ring, and the scheduler's own progress; None without captures.
         patterns: [longest] bool, positions with captured attention patterns; None: no position.
         gated: positions at which a gate is counted, or decides.

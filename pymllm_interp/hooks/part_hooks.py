@@ -56,7 +56,6 @@ class PartBindings:
     """Binds hooks at the sites of a model's parts.
 
     Args:
-        model: spec of the whole model.
         limits, only_captures: see `Bindings`.
     """
 

@@ -75,11 +75,7 @@ _Words = tuple[int | str, ...]
 
 
 class Masked(tuple[int, ...]):
-    """Positions that a mask selects.
-
-    Attributes:
-        length: length of the mask.
-    """
+    """Positions that a mask selects."""
 
     length: int
 

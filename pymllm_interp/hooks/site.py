@@ -277,8 +277,6 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
 
     Args:
         pattern: site pattern in any of the styles above.
-        num_layers: number of layers of the model.
-        family: family of the model.
 
     Raises:
         ValueError: as `canonical`, a layer beyond the model's, or a kind that the family does not have.

@@ -50,7 +50,6 @@ class SpillConnector:
     """Evicted KV in host memory, and in files behind it. Missing and damaged KV is computed again.
 
     Args:
-        pool: the KV pool.
         root: () -> identity of the model as it is now.
         host_bytes: most bytes of KV in host memory.
         folder: folder of the files; None: host memory only.

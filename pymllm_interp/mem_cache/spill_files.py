@@ -43,7 +43,6 @@ class SpillFiles:
 
     Args:
         folder: made if it is not there.
-        most_bytes: most bytes of the files.
         pool: its pages' shape and dtype are the files'.
 
     Attributes:

@@ -251,7 +251,6 @@ def run_layers(
 
     Args:
         layers: consecutive layers.
-        first: index of the first one.
         h: [1, tokens, hidden].
         position_embeddings: the rotations of the layers' `rotary`.
         served: a hook waits at the output of the last one.

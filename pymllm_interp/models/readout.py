@@ -19,7 +19,6 @@ class ModelReadout:
 
     Args:
         model: native, or of transformers.
-        spec: spec of the model.
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:

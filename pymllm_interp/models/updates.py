@@ -46,8 +46,6 @@ class WeightUpdate:
 
     Args:
         model: the served model.
-        hf_config: its config.
-        config: configuration that it was loaded with.
 
     Attributes:
         any_quantised: whether folders with weights of any quantisation are read.

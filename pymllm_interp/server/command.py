@@ -145,9 +145,6 @@ JSON_OPTIONS = ("allowed-origins", "allowed-methods", "allowed-headers", "limit-
 def arguments_of(file: Path, parser: argparse.ArgumentParser) -> list[str]:
     """The options of a file, as a command line.
 
-    Args:
-        parser: parser of the command.
-
     Raises:
         OSError: the file cannot be read.
         ValueError: not a mapping of options to values.
@@ -192,11 +189,7 @@ def _written(name: str, value: Any, parser: argparse.ArgumentParser) -> Iterator
 
 
 def read_config(file: Path, parser: argparse.ArgumentParser) -> None:
-    """Make the options of a file the defaults of a command: the command line wins. Repeatable ones are added to.
-
-    Args:
-        parser: parser of the command.
-    """
+    """Make the options of a file the defaults of a command: the command line wins. Repeatable ones are added to."""
     given = parser.parse_args(arguments_of(file, parser))
     parser.set_defaults(**vars(given))
 

@@ -44,7 +44,6 @@ def log_handler(form: str, process: str) -> logging.Handler:
 
     Args:
         form: "json" or "text".
-        process: name of the process.
     """
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter(f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s")

@@ -113,7 +113,6 @@ class ValueDecoder:
     """Turns trees into values again.
 
     Args:
-        tensors: tensors by number.
         device: device of the tensors; None: the CPU.
         model: the tree that caches are read by.
     """

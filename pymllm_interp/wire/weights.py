@@ -117,9 +117,6 @@ def _cuda_handle(tensor: Tensor) -> dict[str, dict[str, Any]]:
 def received(info: Mapping[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a `SentWeights.info` from another process.
 
-    Args:
-        device: device of the model.
-
     Raises:
         WeightsError: an invalid description, handles of another GPU or of a process that has ended, or pickled handles.
     """

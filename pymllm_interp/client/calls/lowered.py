@@ -55,11 +55,8 @@ class Ended(NamedTuple):
     """The request of a lowered trace, when it has ended.
 
     Attributes:
-        plan: plan of its block.
         token_ids: tokens of prompt and generation.
         prompt_len: length of the prompt in tokens.
-        states: captured states.
-        error: error that ended it, or None.
         ahead: tensors of its loop's rows that were made while it ran.
     """
 
@@ -89,7 +86,6 @@ class Lowered:
     Args:
         module: the model that is served.
         mode: `ServerConfig.lower_traces`.
-        device: device of the model.
     """
 
     def __init__(self, module: Any, mode: str, device: torch.device) -> None:

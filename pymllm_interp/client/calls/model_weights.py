@@ -9,11 +9,7 @@ from ..backend import Backend
 
 
 class ModelWeights:
-    """Identity of a model's weights, as they are now.
-
-    Args:
-        backend: has the weights.
-    """
+    """Identity of a model's weights, as they are now."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -54,7 +50,6 @@ class LoadedAdapters(Mapping[str, str]):
         """Load an adapter of PEFT's format.
 
         Args:
-            name: name of the adapter.
             folder: has adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them. On a server,
                 a folder of its machine; only operators load adapters there.
 

@@ -24,9 +24,6 @@ class _Prompt(NamedTuple):
 class GeneratedText:
     """Makes the pipeline's records of all requests of one call, or of one ``with`` block.
 
-    Args:
-        tokenizer: tokenizer of the model.
-
     Raises:
         PromptError: the model has no tokenizer.
     """

@@ -26,7 +26,6 @@ class ImageFamily(ABC):
 
     Args:
         config: config of the whole model.
-        tokenizer: tokenizer of the model, or None.
 
     Attributes:
         placeholder: id at each position of an image.

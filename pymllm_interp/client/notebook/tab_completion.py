@@ -29,11 +29,7 @@ SAFE = (
 
 
 def set_up_completion(model: type) -> None:
-    """Let IPython complete the module tree and the keys of outputs. Does nothing outside IPython.
-
-    Args:
-        model: class of the model.
-    """
+    """Let IPython complete the module tree and the keys of outputs. Does nothing outside IPython."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None:

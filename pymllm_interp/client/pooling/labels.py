@@ -32,11 +32,7 @@ class Labels:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tasks: Any) -> Labels | None:
-        """Labels by the values of a transformers config; None without such a head.
-
-        Args:
-            tasks: tasks of the model.
-        """
+        """Labels by the values of a transformers config; None without such a head."""
         if "classify" not in tasks:
             return None
         names = {int(number): str(name) for number, name in (config.get("id2label") or {}).items()}

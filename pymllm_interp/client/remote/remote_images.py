@@ -22,7 +22,6 @@ class SentImages:
 
     Args:
         config: config of the server's model.
-        tokenizer: tokenizer of the model, or None.
         max_images: most images of a prompt.
     """
 

@@ -22,8 +22,7 @@ from typing import Any
 from ..folder import FORMAT, Identity, ShardEntry
 from ..outputs import OUTPUTS_FORMAT, AskedOutputs, generate_unit
 from ..plan import UNITS, HarvestPlan, Unit, make_plan, read_plan
-from ..progress import HarvestProgress
-from ..result import HarvestError, HarvestResult
+from ..progress import HarvestError, HarvestProgress, HarvestResult
 from ..run import AskedHarvest
 from ..units import UnitRecord, done_units, run_unit, settle
 from .ray_version import connect_to_ray

@@ -50,7 +50,6 @@ class SiteTensors:
     Attributes:
         pieces: not divided yet.
         order: order of the sites.
-        rows, positions, token_ids: tensors by site.
         others: name -> site -> a further tensor.
     """
 

@@ -46,7 +46,6 @@ class Group:
         converted: narrower dtype that the device converts states to, or None.
         width: values sent for a state.
         kept_width: values kept for a state, padding included.
-        sent_dtype: dtype of the values sent.
         result_dtype: dtype of the result, if it consists of states.
         stored_dtype: dtype that kernels store.
         in_order: positions must come in order, on one thread.

@@ -47,7 +47,6 @@ class LayerCaptures(Generic[Rows]):
 
     Args:
         kind: kind of the sites.
-        num_layers: number of layers of the model.
 
     Attributes:
         layers: layer number -> values.

@@ -49,7 +49,6 @@ class GroupRows:
 
     Attributes:
         rows: None before `prepare`.
-        address: address of the first row.
     """
 
     def __init__(self, group: Group) -> None:
@@ -311,9 +310,6 @@ class GroupRows:
 
 class CapturedRows(CaptureProgress):
     """The captured states of one request.
-
-    Args:
-        layout: layout of the captures.
 
     Attributes:
         groups: the rows of each group of the layout.

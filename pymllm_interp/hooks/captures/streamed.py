@@ -24,7 +24,6 @@ class StreamedRows:
     Who reads them copies them, on its own thread.
 
     Attributes:
-        sources: captures of the request.
         start: first position.
         token_ids: tokens of the positions from `start` on.
         ended: the result of a request that has ended. Its pools are part of the last piece.

@@ -136,7 +136,6 @@ class SAERead:
 
     Attributes:
         features: the features, with `SAE.output_scale` behind their values; None: the reconstruction.
-        site: number of the site.
         rank: its place among the ops of its request there.
         norm: norm of the states; None for none.
         column: first column in a row's memory, for kernels.

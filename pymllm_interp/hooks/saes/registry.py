@@ -28,7 +28,6 @@ class SAERegistry(ByName[SAE]):
 
     Args:
         model: model that the SAEs must fit.
-        device: device of their tensors.
     """
 
     kind, attribute, example = "SAE", "saes", "SAE.load(path)"

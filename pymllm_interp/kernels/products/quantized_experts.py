@@ -91,7 +91,6 @@ def expert_product(
 
     Args:
         codes, scales, group_size: see `QuantizedWeight` [experts * rows, in] and `has_expert_kernel`.
-        experts: number of experts.
     """
     rows, width = codes.shape[0] // experts, x.shape[-1]
     channels = rows // 2 if gate else rows

@@ -65,7 +65,6 @@ class HostOps:
     Args:
         by_site: site -> (rows, op): the first op of each request in batch order, then the second ones, and so on.
         captures: site -> captured rows.
-        num_layers: number of layers of the model.
 
     Rows are token rows; at the logits' site they are rows of the logits.
     """

@@ -19,7 +19,6 @@ class TableOps:
     """Ops and captures of a pass, from device tables.
 
     Args:
-        tables: op tables of all requests.
         rows: [tokens] int64, each token row's row of the request table; -1 for a request that declared nothing.
         positions: [tokens] int64.
         blocks: [2, tokens] int64, start and stop of each token row's record in the ring, in elements. Captures beyond the stop

@@ -57,7 +57,6 @@ class AdapterSlots:
 
     Args:
         model: model with its weights.
-        max_loras: slots.
         max_rank: largest rank of an adapter.
         digests: kept up to date: name -> digest of each loaded adapter (`ModelState.adapters`).
 

@@ -139,11 +139,7 @@ def as_decoding() -> Iterator[None]:
 
 
 class PartModule:
-    """Replacement of the forward of a module that runs several times in a pass, for parts of its rows.
-
-    Args:
-        path: module path in the model.
-    """
+    """Replacement of the forward of a module that runs several times in a pass, for parts of its rows."""
 
     why = ""
     """Reason that it runs so, for messages: "...which `why`"."""

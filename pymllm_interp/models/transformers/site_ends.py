@@ -182,7 +182,6 @@ def install_part(model: nn.Module, embedding: Any, spec: ModelSpec) -> None:
 
     Args:
         embedding: module of its input states: a token embedding, or that of patches.
-        spec: spec of the part.
     """
     install(model, spec, embedding=embedding, is_encoder=True)
 

@@ -274,7 +274,6 @@ def load_transformers_model(
         spec: `config_spec` of the config.
         folder: folder of safetensors, which transformers reads and converts; None: random weights.
         seed: seed of random weights.
-        make: class of the model.
 
     Raises:
         UnsupportedModelError: transformers has no causal language model for the config, or it cannot be served.

@@ -33,7 +33,6 @@ class TransformersForward:
 
     Args:
         family: the folder of transformers that has the class.
-        class_name: class name in transformers.
 
     Attributes:
         instrumented: the same forward with its operations served to hooks, once `.source` was used; else None.
@@ -173,9 +172,6 @@ class TransformersPass:
 class PagedCache:
     """The cache that transformers' attention updates, over the request's pages. Without a pool, or in a pass with gradients,
     the prefix is empty. Then the pass has only its own K and V.
-
-    Args:
-        batch: batch of one request.
     """
 
     def __init__(self, batch: ForwardBatch, spec: ModelSpec) -> None:

@@ -44,8 +44,6 @@ class VisionLanguageModel(nn.Module):
     """`model` of a vision-language model: the modules of the tower, the projector, and the language model.
 
     Args:
-        config: the whole config.
-        spec: spec of the language model.
         max_positions: positions of the longest sequence to serve.
 
     Attributes:

@@ -40,7 +40,6 @@ class QuantizationFormat:
     Attributes:
         method: the `quant_method`.
         kind, group_size: kind and group size of the weights, for random ones. Real weights are read by their tensors.
-        settings: the whole of it.
     """
 
     method: str

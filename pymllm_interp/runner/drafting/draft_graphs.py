@@ -65,7 +65,6 @@ class DraftGraphs:
 
     Args:
         runner: open, with captured decode passes.
-        k: drafts of a request.
         carry: called between the first two passes with the last rows [n] int64 of the first one, for inputs of a pass beside
             tokens. None: nothing.
     """

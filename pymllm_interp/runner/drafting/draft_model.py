@@ -56,10 +56,6 @@ class ModelDrafter:
     They are sampled at the request's temperature with the request's noise, as the model's tokens are. So draft and model
     agree if they have one distribution, greedy or not.
 
-    Args:
-        config: names the draft model.
-        target: the runner of the model, loaded.
-
     Attributes:
         runner: runner of the draft model: loaded, and open after `open`.
         sequences: computed sequences of the requests.

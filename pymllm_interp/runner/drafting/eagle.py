@@ -115,11 +115,7 @@ class EagleStage(Stage):
 
 
 class EagleRunner(ModelRunner):
-    """The runner of a head: its model has one layer, and reads `Eagle3Head.states` beside the tokens.
-
-    Args:
-        target: the runner of the model, loaded.
-    """
+    """The runner of a head: its model has one layer, and reads `Eagle3Head.states` beside the tokens."""
 
     def __init__(self, config: SpeculativeConfig, target: ModelRunner) -> None:
         dummy = target.model_config.load_format == "dummy"

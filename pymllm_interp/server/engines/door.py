@@ -50,9 +50,6 @@ def encoded(message: m.ToEngine) -> bytes:
 class Door(ABC):
     """Calls of an engine, its named vectors and its adapters.
 
-    Args:
-        settings: settings of the server.
-
     Attributes:
         info: engine's description (`Backend.describe`); None until it is ready.
         schemas: schemas of interventions and captures, for the OpenAPI document.

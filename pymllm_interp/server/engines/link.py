@@ -72,7 +72,6 @@ class Link:
 
     Attributes:
         up: takes calls.
-        calls: calls by number.
         ready: replica's description of itself in this session.
         why_down: reason that it is down, as text; empty while `up`.
     """

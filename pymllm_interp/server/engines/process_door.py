@@ -26,11 +26,7 @@ class ProcessDoor(Door):
     """Starts the engine process, sends it messages, and starts it again when it ends.
 
     Args:
-        settings: settings of the server.
         on_exit: called when the engine process ended unasked, before it is started again.
-
-    Attributes:
-        starts: class that starts the engine process.
     """
 
     starts = StartingProcess

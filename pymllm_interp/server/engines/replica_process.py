@@ -62,7 +62,6 @@ class ReplicaProcess:
     """One engine process.
 
     Args:
-        name: name of the replica.
         host: address of this machine that it listens on.
         without: prefixes of environment variables that the process does not get.
     """

@@ -89,7 +89,6 @@ class ReplicasDoor(Door):
     """Replicas, as one engine. A call that has had no output yet runs again where its replica ends.
 
     Args:
-        settings: settings of the server.
         keys: keys of the cluster's fronts.
         follow: calls `update` with the replicas, again whenever they change.
         fingerprint: fingerprint that the weights of all replicas must have; empty: the first replica's.

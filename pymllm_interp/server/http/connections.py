@@ -40,9 +40,6 @@ class Resting:
     """The connections that wait for their clients, the one that has rested longest first.
 
     A client has to send a request, the rest of one, or to read its answer.
-
-    Args:
-        limits: connection limits of the server.
     """
 
     def __init__(self, limits: ServeLimits) -> None:

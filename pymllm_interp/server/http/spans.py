@@ -59,7 +59,6 @@ class Spans:
         """The spans of a call.
 
         Args:
-            models: model name of each request.
             started: `time.perf_counter()` at which its HTTP request arrived.
         """
         return CallSpans(self._tracer, models, started, _parent.get())

@@ -40,7 +40,6 @@ class ServerState:
     """Shared state of the HTTP process: engine, tokenizer, stores and counters.
 
     Args:
-        settings: settings of the server.
         engine: makes the engine, from the settings and a function that is called when it ended unasked.
 
     Attributes:
@@ -170,7 +169,6 @@ class ServerState:
 
         Args:
             started: `time.perf_counter()` at which its HTTP request arrived.
-            prompt_tokens: length of each prompt.
             n: completions of each prompt.
             lora: adapter of each prompt, or None; all None without the argument.
         """

@@ -84,7 +84,6 @@ class FairThreads:
     """Reads, renders and tokenizes clients' texts, off the event loop.
 
     Args:
-        count: Number of threads.
         each: Most threads of one client at a time.
     """
 

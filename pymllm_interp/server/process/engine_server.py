@@ -56,7 +56,6 @@ class EngineServer:
     """Takes messages, one at a time, and answers them.
 
     Args:
-        model: the served model.
         outbox: queue of outgoing answers.
         queued_bytes: results of a trace that may wait for its client, before the trace does.
         tokenizer: folder with the tokenizer's files; None, or no such folder, without a tokenizer.

@@ -37,7 +37,6 @@ class TraceRun:
     """One trace's thread, and how it is ended before its time.
 
     Args:
-        call: number of the call.
         abort: ends requests.
         limit: bytes of results that may wait for its client.
     """

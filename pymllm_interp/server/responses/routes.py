@@ -78,7 +78,6 @@ class ResponseJson(Format):
     """Makes the JSON of one response.
 
     Args:
-        body: the request.
         chat: the same as a chat's.
     """
 

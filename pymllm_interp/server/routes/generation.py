@@ -44,7 +44,6 @@ class CompletionPiece:
     """New text of one completion.
 
     Attributes:
-        prompt, sample: indexes of the prompt and of its completion.
         logprobs: log probabilities of the new tokens, if requested.
         end: end of the completion; None while it runs.
         scores: monitor -> (position, score) of those scored since the piece before.
@@ -67,7 +66,6 @@ class Generation:
     Args:
         engine: serves them.
         tokenizer: a transformers tokenizer, or None.
-        prompts: prompts of the request, in order.
         call: accepted call with the prompts' requests.
     """
 

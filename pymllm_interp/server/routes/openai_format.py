@@ -28,7 +28,6 @@ class Format:
 
     Args:
         kind: "cmpl" or "chatcmpl".
-        name: name of the model.
         return_token_ids: token ids in each choice.
         logprobs: whether log probabilities were asked for.
         top: number of further tokens listed at each position.

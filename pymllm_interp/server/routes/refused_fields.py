@@ -115,7 +115,6 @@ def without_neutral(given: Mapping[Any, Any], known: Iterable[str], refusals: Ma
 
     Args:
         known: fields of the request's class, which are kept.
-        refusals: fields of other servers.
 
     Raises:
         ValueError: a refused field would change something; the message has the alternative.

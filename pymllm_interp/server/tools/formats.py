@@ -27,7 +27,6 @@ class ToolFormat(NamedTuple):
     """Syntax of a model's tool calls.
 
     Attributes:
-        parser: function from the names of the tools to a parser.
         call: (beginning, end) of a call of this function; its arguments stand between them.
         around: texts before the first call, between calls, and after the last.
         special: whether its marks are special tokens, which the text must keep.

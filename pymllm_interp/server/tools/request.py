@@ -51,7 +51,6 @@ class ToolPlan:
         tools: tools of the request. `choice` selects those that may be called.
         choice: OpenAI's `tool_choice`.
         several: more than one call may come.
-        tool_format, reasoning: formats of the server.
 
     Raises:
         PromptError: a choice that the tools or the server do not have.

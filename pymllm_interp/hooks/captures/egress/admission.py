@@ -24,7 +24,6 @@ class RingAdmission:
     Space is reserved first come, first served: after a request is refused, no other request gets space in that step.
 
     Args:
-        allocator: allocator of the ring.
         size_bytes: bytes of the ring (`capture_ring_bytes`).
         itemsize: bytes of an element.
         when_full: "block": a refused request waits for a later step; "fail": its captures are lost (`capture_when_full`).

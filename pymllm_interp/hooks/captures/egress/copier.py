@@ -166,10 +166,6 @@ class BlockCopies:
 class RingCopier:
     """Copies spans of the host ring to results and frees them, on its own thread.
 
-    Args:
-        allocator: allocator of the ring.
-        results: memory of the results.
-
     Attributes:
         on_freed: called on the thread after a span was freed.
     """

@@ -25,7 +25,6 @@ class DeviceMemory(FreshMemory):
 
     Args:
         size: upper bound of the bytes of live tensors (`device_capture_bytes`).
-        device: device of the tensors.
     """
 
     def __init__(self, size: int, device: str | torch.device) -> None:

@@ -91,9 +91,7 @@ class CaptureRing:
 
     Attributes:
         memory: [elements], the device ring, which kernels write to.
-        allocator: allocator of the ring.
         admission: the scheduler's side.
-        results: memory of the results.
         bytes_sent: bytes copied to the host, or being copied.
     """
 
@@ -228,7 +226,6 @@ class CaptureRing:
         the same is one copy.
 
         Args:
-            site: number of the site.
             states: [rows, width] on the ring's device.
         """
         runs: list[_Run] = []

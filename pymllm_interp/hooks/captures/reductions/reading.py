@@ -17,7 +17,6 @@ class _Piece(NamedTuple):
     """Columns of a part of a call.
 
     Attributes:
-        part: index of the part.
         columns: columns of its states.
         site: one of their sites.
         rows: [n * columns, width].
@@ -35,13 +34,10 @@ class StateReading:
     Args:
         normed: the sites are outputs of norms, and the states are states of the stream.
         reduction: reduction that runs on the device; None for none.
-        readout: readout of the model.
-        width: width of a state.
         dtype: dtype of the values sent, without a reduction.
 
     Attributes:
         width: values sent for a state.
-        dtype: dtype of the values.
         reduces: whether it has a reduction.
         joined: whether it reads the states of all sites as one row (`Reduction.joined`).
         key: equal for readings that one call can serve.

@@ -18,7 +18,6 @@ class GatheredBatch:
 
     Args:
         cut: the tensor that the rows are from.
-        rows: rows that were gathered.
         tensor: the copy: [requests, tokens, ...], or [requests, ...] for a step's logits and samples.
     """
 

@@ -51,7 +51,6 @@ class EngineInterleaver(Interleaver):
     Attributes:
         traces: the traces of the current pass, in batch order.
         visits: visits of the current pass.
-        pass_options: options of the current pass.
         points: locations at which blocks wait, or have waited, in the current pass.
         blocks: runs the blocks.
         nan_check: counts edits that contain NaN.

@@ -104,9 +104,6 @@ def wind_up(interleaver: EngineInterleaver, ending: Sequence[tuple[RequestTrace,
 def end_waiting(interleaver: EngineInterleaver, trace: RequestTrace, barriers: bool) -> bool:
     """End one wait of a finished request: a loop ends, any other read raises at its line.
 
-    Args:
-        barriers: also end waits at a barrier.
-
     Returns:
         False if no block waits.
     """

@@ -58,9 +58,6 @@ class NaNCheck:
 
     A value is checked once, after its last block has been served. Several edits of one request at one value count as all
     or none.
-
-    Attributes:
-        pass_number: index of the current pass.
     """
 
     def __init__(self) -> None:
@@ -74,7 +71,6 @@ class NaNCheck:
         Args:
             value: value that the model continues with.
             of_logits: see `RowSpan.layout`.
-            edits: number of edits of each trace.
         """
         for trace in edits:
             trace.last_edit = self.pass_number

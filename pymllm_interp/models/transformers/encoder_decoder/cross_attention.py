@@ -119,7 +119,6 @@ class CrossCache(EncoderDecoderCache):
 
     Args:
         own: cache of self-attention; None: modules write the pool's pages themselves.
-        layers: cross-attention layers, in order.
     """
 
     def __init__(self, own: Any, layers: list[CrossLayer], like: torch.Tensor) -> None:
