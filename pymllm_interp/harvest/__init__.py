@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 __all__ = ["HandleError", "Harvest", "HarvestError", "StatesHandle", "open_handle", "open_harvest", "share_states"]
 _HANDLES = dict.fromkeys(("HandleError", "StatesHandle", "open_handle", "share_states"), "feed.handles")
 __getattr__ = lazy_names(
-    __name__, {"Harvest": "reader", "HarvestError": "result", "open_harvest": "reader", **_HANDLES}
+    __name__, {"Harvest": "reader", "HarvestError": "progress", "open_harvest": "reader", **_HANDLES}
 )
