@@ -27,10 +27,10 @@ from suites.common import against_plain, one_site
 from pymllm_interp import LM
 from pymllm_interp.bench import describe_machine
 from pymllm_interp.bench.common import random_prompts
+from pymllm_interp.client.local_backend import InstallAdapter
 from pymllm_interp.config import EngineTuning
 from pymllm_interp.models.adapters.adapter import Adapter
 from pymllm_interp.models.adapters.targets import targets_of
-from pymllm_interp.runner.adapters.commands import InstallAdapter
 
 ADAPTERS, AIMS = 4, {1: 1.15, 32: 1.15, 256: 1.10}
 PROMPT_TOKENS, NEW_TOKENS = 64, 96

@@ -24,8 +24,7 @@ from .captures.reductions.patterns import PatternCaptures, is_pattern
 from .captures.reductions.reduction import Readout
 from .captures.spec import Capture, check_devices
 from .captures.state_captures import StateCaptures, is_state
-from .interventions.fires import Fires
-from .interventions.gates import Flag, GateRead, RequestGates
+from .interventions.gates import Fires, Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts
 from .interventions.op import Op
 from .interventions.patch_kv import KVPatch, PatchKV, bind_kv_patches

@@ -22,7 +22,7 @@ from .captures.layout import CaptureProgress
 from .captures.rows import CapturedRows
 from .captures.streamed import StreamedRows
 from .demands import Demands
-from .interventions.fires import Fires
+from .interventions.gates import Fires
 from .interventions.knockout import request_cuts
 from .site import in_part
 

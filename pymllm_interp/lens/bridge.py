@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
+import transformer_lens
 from torch.nn.utils.rnn import pad_sequence
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import RemoteBridge, TransformerBridge
 from transformer_lens.model_bridge.driver_protocol import to_torch
 from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
+from ..client.calls.activation_cache import lens_name
 from ..client.calls.model import ClientModel
-from .cache import BridgeCache
+from ..hooks.site import Site
 from .driver import Edit, EngineDriver
 from .generation import generate
-from .points import GRADIENTS, BridgePoint
+from .names import GRADIENTS, BridgePoint
 from .weights import Weights, adapter_of
 
 
@@ -298,3 +301,21 @@ def _run_hooks(point: HookPoint, handles: list[Any]) -> Edit:
         return value
 
     return edit
+
+
+class BridgeCache(transformer_lens.ActivationCache):
+    """Values of hook points in the order of a forward pass.
+
+    A key is TransformerLens' name or short form, or any name of a site: ``cache["resid_post.3"]``.
+    """
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        if key not in self.cache_dict and isinstance(key, str | Site):
+            try:
+                site = Site.parse(str(key))
+            except ValueError:
+                return super().__getitem__(key)
+            if site.layer is not None:
+                site = replace(site, layer=site.layer % self.model.cfg.n_layers)
+            key = lens_name(site)
+        return super().__getitem__(key)

@@ -14,7 +14,7 @@ from transformer_lens.model_bridge.sources._hf_format import determine_architect
 from transformers import AutoModelForCausalLM
 
 from ..client.calls.model import ClientModel
-from .points import BridgePoint
+from .names import BridgePoint
 
 
 def adapter_of(lm: ClientModel) -> Any:

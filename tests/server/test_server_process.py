@@ -15,7 +15,7 @@ from helpers_server import Server, serving
 IMPORTS = """
 import sys
 import pymllm_interp.cli, pymllm_interp.server.command, pymllm_interp.server.serve
-from pymllm_interp.server.routes.tokenizer import load_tokenizer
+from pymllm_interp.server.routes.prompt_text import load_tokenizer
 
 tokenizer = load_tokenizer(__import__("pathlib").Path(sys.argv[1]))
 text = tokenizer.decode(tokenizer("w1 w2")["input_ids"])

@@ -18,7 +18,7 @@ from ...core.sampling_params import SamplingParams
 from ...hooks.captures.reductions.lens import Lens
 from ...hooks.captures.spec import Capture
 from ...hooks.interventions.knockout import Intervention
-from ...hooks.monitors.registry import MonitorRegistry
+from ...hooks.monitors.monitor import MonitorRegistry
 from ...hooks.site import Site
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.envoy import TracedModel

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..positions import Window
+from ...kernels.edit_codes import ALIGNED
+from ..positions import Window, progressions
 from ..site import Site
-from .records import aligned, selected, size_in
 from .reductions.pools import Pool
 from .reductions.reading import Pending, StateReading
 from .spec import Capture
@@ -243,6 +243,29 @@ class Group:
         values = target[:, : sites * self._site_size].view(self.sent_dtype).unflatten(1, (sites, -1))
         pending.append((self.reading, tuple(self.names), self.site_states(records), values[..., : self.width]))
 
+    def keep_records(
+        self,
+        runs: Sequence[torch.Tensor],
+        first: int,
+        sizes: np.ndarray,
+        rows: torch.Tensor,
+        pending: list[Pending],
+    ) -> None:
+        """Copy the states of records to rows that stay on the device; see `pack`.
+
+        Args:
+            rows: [rows, sites, width] on the same device.
+        """
+        _, whole, ordinal = self.summed_and_whole(first, sizes)
+        for records in selected(runs, whole):
+            target = rows[ordinal : ordinal + len(records)]
+            ordinal += len(records)
+            if self.reading is not None:
+                pending.append((self.reading, tuple(self.names), self.site_states(records), target))
+                continue
+            own = records[:, self.offset : self.offset_of(len(self.sites))]
+            target.copy_(own.unflatten(1, (len(self.sites), -1)).view(self.stored_dtype)[..., : self.width])
+
     def alike(self, packed: bool) -> tuple[Any, ...]:
         """A key, equal for groups of different requests with records that are packed, and copied, in the same way."""
         sizes = self.offset, self.sent_size, self.copied
@@ -297,3 +320,30 @@ class Group:
 def _before(rows: np.ndarray, position: int) -> int:
     """The number of rows before a position, of rows up to each position, itself included."""
     return rows.item(min(position, len(rows)) - 1) if position > 0 and len(rows) else 0
+
+
+def size_in(width: int, dtype: torch.dtype, of: torch.dtype) -> int:
+    """Elements of dtype `of` that hold `width` values."""
+    return -(-width * dtype.itemsize // of.itemsize)
+
+
+def selected(runs: Sequence[torch.Tensor], records: np.ndarray) -> Iterator[torch.Tensor]:
+    """Some of the records, [n, elements] each."""
+    start = 0
+    for run in runs:
+        begin, end = np.searchsorted(records, (start, start + len(run)))
+        for piece in _slices(records[begin:end] - start):
+            yield run[piece]
+        start += len(run)
+
+
+def aligned(size: int) -> int:
+    """The size, rounded up to whole `ALIGNED`."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _slices(rows: np.ndarray) -> list[slice]:
+    """Slices that select `rows`, integers in ascending order."""
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
+        return [slice(int(rows[0]), int(rows[-1]) + 1)]
+    return [slice(run.start, run.stop, run.step) for run in progressions(rows.tolist())]

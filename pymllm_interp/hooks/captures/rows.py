@@ -14,7 +14,6 @@ from ...utils.integers import as_integers, as_numbers
 from ..site import Site
 from .activations import Activations, CaptureError, lost
 from .by_site import SitePiece
-from .device_rows import keep_records
 from .egress.result_memory import FRESH, Memory
 from .group import Group
 from .layout import CapturedSite, CaptureLayout, CaptureProgress, runs_of
@@ -71,7 +70,7 @@ class GroupRows:
         shape = group.num_rows, len(group.sites), group.kept_width
         self._memory, self.rows = memory, memory.empty(shape, group.kept_dtype)
         self.address = self.rows.data_ptr()
-        if self.rows.is_cuda:  # `keep_records` or torch fills it
+        if self.rows.is_cuda:  # `Group.keep_records` or torch fills it
             return
         if group.pool is not None and not group.pool.narrows:
             self._values = self.rows.fill_(group.pool.initial).numpy()
@@ -386,7 +385,7 @@ class CapturedRows(CaptureProgress):
         pending, runs = list[Pending](), runs_of(records, sizes)
         for own in self.groups:
             assert own.rows is not None, "`Declarations.hold` prepares them"
-            keep_records(own.group, runs, first, sizes, own.rows, pending)
+            own.group.keep_records(runs, first, sizes, own.rows, pending)
         return pending
 
     def mark_copied(self, stop: int) -> None:

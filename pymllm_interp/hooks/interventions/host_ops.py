@@ -17,8 +17,7 @@ from ..declared import Declared
 from ..monitors.monitor import ScoreRead
 from ..positions import Window, ordinal_of, ordinals_of
 from .device_tables import DeviceTables
-from .fires import Fires
-from .gates import GateRead, PassFlags
+from .gates import Fires, GateRead, PassFlags
 from .op import Op, act, gated
 from .sae_op import SAERead
 

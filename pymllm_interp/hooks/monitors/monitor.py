@@ -18,7 +18,8 @@ from torch import Tensor
 from ...core.model_spec import HEAD_SITES, LOGITS, OF_PASSES, ModelSpec, site_index
 from ...kernels import edit_codes as codes
 from ...kernels.edit_codes import MAX_SCORES, OpWords
-from ...utils.arguments import is_whole, shown
+from ...utils.arguments import PromptError, is_whole, shown
+from ..by_name import ByName
 from ..image_words import Images
 from ..interventions.op import Missing, Op, row_dots
 from ..positions import Positions, Window
@@ -246,3 +247,41 @@ def bind_monitors(
         read = ScoreRead(str(places[members[0]][0]), torch.cat(directions), first)
         reads.append(ScoredSite(places[members[0]][0], windows, read))
     return tuple(bound[i] for i in range(len(specs))), reads
+
+
+class MonitorRegistry(ByName[Monitor]):
+    """Monitors by name.
+
+    lm.monitors["toxic"] = Monitor("resid_post.12", probe, threshold=0.9, then="stop")
+    lm.generate(prompts, monitors=["toxic"])
+    """
+
+    kind, attribute, example = "monitor", "monitors", "Monitor(site, probe, ...)"
+
+    def __setitem__(self, name: str, monitor: Monitor) -> None:
+        """Keep a monitor; its results have this name. Raises ValueError for anything else."""
+        if not isinstance(monitor, Monitor):
+            raise ValueError(f"lm.monitors[{shown(name)}] = {shown(monitor)}; expected {self.example}")
+        self._keep(name, replace(monitor, name=name))
+
+    def resolved(self, given: Any) -> Any:
+        """A call's `monitors`, with monitors in place of names.
+
+        Raises:
+            PromptError: an unknown name.
+        """
+        if isinstance(given, str):
+            raise PromptError(f"monitors={shown(given)}: expected a list of monitors or names")
+        if not isinstance(given, list | tuple):
+            return given
+        try:
+            return [
+                self[entry]
+                if isinstance(entry, str)
+                else self.resolved(entry)
+                if isinstance(entry, list | tuple)
+                else entry
+                for entry in given
+            ]
+        except KeyError as error:
+            raise PromptError(error.args[0]) from None

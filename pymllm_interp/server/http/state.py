@@ -16,15 +16,15 @@ from ...wire.messages import AskStats
 from ..engines.call import EngineDiedError
 from ..engines.door import Door
 from ..responses.store import ResponseStore
-from ..routes.tokenizer import import_library, load_tokenizer
+from ..routes.prompt_text import import_library, load_tokenizer
 from ..settings import ServeSettings
 from ..store import ActivationStore
+from .body import Uploads
 from .errors import ApiError
 from .media import Media
 from .metrics import CallMetrics, Metrics, merged_stats
 from .threads import FairThreads
 from .trust import STRANGERS, Client, Trust
-from .uploads import Uploads
 
 if TYPE_CHECKING:
     from .spans import Spans

@@ -22,6 +22,7 @@ from ..blocks.errors import GangError
 from ..blocks.loops import StepIterations, under_ast_lock
 from ..blocks.trace import Block, RequestTrace
 from ..nnsight_compat import (
+    Barrier,
     CacheView,
     InterleavingTracer,
     Invoker,
@@ -38,7 +39,6 @@ from ..nnsight_compat import (
 from ..saves.save_transfer import SaveTransfer
 from ..saves.saved import saves_device
 from .async_trace import leave_async, ready
-from .barrier import EngineBarrier
 from .envoy import TracedModel
 
 OBJECTS = 128
@@ -337,3 +337,23 @@ def _pushed(names: dict[str, Any]) -> dict[str, Any]:
         return names
     saved = thread_saves()
     return {name: value for name, value in names.items() if id(value) in saved}
+
+
+class EngineBarrier(Barrier):
+    """A point that `n` blocks of a trace wait for. The last to arrive resumes the others.
+
+    Unlike nnsight's, it files the resumed blocks at their next locations.
+    """
+
+    def __call__(self) -> None:
+        """Wait until `n` blocks have arrived."""
+        block = Mediator.current("tracer.barrier()")
+        assert isinstance(block, Block)
+        self._waiting.append(block)
+        if len(self._waiting) < self.n:
+            Mediator.barrier()
+            return
+        waiting, self._waiting = self._waiting[:-1], []
+        for other in waiting:
+            assert isinstance(other, Block)
+            other.interleaver.blocks.release(other)
