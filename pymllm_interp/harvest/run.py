@@ -18,18 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.model_spec import KV, PATTERN, STATE
 from ..hooks.bind import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
-from ..hooks.captures.kv_captures import is_kv
-from ..hooks.captures.reductions.patterns import is_pattern
 from ..hooks.captures.spec import Capture
-from ..hooks.captures.state_captures import is_state
 from ..hooks.interventions.knockout import Intervention, Knockout
 from ..hooks.interventions.patch_kv import PatchKV
 from ..hooks.monitors.monitor import Monitor
 from ..hooks.monitors.scores import MonitorScores
 from ..hooks.positions import Generated
-from ..hooks.site import Site
+from ..hooks.site import Site, kind_of
 from ..utils.arguments import shown
 from .feed.document_feed import DocumentFeed
 from .feed.documents import SKIPPED, Document, Pass
@@ -116,11 +114,12 @@ def asked_of(
             raise ValueError(f"{spec.name}: a harvest streams nothing, its rows go to the folder: leave out stream")
         if spec.stays:
             raise ValueError(f"{spec.name}: a harvest's rows go to the folder: leave out device, or use lm.activations")
-        if is_state(spec.site):
+        kind = kind_of(str(spec.site))
+        if kind == STATE:
             raise ValueError(f"{spec.name}: a recurrent state is not a row of a document: capture it in a generation")
-        if is_kv(spec.site):
+        if kind == KV:
             raise ValueError(f"{spec.name}: cached K and V are not rows of a document: lm.kv reads them")
-        if is_pattern(spec):
+        if kind == PATTERN:
             raise ValueError(
                 f"{spec.name}: rows of patterns have the lengths of their documents, and shards have one width"
             )

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..core.model_spec import KV, LOGITS, STATE, ModelSpec, layers_to, site_index
+from ..core.model_spec import KV, LOGITS, PATTERN, STATE, ModelSpec, layers_to, site_index
 from ..core.receipt import Applied
 from ..core.step import RequestHooks
 from .bind import DeclaredLimits, after_prompt, bind
-from .captures.kv_captures import KVCaptures, is_kv
+from .captures.kv_captures import KVCaptures
 from .captures.layer_rows import LayerCaptures
 from .captures.layout import CaptureLayout, layout_of
-from .captures.reductions.patterns import PatternCaptures, is_pattern
+from .captures.reductions.patterns import PatternCaptures
 from .captures.reductions.reduction import Readout
 from .captures.spec import Capture, check_devices
-from .captures.state_captures import StateCaptures, is_state
+from .captures.state_captures import StateCaptures
 from .interventions.gates import Fires, Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts
 from .interventions.op import Op
@@ -35,13 +35,15 @@ from .monitors.monitor import BoundMonitor, Monitor, ScoredSite, ScoreRead, bind
 from .monitors.request_monitors import limits_of
 from .positions import Window
 from .saes.encoders import NO_ENCODERS
-from .site import Site
+from .site import Site, kind_of
 from .spec import Spec
 
 KEPT = 64
 """Bound hooks that are kept."""
 MAX_TABLE_BYTES = 1 << 20
 """Captures with larger tables of positions are not kept: a client could make them hold gigabytes after its requests."""
+BY_LAYER: dict[str, type[LayerCaptures[Any]]] = {PATTERN: PatternCaptures, STATE: StateCaptures, KV: KVCaptures}
+"""Kind of a site -> captures that are not rows of a record."""
 LARGE = 1 << 15
 """Size of a vector that takes long to hash: above 70 us."""
 
@@ -73,8 +75,7 @@ class BoundHooks:
         kv_edits: edits of the KV among them.
         state_patches: recurrent states that are replaced behind the prompt.
         kv_patches: K and V that are replaced.
-        new_patterns, new_states, new_kv: make the captures of attention patterns, recurrent states and K and V of a request; None
-            without.
+        new_by_layer: kind of a site in `BY_LAYER` -> makes its captures of a request.
         depth: number of layers up to the last site, at least 1. None: all layers.
         specs: interventions and captures, as they were given.
         reads: reads of states for ops by SAEs.
@@ -90,9 +91,7 @@ class BoundHooks:
     state_patches: Sequence[StatePatch] = ()
     kv_patches: Sequence[KVPatch] = ()
     monitors: tuple[BoundMonitor, ...] = ()
-    new_patterns: Callable[[], PatternCaptures] | None = None
-    new_states: Callable[[], StateCaptures] | None = None
-    new_kv: Callable[[], KVCaptures] | None = None
+    new_by_layer: Mapping[str, Callable[[], LayerCaptures[Any]]] = field(default_factory=dict)
     depth: int | None = None
     specs: tuple[Intervention | Capture, ...] = ()
     reads: Sequence[SAERead] = ()
@@ -116,7 +115,7 @@ class BoundHooks:
                 "the prompt of a trace runs in one pass: there, the positions of a PatchKV contain the prompt's last token; a "
                 "generation without a trace has it anywhere"
             )
-        states = found.new_states if hooks.trace_key is not None else None
+        states = found.new_by_layer.get(STATE) if hooks.trace_key is not None else None
         if states is not None and states().wanted[: prompt_len - 1].any():
             raise ValueError(
                 "the prompt of a trace runs in one pass: there, recurrent states are captured behind the prompt (positions=-1) "
@@ -170,20 +169,18 @@ class BoundHooks:
             ops.setdefault(site, []).append(PlacedOp(place.read, place.site, place.windows))
         for found in ops.values():
             limits.check_count(found[0].site, sum(len(op.windows) for op in found))
-        of_patterns = [spec for spec in captures if is_pattern(spec)]
-        of_states = [spec for spec in captures if is_state(spec.site)]
-        of_kv = [spec for spec in captures if is_kv(spec.site)]
-        others = [spec for spec in captures if not (is_pattern(spec) or is_state(spec.site) or is_kv(spec.site))]
-        new_patterns = partial(PatternCaptures, of_patterns, model, prompt_len, longest) if of_patterns else None
-        new_states = partial(StateCaptures, of_states, model, prompt_len, longest) if of_states else None
-        new_kv = partial(KVCaptures, of_kv, model, prompt_len, longest) if of_kv else None
-        kv = None if new_kv is None else new_kv()
-        patterns = None if new_patterns is None else new_patterns()
-        states = None if new_states is None else new_states()
-        check_devices(captures, (*of_patterns, *of_states, *of_kv))
+        by_layer = [spec for spec in captures if kind_of(str(spec.site)) in BY_LAYER]
+        others = [spec for spec in captures if kind_of(str(spec.site)) not in BY_LAYER]
+        new = {
+            kind: partial(made_by, own, model, prompt_len, longest)
+            for kind, made_by in BY_LAYER.items()
+            if (own := [spec for spec in by_layer if kind_of(str(spec.site)) == kind])
+        }
+        made = [make() for make in new.values()]
+        check_devices(captures, by_layer)
         _check_kinds(others, model, limits)
         layout = layout_of(others, model, prompt_len, longest, logits_from, readout) if others else None
-        _check_size((layout, patterns, states, kv), longest, limits)
+        _check_size((layout, *made), longest, limits)
         return cls(
             ops,
             layout,
@@ -194,10 +191,8 @@ class BoundHooks:
             patches,
             kv_patches,
             monitors,
-            new_patterns,
-            new_states,
-            new_kv,
-            _depth(ops, layout, knockouts, (*patches, *kv_patches), (patterns, states, kv), model.num_hidden_layers)
+            new,
+            _depth(ops, layout, knockouts, (*patches, *kv_patches), made, model.num_hidden_layers)
             if captures or monitors
             else None,  # without a read, the KV may be all that is wanted
             (*specs, *captures),
@@ -220,12 +215,12 @@ class BoundHooks:
     @property
     def acts_on_states(self) -> bool:
         """Whether it captures or replaces recurrent states."""
-        return self.new_states is not None or bool(self.state_patches)
+        return STATE in self.new_by_layer or bool(self.state_patches)
 
     @property
     def acts_on_kv(self) -> bool:
         """Whether it captures or replaces K and V."""
-        return self.new_kv is not None or bool(self.kv_patches)
+        return KV in self.new_by_layer or bool(self.kv_patches)
 
     @property
     def only_captures(self) -> bool:
@@ -275,9 +270,9 @@ class BoundHooks:
         Args:
             in_tables: ops run as kernels, from device tables, and captures use the ring.
         """
-        if self.new_patterns is not None:
+        if PATTERN in self.new_by_layer:
             return "attention patterns"
-        if self.new_kv is not None:
+        if KV in self.new_by_layer:
             return "captures of K and V"
         if in_tables and self.layout is not None and self.layout.in_order:
             return "pooled captures on CUDA"
@@ -457,7 +452,7 @@ def _depth(
     layout: CaptureLayout | None,
     knockouts: Sequence[BoundKnockout],
     patches: Sequence[StatePatch | KVPatch],
-    by_layer: Sequence[LayerCaptures[Any] | None],
+    by_layer: Sequence[LayerCaptures[Any]],
     num_layers: int,
 ) -> int | None:
     """`BoundHooks.depth` of bound specs.
@@ -468,7 +463,7 @@ def _depth(
     found = [layers_to(site, num_layers) for site in (*ops, *(() if layout is None else layout.by_site))]
     found += [layer + 1 for knockout in knockouts for layer in knockout.layers]
     found += [patch.layer + 1 for patch in patches]
-    found += [layer + 1 for own in by_layer if own is not None for layer in own.layers]
+    found += [layer + 1 for own in by_layer for layer in own.layers]
     depth = max(1, *found, 0)
     return depth if depth < num_layers else None
 

@@ -13,13 +13,17 @@ import torch
 
 from ..attention.cut_edges import RequestCuts
 from ..core.forward_batch import LayerStatePool, PagedKV
+from ..core.model_spec import KV, PATTERN, STATE
 from ..core.receipt import Captured
 from ..core.step import DeclaredResult, RequestEnd
 from .bound_hooks import BoundHooks
 from .captures.activations import Activations, CaptureError, lost
+from .captures.kv_captures import KVCaptures
 from .captures.layer_rows import LayerCaptures
 from .captures.layout import CaptureProgress
+from .captures.reductions.patterns import PatternCaptures
 from .captures.rows import CapturedRows
+from .captures.state_captures import StateCaptures
 from .captures.streamed import StreamedRows
 from .demands import Demands
 from .interventions.gates import Fires
@@ -95,9 +99,10 @@ class Declared:
     def __init__(self, hooks: BoundHooks) -> None:
         self.hooks = hooks
         self.captures = None if hooks.layout is None else CapturedRows(hooks.layout)
-        self.patterns = None if hooks.new_patterns is None else hooks.new_patterns()
-        self.states = None if hooks.new_states is None else hooks.new_states()
-        self.kv = None if hooks.new_kv is None else hooks.new_kv()
+        self._by_layer: dict[str, Any] = {kind: make() for kind, make in hooks.new_by_layer.items()}
+        self.patterns: PatternCaptures | None = self._by_layer.get(PATTERN)
+        self.states: StateCaptures | None = self._by_layer.get(STATE)
+        self.kv: KVCaptures | None = self._by_layer.get(KV)
         self.vectors: dict[int, int] = {}
         self.held: list[tuple[bytes, int]] = []
         self.fires = Fires()
@@ -152,11 +157,10 @@ class Declared:
         if expected is not None and (error := self._shortfall(expected)) is not None:
             return lost(error)
         found = None if self.captures is None else self.captures.result(token_ids)
-        for own in (self.patterns, self.states, self.kv):
-            if own is not None:
-                found = Activations(own.num_layers) if found is None else found
-                if found.error is None:
-                    own.add_to(found, token_ids)
+        for own in self._by_layer.values():
+            found = Activations(own.num_layers) if found is None else found
+            if found.error is None:
+                own.add_to(found, token_ids)
         return found
 
     def rows_since(self, start: int, token_ids: Sequence[int]) -> StreamedRows:
@@ -216,7 +220,7 @@ class Declared:
 
     @property
     def _sources(self) -> list[CapturedRows | LayerCaptures[Any]]:
-        return [each for each in (self.captures, self.patterns, self.states, self.kv) if each is not None]
+        return [*([] if self.captures is None else [self.captures]), *self._by_layer.values()]
 
     def _shortfall(self, expected: int) -> CaptureError | None:
         """The error of a site that lacks some of the first `expected` positions, if none is known to be lost."""

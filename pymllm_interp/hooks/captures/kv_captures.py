@@ -6,7 +6,7 @@ that computes its last position of the prompt. So positions from the prefix cach
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -19,11 +19,6 @@ from ..positions import missing_of, selected, windows_of
 from ..site import Site, expand
 from .layer_rows import LayerCaptures, LayerRows
 from .spec import Capture
-
-
-def is_kv(site: Site | str) -> bool:
-    """Whether a site, or a pattern of sites, is of cached keys and values."""
-    return str(site).partition(".")[0] == KV
 
 
 def check_kv(name: str, model: ModelSpec) -> None:
@@ -39,19 +34,7 @@ def check_kv(name: str, model: ModelSpec) -> None:
         )
 
 
-class _LayerKV(LayerRows):
-    """The K and V [2, kv_heads, head_dim] of a layer."""
-
-    def __init__(self, model: ModelSpec, wanted: np.ndarray, dtype: torch.dtype, missing: int, stream: bool) -> None:
-        self.shape = 2, model.num_key_value_heads, model.head_dim
-        super().__init__(wanted, 2 * model.num_key_value_heads * model.head_dim, dtype, missing, stream)
-
-    def result(self, at: Sequence[int], num_positions: int) -> torch.Tensor:
-        """[positions, 2, kv_heads, head_dim]."""
-        return torch.stack([self.rows[p] for p in at]) if at else torch.zeros(0, *self.shape, dtype=self.dtype)
-
-
-class KVCaptures(LayerCaptures[_LayerKV]):
+class KVCaptures(LayerCaptures[LayerRows]):
     """The keys and values that one request captures.
 
     Args:
@@ -65,6 +48,7 @@ class KVCaptures(LayerCaptures[_LayerKV]):
 
     def __init__(self, specs: Iterable[Capture], model: ModelSpec, prompt_len: int, longest: int) -> None:
         super().__init__(KV, model.num_hidden_layers, prompt_len)
+        shape = 2, model.num_key_value_heads, model.head_dim
         for spec in specs:
             check_kv(spec.name, model)
             if spec.reduce is not None or spec.heads is not None:
@@ -79,7 +63,7 @@ class KVCaptures(LayerCaptures[_LayerKV]):
             for layer in layers:
                 if layer in self.layers:
                     raise ValueError(f"{KV}.{layer} is captured twice: name it once, with all positions that you want")
-                self.layers[layer] = _LayerKV(model, wanted, dtype, missing, spec.stream)
+                self.layers[layer] = LayerRows(wanted, shape, dtype, missing, spec.stream)
         of_prompt = np.flatnonzero(self.wanted[:prompt_len])
         self._first = int(of_prompt[-1]) if len(of_prompt) else 0
         self._read = 0

@@ -1,8 +1,9 @@
-"""`LayerCaptures`: captured values of a layer that are not rows of a record: attention patterns, and recurrent states."""
+"""`LayerCaptures`: captured values of a layer that are not rows of a record: attention patterns, recurrent states, K and V."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ class LayerRows:
 
     Args:
         wanted: [longest] bool, by position.
-        size: upper bound of the values of a position.
+        shape: shape of a position's value, at most.
         missing: positions that the prompt does not have.
         stream: `Capture.stream`.
 
@@ -26,8 +27,11 @@ class LayerRows:
         rows: position -> its value, on the CPU.
     """
 
-    def __init__(self, wanted: np.ndarray, size: int, dtype: torch.dtype, missing: int, stream: bool) -> None:
-        self.wanted, self.size, self.dtype, self.missing, self.stream = wanted, size, dtype, missing, stream
+    def __init__(
+        self, wanted: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype, missing: int, stream: bool
+    ) -> None:
+        self.wanted, self.shape, self.dtype, self.missing, self.stream = wanted, shape, dtype, missing, stream
+        self.size = prod(shape)
         self.rows: dict[int, torch.Tensor] = {}
 
     def before(self, stop: int) -> list[int]:
@@ -35,8 +39,8 @@ class LayerRows:
         return sorted(position for position in self.rows if position < stop)
 
     def result(self, at: Sequence[int], num_positions: int) -> torch.Tensor:
-        """[positions, ...], the values at these of the first `num_positions` positions."""
-        raise NotImplementedError
+        """[positions, *shape], the values at these of the first `num_positions` positions."""
+        return torch.stack([self.rows[p] for p in at]) if at else torch.zeros(0, *self.shape, dtype=self.dtype)
 
 
 Rows = TypeVar("Rows", bound=LayerRows)

@@ -7,10 +7,8 @@ transformers keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import prod
+from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from ...core.model_spec import STATE, ModelSpec, StatePlace
@@ -19,11 +17,6 @@ from ..positions import missing_of, selected, windows_of
 from ..site import Site, expand
 from .layer_rows import LayerCaptures, LayerRows
 from .spec import Capture
-
-
-def is_state(site: Site | str) -> bool:
-    """Whether a site, or a pattern of sites, is of recurrent states."""
-    return str(site).partition(".")[0] == STATE
 
 
 def places_in(name: str, site: Site | str, model: ModelSpec) -> list[tuple[int, StatePlace]]:
@@ -51,19 +44,7 @@ def places_in(name: str, site: Site | str, model: ModelSpec) -> list[tuple[int, 
     return found
 
 
-class _LayerStates(LayerRows):
-    """The states [*shape] of a layer."""
-
-    def __init__(self, place: StatePlace, wanted: np.ndarray, dtype: torch.dtype, missing: int, stream: bool) -> None:
-        super().__init__(wanted, prod(place.shape), dtype, missing, stream)
-        self.place = place
-
-    def result(self, at: Sequence[int], num_positions: int) -> torch.Tensor:
-        """States [positions, *shape]."""
-        return torch.stack([self.rows[p] for p in at]) if at else torch.zeros(0, *self.place.shape, dtype=self.dtype)
-
-
-class StateCaptures(LayerCaptures[_LayerStates]):
+class StateCaptures(LayerCaptures[LayerRows]):
     """The recurrent states that one request captures.
 
     Args:
@@ -77,6 +58,7 @@ class StateCaptures(LayerCaptures[_LayerStates]):
 
     def __init__(self, specs: Iterable[Capture], model: ModelSpec, prompt_len: int, longest: int) -> None:
         super().__init__(STATE, model.num_hidden_layers, prompt_len)
+        self._places: dict[int, StatePlace] = {}
         for spec in specs:
             if spec.reduce is not None or spec.heads is not None:
                 raise ValueError(f"{spec.name}: recurrent states are captured whole: leave out reduce and heads")
@@ -91,12 +73,13 @@ class StateCaptures(LayerCaptures[_LayerStates]):
                     raise ValueError(
                         f"{STATE}.{layer} is captured twice: name it once, with all positions that you want"
                     )
-                self.layers[layer] = _LayerStates(place, selected(windows, longest), dtype, missing, spec.stream)
+                wanted, self._places[layer] = selected(windows, longest), place
+                self.layers[layer] = LayerRows(wanted, place.shape, dtype, missing, spec.stream)
 
     def due(self, position: int) -> list[tuple[int, StatePlace]]:
         """(layer, place) of each state that is to be read behind a position, and was not yet."""
         return [
-            (layer, own.place)
+            (layer, self._places[layer])
             for layer, own in self.layers.items()
             if position < len(own.wanted) and own.wanted[position] and position not in own.rows
         ]

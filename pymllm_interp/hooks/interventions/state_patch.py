@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from ...core.forward_batch import LayerStatePool
 from ...core.model_spec import STATE, ModelSpec, StatePlace
-from ..captures.state_captures import is_state, places_in
+from ..captures.state_captures import places_in
 from ..positions import Window, windows_of
+from ..site import kind_of
 from ..spec import Spec
 from .specs import Patch
 
@@ -32,7 +33,7 @@ class StatePatch(NamedTuple):
 
 def is_state_patch(spec: Spec) -> bool:
     """Whether a spec replaces recurrent states."""
-    return isinstance(spec, Patch) and is_state(spec.site)
+    return isinstance(spec, Patch) and kind_of(str(spec.site)) == STATE
 
 
 def bind_state_patches(specs: Iterable[Patch], model: ModelSpec, prompt_len: int) -> list[StatePatch]:

@@ -22,11 +22,6 @@ from ..layer_rows import LayerCaptures, LayerRows
 from ..spec import Capture
 
 
-def is_pattern(spec: Capture) -> bool:
-    """Whether a capture reads attention patterns."""
-    return str(spec.site).partition(".")[0] == PATTERN
-
-
 class _LayerPatterns(LayerRows):
     """The rows [heads, keys up to some position at or after it] of a layer, by position.
 
@@ -41,7 +36,7 @@ class _LayerPatterns(LayerRows):
     ) -> None:  # fmt: skip
         self.beyond = beyond
         self.heads, self.num_heads = heads, num_heads if heads is None else len(heads)
-        super().__init__(wanted, self.num_heads * len(wanted), dtype, missing, stream)
+        super().__init__(wanted, (self.num_heads, len(wanted)), dtype, missing, stream)
 
     def is_like(self, other: _LayerPatterns) -> bool:
         """Whether both want the same rows, heads and dtype."""
