@@ -15,8 +15,7 @@ import pytest
 import pymllm_interp
 from pymllm_interp import captures, harvest, interventions, runner, toolkit
 from pymllm_interp.config import ModelConfig, ServerConfig
-from pymllm_interp.runner.executions import WAYS
-from pymllm_interp.runner.partition import Execution
+from pymllm_interp.runner.executions import WAYS, Execution
 
 ROOT = Path(pymllm_interp.__file__).parent
 ORDER = (

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core.forward_batch import ForwardBatch
-from ..mem_cache.kv_pool import read_rows
+from ..mem_cache.memory_pool import read_rows
 from ..utils.upload import upload
 from .attention_backend import RadixAttention
 from .patterns import PatternFunction, PatternRead, attend_visible, hidden_keys, pattern_by_row, pattern_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.forward_batch import ForwardBatch
-from ..mem_cache.kv_pool import read_rows
+from ..mem_cache.memory_pool import read_rows
 from .attention_backend import RadixAttention, softmax_with_sinks
 
 MAX_PROGRAMS = 8

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..core.forward_batch import ForwardBatch
-from ..mem_cache.kv_pool import FP8
+from ..mem_cache.memory_pool import FP8
 from ..utils.upload import upload
 from .attention_backend import AttentionBackend, RadixAttention
 from .torch_backend import TorchAttnBackend

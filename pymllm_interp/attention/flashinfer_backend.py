@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..core.forward_batch import ForwardBatch, PagedKV
-from ..mem_cache.kv_pool import FP8
+from ..mem_cache.memory_pool import FP8
 from ..utils.extras import install_command
 from .attention_backend import AttentionBackend, RadixAttention
 from .decode_kernel import DecodeAttention

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ..core.forward_batch import ForwardBatch
 from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
-from ..mem_cache.kv_pool import read_rows
+from ..mem_cache.memory_pool import read_rows
 from .attention_backend import AttentionBackend, RadixAttention, softmax_with_sinks
 from .torch_plan import (
     AttnGroup,

@@ -43,8 +43,7 @@ from .detokenizer import StopStrings
 from .facts import ModelFacts
 from .prompt_batch import pad_together, prompts_of, repeated
 from .prompts import captures_for_each_prompt, declared_for_each_prompt
-from .request_limits import check_boundary, check_embedded, max_tokens_of, num_objects, truncated
-from .request_options import adapters_of
+from .request_options import adapters_of, check_boundary, check_embedded, max_tokens_of, num_objects, truncated
 
 RELEASED = "the engine was shut down, and its model released"
 PROMPT_LOGITS = Capture("logits", positions="prompt")

@@ -1,4 +1,4 @@
-"""`FrontKeeper`: the actor of one front. It starts the front's process, tells it the replicas, and starts it again when it ends."""
+"""`FrontKeeper` and `Keeper`: actors of one front and of one replica. Each starts its process, again when it ends."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 
 
 class Keeper:
-    """Keeps one engine process running.
+    """Keeps the engine process of one replica running, in its placement-group bundle.
+
+    Ray starts the keeper again if it or its node is lost. The engine process ends with its keeper.
 
     Args:
         name: name of the replica.

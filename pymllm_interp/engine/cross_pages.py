@@ -15,7 +15,7 @@ import numpy as np
 from ..core.pass_parts import EncoderInput, EncoderRun
 from ..core.request import Request
 from ..mem_cache.cross_pool import CrossPool
-from ..mem_cache.kv_pool import HostKV
+from ..mem_cache.memory_pool import HostKV
 
 
 @dataclass(eq=False)

@@ -16,8 +16,7 @@ import numpy as np
 from ..core.request import Request, RequestStatus
 from ..core.step import PageWrite
 from ..mem_cache.kv_connector import page_keys
-from ..mem_cache.kv_pool import KVPool
-from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from ..mem_cache.radix_cache import TOKEN, Match, Node, RadixCache
 from ..mem_cache.spill_connector import SpillConnector
 from ..mem_cache.state_pool import StatePool

@@ -1,6 +1,5 @@
 """Paged KV memory: which request has which row, which pages are handed out, and the K and V themselves."""
 
-from .kv_pool import HostKV, KVPool
-from .memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from .memory_pool import HostKV, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 
 __all__ = ["HostKV", "KVPool", "ReqToTokenPool", "TokenToKVPoolAllocator"]

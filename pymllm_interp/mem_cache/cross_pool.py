@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .kv_pool import KVPool
-from .memory_pool import TokenToKVPoolAllocator
+from .memory_pool import KVPool, TokenToKVPoolAllocator
 
 
 class CrossPool:

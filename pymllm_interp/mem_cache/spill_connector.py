@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..utils.out_of_memory import within_memory
-from .kv_pool import KVPool
+from .memory_pool import KVPool
 from .spill_files import SpillFiles, StoredPage
 
 MOST_WAITING = 256 << 20

@@ -21,7 +21,7 @@ from uuid import uuid4
 import numpy as np
 import torch
 
-from .kv_pool import KVPool
+from .memory_pool import KVPool
 
 TENSOR = "kv"
 OURS = re.compile(r"[0-9a-f]{32}\.(safetensors|part)")

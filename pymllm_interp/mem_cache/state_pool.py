@@ -156,7 +156,11 @@ class StatePool:
 
 
 class StateSnapshots:
-    """Up to `size` snapshots of the slots of a pool, in memory on its device.
+    """Up to `size` copies of recurrent states at the ends of pages, on the pool's device. Later prompts start behind them.
+
+    A state cannot be cut at a page. So a prefix is reused only up to a page that has a snapshot: the states behind it. A snapshot
+    is found by the number of its page in the prefix cache. There, the path to a page stands for all tokens and edits before it.
+    A snapshot goes when its page goes. It also goes when another needs its place, and it is the least recently used one.
 
     Args:
         states: the pool's, [slots, *shape] each.

@@ -23,7 +23,7 @@ from ..config import ServerConfig
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import UnsupportedModelError
 from ..mem_cache.cross_pool import CrossPool
-from ..mem_cache.kv_pool import KVPool
+from ..mem_cache.memory_pool import KVPool
 from ..mem_cache.state_pool import StatePool, slot_bytes
 from ..models.base import CausalLM
 from ..utils.device import resolve_dtype

@@ -27,8 +27,7 @@ from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.model_spec import ModelSpec
 from ..core.step import LogitsProcessorOutput as LogitsProcessorOutput
 from ..core.step import ModelRunnerOutput, SchedulerOutput
-from ..mem_cache.kv_pool import resolve_kv_dtype
-from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator, resolve_kv_dtype
 from ..models.adapters.slots import AdapterSlots
 from ..models.base import CausalLM
 from ..models.registry import check_supported, load_model, spec_of
@@ -40,11 +39,10 @@ from . import device_memory, dummy_run, invariant
 from .async_output import AsyncOutput
 from .device_memory import get_available_gpu_memory, return_freed_memory
 from .device_memory import get_total_gpu_memory as get_total_gpu_memory
-from .executions import Executions
+from .executions import BatchExecutionDescriptor, Execution, Executions, Partition
 from .graphs.captured_passes import CapturedPasses
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
-from .partition import BatchExecutionDescriptor, Execution, Partition
 from .parts import RunnerParts
 from .request_state import RequestState
 from .stages.stage import PassDemands

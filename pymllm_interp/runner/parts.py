@@ -21,15 +21,14 @@ from ..core.limits import tasks_of
 from ..core.model_spec import ModelSpec
 from ..core.step import LogitsProcessorOutput
 from ..mem_cache.cross_pool import CrossPool
-from ..mem_cache.kv_pool import KVPool
-from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from ..mem_cache.state_pool import StatePool
 from ..models.adapters.slots import AdapterSlots
 from ..models.base import CausalLM
 from ..utils.device import resolve_device, resolve_dtype
 from ..utils.upload import upload
+from .executions import Execution
 from .input_batch import InputBuffers
-from .partition import Execution
 from .stages.stage import PassDemands, Stage
 
 MAX_DRAFTED_ROWS = 256

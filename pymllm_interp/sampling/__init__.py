@@ -7,8 +7,7 @@ from .logprobs import LogprobTensors, gather_logprobs, prompt_logprobs
 from .noise import uniform_noise
 from .penalties import PenaltyBatch
 from .rejection_sampler import RejectionSampler, VerifiedTokens
-from .sampler import Sampler, SamplerOutput
-from .sampling_batch import LogitBias, SamplingBatch
+from .sampler import LogitBias, Sampler, SamplerOutput, SamplingBatch
 from .sampling_request import SamplingRequest
 
 __all__ = [

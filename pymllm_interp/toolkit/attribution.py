@@ -16,8 +16,8 @@ import torch
 from einops import reduce
 
 from ..client.calls.activation_cache import NamesFilter, lens_name, select_traced_sites
+from ..client.calls.requests import CallProgress
 from ..client.calls.site_hooks import HookPoint, PlacedHooks
-from ..client.notebook.progress import CallProgress
 from ..core.model_spec import HEAD_SITES, LOGITS
 from ..hooks.site import Site
 from ..utils.arguments import PromptError, is_whole

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..core.forward_batch import ForwardBatch
-from ..mem_cache.kv_pool import write_rows
+from ..mem_cache.memory_pool import write_rows
 from ..runner.interp_model_runner import InterpModelRunner
 from ..runner.parts import BatchBuilder
 

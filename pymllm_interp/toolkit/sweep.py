@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from ..client.notebook.progress import CallProgress
+from ..client.calls.requests import CallProgress
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.heads import Heads, channels_of, checked_heads, heads_in

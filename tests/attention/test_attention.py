@@ -32,7 +32,7 @@ from pymllm_interp.attention import (
 )
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.mem_cache import KVPool
-from pymllm_interp.mem_cache.kv_pool import FP8
+from pymllm_interp.mem_cache.memory_pool import FP8
 
 Ranges = dict[int, tuple[int, int]]
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import create_attention_backend
 from pymllm_interp.interventions import Knockout
-from pymllm_interp.mem_cache.kv_pool import FP8, KVPool, read_rows, write_rows
+from pymllm_interp.mem_cache.memory_pool import FP8, KVPool, read_rows, write_rows
 from pymllm_interp.models.weights.loading import WeightsError
 
 PROMPTS = [random_ids(length, seed=length) for length in (1, 17, 33, 64)]

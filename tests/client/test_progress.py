@@ -12,8 +12,8 @@ import torch
 from helpers_declared import prompt_of
 
 from pymllm_interp import LM, SamplingParams, Scale
-from pymllm_interp.client.notebook import progress
-from pymllm_interp.client.notebook.progress import CallProgress
+from pymllm_interp.client.calls import requests
+from pymllm_interp.client.calls.requests import CallProgress
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
 CALLS: dict[str, Callable[..., Any]] = {
@@ -69,7 +69,7 @@ def test_by_default_a_bar_appears_on_terminals_after_two_seconds(
 ) -> None:
     stream, now = (Terminal if terminal else io.StringIO)(), [0.0]
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "time", type("Clock", (), {"perf_counter": staticmethod(lambda: now[0])}))
+    monkeypatch.setattr(requests, "time", type("Clock", (), {"perf_counter": staticmethod(lambda: now[0])}))
     with CallProgress(asked, 3, "parts") as bar:
         for _ in range(3):
             now[0] += seconds / 3

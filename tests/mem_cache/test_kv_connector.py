@@ -25,7 +25,7 @@ from pymllm_interp.core.request import Request
 from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.interventions import PatchKV
 from pymllm_interp.mem_cache.kv_connector import _value_of, page_keys
-from pymllm_interp.mem_cache.kv_pool import KVPool
+from pymllm_interp.mem_cache.memory_pool import KVPool
 from pymllm_interp.mem_cache.radix_cache import RadixCache
 from pymllm_interp.mem_cache.spill_connector import SpillConnector
 from pymllm_interp.mem_cache.spill_files import SpillFiles
@@ -265,7 +265,7 @@ def test_pages_are_found_from_any_place_and_only_in_their_order(kind: str, dtype
 def test_many_pages_come_back_by_less_memory_than_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files through three places in host memory, and over parts on the device; beside pages that stay in host memory."""
     monkeypatch.setattr("pymllm_interp.mem_cache.spill_connector.MOST_WAITING", 3 * PAGE)
-    monkeypatch.setattr("pymllm_interp.mem_cache.kv_pool.MOST_STAGED", 2 * PAGE)
+    monkeypatch.setattr("pymllm_interp.mem_cache.memory_pool.MOST_STAGED", 2 * PAGE)
     for host in (0, 2 * PAGE):
         made = connector_of(tmp_path / str(host), host)
         for i in range(0, 8, 2):

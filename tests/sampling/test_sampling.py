@@ -368,7 +368,7 @@ def test_cuda_draws_as_the_cpu_does_and_waits_for_nothing():
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53, 1.0])
 def test_a_token_without_probability_is_never_drawn(u, monkeypatch):
     monkeypatch.setattr(
-        "pymllm_interp.sampling.sampling_batch.host_noise",
+        "pymllm_interp.sampling.sampler.host_noise",
         lambda keys: np.full(keys.shape[1], u),
     )
     logits = torch.full((3, 11), -torch.inf)

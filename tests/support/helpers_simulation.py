@@ -23,8 +23,7 @@ from pymllm_interp.engine.scheduler import Scheduler
 from pymllm_interp.hooks.bind import DeclaredLimits
 from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.declared import Declared
-from pymllm_interp.mem_cache.kv_pool import KVPool
-from pymllm_interp.mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from pymllm_interp.mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from pymllm_interp.mem_cache.radix_cache import RadixCache
 
 CONTEXT = 64

@@ -39,7 +39,7 @@ from ..facts import ModelFacts
 from ..handle import RequestHandle
 from ..inputs.audio import AudioReader
 from ..pooling.pooler import Pooler
-from ..request_limits import check_embedded, max_tokens_of, truncated
+from ..request_options import check_embedded, max_tokens_of, truncated
 from .remote_engine import RemoteEngine
 from .remote_images import SentImages, images_to_json
 from .remote_tracer import NotDeclaredError, RemoteSession, RemoteTracer, edits_payload, run_remotely

@@ -14,7 +14,7 @@ import torch
 from ...core.forward_batch import PagedKV
 from ...core.model_spec import KV, ModelSpec
 from ...core.unsupported import UnsupportedModelError
-from ...mem_cache.kv_pool import read_rows
+from ...mem_cache.memory_pool import read_rows
 from ..positions import missing_of, selected, windows_of
 from ..site import Site, expand
 from .layer_rows import LayerCaptures, LayerRows

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core.forward_batch import PagedKV
 from ...core.model_spec import KV, ModelSpec
-from ...mem_cache.kv_pool import read_rows, write_rows
+from ...mem_cache.memory_pool import read_rows, write_rows
 from ...utils.arguments import is_whole
 from ..captures.kv_captures import check_kv
 from ..heads import Heads, checked_heads

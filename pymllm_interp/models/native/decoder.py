@@ -1,4 +1,4 @@
-"""The parts of a native decoder that all families share: its loops over the layers, its head, and the MLP without a gate.
+"""The parts of a native decoder that all families share: its loops over the layers, and its head. Also MLPs without a gate.
 
 Both forward passes of models/base.py are here and in the families' layers. They launch the same kernels at the same shapes, so
 they are bit-equal (tests/models/test_models.py). Module boundaries carry [1, tokens, hidden]; the batch is flat along dim 1.

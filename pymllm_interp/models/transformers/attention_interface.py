@@ -21,7 +21,7 @@ from transformers.masking_utils import eager_mask
 from ...attention.attention_backend import RadixAttention
 from ...core.current_pass import current_batch
 from ...core.forward_batch import ForwardBatch
-from ...mem_cache.kv_pool import read_rows
+from ...mem_cache.memory_pool import read_rows
 from .attention_method import eager_method_of
 from .encoder_decoder.cross_attention import attend_across, cross_layer_of
 

@@ -21,7 +21,7 @@ from transformers.masking_utils import eager_mask
 
 from ...attention.attention_backend import RadixAttention
 from ...core.forward_batch import ForwardBatch
-from ...mem_cache.kv_pool import read_rows
+from ...mem_cache.memory_pool import read_rows
 from .attention_interface import pool_rows
 
 CACHED = "pymllm_interp_cached"

@@ -20,7 +20,7 @@ from torch import nn
 
 from ...core.forward_batch import ForwardBatch
 from ...core.unsupported import UnsupportedModelError
-from ...mem_cache.kv_pool import read_rows, write_rows
+from ...mem_cache.memory_pool import read_rows, write_rows
 from .parts.cache_names import cache_parameter
 from .parts.rows import CallRows, taken
 from .recurrent import PartModule

@@ -21,7 +21,7 @@ from ...core.forward_batch import ForwardBatch, SiteOps
 from ...core.model_spec import ModelSpec
 from ...layers.edits.base import apply_inner, capture_inner
 from ...layers.fused_qkv import FusedQKV
-from ...mem_cache.kv_pool import read_rows
+from ...mem_cache.memory_pool import read_rows
 from .parts.cache_names import cache_parameter
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")

@@ -171,7 +171,9 @@ class TextView(nn.Module):
 
 
 class VisionByClass(TransformersModel):
-    """A vision-language model by its class in transformers.
+    """A vision-language model with a language model that is not native: transformers' class runs over the KV pool.
+
+    Its forward gets no images: their states are placed behind its embedding (`ForwardBatch.input_embeds`), as for native ones.
 
     Attributes:
         tower: computes the states of images.

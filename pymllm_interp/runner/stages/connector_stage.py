@@ -9,7 +9,7 @@ from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import ModelSpec
 from ...core.step import LogitsProcessorOutput, SchedulerOutput
 from ...mem_cache.kv_connector import NO_CONNECTOR, KVConnector
-from ...mem_cache.kv_pool import KVPool
+from ...mem_cache.memory_pool import KVPool
 from ...mem_cache.spill_connector import SpillConnector
 from ...models.weights.model_state import ModelState
 from .stage import PassDemands, Stage

@@ -1,4 +1,8 @@
-"""The replicas of a cluster, as those who start them tell the fronts, and the choice of one for a call."""
+"""The replicas of a cluster, as those who start them tell the fronts. One of them is chosen for each call.
+
+Equal prompts with equal edits meet on one replica, where their KV is. Rendezvous hashing: each replica has a rank for each key.
+A replica that comes or goes moves only its own keys.
+"""
 
 from __future__ import annotations
 

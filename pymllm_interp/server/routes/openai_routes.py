@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from ...client.chat import PLACEHOLDER, RenderedPrompt, tokenized
-from ...client.request_limits import truncated
+from ...client.request_options import truncated
 from ...core.sampling_params import SamplingParams
 from ...wire import messages as m
 from ...wire.embeds import embeds_of

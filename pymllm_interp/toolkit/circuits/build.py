@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...client.notebook.progress import CallProgress
+from ...client.calls.requests import CallProgress
 from ...utils.arguments import PromptError, is_whole, shown
 from ..read_prompts import ReadPrompt
 from ..wavefront import Wavefront

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...client.notebook.progress import CallProgress
+from ...client.calls.requests import CallProgress
 from ...utils.arguments import PromptError, is_whole, shown
 from ..attribution import runs_of_pass
 from ..metrics import Metric, RowMetric, metric_of

@@ -17,7 +17,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from ....core.current_pass import current_batch
 from ....core.forward_batch import ForwardBatch
 from ....core.pass_parts import CrossRows
-from ....mem_cache.kv_pool import read_rows
+from ....mem_cache.memory_pool import read_rows
 
 MAX_GATHERED = 1 << 26
 """Most values of K that are gathered at once."""
