@@ -36,9 +36,10 @@ from .drafting.draft_model import ModelDrafter
 from .drafting.eagle import EagleDrafter
 from .graphs.prompt_segments import PromptSegments
 from .graphs.segments import DecodeSegments
-from .invariant import InvariantStage, invariant_kind
+from .invariant import invariant_kind
 from .model_runner import ModelRunner
 from .stages.connector_stage import ConnectorStage, make_kv_connector
+from .stages.invariant_stage import InvariantStage
 from .stages.traced_stage import TracedStage
 
 

@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig
 
-from ..core.forward_batch import ForwardBatch
-from ..core.step import ModelRunnerOutput
 from ..core.unsupported import UnsupportedModelError
 from ..kernels.cpu.cpu_build import max_isa, processor
 from ..kernels.cpu.cpu_dispatch import cpu_kernels
-from ..layers.invariant import batch_invariant, set_invariant_device
+from ..layers.invariant import batch_invariant
 from ..models.registry import VISION, architecture_of, is_native
-from .input_batch import InputBatch
-from .stages.stage import Stage
 
 if TYPE_CHECKING:
     from .parts import RunnerParts
@@ -92,23 +88,3 @@ def _fingerprint(device: str, dtype: torch.dtype) -> str:
         ]
     digest.update(repr(parts).encode())
     return digest.hexdigest()
-
-
-class InvariantStage(Stage):
-    """Enters the mode on the thread of a step, from its pass to its end. The last stage: hooks of the others run within.
-
-    Args:
-        device: kind of the device.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-
-    def prepare(self, batch: ForwardBatch, rows: InputBatch) -> None:
-        set_invariant_device(self._device)
-
-    def end(self, output: ModelRunnerOutput) -> None:
-        set_invariant_device(None)
-
-    def abandon(self) -> None:
-        set_invariant_device(None)
