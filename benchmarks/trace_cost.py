@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.bench import describe_machine, random_prompts
-from pymllm_interp.runner.executions import Execution
+from pymllm_interp.runner.partition import Execution
 
 LAYERS = 32
 CONFIG = LlamaConfig(

@@ -15,7 +15,8 @@ import pytest
 import pymllm_interp
 from pymllm_interp import captures, harvest, interventions, runner, toolkit
 from pymllm_interp.config import ModelConfig, ServerConfig
-from pymllm_interp.runner.executions import WAYS, Execution
+from pymllm_interp.runner.executions import WAYS
+from pymllm_interp.runner.partition import Execution
 
 ROOT = Path(pymllm_interp.__file__).parent
 ORDER = (

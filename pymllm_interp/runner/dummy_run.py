@@ -7,7 +7,7 @@ import torch
 from ..attention.attention_backend import AttentionBackend, RadixAttention
 from ..core.forward_batch import ForwardBatch
 from ..core.step import LogitsProcessorOutput
-from .executions import Execution
+from .partition import Execution
 from .parts import RunnerParts
 from .step_inputs import dummy_attn
 

@@ -16,7 +16,7 @@ from ..kernels.edit_codes import MAX_SCORES
 from ..layers.edits.table import TableOps
 from ..sampling import RejectionSampler, SamplingBatch, TokenMasks
 from ..utils.upload import upload
-from .executions import BatchExecutionDescriptor
+from .partition import BatchExecutionDescriptor
 from .request_state import RequestState
 
 

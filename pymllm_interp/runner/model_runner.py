@@ -39,10 +39,11 @@ from . import device_memory, dummy_run, invariant
 from .async_output import AsyncOutput
 from .device_memory import get_available_gpu_memory, return_freed_memory
 from .device_memory import get_total_gpu_memory as get_total_gpu_memory
-from .executions import BatchExecutionDescriptor, Execution, Executions, Partition
+from .executions import Executions
 from .graphs.captured_passes import CapturedPasses
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
+from .partition import BatchExecutionDescriptor, Execution, Partition
 from .parts import RunnerParts
 from .request_state import RequestState
 from .stages.stage import PassDemands

@@ -27,8 +27,8 @@ from ..models.adapters.slots import AdapterSlots
 from ..models.base import CausalLM
 from ..utils.device import resolve_device, resolve_dtype
 from ..utils.upload import upload
-from .executions import Execution
 from .input_batch import InputBuffers
+from .partition import Execution
 from .stages.stage import PassDemands, Stage
 
 MAX_DRAFTED_ROWS = 256

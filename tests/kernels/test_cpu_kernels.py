@@ -26,7 +26,7 @@ from pymllm_interp.layers.rope import apply_rope, rope_and_write
 from pymllm_interp.layers.seal import seal
 from pymllm_interp.mem_cache import KVPool
 from pymllm_interp.models.native import cpu_layer
-from pymllm_interp.runner.executions import Execution
+from pymllm_interp.runner.partition import Execution
 
 kernels: Any = cpu_dispatch.cpu_kernels()
 pytestmark = pytest.mark.skipif(kernels is None, reason="the kernels' tests need a C++ compiler")

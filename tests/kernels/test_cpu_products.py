@@ -23,7 +23,7 @@ from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.kernels.cpu import cpu_dispatch
 from pymllm_interp.kernels.cpu.cpu_build import COMPILERS, ISA_VARIABLE, ISAS
 from pymllm_interp.models.native import cpu_layer
-from pymllm_interp.runner.executions import Execution
+from pymllm_interp.runner.partition import Execution
 
 pytestmark = pytest.mark.skipif(cpu_dispatch.cpu_kernels() is None, reason="the kernels' tests need a C++ compiler")
 

@@ -36,7 +36,7 @@ from pymllm_interp.layers.linear import Linear
 from pymllm_interp.mem_cache import KVPool
 from pymllm_interp.models.native import cpu_layer
 from pymllm_interp.runner import ModelRunner
-from pymllm_interp.runner.executions import Execution
+from pymllm_interp.runner.partition import Execution
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 from pymllm_interp.kernels import edit_ops as triton_edits

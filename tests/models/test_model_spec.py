@@ -32,7 +32,7 @@ from pymllm_interp.core.model_spec import (
 from pymllm_interp.hooks.site import KINDS, WITHOUT_LAYER, Site
 from pymllm_interp.layers.linear import MergedLinear
 from pymllm_interp.models.base import CausalLM
-from pymllm_interp.runner.executions import Execution
+from pymllm_interp.runner.partition import Execution
 
 LAYERS = 5
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
 from pymllm_interp.layers.gemm import Gemm
 from pymllm_interp.runner import ModelRunner
-from pymllm_interp.runner.executions import Execution
+from pymllm_interp.runner.partition import Execution
 
 FAMILIES = sorted(CONFIGS)
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.core.forward_batch import ForwardMode
-from pymllm_interp.runner.executions import Execution
+from pymllm_interp.runner.partition import Execution
 
 FAMILIES = "qwen3_5_text", "qwen3_next"
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-4}

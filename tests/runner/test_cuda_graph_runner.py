@@ -30,7 +30,6 @@ from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.step import LogitsProcessorOutput, SchedulerOutput
 from pymllm_interp.layers.edits.host import HostOps
 from pymllm_interp.runner import ModelRunner
-from pymllm_interp.runner.executions import Execution, Partition
 from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.graphs.captured_passes import DECLARED
 from pymllm_interp.runner.graphs.cuda_graph_runner import (
@@ -42,6 +41,7 @@ from pymllm_interp.runner.graphs.cuda_graph_runner import (
     set_global_graph_memory_pool,
 )
 from pymllm_interp.runner.input_batch import InputBuffers
+from pymllm_interp.runner.partition import Execution, Partition
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
-from pymllm_interp.runner.executions import Execution
+from pymllm_interp.runner.partition import Execution
 
 SEED_FIELDS = [
     "forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "seq_lens_sum", "seq_lens_cpu",

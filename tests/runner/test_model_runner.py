@@ -30,9 +30,10 @@ from pymllm_interp.models.registry import UnsupportedModelError
 from pymllm_interp.models.weights.loading import WeightsError
 from pymllm_interp.runner import ModelRunner, async_output, model_runner
 from pymllm_interp.runner.device_memory import get_available_gpu_memory, get_total_gpu_memory
-from pymllm_interp.runner.executions import Execution, Executions
+from pymllm_interp.runner.executions import Executions
 from pymllm_interp.runner.graphs.captured_passes import DECLARED
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
+from pymllm_interp.runner.partition import Execution
 from pymllm_interp.runner.request_state import RequestState
 from pymllm_interp.runner.step_inputs import StepInputs
 from pymllm_interp.utils.arguments import PromptError

@@ -22,8 +22,8 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.step import ModelRunnerOutput, NewRequest, PageWrite, ScheduledRequest, SchedulerOutput
 from pymllm_interp.runner import ModelRunner
-from pymllm_interp.runner.executions import Partition
 from pymllm_interp.runner.model_runner import Execution
+from pymllm_interp.runner.partition import Partition
 from pymllm_interp.runner.request_state import RequestState
 from pymllm_interp.runner.step_inputs import PAD_SLOT_ID
 

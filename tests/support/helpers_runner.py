@@ -18,7 +18,7 @@ from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput, Sc
 from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.scheduler import Scheduler
 from pymllm_interp.runner import ModelRunner
-from pymllm_interp.runner.executions import Execution
+from pymllm_interp.runner.partition import Execution
 
 
 def make_runner(
