@@ -21,6 +21,8 @@ from .launch import Launcher
 
 TILE, FEW = 64, 16
 """Rows of a matrix product, heads times tokens, in prompts and of a decode row. Tensor core instructions have such sizes."""
+MANY = 4
+"""Programs for each multiprocessor, above which a decode row's is small. With fewer programs four warps are faster than one."""
 BLOCK = 64
 """Keys of a step."""
 SPAN = 1024
@@ -217,7 +219,7 @@ def attention(
         return
     programs = 1 if kept is None else num_programs(num_tiles, kv_heads, width, num_sms)
     matrix_rows = max(TILE, group)
-    if tiles is None and group <= FEW:
+    if tiles is None and group <= FEW and (few or num_tiles * kv_heads * programs > MANY * num_sms):
         kind = heads // kv_heads, dim, q.dtype, kv[0].dtype, bool(cap), sinks is not None
         matrix_rows = few or few_rows(str(q.device), *kind)
     split, dim_block = programs > 1, max(16, triton.next_power_of_2(dim))
