@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from .launch import Launcher
+from .launch import Launcher, shared_memory
 
 TILE, FEW = 64, 16
 """Rows of a matrix product, heads times tokens, in prompts and of a decode row. Tensor core instructions have such sizes."""
+SCRATCH = 16 << 10
+"""Bytes of shared memory for Triton's own use."""
 MANY = 4
 """Programs for each multiprocessor, above which a decode row's is small. With fewer programs four warps are faster than one."""
 BLOCK = 64
@@ -225,7 +227,9 @@ def attention(
     split, dim_block = programs > 1, max(16, triton.next_power_of_2(dim))
     firsts, counts = (lens, lens) if tiles is None else tiles
     memory, given = out if kept is None else kept, q if sinks is None else sinks
-    _attend_launch(3 if dim <= 128 else 2)(
+    keys = 2 * BLOCK * dim_block * kv[0].element_size()
+    free = shared_memory(q.get_device()) - matrix_rows * dim_block * q.element_size() - SCRATCH
+    _attend_launch(max(1, min(3, free // keys)))(
         (num_tiles, kv_heads, programs),
         (q, *kv, firsts, counts, owners, lens, table, out, memory, given),
         (width, q.stride(0), scale * kv_scales[0], cap or 0.0, kv_scales[1], programs),

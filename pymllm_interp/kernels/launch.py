@@ -47,6 +47,14 @@ def supports_pdl(device: int) -> bool:
     return on_nvidia and torch.cuda.get_device_capability(device) >= (9, 0) and not knobs.runtime.interpret
 
 
+@cache
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that a program may have on a CUDA device, by its index; -1: the interpreter's."""
+    if device < 0 or knobs.runtime.interpret:
+        return 1 << 30
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 class Launcher:
     """A kernel with parameters in this order: tensors, numbers, compile-time constants.
 

@@ -6,8 +6,9 @@ another address: CUDA graphs are captured anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from ...core.events import EngineSleepingError
 from ...models.updates import WeightUpdate
 from ...runner.device_memory import return_freed_memory
 from ...runner.model_runner import ModelRunner
+from ...utils.pinned import pinned_memory
 from ..engine import Engine
 from .lifecycle import MODES, wait_for_requests
 
 TAGS = ("weights", "kv_cache", "captures")
+ALIGNMENT = 512
+"""Bytes of which a storage's place in host memory is a multiple."""
 
 
 class SleepingMemory:
@@ -34,23 +38,24 @@ class SleepingMemory:
         self._held: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
         self.dropped = False
 
-    def put(self, tensors: Iterable[Tensor], keep: bool) -> None:
+    def put(self, tensors: Iterable[Tensor], host: Callable[[int], Tensor] | None = None) -> None:
         """Free the memory of the tensors.
 
         Args:
-            keep: keep its bytes in host memory, pinned for a CUDA device.
+            host: makes uint8 [bytes] in host memory, which keeps the bytes. None: they are lost.
         """
-        for storage in _storages(tensors):
-            size, host = storage.nbytes(), None
-            if keep:
-                host = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-                host.copy_(_bytes_of(storage), non_blocking=True)
-            self._held.append((storage, size, host))
-            self.dropped |= not keep
+        storages, first = list(_storages(tensors)), len(self._held)
+        starts = [0, *accumulate(-(-storage.nbytes() // ALIGNMENT) * ALIGNMENT for storage in storages)]
+        memory = None if host is None else host(starts[-1])
+        for storage, start in zip(storages, starts, strict=False):
+            kept = None if memory is None else memory[start : start + storage.nbytes()]
+            if kept is not None:
+                kept.copy_(_bytes_of(storage), non_blocking=True)
+            self._held.append((storage, storage.nbytes(), kept))
+            self.dropped |= kept is None
         self._wait()
-        for storage, _, _ in self._held:
-            if storage.nbytes():
-                storage.resize_(0)
+        for storage, _, _ in self._held[first:]:
+            storage.resize_(0)
 
     def restore(self) -> None:
         """Allocate the memory again, with its bytes; zeros for lost ones. Raises torch.OutOfMemoryError: there is no room."""
@@ -115,6 +120,8 @@ class EngineSleep:
         self._engine = engine
         self._loaded_version = 0 if engine.runner.model_state is None else engine.runner.model_state.version
         self._asleep: dict[str, SleepingMemory] = {}
+        self._pinned: dict[int, Tensor] = {}
+        """Host memory of each `put` of weights. It stays for the next sleep."""
         self.needs_weights = self._needs_graphs = False
 
     @property
@@ -174,22 +181,31 @@ class EngineSleep:
             memory = self._asleep[tag] = SleepingMemory()
             if tag == "weights":
                 runner.model_state.asleep = True
-                for each in runners:
+                for number, each in enumerate(runners):
                     saved, others = weights_of(each)
-                    memory.put(others, keep=True)
-                    memory.put(saved, keep=level == 1 or each is not runner)
+                    memory.put(others, partial(self._host, 2 * number))
+                    memory.put(saved, partial(self._host, 2 * number + 1) if level == 1 or each is not runner else None)
             elif tag == "kv_cache":
                 engine.scheduler.kv.reset_prefix_cache()
                 runner.reset_encoder_cache()
                 if runner.drafter is not None:
                     runner.drafter.sequences.clear()
                 for each in runners:
-                    memory.put(caches_of(each), keep=False)
+                    memory.put(caches_of(each))
             elif runner.capture_ring is not None:
                 runner.capture_ring.wait()
-                memory.put([runner.capture_ring.memory], keep=False)
+                memory.put([runner.capture_ring.memory])
         return_freed_memory(runner.device)
         self._open_if_whole()  # nothing fell asleep: graphs are captured anew
+
+    def _host(self, number: int, size: int) -> Tensor:
+        """Host memory [size] of a `put`, pinned for a CUDA device."""
+        if not size or not self._engine.runner.device.startswith("cuda"):
+            return torch.empty(size, dtype=torch.uint8)
+        if len(self._pinned.get(number, ())) != size:
+            self._pinned.pop(number, None)
+            self._pinned[number] = pinned_memory(size)
+        return self._pinned[number]
 
     def wake(self, tags: Sequence[str] | None = None, all_graphs: bool = False) -> bool:
         """Take memory again, see `LM.wake`. Returns whether the engine is awake."""

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launcher, grid_wait, launch_dependents
+from ..launch import Launcher, grid_wait, launch_dependents, shared_memory
 from . import library
 
 
@@ -131,5 +131,7 @@ def product(
         grid = (triton.cdiv(n, tile.channels) * triton.cdiv(len(flat), tile.rows), 1, 1)
         tensors = flat, weight, flat if bias is None else bias, out
         constants = n, k, *weight.stride(), bias is not None, *tile[:3], GROUP
-        _launch(tile.stages)(grid, tensors, (len(flat),), constants, tile.warps)
+        step = (tile.channels + tile.rows) * tile.depth * flat.element_size()
+        stages = max(1, min(tile.stages, shared_memory(flat.get_device()) // step))
+        _launch(stages)(grid, tensors, (len(flat),), constants, tile.warps)
     return out.view(*x.shape[:-1], n)
