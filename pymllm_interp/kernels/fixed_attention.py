@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from .launch import Launcher, shared_memory
+from .launch import Launcher, grid_wait, launch_dependents, shared_memory
 
 TILE, FEW = 64, 16
 """Rows of a matrix product, heads times tokens, in prompts and of a decode row. Tensor core instructions have such sizes."""
@@ -69,8 +69,10 @@ def _attend(
     q, k_cache, v_cache, firsts, counts, owners, lens, table, out, kept, sinks, width, q_stride, scale, cap, v_scale, parts,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, ONE: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    launch_dependents(PDL)
+    grid_wait(PDL)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first, count = tile, 1
     if not ONE:
@@ -135,8 +137,10 @@ def _attend(
 @triton.jit(do_not_specialize=["width", "v_scale"])
 def _merge(
     lens, out, kept, sinks, width, v_scale, HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, DIM_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, PART: tl.constexpr,
+    SINKS: tl.constexpr, DIM_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    launch_dependents(PDL)
+    grid_wait(PDL)
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIM_BLOCK)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     real, known_dim = head < HEADS, dim[None, :] < DIM
@@ -162,8 +166,8 @@ def _merge(
 
 
 # Without fused multiply-adds: `_attend` and `_merge` join parts alike.
-_attend_launch = cache(lambda stages: Launcher(_attend, num_stages=stages, enable_fp_fusion=False))
-_merge_launch = Launcher(_merge, enable_fp_fusion=False)
+_attend_launch = cache(lambda stages: Launcher(_attend, pdl=True, num_stages=stages, enable_fp_fusion=False))
+_merge_launch = Launcher(_merge, pdl=True, enable_fp_fusion=False)
 
 
 def tokens_of_tile(heads: int, kv_heads: int) -> int:
