@@ -28,19 +28,55 @@ def refuse_config(config: Any) -> None:
 
 
 def _refused(config: Any) -> Iterator[str]:
-    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
-    drafts = config.speculative_config
-    checks = (
-        (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size above 1: raise tensor_parallel_size"),
-        (parallel.data_parallel_size > 1, "data_parallel_size above 1: start one LM for each replica"),
+    for holds, what in (*_of_ranks(config), *_of_settings(config)):
+        if holds:
+            yield what
+
+
+def _of_ranks(config: Any) -> Iterator[tuple[bool, str]]:
+    """(whether it holds, reason) of each refusal of ranks."""
+    parallel, model, drafts = config.parallel_config, config.model_config, config.speculative_config
+    on_cpu = getattr(getattr(config, "device_config", None), "device_type", "") == "cpu"
+    yield from (
+        (
+            parallel.pipeline_parallel_size > 1 and drafts is not None,
+            "pipeline_parallel_size above 1 with speculative_config, whose drafts other ranks do not take back: leave one out",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1 and getattr(model, "runner_type", "generate") != "generate",
+            "pipeline_parallel_size above 1 for a model with labels: raise tensor_parallel_size",
+        ),
+        (
+            getattr(parallel, "data_parallel_external_lb", False)
+            or getattr(parallel, "data_parallel_hybrid_lb", False),
+            "data_parallel_external_lb and data_parallel_hybrid_lb, where other clients have the other engines: leave them out",
+        ),
+        (
+            on_cpu and parallel.data_parallel_size > 1 and getattr(model, "is_moe", False),
+            "data_parallel_size above 1 for a model with experts on a CPU, where vLLM's engines did not start: leave it out",
+        ),
+        (getattr(parallel, "enable_elastic_ep", False), "enable_elastic_ep: ranks would come and go; leave it out"),
+        (
+            on_cpu and getattr(parallel, "enable_expert_parallel", False),
+            "enable_expert_parallel on a CPU, where vLLM's kernels read one rank's experts by the numbers of all, and end with a "
+            "segmentation fault: leave it out",
+        ),
         (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "prefill_context_parallel_size above 1: leave it out",
         ),
         (
-            getattr(parallel, "decode_context_parallel_size", 1) > 1,
-            "decode_context_parallel_size above 1: leave it out",
+            on_cpu and getattr(parallel, "decode_context_parallel_size", 1) > 1,
+            "decode_context_parallel_size above 1 on a CPU, where vLLM's attention returns no sums of its softmax: leave it out",
         ),
+    )
+
+
+def _of_settings(config: Any) -> Iterator[tuple[bool, str]]:
+    """(whether it holds, reason) of each other refusal."""
+    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    drafts = config.speculative_config
+    yield from (
         (getattr(parallel, "enable_dbo", False), "enable_dbo: a step would be split; leave it out"),
         (getattr(parallel, "ubatch_size", 0) > 1, "ubatch_size above 1: a step would be split; leave it out"),
         (
@@ -87,9 +123,6 @@ def _refused(config: Any) -> Iterator[str]:
             "model_impl='transformers': layers have no pair norms",
         ),
     )
-    for holds, what in checks:
-        if holds:
-            yield what
 
 
 def _passes(config: Any, name: str) -> bool:

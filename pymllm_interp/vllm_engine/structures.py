@@ -7,12 +7,23 @@ return to the stream themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..core.model_spec import (
+    INNER_SITES,
+    LOGITS,
+    attention_add,
+    delta_site,
+    final_norm_site,
+    inner_site,
+    input_add,
+    mlp_add,
+    residual_site,
+)
 from ..models.registry import architecture_of, is_native
 
 INPUT_NORM = "input_layernorm"
@@ -55,6 +66,8 @@ PLAIN = {
 """Decoder layers of vLLM that add to the stream themselves -> attention's norm, attention, the MLP's norm, MLP.
 
 The second norm is "" where attention and MLP read the same stream."""
+ELSEWHERE = "PPMissingLayer"
+"""Class of vLLM's placeholders for modules of another pipeline rank."""
 ENDS = (("layers", "norm"), ("layers", "final_layer_norm"), ("h", "ln_f"))
 """Names of the list of decoder layers, and of the norm behind it."""
 SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm", "logits")
@@ -72,30 +85,57 @@ TAPPED = tuple(kind for kinds in INNER_MODULES.values() for kind in kinds)
 class Structure:
     """The norms of a model, by layer.
 
+    All are by the number of their layer. A pipeline rank has the layers of its stage.
+
     Attributes:
+        count: layers of the whole model.
         layers: (norm in front of attention, norm in front of the MLP or None) of each layer.
-        last: the norm behind the last layer.
+        last: the norm behind the last layer; None on another pipeline rank.
         blocks: the decoder layers.
         summands: (attention, MLP) of each layer of `PLAIN`; empty for layers with pairs.
     """
 
-    layers: list[tuple[nn.Module, nn.Module | None]]
-    last: nn.Module
-    blocks: list[nn.Module] = field(default_factory=list)
-    summands: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
+    count: int
+    layers: dict[int, tuple[nn.Module, nn.Module | None]]
+    last: nn.Module | None
+    blocks: dict[int, nn.Module]
+    summands: dict[int, tuple[nn.Module, nn.Module]]
 
     @property
     def taps(self) -> int:
         """Calls of the op in one pass: one for each norm and summand, and another one at the last norm."""
-        norms = [norm for pair in self.layers for norm in pair if norm is not None]
-        return len(norms) + 2 * len(self.summands) + 2
+        norms = [norm for pair in self.layers.values() for norm in pair if norm is not None]
+        return len(norms) + 2 * len(self.summands) + 2 * (self.last is not None)
+
+    @property
+    def sites(self) -> frozenset[int]:
+        """Numbers of the sites that this rank's modules compute. At a stage's border, the next stage adds the last MLP's output."""
+        found: set[int] = set()
+        for layer in self.layers:
+            pair = not self.summands
+            found |= {
+                residual_site(input_add(layer)),
+                residual_site(attention_add(layer)),
+                delta_site(attention_add(layer)),
+            }
+            found.add(delta_site(input_add(layer) if pair else mlp_add(layer)))
+            found |= {inner_site(self.count, layer, kind) for kind in INNER_SITES}
+        if self.last is not None:
+            found |= {
+                residual_site(input_add(self.count)),
+                final_norm_site(self.count),
+                inner_site(self.count, 0, LOGITS),
+            }
+            if not self.summands:
+                found.add(delta_site(input_add(self.count)))
+        return frozenset(found)
 
 
 def structure_of(model: Any) -> Structure:
     """The norms of a model of vLLM.
 
     Raises:
-        NotImplementedError: layers of a class that is not in `LAYERS`, or ones on another pipeline rank. The message names it.
+        NotImplementedError: layers of a class that is not in `LAYERS`. The message names it.
     """
     inner = _with_layers(model)
     if inner is None:
@@ -104,28 +144,25 @@ def structure_of(model: Any) -> Structure:
             "here: use LM(model), whose engine is our own"
         )
     blocks, last = inner
-    found: list[tuple[nn.Module, nn.Module | None]] = []
-    summands: list[tuple[nn.Module, nn.Module]] = []
-    for i, layer in enumerate(blocks):
+    found: dict[int, tuple[nn.Module, nn.Module | None]] = {}
+    summands: dict[int, tuple[nn.Module, nn.Module]] = {}
+    own = {i: layer for i, layer in enumerate(blocks) if type(layer).__name__ != ELSEWHERE}
+    for i, layer in own.items():
         name = type(layer).__name__
-        if name == "PPMissingLayer":
-            raise NotImplementedError(
-                f"layer {i} is on another pipeline rank: pipeline_parallel_size is 1 here; raise tensor_parallel_size"
-            )
         if name in PLAIN:
             _check_plain(layer)
             first, attention, middle, mlp = PLAIN[name]
             first = first if hasattr(layer, first) else INPUT_NORM
-            found.append((getattr(layer, first), getattr(layer, middle) if middle else None))
-            summands.append((getattr(layer, attention), getattr(layer, mlp)))
+            found[i] = getattr(layer, first), getattr(layer, middle) if middle else None
+            summands[i] = getattr(layer, attention), getattr(layer, mlp)
             continue
         if name not in LAYERS:
             raise NotImplementedError(
                 f"vLLM's {name} is not known to hand its norms a pair of delta and stream; layers that are: "
                 f"{', '.join((*LAYERS, *PLAIN))}. Use LM(model), whose engine is our own"
             )
-        found.append((getattr(layer, INPUT_NORM), getattr(layer, LAYERS[name])))
-    return Structure(found, last, list(blocks), summands)
+        found[i] = getattr(layer, INPUT_NORM), getattr(layer, LAYERS[name])
+    return Structure(len(blocks), found, None if type(last).__name__ == ELSEWHERE else last, own, summands)
 
 
 def _check_plain(layer: Any) -> None:

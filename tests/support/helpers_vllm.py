@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,9 @@ from helpers_server import CHAT_TEMPLATE
 from helpers_vllm_start import fork_engines
 from transformers import Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
-from pymllm_interp import LM
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.completion import RequestOutput
+from pymllm_interp.core.events import EngineClosedError
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make test-vllm has one")
@@ -152,3 +155,39 @@ def assert_equal_pooled(found: Sequence[Any], wanted: Sequence[Any]) -> None:
             torch.testing.assert_close(
                 torch.as_tensor(one.monitors[name].scores), torch.as_tensor(monitor.scores), atol=1e-3, rtol=1e-4
             )
+
+
+def shared_files(lm: LM) -> set[Path]:
+    """Files in /dev/shm that an engine's processes have mapped."""
+    processes = [*ranks_of(lm), *(rank.parent() for rank in ranks_of(lm))]
+    maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in processes if one is not None)
+    return {Path(name) for name in re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE)}
+
+
+def assert_ends_with_a_rank(lm: LM, handles: Sequence[Any], message: str, files: set[Path]) -> None:
+    """Requests end within 10 seconds with an error that names a rank, and so do later ones; nothing is left of the engine.
+
+    Args:
+        message: pattern of the error.
+        files: `shared_files` before.
+    """
+    start = time.monotonic()
+    for handle in handles:
+        handle.wait(60)
+        (end,) = handle.ends
+        assert isinstance(end.error, EngineClosedError) and re.search(message, str(end.error)), end.error
+    assert time.monotonic() - start < 10
+    with pytest.raises(EngineClosedError, match=message):
+        lm.generate([[1, 2]], SamplingParams(max_tokens=1))
+    own: Any = lm.backend
+    lm.shutdown()
+    pids, deadline = [rank["pid"] for rank in own.core.ranks], time.monotonic() + 30
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(_runs, pids))
+    assert files and not [file for file in files if file.exists()]
+
+
+def _runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"

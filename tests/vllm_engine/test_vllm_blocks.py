@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,15 +13,29 @@ import parity_scripts as scripts
 import pytest
 import torch
 from fuzz.traces import Traced
-from helpers_vllm import WIDTH, assert_close_tensor, needs_vllm, own_lm, prompt, save_model, vector, vllm_lm
+from helpers_vllm import (
+    WIDTH,
+    assert_close_tensor,
+    assert_ends_with_a_rank,
+    needs_vllm,
+    own_lm,
+    prompt,
+    ranks_of,
+    save_model,
+    shared_files,
+    vector,
+    vllm_lm,
+)
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.hooks.traces.blocks.errors import EditError, TraceTimeoutError
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 
 pytestmark = needs_vllm
+DIED = r"rank 1 of 2 \(process \d+\) (was ended by SIGKILL|has ended)"
 SHORT = 4.0
 """Seconds after which a block is ended, in one case."""
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -378,3 +393,24 @@ def test_a_prompt_longer_than_a_step_is_refused(engines: tuple[LM, LM]) -> None:
     with pytest.raises(ValueError, match="max_num_tokens"), lm.trace(prompt(100, 7)):
         lm.model.layers[1].output.save()
     assert WIDTH == lm.hidden_size
+
+
+def test_a_rank_that_is_killed_in_a_block_is_named(engines: tuple[LM, LM]) -> None:
+    """The last test of an engine."""
+    lm, _ = engines
+    if len(ranks := ranks_of(lm)) == 1:
+        pytest.skip("one case is enough: the one with two ranks")
+
+    def block() -> None:
+        with lm.generate(PROMPTS[1], max_new_tokens=60, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:]:
+                lm.model.layers[1].output[:] *= 1.01
+
+    files, params = shared_files(lm), SamplingParams(max_tokens=90, ignore_eos=True)
+    with ThreadPoolExecutor(1) as pool:
+        plain, running = lm.submit(PROMPTS[0], params), pool.submit(block)
+        time.sleep(0.3)  # some steps
+        ranks[1].kill()
+        with pytest.raises(EngineClosedError, match=DIED):
+            running.result(10)
+        assert_ends_with_a_rank(lm, [plain], DIED, files)

@@ -20,11 +20,13 @@ from helpers_vllm import (
     WIDTH,
     assert_close,
     assert_close_tensor,
+    assert_ends_with_a_rank,
     needs_vllm,
     own_lm,
     prompt,
     ranks_of,
     save_model,
+    shared_files,
     vector,
     vllm_lm,
 )
@@ -32,7 +34,6 @@ from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.captures import Lens, Project
-from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.interventions import Generated, Monitor, Probe
 from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
@@ -470,13 +471,9 @@ def test_a_rank_that_is_killed_ends_what_waits(engines: tuple[Case, LM, LM]) -> 
     count = case.options.get("tensor_parallel_size", 1)
     if count == 1:
         pytest.skip("one case is enough: the one with two ranks")
-    ranks = ranks_of(lm)
+    files, ranks = shared_files(lm), ranks_of(lm)
     assert len(ranks) == count
-    handle = lm.submit(PROMPTS[1], SamplingParams(max_tokens=80, ignore_eos=True), capture=["resid_post.*"])
+    params = SamplingParams(max_tokens=80, ignore_eos=True)
+    handles = [lm.submit(PROMPTS[1], params, capture=["resid_post.*"] if i else None) for i in range(2)]
     ranks[-1].kill()
-    handle.wait(300)
-    (end,) = handle.ends
-    assert end.finish_reason in ("error", "length")
-    with pytest.raises(EngineClosedError, match="vLLM's engine has ended"):
-        for _ in range(100):
-            lm.generate([PROMPTS[0]], SamplingParams(max_tokens=2))
+    assert_ends_with_a_rank(lm, handles, r"rank 1 of 2 \(process \d+\) (was ended by SIGKILL|has ended)", files)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from pymllm_interp import LM, Capture, Clamp, SamplingParams, Steer
 from pymllm_interp.config import ModelConfig, ServerConfig
-from pymllm_interp.core.model_spec import ModelSpec
+from pymllm_interp.core.model_spec import ModelSpec, attention_add, input_add, residual_site
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.step import RequestHooks
 from pymllm_interp.hooks.bound_hooks import Bindings, BoundHooks
@@ -312,8 +312,9 @@ def vllm_config(**changes: Any) -> Any:
             pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="mp", tensor_parallel_size=2
         ),
         model_config=SimpleNamespace(
-            runner_type="generate", is_encoder_decoder=False, dtype=torch.float16, architectures=["LlamaForCausalLM"]
+            runner_type="generate", is_encoder_decoder=False, dtype=torch.float16, architectures=["LlamaForCausalLM"], is_moe=True
         ),
+        device_config=SimpleNamespace(device_type="cpu"),
         cache_config=SimpleNamespace(), speculative_config=SimpleNamespace(method="ngram"),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
@@ -328,8 +329,11 @@ def vllm_config(**changes: Any) -> Any:
 
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size"),
-    ("parallel_config.data_parallel_size", 2, "data_parallel_size"),
+    ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size above 1 with speculative_config"),
+    ("parallel_config.data_parallel_size", 2, "data_parallel_size above 1 for a model with experts on a CPU"),
+    ("parallel_config.data_parallel_hybrid_lb", True, "data_parallel_hybrid_lb"),
+    ("parallel_config.enable_elastic_ep", True, "enable_elastic_ep"),
+    ("parallel_config.enable_expert_parallel", True, "enable_expert_parallel on a CPU"),
     ("parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
     ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size"),
     ("parallel_config.enable_dbo", True, "enable_dbo"),
@@ -352,6 +356,14 @@ def test_what_hooks_cannot_be_served_with_is_refused_by_name(path: str, value: A
     refuse_config(vllm_config())
     with pytest.raises(VllmRefusalError, match=message):
         refuse_config(vllm_config(**{path: value}))
+
+
+def test_on_gpus_more_ranks_are_served() -> None:
+    names = ("data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel", "enable_eplb")
+    refuse_config(
+        vllm_config(**{"device_config.device_type": "cuda"} | {f"parallel_config.{name}": 2 for name in names})
+    )
+    refuse_config(vllm_config(**{"speculative_config": None, "parallel_config.pipeline_parallel_size": 2}))
 
 
 def test_breakable_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,14 +413,28 @@ class Made(nn.Module):
 def test_norms_are_found_by_the_layers_class_and_others_are_refused() -> None:
     found = structure_of(Made("LlamaDecoderLayer", 3))
     assert len(found.layers) == 3 and found.taps == 8
-    for name, message in (
-        ("BloomBlock", "BloomBlock is not known"),
-        ("PPMissingLayer", "another pipeline rank"),
-    ):
-        with pytest.raises(NotImplementedError, match=message):
-            structure_of(Made(name))
+    with pytest.raises(NotImplementedError, match="BloomBlock is not known"):
+        structure_of(Made("BloomBlock"))
     with pytest.raises(NotImplementedError, match="no list of decoder layers"):
         structure_of(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_each_pipeline_rank_has_the_sites_of_its_modules(first: int) -> None:
+    """Together all sites, none twice: `resid_post` of a stage's last layer is on the next stage, which adds its MLP's output."""
+    whole, stages = structure_of(Made("LlamaDecoderLayer", 3)), []
+    elsewhere = type("PPMissingLayer", (nn.Module,), {})
+    for own in (range(first), range(first, 3)):
+        made = Made("LlamaDecoderLayer", 3)
+        for layer in set(range(3)) - set(own):
+            made.model.layers[layer] = elsewhere()
+        if 2 not in own:
+            made.model.norm = elsewhere()
+        stages.append(structure_of(made))
+    one, two = stages
+    assert one.taps + two.taps == whole.taps and one.sites | two.sites == whole.sites and not one.sites & two.sites
+    assert residual_site(input_add(first)) in two.sites and residual_site(input_add(3)) in two.sites
+    assert not first or residual_site(attention_add(first - 1)) in one.sites
 
 
 # -- the command line ----------------------------------------------------------------------

@@ -119,8 +119,9 @@ class VllmBackend(FactoryBackend):
         scheduler = config.scheduler_config
         ring = server.capture_ring_bytes if uses_tables(device) else None
         declarations = VllmDeclarations(
-            limits, spec, len(core.ranks), scheduler.max_num_batched_tokens, ring, config.speculative_config is not None
-        )
+            limits, spec, config.parallel_config.tensor_parallel_size, core.stages, scheduler.max_num_batched_tokens, ring,
+            config.speculative_config is not None,
+        )  # fmt: skip
         weights, saes = VllmWeights(hf_config, partial(core.call, "interp_checksum")), SAERegistry(spec, "cpu")
         for name, sae in model.saes.items():
             saes[name] = sae

@@ -28,6 +28,18 @@ def check_blocks(facts: ModelFacts, traces: Sequence[RequestTrace], config: Any)
         raise VllmRefusalError(why)
     for holds, what in (
         (config.model_config.runner_type != "generate", "classification heads: they run by vLLM's pooler"),
+        (
+            config.parallel_config.pipeline_parallel_size > 1,
+            "pipeline ranks: one rank runs its modules, and has the layers of one stage: raise tensor_parallel_size",
+        ),
+        (
+            getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1,
+            "decode_context_parallel_size above 1 beside it: leave it out",
+        ),
+        (
+            config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe,
+            "data parallel engines with experts, which wait for each other in all layers: data_parallel_size is to be 1",
+        ),
         (config.speculative_config is not None, "drafts beside it: leave out speculative_config"),
         (config.lora_config is not None, "adapters beside it: leave out enable_lora"),
         (

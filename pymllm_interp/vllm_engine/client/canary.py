@@ -6,12 +6,14 @@ vLLM keeps compiled code of models on the disk. If it ever ran code without the 
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from typing import Any
 
 import torch
 
 from ...client.backend import Submission
 from ...client.chat import RenderedPrompt
+from ...core.model_spec import ModelSpec, input_add, residual_site
 from ...core.sampling_params import SamplingParams
 from ...hooks.captures.spec import Capture
 from ...hooks.interventions.specs import Steer
@@ -26,14 +28,30 @@ FAILED = (
 
 
 def check_steering(backend: Any) -> None:
-    """Steer one request, and compare its captured states with a plain request's.
+    """Steer one request for each engine and pipeline stage, and compare its captured states with a plain request's.
 
     Raises:
         VllmRefusalError: the states do not differ as they must.
     """
-    spec = backend.facts.spec
-    layer = spec.num_hidden_layers // 2
-    sites = [f"resid_post.{layer}", f"resid_post.{spec.num_hidden_layers - 1}"]
+    spec, core = backend.facts.spec, backend.core
+    middle = spec.num_hidden_layers // 2
+    of_stages = [_middle(sites, spec) for sites in core.stages] or [f"resid_post.{middle}"]
+    for engine in range(core.engines):
+        backend.engine.only_engine = engine
+        for site in of_stages:
+            _check(backend, spec, site)
+    backend.engine.only_engine = None
+
+
+def _middle(sites: Container[int], spec: Any) -> str:
+    """The input of the middle one of a stage's layers."""
+    layers = [layer for layer in range(spec.num_hidden_layers) if residual_site(input_add(layer)) in sites]
+    return f"resid_pre.{layers[len(layers) // 2]}"
+
+
+def _check(backend: Any, spec: ModelSpec, site: str) -> None:
+    last = f"resid_post.{spec.num_hidden_layers - 1}"
+    sites = [site, last]
     vector = torch.linspace(-1, 1, spec.hidden_size)
     plain, steered = _states(backend, sites, []), _states(backend, sites, [Steer(sites[0], vector, 8.0)])
     change = (steered[0] - plain[0]).float()
@@ -41,7 +59,7 @@ def check_steering(backend: Any) -> None:
     tolerance = 1e-3 if spec.dtype == torch.float32 else 0.02 * max(1.0, float(plain[0].abs().max()))
     if not off <= tolerance:
         raise VllmRefusalError(FAILED.format(f"off by {off:.3g} at {sites[0]}"))
-    if layer < spec.num_hidden_layers - 1 and torch.equal(plain[1], steered[1]):
+    if site != last and torch.equal(plain[1], steered[1]):
         raise VllmRefusalError(FAILED.format(f"{sites[1]} is as it was"))
 
 

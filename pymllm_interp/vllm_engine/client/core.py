@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from ..scheduler import scheduler_name
 from ..settings import rank_arguments
 from ..versions import installed_version
 from .attached import AttachedLLM
+from .ranks.rank_watch import RankWatch
 from .results_link import ResultsLink
 from .uplink import Uplink
 
@@ -42,8 +43,12 @@ class VllmCore:
         version: vLLM's.
         config: vLLM's `VllmConfig`.
         on_cuda: the ranks have CUDA devices.
-        ranks: answers of all ranks to `interp_open`.
-        uplink, link: connections to all ranks, and from rank 0.
+        engines: number of data parallel engines, each with all layers.
+        ranks: answers of all ranks to `interp_open`, in the order of the engines.
+        uplink: connection to all ranks.
+        links: connections from the first ranks of the pipeline stages, for each engine.
+        stages: sites of each pipeline stage, by number; empty with one stage.
+        failure: error of all calls, once a rank has ended.
         kinds: the module `vllm.sampling_params`.
         tree: weak reference to the tree that traces are written against, or None.
 
@@ -53,8 +58,12 @@ class VllmCore:
         ValueError: likewise, of vLLM.
     """
 
+    engines = 1
+    failure: BaseException | None = None
+    _watch: RankWatch | None = None
+
     def __init__(self, arguments: dict[str, Any], config: ServerConfig, attached: Any = None) -> None:
-        self.version = installed_version()
+        self.version, self.attached = installed_version(), attached is not None
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm import sampling_params  # pyright: ignore[reportMissingImports]
@@ -74,22 +83,38 @@ class VllmCore:
         else:
             self.config = attached.llm_engine.vllm_config
         refuse_config(self.config)
+        if attached is not None and self.config.parallel_config.data_parallel_size > 1:
+            raise VllmRefusalError(
+                "LM.attach(llm): llm is one of several data parallel engines: LM(engine='vllm') starts all"
+            )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pymllm-interp-vllm", daemon=True)
         self._thread.start()
         self.tree: Any = None
         self.llm: Any = None
-        self.link: ResultsLink | None = None
+        self.links: list[list[ResultsLink]] = []
+        self.engines = self.config.parallel_config.data_parallel_size
         try:
             with with_causes():
                 self.llm = self.wait(self._start(AsyncLLM)) if attached is None else AttachedLLM(attached, self._loop)
             key = secrets.token_bytes(32)
-            self.ranks = sorted(self.call("interp_open", key), key=lambda rank: rank["rank"])
-            self.link = ResultsLink(tuple(self.ranks[0]["address"]), key, self.soon)
+            self.ranks = self.call("interp_open", key)
+            for engine in range(self.engines):
+                leads = [rank for rank in self.ranks_of(engine) if rank["address"] is not None]
+                self.links.append([ResultsLink(tuple(rank["address"]), key, self.soon) for rank in leads])
+            self.stages = [rank["sites"] for rank in self.ranks_of(0) if rank["address"] and rank["sites"] is not None]
             self.uplink = Uplink(self.call_async, Sealer(key), len(self.ranks))
         except BaseException:
             self.close()
             raise
+
+    def watch(self, failed: Callable[[str], None]) -> None:
+        """Call a function on the loop, with the rank and the cause, when a rank is killed or stopped."""
+
+        async def begin() -> RankWatch:
+            return RankWatch(self.ranks, failed)
+
+        self._watch = self.wait(begin())
 
     async def _start(self, cls: Any) -> Any:
         return cls.from_vllm_config(self.config, disable_log_stats=True)
@@ -98,11 +123,20 @@ class VllmCore:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
+    def ranks_of(self, engine: int) -> list[dict[str, Any]]:
+        """The ranks of a data parallel engine."""
+        count = len(self.ranks) // self.engines
+        return self.ranks[engine * count : (engine + 1) * count]
+
+    def firsts(self, answers: list[ResultT]) -> list[ResultT]:
+        """Answers of the first rank of each engine, among the answers of all ranks."""
+        return answers[:: len(answers) // self.engines]
+
     @property
     def kv_tokens(self) -> int:
-        """Slots of vLLM's KV pool."""
+        """Slots of the KV pools of all engines."""
         cache = self.config.cache_config
-        return (cache.num_gpu_blocks or 0) * cache.block_size
+        return (cache.num_gpu_blocks or 0) * cache.block_size * self.engines
 
     @property
     def generates(self) -> bool:
@@ -139,12 +173,22 @@ class VllmCore:
             TimeoutError: a rank did not answer in time.
         """
         try:
-            called = self.answered(self.llm.collective_rpc(method, timeout, arguments))
+            called = self.answered(self._on_all_ranks(method, timeout, arguments))
             return await asyncio.wait_for(called, timeout + 5)
         except Exception as error:
             if isinstance(error, TimeoutError) or "timed out" in str(error):  # vLLM tells its own as a plain Exception
                 raise TimeoutError(f"a rank of vLLM has not answered {method} within {timeout:g} s") from error
             raise
+
+    async def _on_all_ranks(self, method: str, timeout: float, arguments: tuple[Any, ...]) -> list[Any]:
+        if self.engines == 1:
+            return await self.llm.collective_rpc(method, timeout, arguments)
+        client = self.llm.engine_core  # its public method returns the answers of one engine only
+        calls = [
+            client._call_utility_async("collective_rpc", method, timeout, arguments, None, engine=engine)
+            for engine in client.core_engines
+        ]
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def answered(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """The answer of a call of vLLM's engine. If the engine ends meanwhile, vLLM leaves the call without one.
@@ -155,6 +199,8 @@ class VllmCore:
         llm, call = self.llm, asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({call}, timeout=DEAD_SECONDS))[0]:
+                if self.failure is not None:
+                    raise self.failure
                 if llm.errored:
                     raise llm.dead_error
             return call.result()
@@ -173,14 +219,19 @@ class VllmCore:
         """End vLLM's processes, and the loop. A second call does nothing."""
         if self._loop.is_closed():
             return
-        if self.link is not None:
-            self.link.close()
+        for link in (link for links in self.links for link in links):
+            link.close()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self.soon(watch.close)
         if self.llm is not None:
             llm, self.llm = self.llm, None
             try:
                 self.wait(self._shut_down(llm), 60)
             except TimeoutError:
                 pass
+        if watch is not None and not self.attached:
+            watch.kill()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         if not self._thread.is_alive():

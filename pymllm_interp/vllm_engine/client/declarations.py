@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from torch import Tensor
 
 from ...core.model_spec import LOGITS, ModelSpec
 from ...core.request import Request
+from ...hooks.bound_hooks import BoundHooks
 from ...hooks.captures.reductions.lens import Lens
 from ...hooks.captures.spec import Capture
 from ...hooks.declarations import Declarations
@@ -39,6 +40,7 @@ class VllmDeclarations(Declarations):
     Args:
         limits, model: see `Declarations`.
         ranks: number of tensor-parallel ranks.
+        stages: sites of each pipeline stage, by number; empty with one stage.
         step_tokens: most token rows of a step.
         ring_bytes: bytes of rank 0's ring; None if captures do not use one.
         speculates: whether vLLM proposes drafts.
@@ -49,13 +51,14 @@ class VllmDeclarations(Declarations):
         limits: VllmLimits,
         model: ModelSpec,
         ranks: int,
+        stages: Sequence[Container[int]],
         step_tokens: int,
         ring_bytes: int | None,
         speculates: bool = False,
     ) -> None:
         super().__init__(limits, model, NoReadout(), only_captures=False)
         self._ranks, self._step_tokens, self._ring_bytes = ranks, step_tokens, ring_bytes
-        self._speculates = speculates
+        self._stages, self._speculates = stages, speculates
 
     def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
         """Check and bind a request's hooks, see `Declarations.declare`.
@@ -69,6 +72,11 @@ class VllmDeclarations(Declarations):
                 raise ValueError(
                     f"{spec.name}: with engine='vllm' a monitor records, stops, or begins interventions: a function "
                     f"of this process (then={shown(spec.then)}) is not called. {OURS}"
+                )
+            if isinstance(spec, Monitor) and self._stages:
+                raise ValueError(
+                    f"{spec.name}: with pipeline_parallel_size={len(self._stages)} no monitor is served, as its scores are on "
+                    f"several ranks: raise tensor_parallel_size instead. {OURS}"
                 )
             if isinstance(spec, Knockout):
                 raise ValueError(f"{spec.name}: with engine='vllm' no edge of attention can be cut. {OURS}")
@@ -87,13 +95,36 @@ class VllmDeclarations(Declarations):
                 raise ValueError(
                     f"{spec.name}: Lens needs the head, which tensor_parallel_size={self._ranks} splits: capture the states. {OURS}"
                 )
+            if self._stages and isinstance(spec.reduce, Lens):
+                raise ValueError(
+                    f"{spec.name}: Lens needs the head, and with pipeline_parallel_size={len(self._stages)} other ranks have it: "
+                    f"capture the states. {OURS}"
+                )
         super().declare(specs, captures, request)
         self._check_ring(request)
+        if self._stages and request.hooks is not None and request.hooks.bound is not None:
+            self._check_stages(request.hooks.bound.hooks)
         if self._speculates and request.declared is not None:
             streamed = request.stream and any(spec.stream for spec in captures)
             why = "streamed captures" if streamed else request.declared.why_undrafted
             if why := "monitors" if request.monitors is not None else why:
                 raise ValueError(f"with speculative_config, rows of drafts cannot be taken back from {why}. {OURS}")
+
+    def _check_stages(self, hooks: BoundHooks) -> None:
+        """Refuse ops at a site of one pipeline stage that read a site of another."""
+        flags: dict[int, int] = {}
+        for site, found in hooks.ops.items():
+            stage = self._stage_of(site)
+            for op in found:
+                read = op.flag is not None and flags.setdefault(op.flag.slot, stage) != stage
+                if read or (op.read is not None and self._stage_of(op.read.site) != stage):
+                    raise ValueError(
+                        f"{op.spec.name} at {op.site}: it reads a site of another pipeline rank "
+                        f"(pipeline_parallel_size={len(self._stages)}): let it read one of its own rank's layers. {OURS}"
+                    )
+
+    def _stage_of(self, site: int) -> int:
+        return next(i for i, sites in enumerate(self._stages) if site in sites)
 
     def _check_ring(self, request: Request) -> None:
         found = None if request.declared is None else request.declared.captures

@@ -8,12 +8,11 @@ import logging
 import pickle
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from ...client.remote.remote_errors import exception_of
 from ...core.events import EngineClosedError, Event, RowsEvent, Subscriber, TokenEvent
@@ -23,10 +22,11 @@ from ...engine.callbacks import Callbacks
 from ...engine.step_results import Progress, finished_event, take
 from ...hooks.declared import Declared
 from ..blocks import StepEnds, take_outer, unpacked
-from ..payloads import TensorKey
 from ..results import AskedRows, SentScores
 from .adapters import VllmAdapters
 from .core import VllmCore, closed
+from .live import Live
+from .ranks.joined import joined
 from .sampling import follows, logprobs_of, pooling_params, prompt_of, salt_of, vllm_params
 
 logger = logging.getLogger(__name__)
@@ -34,36 +34,6 @@ CLOSING_SECONDS = 5.0
 STATS_SECONDS = 30.0
 SCORES_SECONDS = 30.0
 WATCH_SECONDS = 5.0
-
-
-class _Live:
-    """A request on its way.
-
-    Attributes:
-        task: task that serves it.
-        reason: reason for its end, once requested.
-        started: whether its task runs. A task that is cancelled before would never answer.
-        sent: vLLM knows it.
-        vllm_id: vLLM's id of it then.
-        dots: (first position, dot products of monitors [slots, positions]) of steps that the monitors have not taken.
-        num_scored: positions up to which dot products have come.
-        scored: set when more come.
-    """
-
-    def __init__(self, request: Request, subscriber: Subscriber) -> None:
-        self.request, self.subscriber = request, subscriber
-        self.task: asyncio.Task[None] | None = None
-        self.reason: str | None = None
-        self.keys: list[TensorKey] = []
-        self.started, self.sent, self.vllm_id = False, False, ""
-        self.dots: deque[tuple[int, np.ndarray]] = deque()
-        self.num_scored, self.scored = 0, asyncio.Event()
-
-    def feed(self, num_tokens: int) -> None:
-        """Let the monitors take the dot products that are there when this many tokens are sampled."""
-        monitors = self.request.monitors
-        while monitors is not None and self.dots and monitors.num_taken < self.request.prompt_len + num_tokens - 1:
-            monitors.take(*self.dots.popleft())
 
 
 class VllmRequestEngine:
@@ -88,16 +58,19 @@ class VllmRequestEngine:
     ) -> None:
         self.core, self._release, self._adapters, self._version = core, release, adapters, version
         self.num_events = 0
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._callbacks = Callbacks()
         self._lock = threading.Lock()
         self._closing: BaseException | None = None
-        self._released = False
+        self._released = self._shut = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._steps = 0
-        if core.link is not None:
-            core.link.scored = self._told
+        self._loads = [0] * core.engines  # live requests of each engine
+        self.only_engine: int | None = None  # that all requests go to, for the canary
+        for link in (link for links in core.links for link in links):
+            link.scored = self._told
         self._watching = core.start(self._watch())
+        core.watch(self._rank_failed)
 
     def __repr__(self) -> str:
         return f"VllmRequestEngine({self.state})"
@@ -128,7 +101,7 @@ class VllmRequestEngine:
         self.check_open()
         if self.why_closed is not None:
             raise self.why_closed.with_traceback(None)
-        live = [_Live(request, subscriber) for requests, subscriber in groups for request in requests]
+        live = [Live(request, subscriber) for requests, subscriber in groups for request in requests]
         with self._lock:
             self.check_open()
             self._live |= {one.request.request_id: one for one in live}
@@ -143,7 +116,7 @@ class VllmRequestEngine:
         self.abort(list(self._live))
 
     @property
-    def live(self) -> list[_Live]:
+    def live(self) -> list[Live]:
         """The live requests."""
         return list(self._live.values())
 
@@ -169,12 +142,13 @@ class VllmRequestEngine:
         `free_kv_tokens` is the part of the pool that live requests leave free if each comes to its last token.
         """
         self.check_open()
-        first = self.core.wait(self.core.call_async("interp_stats"), STATS_SECONDS)[0]
+        firsts = self.core.firsts(self.core.wait(self.core.call_async("interp_stats"), STATS_SECONDS))
         live = list(self._live.values())
         taken = sum(one.request.max_total_tokens for one in live)
         running = sum(one.sent for one in live)
         return {
-            "steps": first["steps"], "op_calls": first["calls"], "running": running, "waiting": len(live) - running, "swapped": 0,
+            "steps": sum(one["steps"] for one in firsts), "op_calls": sum(one["calls"] for one in firsts),
+            "running": running, "waiting": len(live) - running, "swapped": 0,
             "free_kv_tokens": max(0, self.core.kv_tokens - taken), "execution": {}, "overlapped_steps": 0, "preempted": 0,
             "moved_to_host": 0, "block_seconds": 0.0, "flat_logits": 0,
         }  # fmt: skip
@@ -191,9 +165,9 @@ class VllmRequestEngine:
     def shutdown(self, timeout: float | None = None) -> None:
         """End all requests, and vLLM's processes. A second call does nothing."""
         with self._lock:
-            if self._closing is not None:
+            if self._shut:
                 return
-            self._closing = closed()
+            self._shut, self._closing = True, self._closing or closed()
             live = list(self._live.values())
         for one in live:
             self.core.soon(self._fail, one, closed())
@@ -219,6 +193,7 @@ class VllmRequestEngine:
         """Mark the engine of a forked child: calls raise `error`, and nothing waits."""
         self._lock = threading.Lock()
         self._closing = self.forked = error
+        self._shut = True
 
     # -- the loop ------------------------------------------------------------------
 
@@ -228,7 +203,13 @@ class VllmRequestEngine:
             await asyncio.sleep(WATCH_SECONDS)
             if self._live:
                 with contextlib.suppress(Exception):  # the requests get the error of an engine that has ended
-                    self._steps = (await self.core.call_async("interp_stats"))[0]["steps"]
+                    self._steps = sum(one["steps"] for one in await self.core.call_async("interp_stats"))
+
+    def _rank_failed(self, what: str) -> None:
+        """End all requests: a rank was killed or stopped, and others wait for it."""
+        if self._closing is None:
+            self.core.failure = self.end_with(EngineClosedError(f"vLLM's engine has ended: {what}. Make a new LM"))
+            logger.error("%s", self.core.failure)
 
     def _told(self, found: SentScores | StepEnds) -> None:
         """Take rank 0's findings of a step."""
@@ -246,7 +227,7 @@ class VllmRequestEngine:
                 one.num_scored = max(one.num_scored, first + stop - start)
                 one.scored.set()
 
-    async def _wait_for_scores(self, one: _Live, num_tokens: int) -> None:
+    async def _wait_for_scores(self, one: Live, num_tokens: int) -> None:
         """Wait for the scores that come before this many tokens, by another way than the tokens."""
         while one.num_scored < one.request.prompt_len + num_tokens - 1:
             one.scored.clear()
@@ -257,7 +238,7 @@ class VllmRequestEngine:
                     f"the scores of monitors have not come from rank 0 within {SCORES_SECONDS:g} s"
                 ) from None
 
-    def _start(self, live: list[_Live]) -> None:
+    def _start(self, live: list[Live]) -> None:
         for one in live:
             one.task = asyncio.get_running_loop().create_task(self._run(one))
 
@@ -270,13 +251,13 @@ class VllmRequestEngine:
                     self._tasks.add(task := asyncio.get_running_loop().create_task(self._abort_in_vllm(one)))
                     task.add_done_callback(self._tasks.discard)
 
-    def _fail(self, one: _Live, error: BaseException) -> None:
+    def _fail(self, one: Live, error: BaseException) -> None:
         if not one.request.finished:
             one.request.error, one.reason = error, "error"
             if one.started and one.task is not None:
                 one.task.cancel()
 
-    async def _run(self, one: _Live) -> None:
+    async def _run(self, one: Live) -> None:
         request, one.started = one.request, True
         timer = None
         if request.deadline is not None:
@@ -297,6 +278,8 @@ class VllmRequestEngine:
     def _named(self, error: BaseException) -> BaseException:
         """Error of a request for its caller. The end of vLLM's engine becomes EngineClosedError."""
         if type(error).__name__ == "EngineDeadError":
+            if self.core.failure is not None:  # which names the rank
+                return self.core.failure
             told = EngineClosedError(
                 "vLLM's engine has ended: a rank was killed, or has failed; its log says which. Make a new LM"
             )
@@ -305,7 +288,7 @@ class VllmRequestEngine:
             return told
         return error
 
-    async def _serve(self, one: _Live) -> str:
+    async def _serve(self, one: Live) -> str:
         request, core = one.request, self.core
         declares = request.hooks is not None and request.hooks.declares
         blocks = request.trace is not None
@@ -323,11 +306,15 @@ class VllmRequestEngine:
         if (salt := salt_of(request, declared if declares else None)) is not None:
             prompt["cache_salt"] = salt
         request.status = RequestStatus.RUNNING
-        lora = self._adapters.request_of(request.adapter)
-        queue = await core.llm.add_request(
-            request.request_id, prompt, params, lora_request=lora, priority=request.priority
-        )
-        one.sent, one.vllm_id = True, queue.request_id
+        options: dict[str, Any] = {
+            "lora_request": self._adapters.request_of(request.adapter), "priority": request.priority
+        }  # fmt: skip
+        if core.engines > 1:
+            options["data_parallel_rank"] = one.engine = self._engine_for()
+        self._loads[one.engine] += 1
+        one.sent = True
+        queue = await core.llm.add_request(request.request_id, prompt, params, **options)
+        one.vllm_id = queue.request_id
         finished = False
         try:
             if one.reason is not None:  # its end was requested meanwhile
@@ -353,29 +340,35 @@ class VllmRequestEngine:
             queue.close()
         return "abort"
 
-    async def _abort_in_vllm(self, one: _Live) -> None:
+    def _engine_for(self) -> int:
+        """The engine with the fewest live requests. vLLM's coordinator keeps their steps together where models need it."""
+        return self._loads.index(min(self._loads)) if self.only_engine is None else self.only_engine
+
+    async def _abort_in_vllm(self, one: Live) -> None:
         """vLLM answers with the tokens so far."""
         await self.core.llm.abort(one.request.request_id)
 
-    async def _stream_rows(self, one: _Live, start: int) -> None:
+    async def _stream_rows(self, one: Live, start: int) -> None:
         """Emit the rows captured from a position on, when they are on the rank's host."""
         request = one.request
         request.num_streamed = request.computed_once
         token_ids = request.token_ids_between(start, request.num_streamed)
-        for rows in await self._asked(AskedRows(request.request_id, start, token_ids)) or ():
-            self._emit(one, RowsEvent(request.request_id, rows))
+        for found in await self._asked(one, AskedRows(request.request_id, start, token_ids)):
+            for rows in found or ():
+                self._emit(one, RowsEvent(request.request_id, rows))
 
-    async def _asked(self, question: RequestEnd | AskedRows) -> Any:
-        """The answer of rank 0. Raises its exception."""
-        assert self.core.link is not None
-        arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.core.link.ask(question, lambda outcome: _set(arrived, outcome))
-        found = await arrived
-        if isinstance(found, BaseException):
-            raise found
-        return found
+    async def _asked(self, one: Live, question: RequestEnd | AskedRows) -> list[Any]:
+        """The answer of the first rank of each pipeline stage. Raises their exceptions."""
+        answers: list[asyncio.Future[Any]] = []
+        for link in self.core.links[one.engine]:
+            answers.append(arrived := asyncio.get_running_loop().create_future())
+            link.ask(question, partial(_set, arrived))
+        for found in (outcomes := await asyncio.gather(*answers)):
+            if isinstance(found, BaseException):
+                raise found
+        return outcomes
 
-    def _take(self, one: _Live, output: Any, events: list[Event]) -> str | None:
+    def _take(self, one: Live, output: Any, events: list[Event]) -> str | None:
         """Append vLLM's output to the request, and the events of its tokens. Returns the reason to end, or None."""
         request, (completion,) = one.request, output.outputs
         tokens = list(completion.token_ids)
@@ -409,7 +402,7 @@ class VllmRequestEngine:
             return None
         return "stop" if completion.finish_reason == "stop" else str(completion.finish_reason)
 
-    def _take_pooled(self, one: _Live, output: Any) -> str | None:
+    def _take_pooled(self, one: Live, output: Any) -> str | None:
         """Note that the prompt of a model with labels has run. Returns the reason to end."""
         request = one.request
         request.num_cached_tokens = output.num_cached_tokens or 0
@@ -417,7 +410,7 @@ class VllmRequestEngine:
         one.feed(1)
         return take(request, [], ModelRunnerOutput(), [])
 
-    async def _answer(self, one: _Live) -> None:
+    async def _answer(self, one: Live) -> None:
         """Fetch the captures, and emit the last event."""
         request = one.request
         try:
@@ -439,16 +432,17 @@ class VllmRequestEngine:
             if request.adapter_hold is not None:
                 request.adapter_hold.release()
             self._live.pop(request.request_id, None)
+            self._loads[one.engine] -= one.sent
             self._emit(one, finished_event(request))
             if self._released and not self._live:
                 self.release()
 
-    async def _take_saves(self, one: _Live) -> None:
+    async def _take_saves(self, one: Live) -> None:
         """End the blocks of a request on rank 0, and fetch their saves."""
         request, trace = one.request, one.request.trace
         end = request.ending()
         told = pickle.dumps(replace(end, hooks=RequestHooks(trace_key=trace.key)))
-        found = (await self.core.call_async("interp_end_trace", told))[0]
+        found = self.core.firsts(await self.core.call_async("interp_end_trace", told))[one.engine]
         if found is None:
             return
         result = unpacked(found, None if self.core.tree is None else self.core.tree())
@@ -462,7 +456,7 @@ class VllmRequestEngine:
         request.warnings += result.warnings
         trace.stopped, trace.result = result.stopped, result.result
 
-    async def _take_results(self, one: _Live) -> None:
+    async def _take_results(self, one: Live) -> None:
         request = one.request
         hooks, receipt = request.hooks, request.receipt
         assert hooks is not None
@@ -470,14 +464,18 @@ class VllmRequestEngine:
         found = None
         if one.sent and request.error is None:
             own = RequestHooks(max_tokens=hooks.max_tokens, logits_from=hooks.logits_from)
-            found = await self._asked(replace(request.ending(), num_preemptions=0, hooks=own, captures_lost=None))
+            end = replace(request.ending(), num_preemptions=0, hooks=own, captures_lost=None)
+            layout = None if request.declared.captures is None else request.declared.captures.layout
+            found = joined(await self._asked(one, end), () if layout is None else layout.order)
         if found is None:  # it has not begun
             counted: Declared = hooks.bound
             result = DeclaredResult(
                 counted.hooks.applied(0, counted.fires), counted.captured(0), counted.activations([])
             )
         else:
-            result, receipt.steps, receipt.preemptions = found.declared, found.steps, found.preemptions
+            result, receipt.preemptions = found.declared, found.preemptions
+            of_engine = f", engine {one.engine}" if self.core.engines > 1 else ""
+            receipt.steps = Counter({f"{mode}{of_engine}": count for mode, count in found.steps.items()})
             for rows in result.rows or ():
                 self._emit(one, RowsEvent(request.request_id, rows))
         request.activations = result.activations
@@ -488,7 +486,7 @@ class VllmRequestEngine:
         if found is not None and found.error is not None:
             raise RuntimeError(found.error)
 
-    def _emit(self, one: _Live, event: Event) -> None:
+    def _emit(self, one: Live, event: Event) -> None:
         try:
             one.subscriber.put(event)
         except BaseException:  # SystemExit of a subscriber, too: the events behind it are others'

@@ -97,9 +97,8 @@ class Uplink:
         if not missing:
             return
         answers = await self._call("interp_put", [packed_tensor(key, tensor) for key, tensor in missing.items()])
-        got = {rank: set(map(bytes, keys)) for rank, keys in answers}
-        for rank in range(self._ranks):
-            lacking = missing.keys() - got.get(rank, set())
+        for rank, (_, keys) in enumerate(answers):
+            lacking = missing.keys() - set(map(bytes, keys))
             if lacking:
                 raise RuntimeError(
                     f"{len(lacking)} of {len(missing)} vectors did not reach rank {rank} of {self._ranks}: the request was not "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ...wire.failures import failure_of
 from ..blocks import TraceOnWire
 from ..payloads import HookedOnWire, Sealer, TensorKey, loaded, unpacked_tensor
 from ..settings import KEY
+from ..stage_sites import part_of_captures
 from .blocks.traces import RankTraces
 from .stage import RankStage
 
@@ -32,6 +33,7 @@ class HooksOf:
         model: vLLM's model. Wrappers replace its `compute_logits` or `pooler`, to serve the logits' site, and its
             `forward`.
         num_drafts: most draft tokens of a request in a step.
+        sites: numbers of the sites of this pipeline rank, which captures those; None: it has all.
 
     Attributes:
         hidden: [tokens, hidden] of the pass under way, after the final norm.
@@ -41,9 +43,10 @@ class HooksOf:
     """
 
     def __init__(
-        self, stage: RankStage, model: Any, head: Callable[..., Any], traces: RankTraces, num_drafts: int = 0
-    ) -> None:
-        self.stage, self.traces, self._num_drafts = stage, traces, num_drafts
+        self, stage: RankStage, model: Any, head: Callable[..., Any], traces: RankTraces, num_drafts: int = 0,
+        sites: Container[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.stage, self.traces, self._num_drafts, self._sites = stage, traces, num_drafts, sites
         self.hidden: Any = None
         self.expects_pass = False
         self.drafts: Mapping[str, Sequence[int]] = {}
@@ -112,7 +115,9 @@ class HooksOf:
                 wire = TraceOnWire(*told.trace)
                 self.traces.add(new.req_id, told.request_id, new.prompt_token_ids, wire)
             specs = self._specs_of(told.specs)
-            if not any(specs):
+            if self._sites is None and not any(
+                specs
+            ):  # all pipeline ranks answer, also those without a capture of the request
                 continue
             longest = told.max_tokens + self._num_drafts  # vLLM drafts beyond a request's last token
             hooks = RequestHooks(*specs, longest, told.logits_from, vector_rows=told.vector_rows)
@@ -124,7 +129,10 @@ class HooksOf:
         if found is None:
             if len(self._specs) >= KEPT:
                 self._specs.clear()
-            found = self._specs[pickled] = loaded(pickled, self.tensors)
+            ops, captures = loaded(pickled, self.tensors)
+            if self._sites is not None:
+                captures = part_of_captures(captures, self.stage.model, self._sites)
+            found = self._specs[pickled] = ops, captures
         return found
 
     def begin_blocks(self, ids: list[str], counts: list[int], first: list[int]) -> None:

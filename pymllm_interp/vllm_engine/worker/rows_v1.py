@@ -74,6 +74,16 @@ class RowsOfV1:
         own.hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # beside states for a drafter
         return hidden
 
+    def sync_and_gather_intermediate_tensors(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        runner: Any = self
+        if (
+            runner.intermediate_tensors is None
+        ):  # made in a dummy pass, which vLLM's CPU runner leaves out without a compiler
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        return super().sync_and_gather_intermediate_tensors(num_tokens, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         own = self.interp
         if own is not None and own.traces.own_pass:

@@ -77,7 +77,10 @@ class RowsOfV2:
         if kwargs.get("dummy_run") or (len(args) > 1 and args[1]):
             own.idle()
         try:
-            return run(scheduler_output, *args, **kwargs)
+            found = run(scheduler_output, *args, **kwargs)
+            if found is not None and own.stage.step is not None:  # states for the next pipeline rank, which samples
+                own.end()
+            return found
         except BaseException:
             self._take_graphs_back()
             own.idle()

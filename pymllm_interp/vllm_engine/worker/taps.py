@@ -28,6 +28,8 @@ from ..structures import INNER_MODULES, Structure, inner_modules
 from . import op  # noqa: F401  # registers the ops
 from .split_rows import SplitRows
 
+ROUTES = "_compute_routing"
+"""Method of vLLM's routers that chooses experts by the model's numbers."""
 NORMS = {"RMSNorm": norm_kind.RMS, "GemmaRMSNorm": norm_kind.RMS_OFFSET}
 """Norms of vLLM that this package's kernels can replace."""
 
@@ -84,25 +86,27 @@ def put_taps(structure: Structure, handle: int, within: bool = False) -> None:
     Args:
         within: whether this package's kernels replace norms that they can compute. Else the ops are in front of vLLM's.
     """
-    count = len(structure.layers)
     if structure.summands:
         _put_plain_taps(structure, handle)
         return
-    for layer, (first, middle) in enumerate(structure.layers):
+    for layer, (first, middle) in structure.layers.items():
         _tap(first, input_add(layer), handle, within)
         _tap(middle, attention_add(layer), handle, within)
-    _tap(structure.last, input_add(count), handle, within, final_norm_site(count))
+    if structure.last is not None:
+        _tap(structure.last, input_add(structure.count), handle, within, final_norm_site(structure.count))
 
 
 def _put_plain_taps(structure: Structure, handle: int) -> None:
-    count = len(structure.layers)
-    for layer, ((first, middle), (attention, mlp)) in enumerate(zip(structure.layers, structure.summands, strict=True)):
+    for layer, (first, middle) in structure.layers.items():
+        attention, mlp = structure.summands[layer]
         _tap_plain(first, handle, before=residual_site(input_add(layer)))
         _tap_plain(attention, handle, after=delta_site(attention_add(layer)))
         if middle is not None:
             _tap_plain(middle, handle, before=residual_site(attention_add(layer)))
         _tap_plain(mlp, handle, after=delta_site(mlp_add(layer)))
-    _tap_plain(structure.last, handle, before=residual_site(input_add(count)), after=final_norm_site(count))
+    if (last := structure.last) is not None:
+        stream, normed = residual_site(input_add(structure.count)), final_norm_site(structure.count)
+        _tap_plain(last, handle, before=stream, after=normed)
 
 
 def _tap_plain(module: Any, handle: int, before: int = -1, after: int = -1) -> None:
@@ -135,16 +139,20 @@ def _inner_class(base: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _choosing_class(base: type) -> type:
-    """A subclass of a router's class that calls the op with the chosen experts and their scores, best first."""
+    """A subclass of a router's class that calls the op with the chosen experts and their scores, best first.
 
-    def select_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scores, ids = super(tapped, self).select_experts(*args, **kwargs)
+    The experts have the model's numbers. With EPLB, vLLM replaces them after `ROUTES` by numbers of copies, which move.
+    """
+
+    def route(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scores, ids = getattr(super(tapped, self), name)(*args, **kwargs)
         best = scores.argsort(dim=-1, descending=True, stable=True)
         chosen = torch.cat([found.gather(-1, best).to(self.tap_dtype) for found in (ids, scores)], -1)
         torch.ops.pymllm_interp.inner_(chosen, self.tap_sites, self.tap_widths, self.tap_handle)
         return scores, ids
 
-    tapped: Any = type(f"Tapped{base.__name__}", (base,), {"select_experts": select_experts})
+    name = ROUTES if hasattr(base, ROUTES) else "select_experts"
+    tapped: Any = type(f"Tapped{base.__name__}", (base,), {name: route})
     return tapped
 
 
@@ -160,7 +168,7 @@ def put_inner_taps(
         NotImplementedError: vLLM's module for a site is not there, or has other columns than the site.
     """
     served, taps = set(kinds) & model.family.points.keys(), 0
-    for layer, block in enumerate(structure.blocks):
+    for layer, block in structure.blocks.items():
         found = inner_modules(block)
         for name, own in INNER_MODULES.items():
             wanted = [kind for kind in own if kind in served and layer >= model.family.first_layer(kind)]
@@ -170,7 +178,7 @@ def put_inner_taps(
                     raise NotImplementedError(
                         f"inner_sites={tuple(wanted)} cannot be served in this model with engine='vllm': {reason}"
                     )
-                places = [inner_site(len(structure.blocks), layer, kind) if kind in wanted else -1 for kind in own]
+                places = [inner_site(structure.count, layer, kind) if kind in wanted else -1 for kind in own]
                 _tap_inner(found[name], name, places, [split.width(kind) for kind in own], model, handle)
                 taps += len(wanted)
     return taps
@@ -200,8 +208,14 @@ def _no_tap(module: Any, name: str, kinds: tuple[str, ...], split: SplitRows) ->
         found = base.output_size if name == "router" else width
     if found != width:
         return f"its {name} has {found} columns a rank, and the sites {width}"
-    if name == "experts" and (module.is_monolithic or getattr(module.router, "eplb_state", None) is not None):
-        return "its experts are chosen within vLLM's kernel, or move between ranks"
+    if name == "experts" and module.is_monolithic:
+        return "its experts are chosen within vLLM's kernel"
+    if (
+        name == "experts"
+        and getattr(module.router, "eplb_state", None) is not None
+        and not hasattr(module.router, ROUTES)
+    ):
+        return "its experts move between ranks, and this version of vLLM has no place with their own numbers"
     if name == "shared_experts" and split.ranks > 1:
         return "each rank has a part of the sum; tensor_parallel_size is to be 1"
     return None

@@ -59,6 +59,7 @@ class InterpWorker:
     device: torch.device
     egress: Egress | None = None
     _sums: dict[str, int]
+    _sites: frozenset[int] | None = None
 
     def init_device(self) -> None:
         """Refuse unsupported settings, then make the runner, and put the mixin in front of its class."""
@@ -92,11 +93,13 @@ class InterpWorker:
         settings = server_config_of(config.additional_config)
         spec = served_spec(config.model_config.hf_config, config.model_config.dtype)
         scheduler = config.scheduler_config
+        parallel = config.parallel_config
+        tensor_ranks, several = parallel.tensor_parallel_size, parallel.pipeline_parallel_size > 1
         head = head_of(model, config.model_config.hf_config)
-        readout = VllmReadout(head, structure, config.parallel_config.tensor_parallel_size)
+        readout = VllmReadout(head, structure, tensor_ranks)
         tokens, rows = scheduler.max_num_batched_tokens + PADDING, scheduler.max_num_seqs + SPARE_ROWS
         device = torch.device(self.device)
-        split = SplitRows(spec, config.parallel_config.tensor_parallel_size, self.rank)
+        split = SplitRows(spec, tensor_ranks, self.rank % tensor_ranks)
         stage = RankStage(settings, spec, device, tokens, rows, structure.taps, split, readout)
         if os.environ.get(WITHOUT_OP) != "1":
             within = stage.in_tables and config.additional_config[KEY]["taps"] == "norm"
@@ -109,7 +112,8 @@ class InterpWorker:
         )  # fmt: skip
         drafts = config.speculative_config
         num_drafts = 0 if drafts is None else drafts.num_speculative_tokens
-        self.model_runner.interp = HooksOf(stage, model, head, traces, num_drafts)
+        sites = self._sites = structure.sites if several else None
+        self.model_runner.interp = HooksOf(stage, model, head, traces, num_drafts, sites)
         sys.setswitchinterval(SWITCH_SECONDS)
         return found
 
@@ -118,15 +122,19 @@ class InterpWorker:
         return self.model_runner.interp
 
     def interp_open(self, key: bytes) -> dict[str, Any]:
-        """Take hooks that were sealed with this key. Returns the properties of this rank, with rank 0's address of results."""
+        """Take hooks that were sealed with this key.
+
+        Returns:
+            the properties of this rank. The first rank of each pipeline stage has an address of results.
+        """
         self._hooks.open(key)
-        if self.rank == 0 and self.egress is None:
-            own = self._hooks.stage
+        own = self._hooks.stage
+        if own.rank == 0 and self.egress is None:
             self.egress = Egress(key, own.finish, own.rows, own.arena)
             own.tell_scores = self._hooks.traces.tell = self.egress.tell
         return {
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
-            "address": None if self.egress is None else self.egress.address,
+            "address": None if self.egress is None else self.egress.address, "sites": self._sites,
             "runner": "V2" if isinstance(self.model_runner, RowsOfV2) else "V1",
             "merged": dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", None) or {}),
         }  # fmt: skip

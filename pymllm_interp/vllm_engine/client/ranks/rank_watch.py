@@ -1,0 +1,121 @@
+"""`RankWatch`: notices ranks that were killed or stopped. vLLM itself names none, and waits minutes for one that is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+from ...results import host_name
+
+STOPPED_SECONDS = 4.0
+"""A rank that is stopped for this long has failed."""
+LOOK_SECONDS = 1.0
+"""Seconds between looks at whether a rank is stopped."""
+STOPPED, ENDED = "T", "ZX"
+"""States of a process in /proc."""
+
+
+class RankWatch:
+    """Watches the processes of ranks on this host. Used on the client's loop only. Other hosts are left to vLLM.
+
+    Args:
+        ranks: answers of the ranks to `interp_open`.
+        failed: called once, with the rank and the cause.
+    """
+
+    def __init__(self, ranks: Sequence[Mapping[str, Any]], failed: Callable[[str], None]) -> None:
+        self._failed: Callable[[str], None] | None = failed
+        self._stopped: dict[int, float] = {}  # pid -> since when
+        self._names: dict[int, str] = {}  # by pid
+        self._files: dict[int, int] = {}  # pid -> pidfd: a number of a process may be given again
+        for index, rank in enumerate(ranks):
+            if rank["host"] == host_name():
+                pid = rank["pid"]
+                self._names[pid] = f"rank {index} of {len(ranks)} (process {pid})"
+                with contextlib.suppress(OSError, AttributeError):  # it has ended already; Linux only
+                    self._files[pid] = os.pidfd_open(pid)
+        self._shared = {name for pid in self._files for name in (*_shared(pid), *_shared(_parent(pid)))}
+        for pid, file in self._files.items():
+            asyncio.get_running_loop().add_reader(file, self._has_ended, pid)
+        self._task = asyncio.get_running_loop().create_task(self._look())
+
+    def _has_ended(self, pid: int) -> None:
+        asyncio.get_running_loop().remove_reader(self._files[pid])
+        name = _signal_of(pid)
+        self._tell(
+            pid, f"was ended by {name}" if name else "has ended: it was killed, or has failed, and its log says which"
+        )
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for pid in self._files:
+                if _stat(pid)[:1] != [STOPPED]:
+                    self._stopped.pop(pid, None)
+                elif time.monotonic() - self._stopped.setdefault(pid, time.monotonic()) >= STOPPED_SECONDS:
+                    self._tell(pid, "is stopped (SIGSTOP)")
+
+    def _tell(self, pid: int, cause: str) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            failed(f"{self._names[pid]} {cause}")
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._failed = None
+        self._task.cancel()
+        for file in self._files.values():
+            asyncio.get_running_loop().remove_reader(file)
+
+    def kill(self) -> None:
+        """Kill ranks that have not ended with the engine, as one that is stopped. Called last, on any thread.
+
+        A killed process leaves its queues of vLLM in shared memory. They are removed, too.
+        """
+        for file in self._files.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(file, signal.SIGKILL)
+            os.close(file)
+        self._files.clear()
+        for name in self._shared:
+            with contextlib.suppress(FileNotFoundError):
+                left = SharedMemory(name)
+                left.close()
+                left.unlink()
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty for a process that is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _parent(pid: int) -> int:
+    """The engine's process of a rank; 0 if the rank is gone."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _shared(pid: int) -> set[str]:
+    """Names of the shared memory of Python that a process has mapped."""
+    with contextlib.suppress(OSError):
+        return set(re.findall(r" /dev/shm/(psm_\w+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
+    return set()
+
+
+def _signal_of(pid: int) -> str:
+    """The signal that ended a process, while its parent has not asked for it; "" where it cannot be read."""
+    fields = _stat(pid)
+    number = int(fields[-1]) & 0x7F if fields and fields[0] in ENDED else 0
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return ""

@@ -1,0 +1,208 @@
+"""Pipeline ranks and data parallel engines of vLLM against our own engine, and a rank that is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers_vllm import (
+    LAYERS,
+    WIDTH,
+    assert_close,
+    assert_close_tensor,
+    assert_ends_with_a_rank,
+    needs_vllm,
+    own_lm,
+    prompt,
+    ranks_of,
+    save_model,
+    shared_files,
+    vector,
+    vllm_lm,
+)
+
+from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
+from pymllm_interp.captures import Lens, Project
+from pymllm_interp.interventions import Generated, Monitor
+from pymllm_interp.vllm_engine.refusals import VllmRefusalError
+
+pytestmark = needs_vllm
+INNER = ("q", "k", "v", "z", "mlp_act")
+PROMPTS = [prompt(30, 1), prompt(45, 2), prompt(17, 3), prompt(52, 4), prompt(1, 5), prompt(33, 6)]
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+OPS: list[Any] = [
+    [Steer("resid_post.*", vector(1), 0.5), Scale("mlp_out.*", 0.7, positions=slice(3, None, 2))],
+    None,
+    [Ablate("resid_mid.*", vector(3, 2, WIDTH)), Scale("attn_out.2", 0.5, positions="generated"), Scale("z.*", 0.0, heads=[0, 2])],
+    [Patch("resid_pre.2", vector(4, 3, WIDTH), positions=[0, 2, -1]), Clamp(f"resid_post.{LAYERS - 1}", vector(5), high=0.5)],
+    [Steer("embed", vector(6), 0.3), Steer("final_norm", vector(7), positions=Generated(1, 6, 2))],
+    [Steer(f"resid_post.{layer}", vector(8), when=Gate(vector(9), 0.0, site=f"resid_pre.{layer}")) for layer in (0, 2)],
+]  # fmt: skip
+CAPTURED: list[Any] = [
+    [f"{kind}.*" for kind in ("attn_out", "resid_mid", "mlp_out", "resid_post", *INNER)],
+    None,
+    [Capture("resid_post.*", reduce="mean"), Capture("resid_mid.1", positions=[0, -1]), Capture("resid_mid.3", dtype="float16")],
+    ["attn_out.3", Capture("resid_pre.*", reduce=Project(vector(11, 3, WIDTH)))],
+    ["embed", "final_norm", "logits"],
+    [Capture("mlp_out.*", reduce="last"), "attn_in.*", "mlp_in.*"],
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("qwen3", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Iterator[LM]:
+    with own_lm(folder) as found:
+        yield found
+
+
+def engine(folder: Path, **options: Any) -> Iterator[LM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        with vllm_lm(folder, max_num_tokens=48, inner_sites=INNER, **options) as found:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def stages(folder: Path) -> Iterator[LM]:
+    """Two pipeline ranks, with two layers each."""
+    yield from engine(folder, pipeline_parallel_size=2)
+
+
+@pytest.fixture(scope="module")
+def replicas(folder: Path) -> Iterator[LM]:
+    """Two data parallel engines."""
+    yield from engine(folder, data_parallel_size=2)
+
+
+def assert_same(lm: LM, oracle: LM) -> list[Any]:
+    """Different requests at once, in chunks of 48, twice: the second time behind cached pages."""
+    for captured in (CAPTURED, None):
+        found, wanted = (model.generate(PROMPTS, PARAMS, interventions=OPS, capture=captured) for model in (lm, oracle))
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+    return found
+
+
+def test_stages_have_the_states_of_one_rank(stages: LM, oracle: LM) -> None:
+    found = assert_same(stages, oracle)
+    assert {mode for out in found if out.receipt for mode in out.receipt.steps} == {"vllm V1 none"}
+    assert "2 ranks" in stages.backend.facts.engine_name
+
+
+def test_captures_of_all_stages_stream(stages: LM, oracle: LM) -> None:
+    captures = [
+        Capture("resid_post.*", stream=True),
+        Capture("attn_out.0", reduce="mean", stream=True),
+        Capture("final_norm"),
+    ]
+    pieces = list(stages.stream(PROMPTS[1], PARAMS, capture=captures))
+    (wanted,) = oracle.generate([PROMPTS[1]], PARAMS, capture=captures)
+    parts, whole = [piece.captures for piece in pieces if piece.captures is not None], pieces[-1].activations
+    assert list(whole) == list(wanted.activations) and len(parts) > 1
+    for site in set(whole) - {"final_norm"}:
+        assert torch.equal(torch.cat([part[site] for part in parts if site in part]), whole[site]), site
+        assert_close_tensor(whole[site], wanted.activations[site], site)
+
+
+def test_an_abort_leaves_the_others_as_they_are(stages: LM, oracle: LM) -> None:
+    options = {"interventions": OPS[0], "capture": ["resid_post.*"]}
+    ended = [stages.submit(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True), **options) for _ in range(2)]
+    kept = stages.submit(PROMPTS[2], PARAMS, **options)
+    for handle in ended:
+        handle.cancel()
+    for out in (handle.result(600) for handle in ended):
+        states = out.outputs[0].activations
+        assert len(states["resid_post.0"]) == len(states["resid_post.3"])
+    assert_close(kept.result(600), oracle.generate([PROMPTS[2]], PARAMS, **options)[0])
+
+
+def test_what_needs_several_stages_is_refused_by_name(stages: LM) -> None:
+    crossing = Steer("resid_post.2", vector(8), when=Gate(vector(9), 0.0, site="resid_post.0"))
+    for options, message in (
+        ({"interventions": [crossing]}, "another pipeline rank"),
+        ({"monitors": [Monitor("resid_post.1", vector(1))]}, "no monitor is served"),
+        ({"capture": [Capture("resid_post.1", reduce=Lens(top_k=2))]}, "other ranks have it"),
+    ):
+        with pytest.raises(ValueError, match=f"{message}|pipeline_parallel_size=2"):
+            stages.generate([PROMPTS[0]], PARAMS, **options)
+    with pytest.raises(VllmRefusalError, match="no pipeline ranks"), stages.trace(PROMPTS[0]):
+        for i in range(3):  # a loop does not lower
+            if stages.model.layers[i].output.sum() > 0:
+                stages.model.layers[i].output[:] = 0
+    assert stages.generate([PROMPTS[0]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
+def test_a_stopped_rank_is_named(stages: LM) -> None:
+    """The last test of this engine."""
+    files, rank = shared_files(stages), ranks_of(stages)[1]
+    handles = [
+        stages.submit(ids, SamplingParams(max_tokens=70, ignore_eos=True), capture=["resid_post.*"])
+        for ids in PROMPTS[:3]
+    ]
+    rank.suspend()
+    assert_ends_with_a_rank(stages, handles, r"rank 1 of 2 \(process \d+\) is stopped \(SIGSTOP\)", files)
+
+
+def test_engines_share_the_requests(replicas: LM, oracle: LM) -> None:
+    found = assert_same(replicas, oracle)
+    used = {mode for out in found if out.receipt for mode in out.receipt.steps}
+    assert used == {"vllm V1 none, engine 0", "vllm V1 none, engine 1"}
+    handles = [
+        replicas.submit(ids, SamplingParams(max_tokens=60, ignore_eos=True), capture=["mlp_out.1"]) for ids in PROMPTS
+    ]
+    handles[0].cancel()
+    for handle in handles:
+        assert handle.result(600).finish_reason in ("abort", "length")
+    engine: Any = replicas.backend.engine
+    assert engine.stats()["running"] == 0 and not any(engine._loads)
+
+
+def test_blocks_run_on_each_engine(replicas: LM, oracle: LM) -> None:
+    def read(lm: LM, ids: list[int]) -> Any:
+        with lm.trace(ids):
+            layer = lm.model.layers[1]
+            layer.mlp.output[:] *= 0.5 if layer.output.sum() > 0 else 0.25
+            found = lm.model.layers[3].output.save()
+        return found
+
+    for ids in PROMPTS[:3]:
+        assert_close_tensor(read(replicas, ids), read(oracle, ids))
+
+
+def test_experts_that_move_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With EPLB, which runs on GPUs only, a router ends with the numbers of copies. `experts.i` has those of the model."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter  # pyright: ignore[reportMissingImports]
+
+    from pymllm_interp.vllm_engine.worker import op
+    from pymllm_interp.vllm_engine.worker.taps import _choosing_class
+
+    class Balanced(CPURouter):
+        moved = torch.arange(6)
+
+        def _apply_eplb_mapping(self, topk_ids: torch.Tensor) -> torch.Tensor:
+            return self.moved[topk_ids.long()].to(topk_ids.dtype)
+
+    found: list[torch.Tensor] = []
+    handle = len(op.STAGES)
+    monkeypatch.setitem(
+        op.STAGES, handle, SimpleNamespace(inner=lambda rows, sites, widths: found.append(rows.clone()))
+    )
+    router: Any = Balanced(top_k=2, global_num_experts=6, renormalize=True)
+    router.__class__ = _choosing_class(Balanced)
+    router.tap_dtype, router.tap_sites, router.tap_widths, router.tap_handle = torch.float32, [7], [4], handle
+    states, scores = vector(1, 5, 8), vector(2, 5, 6)
+    _, before = router.select_experts(states, scores)
+    router.moved = torch.tensor([5, 3, 4, 0, 1, 2])  # between two steps
+    _, after = router.select_experts(states, scores)
+    assert torch.equal(after.long(), router.moved[before.long()]) and not torch.equal(after, before)
+    assert torch.equal(found[0], found[1]) and torch.equal(
+        found[0][:, :2].sort(-1)[0].long(), scores.topk(2)[1].sort(-1)[0]
+    )
