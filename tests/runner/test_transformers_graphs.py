@@ -113,7 +113,7 @@ def test_what_is_not_captured_says_why(family, reason, monkeypatch):
 def test_modules_that_cannot_be_captured_run_eagerly(monkeypatch, caplog):
     use_eager_graphs(monkeypatch)
 
-    def fail(runner: CudaGraphRunner) -> None:
+    def fail(runner: CudaGraphRunner, lazily: bool) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(CudaGraphRunner, "capture", fail)
