@@ -428,7 +428,7 @@ def test_r16_the_torch_backend_serves_a_cpu_and_flashinfer_is_refused_there(runn
 def test_r17_cuda_graphs_are_skipped_for_three_reasons(skip, monkeypatch):
     """R17: `capture_model` is called unless one of the three holds; graph_runner is None without it."""
     captured = []
-    monkeypatch.setattr(ModelRunner, "capture_model", lambda self: captured.append(1) or 0)
+    monkeypatch.setattr(ModelRunner, "capture_model", lambda self, lazily: captured.append(1) or 0)
     runner = make_runner(CONFIGS["llama"](), disable_cuda_graph=skip == "disabled")
     assert runner.graph_runner is None and not captured
     runner.device = "cpu" if skip == "cpu" else "cuda"  # no CUDA call is made here
