@@ -19,6 +19,8 @@ from .utils.extras import install_command
 
 SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "max_body_bytes": (int, 64 << 20), "max_trace_bytes": (int, 64 << 20), "max_concurrent": (int, 256), "max_traces": (int, 32),
+    "max_circuits": (int, 1), "max_circuit_tokens": (int, 2048), "max_circuit_features": (int, 4096),
+    "max_circuit_bytes": (int, 2048 << 20), "circuit_timeout": (float, 600.0),
     "max_prompts": (int, 1024), "max_vectors": (int, 256), "max_vector_bytes": (int, 64 << 20), "inline_bytes": (int, 256 << 10),
     "max_store_bytes": (int, 4 << 30), "max_store_bytes_per_key": (int, 2 << 30),
     "max_responses": (int, 1024), "max_response_bytes": (int, 512 << 20), "max_response_bytes_per_key": (int, 64 << 20),

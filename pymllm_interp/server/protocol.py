@@ -24,6 +24,8 @@ SAME_NAMES = (
     "speculate",
 )  # fmt: skip
 """Fields with the name that they have in SamplingParams."""
+MAX_LISTED_NAMES, MAX_TARGETS = 512, 256
+"""Most transcoders, and most targets, of a circuit."""
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
 """Most messages of a conversation, or parts of one, and most tools."""
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16)]
@@ -394,6 +396,33 @@ class LensRequest(Strict):
 
     prompt: checked(str, list[int])  # pyright: ignore[reportInvalidTypeForm]
     top: StrictInt = Field(3, ge=1, le=20, description="tokens of each layer and position")
+
+
+Target = str | StrictInt
+"""A token, as text or id."""
+
+
+class CircuitRequest(Strict):
+    """Body of `POST /v1/interp/circuit`."""
+
+    prompt: checked(str, list[int])  # pyright: ignore[reportInvalidTypeForm]
+    transcoders: str | Annotated[list[str], at_most(MAX_LISTED_NAMES)] = Field(
+        description="names of SAEs that the server has (serve --sae), or of a set of them: the part before a slash"
+    )
+    target: Target | Annotated[list[Target | Annotated[list[Target], at_most(2)]], at_most(MAX_TARGETS)] | None = Field(
+        None,
+        description="a token, or a list of tokens and pairs (differences of two logits); null: the most probable ones",
+    )
+    max_features: StrictInt = Field(1024, ge=1, description="the most influential features")
+    max_logits: StrictInt = Field(10, ge=1, le=MAX_TARGETS)
+    logit_mass: float = Field(0.95, ge=0, le=1)
+    node_threshold: float = Field(0.8, ge=0, le=1)
+    edge_threshold: float = Field(0.98, ge=0, le=1)
+    batch: StrictInt = Field(64, ge=1)
+    skip: StrictInt = Field(1, ge=0)
+    form: Literal["graph", "figure", "tensors"] = Field(
+        "graph", description="circuit-tracer's JSON; a figure of plotly's; or frames with all tensors, for LM.connect"
+    )
 
 
 class LoadAdapterRequest(Strict):

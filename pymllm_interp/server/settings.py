@@ -28,6 +28,16 @@ class ServeLimits:
     """Requests of one key at a time; each prompt, and each of its `n`, counts."""
     max_traces: int = 32
     """Traces of one key at a time."""
+    max_circuits: int = 1
+    """Circuits of one key at a time, also those that wait: the engine makes one at a time."""
+    max_circuit_tokens: int = 2048
+    """Tokens of a circuit's prompt."""
+    max_circuit_features: int = 4096
+    """Kept features of a circuit."""
+    max_circuit_bytes: int = 2048 * MIB
+    """Bytes of a circuit, of the device and of the host, beside weights and transcoders."""
+    circuit_timeout: float = 600.0
+    """Seconds of a circuit, with the time that it waits for others."""
     max_prompts: int = 1024
     """Prompts of one call, times `n`."""
     max_vectors: int = 256

@@ -39,7 +39,7 @@ class ReadPrompt(NamedTuple):
         Raises:
             PromptError: a prompt that cannot be served.
         """
-        found = lm._read(prompt, what)
+        found = lm._requests.read(prompt, what)
         ids = found.token_ids
         if found.embeds is not None:
             vectors = dict(zip(found.embeds.positions.tolist(), found.embeds.vectors, strict=True))

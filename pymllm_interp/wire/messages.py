@@ -121,6 +121,23 @@ class RunTrace(EngineMessage):
     """Seconds for the whole trace."""
 
 
+class RunCircuit(EngineMessage):
+    """Make an attribution graph. Answered by `Frame`s, then `Answer` or `Failed`. The first frame says that it is accepted."""
+
+    owner: str
+    prompt: list[int]
+    transcoders: list[str]
+    """Names of SAEs that the server has, or of sets of them."""
+    target: Any
+    form: str
+    """Form of the result: "tensors", "graph" (circuit-tracer's JSON) or "figure"."""
+    options: dict[str, Any]
+    """Numbers, as `LM.circuit` takes them."""
+    max_bytes: int
+    timeout: float | None = None
+    """Seconds for the circuit, and for those before it."""
+
+
 class ReadFrames(EngineMessage):
     """The client has read frames or captured rows of the call, with this many bytes: it may be sent more."""
 
@@ -284,8 +301,8 @@ class Gone(EngineMessage):
 
 
 ToEngine = (
-    Submit | Abort | PutVector | DropVector | LoadAdapter | UnloadAdapter | RunTrace | ReadFrames | AskStats | AskProgress
-    | ResetPrefixCache | Control | AskTokenizer | Hello | Pulse | Stop
+    Submit | Abort | PutVector | DropVector | LoadAdapter | UnloadAdapter | RunTrace | RunCircuit | ReadFrames | AskStats
+    | AskProgress | ResetPrefixCache | Control | AskTokenizer | Hello | Pulse | Stop
 )  # fmt: skip
 FromEngine = Ready | Accepted | Rows | Token | Finished | Frame | Answer | Failed | Spread | Pulse | Gone
 

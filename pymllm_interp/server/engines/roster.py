@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from ... import __version__
-from ...wire.messages import RunTrace, Submit
+from ...wire.messages import RunCircuit, RunTrace, Submit
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def weight_of(message: object) -> int:
     """Requests that a call counts as."""
     if isinstance(message, Submit):
         return len(message.prompts)
-    return int(isinstance(message, RunTrace))
+    return int(isinstance(message, RunTrace | RunCircuit))
 
 
 def _digest(data: bytes) -> bytes:

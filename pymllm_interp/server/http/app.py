@@ -20,6 +20,7 @@ from ..audio.routes import audio_routes
 from ..pooling.routes import pooling_routes
 from ..protocol import COMPONENT
 from ..responses.routes import responses_routes
+from ..routes.circuits import circuit_routes
 from ..routes.interp_routes import interp_routes
 from ..routes.openai_routes import openai_routes
 from ..routes.operator_routes import operator_routes
@@ -58,6 +59,7 @@ def create_app(state: ServerState) -> FastAPI:
             tokenize_routes,
             operator_routes,
             interp_routes,
+            circuit_routes,
         )
     ]
     for router in routers:

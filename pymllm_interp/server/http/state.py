@@ -127,13 +127,13 @@ class ServerState:
 
     @contextmanager
     def admitted(self, client: Client, count: int, what: str = "requests") -> Iterator[None]:
-        """Count requests, or traces, while they run.
+        """Count requests, traces or circuits while they run.
 
         Raises:
             ApiError: the client has as many as it may.
         """
-        most = self.limits.max_traces if what == "traces" else self.limits.max_concurrent
-        name = "max_traces" if what == "traces" else "max_concurrent"
+        name = "max_concurrent" if what == "requests" else f"max_{what}"
+        most = getattr(self.limits, name)
         key = client.name, what
         if self._running[key] + count > most:
             raise ApiError(

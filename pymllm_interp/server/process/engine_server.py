@@ -86,6 +86,7 @@ class EngineServer:
             m.LoadAdapter: partial(self._later, self._load_adapter),
             m.UnloadAdapter: partial(self._later, self._unload_adapter),
             m.RunTrace: self.traces.run,
+            m.RunCircuit: self.traces.run_circuit,
             m.ReadFrames: self._was_read,
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
             m.AskProgress: lambda message: m.Answer(message.call, self.model.engine.progress()._asdict()),

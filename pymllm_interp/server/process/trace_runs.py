@@ -1,4 +1,4 @@
-"""`TraceRuns`: the traces of clients, each on its own thread, like a local program's.
+"""`TraceRuns`: the traces and circuits of clients, each on its own thread, like a local program's.
 
 The blocks run on the engine's thread, as always, where the watchdog ends those that hang. The code around them runs here:
 reading the payload, collecting invokes, running sessions. All of it is arbitrary Python, which a limit of seconds ends, too.
@@ -10,6 +10,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ...core.request import Request
@@ -21,6 +22,7 @@ from ...wire import messages as m
 from ...wire.failures import failure_of
 from ...wire.trace_payload import Sources, envoy_at, frame_for, is_envoy_id, load
 from ...wire.values import ValueEncoder, pack
+from .circuits import send_circuit
 from .outbox import Outbox
 from .served_model import ServedModel
 
@@ -39,10 +41,11 @@ class TraceRun:
     Args:
         abort: ends requests.
         limit: bytes of results that may wait for its client.
+        checks: whether its code calls `check` often, and is never interrupted elsewhere.
     """
 
-    def __init__(self, call: int, abort: Callable[[list[str]], None], limit: int) -> None:
-        self.call, self._abort, self._limit = call, abort, limit
+    def __init__(self, call: int, abort: Callable[[list[str]], None], limit: int, checks: bool = False) -> None:
+        self.call, self._abort, self._limit, self._checks = call, abort, limit, checks
         self._unread, self._read = 0, threading.Condition()
         self._lock, self._requests = threading.Lock(), list[str]()
         self._thread: int | None = None
@@ -61,6 +64,7 @@ class TraceRun:
         with self._read:
             while wait and self._unread and self._unread + size > self._limit and not self._posted:
                 self._read.wait(WAKE_SECONDS)  # between two waits it can be ended
+            self.check()
             self._unread += size
 
     def was_read(self, size: int) -> None:
@@ -76,11 +80,18 @@ class TraceRun:
             late: the limit of seconds is the reason; else the client is gone.
         """
         with self._lock:
-            if self._over or self._posted or self._thread is None:
+            if self._over or self._posted or (self._thread is None and not self._checks):
                 return
             self._posted, self.late = True, late
+            if self._checks:
+                return
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(RunEndedError))
         self._abort(list(self._requests))
+
+    def check(self) -> None:
+        """Raise RunEndedError after `end`, in a run that checks."""
+        if self._checks and self._posted:
+            raise RunEndedError
 
     def leave(self) -> None:
         """Finish on the thread. An error posted to it arrives here at the latest."""
@@ -106,10 +117,11 @@ class TraceRuns:
         self._model, self._outbox, self._queued_bytes = model, outbox, queued_bytes
         self._sources = Sources()
         self._runs: dict[int, TraceRun] = {}
+        self._circuit_turn = threading.Lock()
 
     @property
     def num_running(self) -> int:
-        """Traces that have not ended."""
+        """Traces and circuits that have not ended."""
         return len(self._runs)
 
     @property
@@ -119,9 +131,18 @@ class TraceRuns:
 
     def run(self, message: m.RunTrace) -> None:
         """Start a trace. Returns at once."""
-        run = self._runs[message.call] = TraceRun(message.call, self._model.engine.abort, self._queued_bytes)
+        self.start(TraceRun(message.call, self._model.engine.abort, self._queued_bytes), message, self._execute)
+
+    def run_circuit(self, message: m.RunCircuit) -> None:
+        """Start a circuit. Returns at once."""
+        run = TraceRun(message.call, self._model.engine.abort, self._queued_bytes, checks=True)
+        self.start(run, message, partial(send_circuit, self._model, self._outbox, self._circuit_turn))
+
+    def start(self, run: TraceRun, message: Any, work: Callable[[TraceRun, Any], None]) -> None:
+        """Have a separate thread do the work of a run, and answer its message. Returns at once."""
+        self._runs[message.call] = run
         threading.Thread(
-            target=self._serve, args=(run, message), name=f"pymllm-interp-trace-{message.call}", daemon=True
+            target=self._serve, args=(run, message, work), name=f"pymllm-interp-run-{message.call}", daemon=True
         ).start()
 
     def was_read(self, message: m.ReadFrames) -> None:
@@ -153,7 +174,7 @@ class TraceRuns:
             edit.name = data["edit"]
         return edit
 
-    def _serve(self, run: TraceRun, message: m.RunTrace) -> None:
+    def _serve(self, run: TraceRun, message: Any, work: Callable[[TraceRun, Any], None]) -> None:
         timer = None
         answer: m.Answer | m.Failed = m.Answer(message.call)
         try:
@@ -162,11 +183,12 @@ class TraceRuns:
                 timer = threading.Timer(message.timeout, run.end, (True,))
                 timer.daemon = True
                 timer.start()
-            self._execute(run, message)
+            work(run, message)
         except RunEndedError:
             if run.late:
+                what = "trace" if isinstance(message, m.RunTrace) else "circuit"
                 late = TraceTimeoutError(
-                    f"the trace took longer than {message.timeout:g} s, the server's limit (trace_timeout)"
+                    f"the {what} took longer than {message.timeout:g} s, the server's limit ({what}_timeout)"
                 )
                 answer = m.Failed(message.call, failure_of(late))
         except BaseException as error:

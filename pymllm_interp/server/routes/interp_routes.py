@@ -225,7 +225,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
 
         state.metrics.totals["hooked_requests"] += _trust_of(body) > Trust.PLAIN
         measure = partial(state.call_metrics, request.state.started, list(map(len, body.prompts)), counts, body.lora)
-        return _streamed(_generated(state, client, make, measure, count))
+        return streamed(_generated(state, client, make, measure, count))
 
     @router.post("/v1/interp/abort")
     async def abort(body: AbortRequest, request: Request) -> dict[str, Any]:
@@ -240,7 +240,10 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         client = require(request, Trust.CODE)
         payload = await request.body()
         state.metrics.totals["traces"] += 1
-        return _streamed(_traced(state, client, payload))
+        seconds = state.limits.trace_timeout
+        return streamed(
+            relayed(state, client, "traces", lambda number: m.RunTrace(number, client.name, payload, seconds))
+        )
 
 
 def _completions(params: dict[str, Any] | None) -> int:
@@ -278,7 +281,8 @@ def _trust_of(body: TokenRequest) -> Trust:
     return Trust.DECLARED if declared or body.prompt_logits else Trust.PLAIN
 
 
-def _streamed(parts: AsyncIterator[bytes]) -> Response:
+def streamed(parts: AsyncIterator[bytes]) -> Response:
+    """The response with a stream of frames."""
     return StreamingResponse(parts, media_type=FRAMES, headers={"Cache-Control": "no-cache"})
 
 
@@ -313,16 +317,21 @@ async def _generated(
     finally:
         if metrics is not None:
             metrics.close()
-        _close(state, call, left > 0)
+        close_call(state, call, left > 0)
 
 
-async def _traced(state: ServerState, client: Client, payload: bytes) -> AsyncIterator[bytes]:
+async def relayed(
+    state: ServerState, client: Client, what: str, make: Callable[[int], m.ToEngine]
+) -> AsyncIterator[bytes]:
+    """The frames of a call, as they travel over HTTP.
+
+    Args:
+        what: kind of work that counts, see `ServerState.admitted`.
+    """
     call, over = None, False
     try:
-        with state.admitted(client, 1, "traces"):
-            call = state.engine.open(
-                lambda number: m.RunTrace(number, client.name, payload, state.limits.trace_timeout)
-            )
+        with state.admitted(client, 1, what):
+            call = state.engine.open(make)
             yield _opened(state, client, call)
             while not over:
                 message = await call.next()
@@ -338,7 +347,7 @@ async def _traced(state: ServerState, client: Client, payload: bytes) -> AsyncIt
         over = not (call is not None and call.overrun)
         yield _failed(error, refused=False)
     finally:
-        _close(state, call, not over)
+        close_call(state, call, not over)
 
 
 def _opened(state: ServerState, client: Client, call: Call) -> bytes:
@@ -347,7 +356,8 @@ def _opened(state: ServerState, client: Client, call: Call) -> bytes:
     return framed(json.dumps({"type": "call", "call": call.number}).encode(), b"")
 
 
-def _close(state: ServerState, call: Call | None, abort: bool) -> None:
+def close_call(state: ServerState, call: Call | None, abort: bool) -> None:
+    """Close a stream's call."""
     if call is not None:
         state.callers.pop(call.number, None)
         state.metrics.totals["disconnects"] += abort

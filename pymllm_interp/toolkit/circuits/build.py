@@ -87,13 +87,17 @@ def planned(
     return plan
 
 
-def build(plan: CircuitPlan, progress: bool | None, on_rows: Callable[[int, int], None] | None = None) -> Circuit:
+def build(
+    plan: CircuitPlan, progress: bool | None, on_rows: Callable[[int, int], None] | None = None,
+    check: Callable[[], None] | None = None,
+) -> Circuit:  # fmt: skip
     """Run a plan.
 
     Args:
         on_rows: called with the number of finished rows, and of all. An error ends the run.
+        check: called before each layer of each pass. An error ends the run.
     """
-    with CircuitPasses.of(plan) as passes:
+    with CircuitPasses.of(plan, check) as passes:
         targets = weighted_targets(plan.pairs, passes.logits, plan.lm, plan.max_logits, plan.logit_mass)
         rows = _Rows(plan, passes, targets)
         with CallProgress(progress, rows.count, "circuit rows") as shown_rows:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...client.remote.remote_backend import RemoteBackend
+
 if TYPE_CHECKING:
     from .circuit import Circuit
 
@@ -20,8 +22,9 @@ def circuit(
 
     Args:
         prompt: a text, or token ids.
-        transcoders: an SAE or transcoder, a name in `lm.saes`, or several. Transcoders, also cross-layer ones, read `mlp_in` or
-            `resid_mid` and write `mlp_out`. SAEs are at `mlp_out` or `resid_post`. One reads a layer.
+        transcoders: an SAE or transcoder, a name in `lm.saes`, or several; "set" also names all of "set/...". Transcoders, also
+            cross-layer ones, read `mlp_in` or `resid_mid` and write `mlp_out`. SAEs are at `mlp_out` or `resid_post`. One reads a
+            layer. A server's are named.
         target: logits of the last position. None: the most probable tokens. A token (text or id), a pair (a difference of two
             logits), or a list of these.
         max_features: features with rows, the most influential; None: all that are active.
@@ -37,12 +40,20 @@ def circuit(
 
     Raises:
         PromptError, ValueError: an invalid prompt, target, transcoder or number; nothing was scheduled.
-        NotImplementedError: a model with edits, a server's, or of another family.
+        NotImplementedError: a model with edits, or of another family.
     """
     from .build import build, planned
+    from .circuit import Circuit as Made
+    from .files import remote_circuit
 
-    lm.backend.require_process("lm.circuit", "no route of a server runs circuits")
     lm._check_outside()
+    if isinstance(lm.backend, RemoteBackend):
+        return remote_circuit(
+            Made, lm, prompt, transcoders, target, progress, max_features=max_features, max_logits=max_logits,
+            logit_mass=logit_mass, node_threshold=node_threshold, edge_threshold=edge_threshold, batch=batch, skip=skip,
+            offload=offload,
+        )  # fmt: skip
+    lm.backend.require_process("lm.circuit")
     plan = planned(
         lm, prompt, transcoders, target, max_features=max_features, max_logits=max_logits, logit_mass=logit_mass,
         node_threshold=node_threshold, edge_threshold=edge_threshold, batch=batch, skip=skip, offload=offload,

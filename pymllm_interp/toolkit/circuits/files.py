@@ -1,19 +1,28 @@
-"""Circuits as circuit-tracer's JSON, which Neuronpedia's graph viewer reads.
+"""Circuits as circuit-tracer's JSON, which Neuronpedia's graph viewer reads, and as a server sends them.
 
-A file has the pruned graph: its nodes by name, and their links. Read again, it is a circuit without a model.
+A file has the pruned graph: its nodes by name, and their links. Read again, it is a circuit without a model. A server sends the
+whole circuit by parts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...client.calls.requests import CallProgress
 from ...utils.files.checked_files import read_json
+from ...wire.values import tensors_of
+from ..read_prompts import ReadPrompt
 from .pruning import PrunedGraph
-from .targets import CircuitTarget
+from .targets import CircuitTarget, checked_targets
+
+PATH = "/v1/interp/circuit"
+"""Path of a server's route."""
 
 MAX_BYTES = 1 << 28
 """Bytes of a file that is read, at most."""
@@ -82,6 +91,87 @@ def _node_json(circuit: Any, number: int, node: Any, share: float) -> dict[str, 
         "token_prob": target.weight, "is_target_logit": node.feature == 0, "jsNodeId": f"L_{token}-{position}",
         "clerp": f'Output "{target.label}" (p={target.weight:.3f})', "influence": None,
     }  # fmt: skip
+
+
+PART = 1 << 22
+"""Bytes of a part of a circuit's weights."""
+
+
+def parts_of(circuit: Any) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """A whole circuit as JSON and tensors: everything else, then its weights, some rows at a time. See `circuit_of`."""
+    fields = {name: getattr(circuit, name) for name in ("token_ids", "tokens", "layers", "active", "softcap")}
+    fields |= {"node_threshold": circuit.node_threshold, "edge_threshold": circuit.edge_threshold}
+    fields |= {"targets": [list(target) for target in circuit.targets], "saes": list(circuit.saes.items())}
+    tensors = {name: getattr(circuit, name).contiguous() for name in TENSORS}
+    yield {"type": "circuit", "fields": fields, "shape": list(circuit.weights.shape)}, tensors
+    for rows in circuit.weights.split(max(1, PART // (4 * circuit.weights.shape[1]))):
+        yield {"type": "weights"}, {"weights": rows.contiguous()}
+
+
+TENSORS = ("features", "activations", "target_values", "bias", "rest")
+"""Tensors of a circuit beside its weights."""
+
+
+def circuit_of(kind: Any, lm: Any, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """A circuit from the first of its parts. The following ones fill its weights.
+
+    Args:
+        kind: the class `Circuit`.
+        lm: the model of the server that sent it.
+    """
+    fields = dict(header["fields"])
+    saes, targets = dict(fields.pop("saes")), [CircuitTarget(*each) for each in fields.pop("targets")]
+    own = {name: tensors[name] for name in TENSORS}
+    return kind(**fields, **own, targets=targets, weights=torch.zeros(header["shape"]), source=(lm, saes))
+
+
+def remote_circuit(
+    kind: Any, lm: Any, prompt: Any, transcoders: Any, target: Any, progress: bool | None, *, offload: bool, **options: Any
+) -> Any:  # fmt: skip
+    """A circuit that a server makes. Leaving the call early ends it there.
+
+    Args:
+        kind: the class `Circuit`.
+        options: numbers, as `LM.circuit` takes them.
+
+    Raises:
+        PromptError, ValueError: the arguments are invalid, or beyond the server's limits.
+        PermissionError: the key may not ask for circuits.
+    """
+    names = list(transcoders) if isinstance(transcoders, list | tuple) else [transcoders]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            "transcoders of a server's model are names: those of serve --sae NAME=PATH, which lm.saes lists"
+        )
+    if offload:
+        raise ValueError("offload=True: a server's transcoders are on its device")
+    body = {
+        "prompt": ReadPrompt.of(lm, prompt, "the prompt").token_ids,
+        "transcoders": names,
+        "form": "tensors",
+        **options,
+    }
+    pairs = checked_targets(target, lm)
+    body["target"] = None if pairs is None else [one if other is None else [one, other] for one, other in pairs]
+    frames, made, filled, done = lm.backend.engine.frames(PATH, json=body), None, 0, 0
+    with ExitStack() as stack:
+        stack.callback(frames.close)
+        shown: CallProgress | None = None
+        for header, content in frames:
+            if header["type"] == "progress":
+                shown = shown or stack.enter_context(CallProgress(progress, header["of"], "circuit rows"))
+                for _ in range(header["rows"] - done):
+                    shown.advance()
+                done = header["rows"]
+            elif header["type"] == "circuit":
+                made = circuit_of(kind, lm, header, tensors_of(content))
+            elif header["type"] == "weights" and made is not None:
+                rows = tensors_of(content)["weights"]
+                made.weights[filled : filled + len(rows)] = rows
+                filled += len(rows)
+    if made is None or filled != len(made.weights):
+        raise ConnectionError("the server ended its answer before the whole circuit had come")
+    return made
 
 
 VIRTUAL = 1 << 24

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,14 +64,15 @@ class CircuitPasses:
     Args:
         plan: a `CircuitPlan`.
         key: key in the worker.
+        check: called before each message; an error ends the run.
 
     Attributes:
         features: active features of each replacement.
         logits: [vocab] float32 of the last position.
     """
 
-    def __init__(self, plan: Any, key: str) -> None:
-        self._plan, self._key = plan, key
+    def __init__(self, plan: Any, key: str, check: Callable[[], None] | None = None) -> None:
+        self._plan, self._key, self._check = plan, key, check
         lm = plan.lm
         lm.backend.run(BeginCircuit(key, plan.token_ids, plan.replacements, plan.skip))
         for layer in range(lm.model_spec.num_hidden_layers):
@@ -81,16 +82,18 @@ class CircuitPasses:
 
     @classmethod
     @contextmanager
-    def of(cls, plan: Any) -> Iterator[CircuitPasses]:
+    def of(cls, plan: Any, check: Callable[[], None] | None = None) -> Iterator[CircuitPasses]:
         """The passes of a plan. Their memory is freed at the end of the block."""
         key = uuid4().hex
         try:
-            yield cls(plan, key)
+            yield cls(plan, key, check)
         finally:
             plan.lm.backend.post(EndCircuit(key))
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Result of a method of the `CircuitRun`."""
+        if self._check is not None:
+            self._check()
         return self._plan.lm.backend.run(CircuitStep(self._key, method, arguments))
 
     def rows_from(self, depth: int) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ def replacements_of(lm: Any, transcoders: Any, offload: bool) -> list[Replacemen
         ValueError: none, two of a layer, an unknown name, another model's SAE, or an unsupported site or kind.
     """
     spec: ModelSpec = lm.model_spec
-    found = sorted((_placed(lm, each, spec, offload) for each in _each(transcoders)), key=lambda made: made.layer)
+    found = sorted((_placed(lm, each, spec, offload) for each in _each(lm, transcoders)), key=lambda made: made.layer)
     if not found:
         raise ValueError("a circuit needs transcoders: an SAE, a name in lm.saes, or a list of them")
     for one, other in pairwise(found):
@@ -123,11 +123,15 @@ def replacements_of(lm: Any, transcoders: Any, offload: bool) -> list[Replacemen
     return found
 
 
-def _each(transcoders: Any) -> Iterator[Any]:
-    if isinstance(transcoders, str | SAE):
-        yield transcoders
-    else:
-        yield from transcoders.values() if isinstance(transcoders, Mapping) else transcoders
+def _each(lm: Any, transcoders: Any) -> Iterator[Any]:
+    several = transcoders.values() if isinstance(transcoders, Mapping) else transcoders
+    for each in [several] if isinstance(several, str | SAE) else several:
+        yield from members_of(lm, each) if isinstance(each, str) else [each]
+
+
+def members_of(lm: Any, name: str) -> list[str]:
+    """Names in `lm.saes` of a set, which are ``name/...``; a name that no set has is one SAE's."""
+    return [name] if name in lm.saes else [each for each in lm.saes if each.startswith(f"{name}/")] or [name]
 
 
 def _placed(lm: Any, source: Any, spec: ModelSpec, offload: bool) -> Replacement:
