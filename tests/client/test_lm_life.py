@@ -20,6 +20,7 @@ import pytest
 import torch
 from conftest import CONFIGS, held
 from helpers_declared import lms
+from helpers_forks import forking
 from helpers_graphs import use_eager_graphs
 from helpers_paths import ROOT
 from helpers_runner import random_ids
@@ -174,7 +175,8 @@ def test_a_process_ends_though_a_block_waits_for_ever(model_folder: Callable[[st
         assert begun.wait(600)
         """
     command = [sys.executable, "-c", textwrap.dedent(script), str(model_folder("llama"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    with forking():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "waits for a lock; the process ends without it" in done.stderr, done.stderr[-2000:]
 
 
@@ -475,7 +477,8 @@ def test_the_memory_of_deleted_weights_comes_back_to_the_process() -> None:
 
 def run_script(script: str, *arguments: str) -> str:
     command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    with forking():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_devices import DEVICES, lm_on
+from helpers_forks import forking
 
 from pymllm_interp import LM, Activations, Capture, SamplingParams
 from pymllm_interp.harvest import HandleError, open_handle, share_states
@@ -48,7 +49,10 @@ with LM(sys.argv[1], device="cpu") as lm:
 @pytest.fixture(scope="module")
 def opener() -> Iterator[Callable[[Any], Any]]:
     """Opens a handle's JSON in another process: what it finds, or its error."""
-    process = subprocess.Popen([sys.executable, "-c", OPENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with forking():
+        process = subprocess.Popen(
+            [sys.executable, "-c", OPENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def opened(info: Any) -> Any:
         assert process.stdin is not None and process.stdout is not None
@@ -119,9 +123,10 @@ def test_a_released_handle_cannot_be_opened_and_its_states_are_freed(lm: LM, ope
 
 def test_the_handle_of_a_killed_process_is_a_named_error(model_folder: Callable[[str], Path]) -> None:
     before = segments()
-    done = subprocess.run(
-        [sys.executable, "-c", SHARER, str(model_folder("llama"))], capture_output=True, timeout=120, check=False
-    )
+    with forking():
+        done = subprocess.run(
+            [sys.executable, "-c", SHARER, str(model_folder("llama"))], capture_output=True, timeout=120, check=False
+        )
     info = json.loads(done.stdout)
     assert done.returncode == -9 and segments() > before
     with pytest.raises(HandleError, match=f"process {info['pid']}, which has these states, has ended"):

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_embeds import mixed
+from helpers_forks import forking
 from helpers_harvest import ALONE, corpus
 from safetensors.torch import load_file
 
@@ -412,7 +413,8 @@ def test_a_process_that_is_killed_at_random_moments_resumes_to_the_same_bytes(
 ) -> None:
     """When they come is up to the machine; that nothing is lost must not be."""
     command = [sys.executable, "-c", CHILD, str(model_folder("llama")), str(tmp_path), "0.02", "0.2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    with forking():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     codes = list(map(int, done.stdout.split()))
     assert codes[0] == codes[-1] == 0 and set(codes) <= {0, -signal.SIGALRM}, (codes, done.stderr)
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Any, cast
 import pytest
 import torch
 from helpers_devices import DEVICES, lm_on
+from helpers_forks import forking
 
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.config import ServerConfig
@@ -163,7 +165,8 @@ def test_a_killed_process_leaves_prefixes_to_the_next_one(long_folder: Path, tmp
     found = []
     for kill in (True, False):
         given = json.dumps([str(long_folder), str(tmp_path), prompt, other, kill])
-        done = subprocess.run([sys.executable, "-c", SCRIPT, given], capture_output=True, timeout=300, check=False)
+        with forking() if kill else nullcontext():  # strings hash otherwise in a new interpreter
+            done = subprocess.run([sys.executable, "-c", SCRIPT, given], capture_output=True, timeout=300, check=False)
         assert (done.returncode == -9) if kill else (done.returncode == 0), done.stderr[-2000:]
         found.append(torch.load(tmp_path / "found.pt"))
     (tokens, _, k, v), (tokens2, cached, k2, v2) = found

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from helpers_forks import forking
 
 import pymllm_interp
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -71,7 +72,8 @@ class WorkerProcess:
         command = [sys.executable, str(Path(__file__))]
         package = str(Path(pymllm_interp.__file__).parents[1])  # the code that this process runs
         environment = os.environ | {"PYTHONPATH": package}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        with forking():
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._lock, self._numbers = threading.Lock(), itertools.count()
 
     def start(self, server_config: ServerConfig, model_config: ModelConfig) -> int:
