@@ -1,4 +1,4 @@
-# make demo    the tour, on real weights       make test    the tests, 14 minutes   make test-all    the slow ones, too    make test-gpu    those for a CUDA device
+# make demo    the tour, on real weights       make test    the tests, 12 minutes   make test-all    the slow ones, too    make test-gpu    those for a CUDA device
 # Each sets up .venv first, where it is not up to date; `make test-gpu PY=python3` takes that interpreter as it is. On Linux, PyPI's torch brings CUDA (gigabytes); for the CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 
@@ -59,20 +59,24 @@ REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_pari
 TENTH ?= $(shell date +%j)
 TRACE_PASSES := pass-segments pass-tenth
 ALL_TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
-.PHONY: test-all pass-main pass-tenth $(ALL_TRACE_PASSES)
+.PHONY: test-all pass-main pass-waiting ways pass-tenth $(ALL_TRACE_PASSES)
 
-# What takes one core runs beside the main run, one after the other, in the time in which its workers start or wait: with equal shares
-# it would end in the first third, and later waits would leave cores idle. The `+` lets the main run show its progress; the others'
+# A third lane runs beside the two workers of the main run, one pass after the other: the tests of servers and clusters, which wait for
+# processes, sockets and a browser while others compute, and the traces' passes. Lint comes first: it compiles no Python that others
+# compile at the same time; what fails keeps no other pass from running. The `+` lets the main run show its progress; the others'
 # output comes whole, when they end.
-BEHIND := nice -n 10 env
-BESIDE ?= $(if $(filter tests,$(TESTS)),$(TRACE_PASSES))
-AT_ONCE := $(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-O)
+WAITING := tests/cluster tests/server
+BESIDE ?= $(if $(filter tests,$(TESTS)),pass-waiting $(TRACE_PASSES))
+AT_ONCE := $(MAKE) --no-print-directory -k -j 2 $(if $(filter output-sync,$(.FEATURES)),-O)
 
 test: $(STAMP)
 	@$(AT_ONCE) pass-main $(BESIDE)
 
 pass-main: $(STAMP)
-	+@$(PYTEST) --durations-json build/durations.json $(TESTS)
+	+@$(PYTEST) --durations-json build/durations.json $(if $(filter pass-waiting,$(BESIDE)),$(WAITING:%=--ignore=%)) $(TESTS)
+
+pass-waiting: $(STAMP)
+	$(PASS) --durations-json build/durations-waiting.json $(WAITING)
 
 test-all: $(STAMP)
 	$(PYTEST) -m "slow or not slow" --durations-json build/durations.json $(TESTS)
@@ -81,11 +85,11 @@ test-all: $(STAMP)
 # One family, which has norms of heads as well. What a name or a class stands for, and whether a value is read, is decided before a
 # pass: those tests are in the main run.
 pass-segments: $(STAMP)
-	$(BEHIND) $(PASS) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS) $(filter-out %class_keys.py,$(BOTH_WAYS)) \
+	$(PASS) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS) $(filter-out %class_keys.py,$(BOTH_WAYS)) \
 		-k "not (trace_parity and llama) and not (trace_parity and renamed) and not does_not_read"
 
 pass-tenth: $(STAMP)
-	$(BEHIND) $(PASS) --remote --tenth $(TENTH) $(REMOTE_TESTS) -k "not qwen3 and not bit"
+	$(PASS) --remote --tenth $(TENTH) $(REMOTE_TESTS) -k "not qwen3 and not bit"
 
 pass-passes: $(STAMP)
 	$(PASS) --lower-traces off $(TRACE_TESTS) $(BOTH_WAYS)
@@ -122,7 +126,10 @@ test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BEHIND) $(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+ways: $(STAMP)
+	$(BIN)/python tools/ways.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix
