@@ -174,6 +174,7 @@ def test_crowds(family: str, vision_folder: Folders, vision_oracle: Oracle, star
         check_crowd(family, lm, vision_oracle(family), range(start, start + 40))
 
 
+@pytest.mark.few("family", "gemma3", "qwen2_5_vl", "qwen3_vl")
 def test_a_preempted_request_has_its_images_again(family: str, vision_folder: Folders, vision_oracle: Oracle) -> None:
     prompts = [prompt_of(family, [seed + 1], seed, [1, 2, 3]) for seed in (0, 3, 4)]
     room = max(len(prompt.token_ids) for prompt in prompts) + 24
@@ -186,6 +187,7 @@ def test_a_preempted_request_has_its_images_again(family: str, vision_folder: Fo
 # -- the prefix cache and the encoder cache -------------------------------------------------------
 
 
+@pytest.mark.few("family", "gemma3", "qwen2_5_vl", "qwen3_vl")
 def test_equal_images_share_kv_and_others_never(family: str, lm: LM, vision_oracle: Oracle) -> None:
     """Images 0 and 3 have the same placeholder ids."""
     one, other = (
@@ -202,6 +204,7 @@ def test_equal_images_share_kv_and_others_never(family: str, lm: LM, vision_orac
     assert cached == [0, 4, most, most]
 
 
+@pytest.mark.few("family", "gemma3", "qwen3_vl")
 def test_the_tower_runs_once_an_image(family: str, lm: LM) -> None:
     """16 requests at once over one image, with other texts before it: nothing of it is in the prefix cache."""
     vision = lm.runner.step_inputs.vision
@@ -243,6 +246,7 @@ def test_an_edit_of_the_tower_counts_at_once(family: str, vision_folder: Folders
     torch.testing.assert_close(before, again, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few("family", "gemma3", "qwen2_5_vl", "qwen3_vl")
 def test_ops_and_images_are_parts_of_one_key(family: str, lm: LM) -> None:
     """Steered and plain requests of one image and of another: each equals itself without the prefix cache."""
     width = lm.hidden_size

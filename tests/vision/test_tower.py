@@ -143,6 +143,7 @@ def test_plans_of_the_host_are_those_of_transformers(
         assert ("window_index" in plans[-1]) == (family == "qwen2_5_vl") != ("interp_indices" in plans[-1])
 
 
+@pytest.mark.few("family", "gemma3", "qwen3_vl")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", PICTURES)
 def test_a_burst_of_images_is_computed_in_parts(
@@ -172,6 +173,7 @@ def test_a_burst_of_images_is_computed_in_parts(
         torch.testing.assert_close(whole, parts, rtol=1e-5, atol=4e-6)
 
 
+@pytest.mark.few("family", "gemma3", "qwen3_vl")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", PICTURES)
 def test_a_profile_run_has_the_most_tokens(family: str, device: str, vision_folder: Callable[[str], Path]) -> None:
