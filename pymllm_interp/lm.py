@@ -44,8 +44,7 @@ from .hooks.positions import Positions
 from .hooks.site import Site
 from .hooks.traces.syntax.pass_options import take_options
 from .lens.bridge_of import bridge_of
-from .toolkit.circuits.call import circuit
-from .toolkit.edges.calls import edge_attribution
+from .toolkit.calls import circuit, das, edge_attribution, logit_attribution, path_patching
 
 if TYPE_CHECKING:
     from .runner.interp_model_runner import InterpModelRunner
@@ -299,7 +298,8 @@ class LM(ClientModel):
             shard_bytes=shard_bytes, max_length=max_length, too_long=too_long, on_error=on_error,
         )  # fmt: skip
 
-    generate_corpus, activations, circuit, edge_attribution = generate_corpus, activations, circuit, edge_attribution
+    generate_corpus, activations, circuit, das = generate_corpus, activations, circuit, das
+    edge_attribution, path_patching, logit_attribution = edge_attribution, path_patching, logit_attribution
 
     # -- experiments -------------------------------------------------------------------------
 

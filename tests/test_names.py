@@ -64,7 +64,8 @@ LM_NAMES = """
 generate generate_with_lens agenerate chat stream astream submit imap sweep forward run_with_cache run_with_hooks
 trace scan pipe session explain edit clear_edits logits samples input inputs output
 token_ids to_tokens to_string to_str_tokens to_single_token
-encode classify score kv harvest activations generate_corpus patch_sweep attribute circuit edge_attribution verbalize
+encode classify score kv harvest activations generate_corpus patch_sweep attribute circuit verbalize
+edge_attribution path_patching logit_attribution das
 vectors saes adapters weights default_sampling_params
 cfg dtype model_spec num_layers hidden_size num_heads vocab_size sites limits capabilities
 engine runner is_remote connect attach reset_prefix_cache shutdown

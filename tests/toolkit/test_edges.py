@@ -86,7 +86,7 @@ def test_integrated_gradients_are_means_of_derivatives(lm_of):
     clean, corrupted = prompts(5)
     lm = lm_of("llama", max_num_tokens=24)
     oracle = oracle_of(lm, AutoConfig.for_model(**lm.hf_config.to_dict()), clean, corrupted)
-    steps, layers = 3, 3
+    steps, layers = 2, 3
     inputs = lm.edge_attribution(clean, corrupted, metric=METRIC, method="eap-ig-inputs", steps=steps)
     outputs = lm.edge_attribution(clean, corrupted, metric=METRIC, method="eap-ig-activations", steps=steps)
     both = lm.edge_attribution(clean, corrupted, metric=METRIC, method="clean-corrupted")

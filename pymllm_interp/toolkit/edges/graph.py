@@ -34,6 +34,13 @@ class EdgeGraph(NamedTuple):
     kv_heads: int
     parallel: bool
 
+    @classmethod
+    def of(cls, lm: Any) -> EdgeGraph:
+        """The graph of a model, from its spec."""
+        spec = lm.model_spec
+        parallel = "resid_mid" not in spec.family.points and getattr(lm.hf_config, "use_parallel_residual", True)
+        return cls(spec.num_hidden_layers, spec.shape("q")[0], spec.shape("k")[0], parallel)
+
     def first_source(self, layer: int) -> int:
         """Index of a layer's first head among the sources: the number of sources before its attention."""
         return 1 + layer * (self.heads + 1)

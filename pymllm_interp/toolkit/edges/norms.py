@@ -51,6 +51,10 @@ class StreamNorm:
             return part.float()
         return self._gain * self._less_mean(part.float()) * self._scale(self._less_mean(x.float()))
 
+    def constant(self, rows: Tensor) -> Tensor:
+        """Products of the bias with rows [n, hidden]: [n] float32."""
+        return rows.new_zeros(len(rows), dtype=torch.float32) if self.bias is None else rows.float() @ self.bias
+
     def back(self, x: Tensor, grad: Tensor) -> Tensor:
         """Gradient at x from the gradient at the output, through the scale, too."""
         if self._is_identity:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...client.calls.requests import CallProgress
 from ...utils.arguments import PromptError, is_whole, shown
 from ..attribution import runs_of_pass
-from ..metrics import Metric, RowMetric, metric_of
+from ..metrics import RowMetric, metric_of
 from ..read_prompts import ReadPrompt
 from .stream import CLOSE, EdgeModel, SourceOutputs
 
@@ -53,7 +53,7 @@ class GradientRun(NamedTuple):
     share: float = 1.0
 
 
-def pairs_of(lm: Any, clean: Any, corrupted: Any, metric: Metric | list[Metric]) -> list[EdgePair]:
+def pairs_of(lm: Any, clean: Any, corrupted: Any, metric: Any) -> list[EdgePair]:
     """The pairs of one or several prompts.
 
     Raises:

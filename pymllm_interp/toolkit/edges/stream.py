@@ -92,9 +92,7 @@ class EdgeModel:
         if missing or family.cross_attention or self._spec.has_states or family.name in UNREAD:
             why = f"has no site {missing[0]}" if missing else "has layers or states that cannot be read in a batch"
             raise NotImplementedError(f"edges of this model: {family.name} {why}")
-        heads, kv_heads = self._spec.shape("q")[0], self._spec.shape("k")[0]
-        parallel = "resid_mid" not in family.points and getattr(lm.hf_config, "use_parallel_residual", True)
-        self.graph = EdgeGraph(self._spec.num_hidden_layers, heads, kv_heads, parallel)
+        self.graph = EdgeGraph.of(lm)
         try:
             self._layers = [self._layer(index) for index in range(self.graph.layers)]
             self.final_norm = StreamNorm(self._module(family.final_norm))
@@ -117,7 +115,7 @@ class EdgeModel:
         # Families with one norm for both have no `mlp_in`, and neither have families with norms behind attention and MLP.
         mlp_norm = norm("mlp_in") if "mlp_in" in points or not self.graph.parallel else attn_norm
         o_proj = self._module(points["z"].module.format(index))
-        out = _weight(o_proj, points["z"].module).T.unflatten(0, spec.shape("z"))
+        out = weight_of(o_proj, points["z"].module).T.unflatten(0, spec.shape("z"))
         return EdgeLayer(
             stream=places["resid_pre"],
             inputs={kind: (places[kind], self._heads_of(places[kind])) for kind in "qkv"},
@@ -133,7 +131,7 @@ class EdgeModel:
         )
 
     def _heads_of(self, place: PlacedHooks) -> Tensor:
-        weight = _weight(self._module(place.module), place.module)
+        weight = weight_of(self._module(place.module), place.module)
         return state_at(place.point.site.kind, weight.T[None], self._spec)[0]
 
     # -- bodies of blocks ------------------------------------------------------------------------
@@ -264,7 +262,7 @@ class EdgeModel:
         return lm.output.logits[:, -1].float()
 
 
-def _weight(module: Any, path: str) -> Tensor:
+def weight_of(module: Any, path: str) -> Tensor:
     """[out, in], the weight of a projection.
 
     Raises:
