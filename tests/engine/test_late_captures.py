@@ -5,6 +5,7 @@ On a CPU a graph is a function (tests/support/helpers_graphs.py); the same bodie
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -258,6 +259,17 @@ def test_a_late_capture_that_fails_leaves_an_engine_that_serves(
         assert lm.wake(all_graphs=True) and graphs(lm) == ALL
         assert_same(seen(lm), expected)
         assert not lm.runner.is_capturing
+
+
+def test_a_wake_and_later_captures_collect_no_garbage(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A full collection takes 0.2 s in an engine's process, and a capture had two."""
+    with load(folder) as lm:
+        lm.sleep()
+        begun = list[str]()
+        monkeypatch.setattr(graph_capture, "freeze_gc", lambda: begun.append("freeze_gc"))
+        monkeypatch.setattr(graph_capture.gc, "collect", lambda *args: begun.append("collect"))
+        lm.wake(all_graphs=True)
+        assert graphs(lm) == ALL and not begun and gc.isenabled()
 
 
 def test_the_end_of_an_engine_does_not_wait_for_graphs(folder: Path):

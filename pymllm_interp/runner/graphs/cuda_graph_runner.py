@@ -164,13 +164,13 @@ class CudaGraphRunner:
     def capture(self, lazily: bool = False) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory. `lazily`: leave most of them to `capture_size`."""
         started, free = time.perf_counter(), free_memory(self.device)
-        bs = self.max_bs
+        bs, no_gc = self.max_bs, graph_capture.without_gc if lazily else graph_capture.freeze_gc
         self.buffers.clear()
         try:
             self.attn_backend.init_cuda_graph_state(self.max_bs)
             for bs in self.capture_bs:
                 self._batches[bs] = self._batch(bs)
-            with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
+            with no_gc(), model_capture_mode(self.model_runner):
                 for bs in [
                     bs for bs in reversed(self.capture_bs) if not lazily or bs in (self.max_bs, *self.compile_bs)
                 ]:

@@ -92,7 +92,7 @@ class PrefillGraphs:
         # By default separate: tensors live from one graph to the next, and another engine may replay its graphs in between.
         self.pool = graph_capture.memory_pool(model_runner.device)
         self.memory_usage = 0
-        self._capture(sizes[-1:] if lazily else sizes)
+        self._capture(lazily)
 
     @property
     def missing(self) -> list[int]:
@@ -172,13 +172,13 @@ class PrefillGraphs:
         self.memory_usage += max(0, free - free_memory(self.model_runner.device))
 
     @torch.no_grad()
-    def _capture(self, sizes: list[int]) -> None:
-        """Capture sizes, largest first: smaller graphs reuse its memory."""
+    def _capture(self, lazily: bool) -> None:
+        """Capture every size, or the largest one, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), free_memory(self.model_runner.device)
-        size = self.sizes[-1]
+        size, no_gc = self.sizes[-1], graph_capture.without_gc if lazily else graph_capture.freeze_gc
         try:
-            with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
-                for size in reversed(sizes):
+            with no_gc(), model_capture_mode(self.model_runner):
+                for size in self.sizes[-1:] if lazily else reversed(self.sizes):
                     self._pieces[size] = graph_capture.record_pieces(self._pass(size), self.pool)
             self._warm_attention_up()
         except Exception as error:  # also errors of Triton's compiler, which are not RuntimeErrors
@@ -194,7 +194,7 @@ class PrefillGraphs:
         self.memory_usage = max(0, free - free_memory(self.model_runner.device))
         logger.info(
             "captured prefill graphs of %d sizes (up to %d rows) in %.1f s, %.0f MiB",
-            len(sizes), self.sizes[-1], time.perf_counter() - started, self.memory_usage / 2**20,
+            len(self._pieces), self.sizes[-1], time.perf_counter() - started, self.memory_usage / 2**20,
         )  # fmt: skip
 
     def _warm_attention_up(self) -> None:
