@@ -35,6 +35,7 @@ from pymllm_interp.wire.messages import (
     Finished,
     FromEngine,
     PutVector,
+    Ready,
     Submit,
     Token,
 )
@@ -200,3 +201,17 @@ def test_a_call_runs_again_unless_its_client_would_see_it_twice(again: bool, edi
 
     runs, shown = asyncio.run(found())
     assert runs == again and [type(message) for message in shown] == [Accepted, Token]
+
+
+def test_a_second_replicas_tokenizer_is_not_written_over_the_one_that_is_read():
+    """Links of two replicas open at the same time, and both ask for the files: the front reads them once the first has come."""
+
+    async def found() -> tuple[bytes, object]:
+        door = ReplicasDoor(ServeSettings(model={}, server={}, name="m"), LinkKeys.new(), follow=None)  # pyright: ignore
+        for name in ("r0", "r1"):
+            door._take(Ready(0, {"replica": name, "of": name}, {}), {"tokenizer_config.json": name.encode()})
+        content = (door.tokenizer_folder / "tokenizer_config.json").read_bytes()
+        await door.shutdown()
+        return content, door.info
+
+    assert asyncio.run(found()) == (b"r0", {"of": "r0"})
