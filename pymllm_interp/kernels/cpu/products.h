@@ -35,6 +35,14 @@ struct Rows {
 inline Vec even(Vec words) { return (Vec)((Bits)words << 16); }
 inline Vec odd(Vec words) { return (Vec)((Bits)words & 0xffff0000u); }
 
+// Keeps a vector in a register. The compiler would load it again for each product, and loads would take longer than products.
+inline Vec in_register(Vec v) {
+#if defined(__AVX2__)
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
+
 inline Vec words_at(const char* at, int64_t bytes) { return bytes >= STEP ? load((const float*)at) : load_bytes(at, bytes); }
 
 // -- a step --------------------------------------------------------------------------------------
@@ -90,13 +98,22 @@ void multiply(const char* x, Rows w, int64_t bytes, Ahead ahead, bool first, flo
   Vec totals[ROWS * WIDTH];
   repeat<ROWS * WIDTH>([&](auto i) { totals[i] = first ? Vec{} : load(sums + i * LANES); });
   auto add = [&](auto weights) __attribute__((always_inline)) {
-    Vec words[WIDTH];
-    repeat<WIDTH>([&](auto c) { words[c] = weights(c); });
-    repeat<ROWS>([&](auto r) {
-      Vec row[P::VECS];
-      repeat<P::VECS>([&](auto v) { row[v] = load((const float*)x + (v * ROWS + r) * LANES); });
-      repeat<WIDTH>([&](auto c) { totals[r * WIDTH + c] = P::step(row, words[c], totals[r * WIDTH + c]); });
-    });
+    if constexpr (LANES == 8 && P::VECS == 1 && ROWS > 1) {  // all 16 registers: the sums, x, and one vector of the weight
+      Vec row[ROWS];
+      repeat<ROWS>([&](auto r) { row[r] = in_register(load((const float*)x + r * LANES)); });
+      repeat<WIDTH>([&](auto c) {
+        Vec words = in_register(weights(c));
+        repeat<ROWS>([&](auto r) { totals[r * WIDTH + c] = P::step(row + r, words, totals[r * WIDTH + c]); });
+      });
+    } else {
+      Vec words[WIDTH];
+      repeat<WIDTH>([&](auto c) { words[c] = weights(c); });
+      repeat<ROWS>([&](auto r) {
+        Vec row[P::VECS];
+        repeat<P::VECS>([&](auto v) { row[v] = load((const float*)x + (v * ROWS + r) * LANES); });
+        repeat<WIDTH>([&](auto c) { totals[r * WIDTH + c] = P::step(row, words[c], totals[r * WIDTH + c]); });
+      });
+    }
     x += ROWS * P::VECS * STEP;
   };
   int64_t at = 0;
