@@ -7,7 +7,7 @@ device tables (kernels/edit_codes.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from ...kernels import edit_codes as codes
 from ...kernels.edit_codes import OpWords
 from ..positions import Positions
 from ..site import Site, expand
-from .op import Gate, Op, row_dots
+from .op import Gate, Op, ReadOp, row_dots
 
 ATTENTION_BRANCH, MLP_BRANCH = (
     ("q", "k", "v", "z", "attn_out"),
@@ -44,15 +44,13 @@ class Flag(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class GateRead(Op):
+class GateRead(ReadOp):
     """The part of a gate at its site: sets the flag where ``dot(state, probe) > threshold``, and changes no state."""
 
     site: Site | str
     probe: Tensor = field(repr=False)
     threshold: float
     positions: Positions = "all"
-
-    when = None
 
     @property
     def name(self) -> str:
@@ -63,10 +61,6 @@ class GateRead(Op):
     def operands(self) -> tuple[Tensor, ...]:
         """The probe."""
         return (self.probe,)
-
-    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-        """The states as they were."""
-        return x
 
     def fired(self, state: Tensor) -> Tensor:
         """[rows, width] -> [rows] bool, on the state's device."""

@@ -160,6 +160,16 @@ class Op(PlacedSpec, ABC):
             raise ValueError(f"{self.name}: {PATCHED_ONLY}")
 
 
+class ReadOp(Op):
+    """An op that reads the states at its site, and changes none."""
+
+    when = None
+
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The states as they were."""
+        return x
+
+
 def row_dots(x: Tensor, vector: Tensor) -> Tensor:
     """[rows, width] and [width] -> [rows, 1]. Not a matrix product: its sums depend on the number of rows."""
     return (x * vector).sum(dim=-1, keepdim=True)

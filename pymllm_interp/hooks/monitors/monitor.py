@@ -21,7 +21,7 @@ from ...kernels.edit_codes import MAX_SCORES, OpWords
 from ...utils.arguments import PromptError, is_whole, shown
 from ..by_name import ByName
 from ..image_words import Images
-from ..interventions.op import Missing, Op, row_dots
+from ..interventions.op import Missing, Op, ReadOp, row_dots
 from ..positions import Positions, Window
 from ..registry import op
 from ..site import Site
@@ -149,7 +149,7 @@ class Monitor(PlacedSpec):
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreRead(Op):
+class ScoreRead(ReadOp):
     """Dot products of the state at a site with directions of one or several monitors. It changes no state.
 
     Args:
@@ -162,16 +162,10 @@ class ScoreRead(Op):
     slot: int
     positions: Positions = "all"
 
-    when = None
-
     @property
     def operands(self) -> tuple[Tensor, ...]:
         """The directions."""
         return (self.directions,)
-
-    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-        """The states as they were."""
-        return x
 
     def dots(self, state: Tensor) -> Tensor:
         """[n, rows] float32, of states [rows, width]. A row's bits do not depend on the other rows."""
