@@ -55,7 +55,6 @@ class RequestCuts:
         index: position in the batch.
         first_row: first row in the flat batch.
         start: position of that row.
-        num_rows: number of token rows.
         cuts: cut edges, unordered.
         reads: layer -> the rows for which attention patterns are captured.
         spans: (start, stop) of positions that attend to each other in both directions, beyond a sliding window, too (Gemma 3).

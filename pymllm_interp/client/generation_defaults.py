@@ -159,7 +159,6 @@ class GenerationDefaults:
         """Bounds of a traced generation without any, as in transformers: 20 new tokens, unless the file says otherwise.
 
         Args:
-            prompt_len: length of the prompt in tokens.
             room: positions of the context after the prompt.
 
         Raises:

@@ -69,7 +69,6 @@ class BoundHooks:
     Attributes:
         ops: site -> ops in the order in which they act. Sites are numbers of `site_index`.
         layout: layout of the captured rows; None without captures.
-        prompt_len: length of the prompt in tokens.
         logits_from: first position with logits.
         knockouts: edges of attention that are cut.
         kv_edits: edits of the KV among them.
@@ -139,7 +138,6 @@ class BoundHooks:
 
         Args:
             model: its sites and dtype.
-            prompt_len: length of the prompt in tokens.
             captures: captures in any order.
             longest: most positions that the request may reach.
             logits_from: the first position with logits.
@@ -455,11 +453,7 @@ def _depth(
     by_layer: Sequence[LayerCaptures[Any]],
     num_layers: int,
 ) -> int | None:
-    """`BoundHooks.depth` of bound specs.
-
-    Args:
-        ops: sites with ops.
-    """
+    """`BoundHooks.depth` of bound specs."""
     found = [layers_to(site, num_layers) for site in (*ops, *(() if layout is None else layout.by_site))]
     found += [layer + 1 for knockout in knockouts for layer in knockout.layers]
     found += [patch.layer + 1 for patch in patches]

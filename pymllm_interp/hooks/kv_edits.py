@@ -84,7 +84,6 @@ class KVEdits:
         ops: site -> ops, in the order in which they act.
         knockouts: cut edges of attention.
         states: (layer, op) of each recurrent state that is replaced behind the prompt.
-        prompt_len: length of the prompt in tokens.
         patches: K and V that are replaced. Until then all positions of a span are computed, so its pages go together.
 
     Attributes:

@@ -265,7 +265,6 @@ class KVPool:
     Args:
         num_layers, num_kv_heads, head_dim: the model's.
         size: slots to hand out; rounded down to whole pages. The dummy page 0 comes on top.
-        dtype, device: dtype and device of the memory.
         page_size: slots in a page.
         scales: layer -> dequantization scales (k, v), for an FP8 cache; (1, 1) for other layers.
 

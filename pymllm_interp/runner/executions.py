@@ -62,7 +62,6 @@ class Executions:
 
     Args:
         runner: runs the parts of a pass.
-        graphs: captured passes.
 
     Attributes:
         depths: number of layers -> passes that ended after them.

@@ -56,7 +56,6 @@ class Ended(NamedTuple):
 
     Attributes:
         token_ids: tokens of prompt and generation.
-        prompt_len: length of the prompt in tokens.
         ahead: tensors of its loop's rows that were made while it ran.
     """
 

@@ -33,7 +33,6 @@ class ImageReader:
         config: config of the whole model, with a vision config.
         tokenizer: tokenizer of the model, or None: prompts are then token ids.
         folder: folder with preprocessor_config.json, or None.
-        max_images: most images of a prompt.
         cache_bytes: bytes of images that are kept for later prompts.
         dtype: dtype of the vision tower. The features of images have it, for smaller copies and caches.
     """

@@ -19,7 +19,6 @@ class Pooling:
     Args:
         pooler: the model's.
         site: site of the last hidden states.
-        width: width of a state.
         vocab_size: number of token ids.
         pooling: one of `POOLINGS`; None: the model's.
         normalize: whether each row has length 1, or sums to 1 over `returned_token_ids`. None: as the model says.

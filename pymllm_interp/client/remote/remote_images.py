@@ -22,7 +22,6 @@ class SentImages:
 
     Args:
         config: config of the server's model.
-        max_images: most images of a prompt.
     """
 
     def __init__(self, config: PretrainedConfig, tokenizer: Any, max_images: int) -> None:

@@ -49,7 +49,6 @@ class SiteTensors:
 
     Attributes:
         pieces: not divided yet.
-        order: order of the sites.
         others: name -> site -> a further tensor.
     """
 

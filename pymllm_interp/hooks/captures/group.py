@@ -27,8 +27,6 @@ class Group:
     - else the state, if it is `needed`; in `spec.dtype` if that is narrower than the model's, and the reduction `narrows`.
 
     Args:
-        width: width of a state.
-        dtype: dtype of the states.
         longest: upper bound of the request's positions.
         reading: device computation over the states; None: the stored values are sent.
 

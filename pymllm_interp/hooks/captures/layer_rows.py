@@ -49,9 +49,6 @@ Rows = TypeVar("Rows", bound=LayerRows)
 class LayerCaptures(Generic[Rows]):
     """The values of one kind that one request captures.
 
-    Args:
-        kind: kind of the sites.
-
     Attributes:
         layers: layer number -> values.
     """

@@ -76,7 +76,6 @@ class RequestGates:
     """The gates at earlier sites of one request's ops, each read once.
 
     Args:
-        prompt_len: length of the prompt in tokens.
         in_kernels: ops run as kernels, from device tables.
     """
 

@@ -85,7 +85,6 @@ class CaptureRing:
 
     Args:
         size: bytes of each ring (`capture_ring_bytes`).
-        dtype: dtype of the states.
         when_full: "block" or "fail" (`capture_when_full`).
         results: memory of the results; None: memory of which nothing is kept.
 
