@@ -75,6 +75,17 @@ class HookableRequest(Strict):
         """Whether the request has interventions, monitors or captures."""
         return any(getattr(self, name) for name in ("interventions", "monitors", "capture"))
 
+    def engine_options(self, adapter: str | None, prompts: int) -> dict[str, Any]:
+        """Fields of `messages.Submit`: options of the prompts' requests, and hooks, once for all prompts."""
+        found: Any = self  # its subclasses have the fields
+        options: dict[str, Any] = {"timeout": found.timeout, "cache_salt": found.cache_salt}
+        if adapter is not None:
+            options["lora"] = adapter
+        if found.priority is not None:
+            options["priority"] = [found.priority] * prompts
+        given = {"interventions": found.interventions, "monitors": found.monitors, "captures": found.capture}
+        return {"options": options} | {name: [field] for name, field in given.items() if field}
+
 
 class SharedRequest(HookableRequest):
     """Fields of all requests that generate."""

@@ -233,21 +233,14 @@ class PooledWork:
         self, texts: list[PooledText], pooled: list[dict[str, Any]], prompt_logits: bool
     ) -> Generation:  # fmt: skip
         body, own = self.body, list(self.body.capture or ())
-        captures = [[capture, *own] for capture in pooled]
-        given = {"interventions": body.interventions, "monitors": body.monitors}
-        hooks: dict[str, Any] = {name: [field] for name, field in given.items() if field}  # once for all inputs
-        options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
-        if self._adapter is not None:
-            options["lora"] = self._adapter
-        if body.priority is not None:
-            options["priority"] = [body.priority] * len(texts)
+        options = body.engine_options(self._adapter, len(texts))
+        options["captures"] = [[capture, *own] for capture in pooled]
         self._prompts = [Prompt(text.text, text.token_ids, READ_ONLY) for text in texts]
         lengths = [len(text.token_ids) for text in texts]
         self._notes |= {"prompt_tokens": sum(lengths), "hooked": body.hooked, "stream": False}
         self.state.metrics.totals["hooked_requests"] += body.hooked
         found = await Generation.start(
-            self.state.engine, None, self._prompts, self.client.name, False, options=options, captures=captures,
-            prompt_logits=prompt_logits, **hooks,
+            self.state.engine, None, self._prompts, self.client.name, False, prompt_logits=prompt_logits, **options
         )  # fmt: skip
         self._metrics = self.state.call_metrics(self._started, lengths, [1] * len(texts), [self._adapter] * len(texts))
         return found

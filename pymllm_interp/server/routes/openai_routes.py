@@ -291,24 +291,17 @@ class Work:
 
     async def _start(self, stream: bool) -> Generation:
         """Tokenize the prompts and submit them. The request is admitted already."""
-        body = self.body
-        given = {"interventions": body.interventions, "monitors": body.monitors, "captures": body.capture}
-        hooks: dict[str, Any] = {name: [field] for name, field in given.items() if field}  # once for all prompts
-        options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
-        if self._asked.adapter is not None:
-            options["lora"] = self._asked.adapter
-        if body.priority is not None:
-            options["priority"] = [body.priority] * self._asked.prompts
+        options = self.body.engine_options(self._asked.adapter, self._asked.prompts)
         try:
             read = await self._state.threads.run(self._client.name, self._asked.read)
             if any(one.images for one in read):
                 read = await self._state.media_threads.run(self._client.name, fetched, self._state, read)
             prompts = self._prompts = [_prompt(self._state, one, self._asked.params) for one in read]
             found = await Generation.start(
-                self._state.engine, self._state.tokenizer, prompts, self._client.name, stream, options=options, **hooks
+                self._state.engine, self._state.tokenizer, prompts, self._client.name, stream, **options
             )
             lengths = [prompt.num_tokens for prompt in prompts]
-            self._notes |= {"prompt_tokens": sum(lengths), "hooked": body.hooked, "stream": stream}
+            self._notes |= {"prompt_tokens": sum(lengths), "hooked": self.body.hooked, "stream": stream}
             self._metrics = self._state.call_metrics(
                 self._started, lengths, [self._n] * len(prompts), [self._asked.adapter] * len(prompts)
             )
