@@ -29,7 +29,7 @@ from ..http.state import ServerState
 from ..protocol import GenerationRequest
 from ..response_format import form_of as structured_form
 from ..routes.openai_format import Format
-from ..routes.openai_routes import DisconnectedError, Work, allowed, asked_of, while_connected
+from ..routes.openai_routes import Work, allowed, asked_of, while_connected
 from ..routes.prompt_text import check_length
 
 MAX_SECONDS = 3600.0
@@ -123,8 +123,6 @@ async def _answer(state: ServerState, request: Request, task: str) -> Response:
             start = tokens.ids(detected, task)
         if body.prompt:
             start = await state.threads.run(client.name, _after, state, tokens, body.prompt, start)
-    except DisconnectedError:
-        return _gone(state)
     except PromptError as error:
         raise api_error(error, refused=True) from error
     prompts = [RenderedPrompt(None, start, encoder=part) for part in parts]
@@ -134,10 +132,7 @@ async def _answer(state: ServerState, request: Request, task: str) -> Response:
         logprobs=False, top=0,
     )  # fmt: skip
     state.metrics.totals["hooked_requests"] += body.hooked
-    try:
-        found = await while_connected(request, Work(state, body, request, client, asked, format_).whole())
-    except DisconnectedError:
-        return _gone(state)
+    found = await while_connected(request, Work(state, body, request, client, asked, format_).whole())
     text = "".join(choice["text"] for choice in found["choices"]).strip()
     if body.response_format == "text":
         return PlainTextResponse(text + "\n")
@@ -146,12 +141,6 @@ async def _answer(state: ServerState, request: Request, task: str) -> Response:
         spoken = detected or (tokens.language if body.language in (None, DETECT) else body.language)
         more |= {"task": task, "language": spoken, "duration": seconds}
     return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": ceil(seconds)}, **more})
-
-
-def _gone(state: ServerState) -> Response:
-    """The answer to a client that has left."""
-    state.metrics.totals["disconnects"] += 1
-    return Response(status_code=499)
 
 
 async def _detected(state: ServerState, request: Request, body: AudioRequest, tokens: SpeechTokens, part: bytes) -> str:

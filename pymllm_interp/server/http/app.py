@@ -22,7 +22,7 @@ from ..protocol import COMPONENT
 from ..responses.routes import responses_routes
 from ..routes.circuits import circuit_routes
 from ..routes.interp_routes import interp_routes
-from ..routes.openai_routes import openai_routes
+from ..routes.openai_routes import DisconnectedError, openai_routes
 from ..routes.operator_routes import operator_routes
 from ..routes.refused_routes import refused_routes, unknown_route
 from ..routes.tokenize_routes import tokenize_routes
@@ -67,7 +67,9 @@ def create_app(state: ServerState) -> FastAPI:
     app.openapi = lambda: _document(app, state)
     _add_pages(app, state)
     app.include_router(refused_routes())  # last: the first route that fits a path serves it
-    _add_errors(app, [path for router in routers for route in router.routes if (path := getattr(route, "path", ""))])
+    _add_errors(
+        app, state, [path for router in routers for route in router.routes if (path := getattr(route, "path", ""))]
+    )
     app.add_middleware(RequestGate, state=state)
     if settings.allowed_origins:  # around the gate: a browser asks without a key, and reads errors too
         app.add_middleware(
@@ -170,7 +172,7 @@ def _file(name: str) -> str:
     return resources.files("pymllm_interp.server").joinpath("static", name).read_text()
 
 
-def _add_errors(app: FastAPI, served: list[str]) -> None:
+def _add_errors(app: FastAPI, state: ServerState, served: list[str]) -> None:
     """Answers to errors of routes.
 
     Args:
@@ -198,6 +200,11 @@ def _add_errors(app: FastAPI, served: list[str]) -> None:
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # the client is gone
+
+    @app.exception_handler(DisconnectedError)
+    async def left(request: Request, error: DisconnectedError) -> Response:
+        state.metrics.totals["disconnects"] += 1
+        return Response(status_code=499)
 
     for kind in (ValueError, TypeError, EngineClosedError):
         app.add_exception_handler(kind, refused)

@@ -15,7 +15,7 @@ from ...client.pooling.pooler import PooledText
 from ..http.body import JsonRoute
 from ..http.state import ServerState, check_priority, require
 from ..http.trust import Trust
-from ..routes.openai_routes import DisconnectedError, while_connected
+from ..routes.openai_routes import while_connected
 from .requests import ClassifyRequest, EmbeddingRequest, PooledRequest, PoolingRequest, RerankRequest, ScoreRequest
 from .work import PooledWork
 
@@ -28,33 +28,33 @@ def pooling_routes(state: ServerState) -> APIRouter:
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """A vector for each input, or for a conversation."""
         work = _work(state, body, request, "embd")
-        return await _answer(state, request, _embeddings(work, body, "embedding", "embedding"))
+        return await _answer(request, _embeddings(work, body, "embedding", "embedding"))
 
     @router.post("/pooling")
     async def pooling(body: PoolingRequest, request: Request) -> Response:
         """The pooled states of each input: a vector, or a row for each of its tokens or steps."""
         work = _work(state, body, request, "pool")
         how = {"step_tag_id": body.step_tag_id, "returned_token_ids": body.returned_token_ids}
-        return await _answer(state, request, _embeddings(work, body, "pooling", "data", **how))
+        return await _answer(request, _embeddings(work, body, "pooling", "data", **how))
 
     @router.post("/classify")
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """Labels of each input, by the model's classification head."""
-        return await _answer(state, request, _classes(_work(state, body, request, "classify"), body))
+        return await _answer(request, _classes(_work(state, body, request, "classify"), body))
 
     @router.post("/score", operation_id="score")
     @router.post("/v1/score", operation_id="v1_score")
     async def score(body: ScoreRequest, request: Request) -> Response:
         """Scores of pairs of texts, by a cross-encoder's head, or by the cosine of embeddings."""
         work = _work(state, body, request, "score")
-        return await _answer(state, request, _scores(work, body))
+        return await _answer(request, _scores(work, body))
 
     @router.post("/rerank", operation_id="rerank")
     @router.post("/v1/rerank", operation_id="v1_rerank")
     @router.post("/v2/rerank", operation_id="v2_rerank")
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents by their score with a query, best first."""
-        return await _answer(state, request, _ranking(_work(state, body, request, "rerank"), body))
+        return await _answer(request, _ranking(_work(state, body, request, "rerank"), body))
 
     return router
 
@@ -65,13 +65,9 @@ def _work(state: ServerState, body: PooledRequest, request: Request, kind: str) 
     return PooledWork(state, body, request, client, kind)
 
 
-async def _answer(state: ServerState, request: Request, work: Any) -> Response:
+async def _answer(request: Request, work: Any) -> Response:
     """The response to a request. Its work ends when its client disconnects."""
-    try:
-        found = await while_connected(request, work)
-    except DisconnectedError:
-        state.metrics.totals["disconnects"] += 1
-        return Response(status_code=499)
+    found = await while_connected(request, work)
     return Response(msgspec.json.encode(found), media_type="application/json")
 
 

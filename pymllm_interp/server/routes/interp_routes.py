@@ -34,7 +34,7 @@ from ..http.state import ServerState, check_priority, client_of, require, requir
 from ..http.trust import Client, Trust
 from ..protocol import AbortRequest, EmptyRequest, ImagesField, LensRequest, TokenRequest
 from .lens import logit_lens
-from .openai_routes import DisconnectedError, while_connected
+from .openai_routes import while_connected
 from .operator_routes import taken
 
 FRAMES = "application/x-pymllm-frames"
@@ -92,11 +92,7 @@ def interp_routes(state: ServerState) -> APIRouter:
     async def lens(body: LensRequest, request: Request) -> Response:
         """The logit lens of a prompt: the next token that each layer predicts, at each position."""
         client = require(request, Trust.DECLARED)
-        try:
-            found = await while_connected(request, logit_lens(state, body, client))
-        except DisconnectedError:
-            state.metrics.totals["disconnects"] += 1
-            return Response(status_code=499)
+        found = await while_connected(request, logit_lens(state, body, client))
         return Response(found, media_type="application/json")
 
     _vector_routes(router, state)
