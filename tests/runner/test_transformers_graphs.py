@@ -21,7 +21,7 @@ from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
 from pymllm_interp.core.model_spec import num_sites
 from pymllm_interp.layers.edits.host import HostOps, RowCapture
 from pymllm_interp.models.transformers.fused_parts import fuse_parts
-from pymllm_interp.models.transformers.graph_check import WaitsForDevice
+from pymllm_interp.models.transformers.probe import WaitsForDevice
 from pymllm_interp.runner.graphs.captured_passes import DECLARED, PLAIN
 from pymllm_interp.runner.graphs.cuda_graph_runner import CudaGraphRunner
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner

@@ -15,8 +15,7 @@ from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from pymllm_interp.server.routes.openai_format import TextSoFar
-from pymllm_interp.server.routes.token_text import token_bytes, token_word
+from pymllm_interp.server.routes.openai_format import TextSoFar, token_bytes, token_word
 
 
 @pytest.fixture(scope="module")
