@@ -29,6 +29,8 @@ from typing import Any
 
 NAME = "test-forks"
 """Name of a process that forks others, in /proc/PID/comm."""
+PYTHON = sys.executable
+"""The interpreter whose processes are forked. A test may name another one for its engines, by `sys.executable` of its server."""
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 IMPORTS = (
     "pymllm_interp.lm", "pymllm_interp.server.process.engine_process", "pymllm_interp.server.serve",
@@ -77,7 +79,7 @@ class Forks:
         """`subprocess._fork_exec`, for an interpreter like this one; others are started as ever."""
         _, _, kept, cwd, env, stdin, _, _, stdout, _, stderr, _, told, _, new_session = more[:15]
         line = [os.fsdecode(arg) for arg in args]
-        if line[0] != sys.executable:
+        if line[0] != PYTHON:
             return _fork_exec(args, *more)
         lines = (
             [f"{name}={value}" for name, value in os.environ.items()] if env is None else [os.fsdecode(x) for x in env]
