@@ -114,6 +114,7 @@ def test_a_pause_and_a_sleep_are_of_all_replicas(lm: LM, front: Server):
             assert reply.status_code == 503 and "the engine sleeps" in reply.text
         assert client.post("/wake_up", params={"tags": ["weights"]}).json()["status"] == "sleeping"
         assert client.post("/wake_up").json()["status"] == "awake"
+        assert lm.wake(all_graphs=True), "it is awake, and has all graphs that it can have"
         assert client.post("/pause", params={"mode": "never"}).status_code == 400
     assert not lm.is_sleeping() and not lm.is_paused() and tokens_of(lm) == old
 
