@@ -71,8 +71,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         found["moe_backend"] = args.moe_backend
     if args.ranks > 1:
         found |= {"tensor_parallel_size": args.ranks, "distributed_executor_backend": "mp"}
+    if args.ranks > 1 or args.vllm:
         found["compilation_config"] = found.get("compilation_config", {}) | NO_MULTICAST
-    return found
+    return found | args.vllm
 
 
 class PlainVllm:
@@ -393,6 +394,7 @@ def main() -> None:
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--moe-backend", default=None)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--vllm", type=json.loads, default={}, help="further arguments of vLLM, as JSON")
     parser.add_argument("--stages", action="store_true", help="measure where the time goes, and print it")
     parser.add_argument("--eager", action="store_true", help="without graphs and compiler: to try this script on a CPU")
     args = parser.parse_args()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers_vllm import needs_vllm
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_engine_check.py"
@@ -34,3 +35,19 @@ def test_ops_and_captures_are_our_engines(way: str, tmp_path: Path) -> None:
     assert all(step.startswith(f"vllm {runner.upper()}") for step in found["steps"])
     if graphs == "full":
         assert any(step.endswith("full") for step in found["steps"]), found["steps"]
+
+
+@pytest.mark.parametrize("way", ["tp", "pp", "dp", "ep", "eplb"])
+def test_two_ranks_have_the_values_of_one(way: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    out, script = tmp_path / "found.json", SCRIPT.with_name("vllm_ranks.py")
+    done = subprocess.run(
+        [sys.executable, str(script), "--parts", "values", "--ways", way, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert out.is_file(), done.stdout + done.stderr
+    found = json.loads(out.read_text())["values"][way]
+    assert found.get("ok"), found

@@ -1,0 +1,205 @@
+"""vLLM's ranks as the engine of an LM: values against one rank, and speed beside plain vLLM with the same ranks.
+
+    python benchmarks/vllm_ranks.py --out FILE                                     # two GPUs: tp, pp, dp, ep, eplb
+    python benchmarks/vllm_ranks.py --ways tp,pp --parts values --cpu --out FILE   # two processes on a CPU, through gloo
+
+"values": a batch with ops and captures, and with tensor parallelism a block. "worst" is the largest error of a row of a site by the
+engine with one rank, as a share of the site's rows (2-norms; of rows, the root mean square). "eplb" forces a move of experts after
+every few steps, and runs the batch three times. "experts" is the share of rows with the same experts as with one rank.
+"speed": see vllm_engine_gpu.py; "idle", "one site", "all layers" and "captured" by plain vLLM, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm_engine_check import MOE, NO_MULTICAST, TINY, block, environment_of, prompts_of, saved_model
+from vllm_engine_gpu import DENSE, measured
+from vllm_engine_gpu import MOE as LARGE_MOE
+
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+MOVES = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2, "use_async": False}
+WAYS: dict[str, dict[str, Any]] = {
+    "tp": TWO, "pp": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "dp": {"data_parallel_size": 2},
+    "ep": TWO | {"enable_expert_parallel": True},
+    "eplb": TWO | {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": MOVES},
+    "dcp": TWO | {"decode_context_parallel_size": 2},
+}  # fmt: skip
+OF_EXPERTS = ("ep", "eplb")
+CHILD_SECONDS = 300
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.04}
+MODEL = TINY | {"num_key_value_heads": 1}  # decode context parallelism is for fewer KV heads than ranks
+FEW = MOE | {"num_experts_per_tok": 2}
+
+
+def values(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The results of one engine: states by request and site, experts, and the values of a block."""
+    from pymllm_interp import LM, Ablate, Patch, SamplingParams, Scale, Steer
+
+    vector = lambda seed: torch.randn(TINY["hidden_size"], generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    moe = json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_moe"
+    prompts = [*prompts_of(4, 40, TINY["vocab_size"]), *prompts_of(4, 7, TINY["vocab_size"])]
+    ops = [
+        [Steer("resid_post.*", vector(1), 1.0)], None, [Ablate("resid_mid.2", vector(2)), Scale("mlp_out.0", 0.5)],
+        [Patch("resid_pre.1", vector(4), positions=[0, -1]), Steer("final_norm", vector(5))],
+    ]  # fmt: skip
+    kinds = ["attn_out", "resid_mid", "mlp_out", "resid_post", *(["experts"] if moe else ["z"])]
+    options: dict[str, Any] = dict(WAYS.get(way, {}))
+    if args.cpu:
+        options |= {"disable_cuda_graph": True}
+    else:
+        options |= {"compilation_config": NO_MULTICAST} | ({"moe_backend": "triton"} if moe else {})
+    with LM(
+        folder, engine="vllm", dtype=args.dtype, max_model_len=512, max_running_requests=16, kv_cache_tokens=8192,
+        gpu_memory_utilization=0.05 if args.cpu else 0.2, inner_sites=(kinds[-1],), enable_prefix_caching=False, **options,
+    ) as lm:  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        calls = [
+            lm.generate(prompts, params, interventions=ops * 2, capture=[f"{kind}.*" for kind in kinds])
+            for _ in range(3 if way == "eplb" else 1)
+        ]
+        counts = [len(ids) for ids in prompts]  # rows of the prompt: later tokens may be others, by rounding
+        found: dict[str, Any] = {
+            f"{i} {site}": states[: counts[i]].float().clone()
+            for outs in calls[-1:]
+            for i, out in enumerate(outs)
+            for site, states in out.outputs[0].activations.items()
+        }
+        if way in ("one", "tp", "dp") and not moe:
+            found |= {f"block {i}": value.float().cpu() for i, value in enumerate(block(lm, prompts[0], vector(10)))}
+        steps = sorted({mode for out in calls[-1] if out.receipt for mode in out.receipt.steps})
+        return {"values": found, "name": lm.backend.facts.engine_name, "steps": steps}
+
+
+def child(way: str, folder: Path, args: argparse.Namespace, gpus: str | None) -> dict[str, Any]:
+    """`values`, in a process of its own."""
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file, tempfile.TemporaryFile("w+") as log:
+        command = [
+            sys.executable,
+            __file__,
+            "--one",
+            way,
+            "--folder",
+            str(folder),
+            "--out",
+            file.name,
+            f"--dtype={args.dtype}",
+        ]
+        environment = environment_of(gpus) | (
+            {"VLLM_CPU_OMP_THREADS_BIND": "0" if way == "one" else "0|1"} if args.cpu else {}
+        )
+        process = subprocess.Popen(
+            command + ["--cpu"] * args.cpu, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            if process.wait(CHILD_SECONDS) == 0:
+                return torch.load(file.name, weights_only=False)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        log.seek(0)
+        return {"error": log.read()[-3000:]}
+
+
+def compared(found: dict[str, Any], wanted: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The worst error by kind of site, of an engine by the one with one rank."""
+    if error := found.get("error") or wanted.get("error"):
+        return {"error": error}
+    worst: dict[str, float] = {}
+    same: list[float] = []
+    for name, own in found["values"].items():
+        other = wanted["values"][name]
+        kind = name.split()[1].split(".")[0] if not name.startswith("block") else "block"
+        if kind == "experts":
+            same.append(float((own[:, 0].sort(-1)[0] == other[:, 0].sort(-1)[0]).all(-1).float().mean()))
+        else:
+            own, other = own.reshape(-1, own.shape[-1]), other.reshape(-1, other.shape[-1])
+            off = float((own - other).norm(dim=-1).max() / other.norm(dim=-1).square().mean().sqrt())
+            worst[kind] = max(worst.get(kind, 0.0), off)
+    result: dict[str, Any] = {"name": found["name"], "steps": found["steps"], "worst": worst}
+    if same:
+        result["experts"] = sum(same) / len(same)
+    # Rounding chooses other experts at ties, and their rows are others from there on: there the share of experts counts.
+    result["ok"] = result["experts"] > 0.9 if same else max(worst.values()) < TOLERANCE[dtype]
+    return result
+
+
+def speed(way: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Plain vLLM with these ranks, and an LM over it, in turns."""
+    options = [
+        f"--batches={','.join(map(str, args.batches))}", f"--prompt={args.prompt}", f"--new={args.new}", f"--dtype={args.dtype}",
+        f"--kv-bytes={4 << 30}", f"--ring={2 << 30}", f"--vllm={json.dumps(WAYS[way])}",
+        f"--config={args.config or (folder if way in OF_EXPERTS else DENSE)}",
+    ]  # fmt: skip
+    options += ["--eager"] * args.cpu + ["--moe-backend=triton"] * (way in OF_EXPERTS and not args.cpu)
+    return measured(args, ["norm"], None, options)
+
+
+def main() -> None:
+    """Run each part of each way, one after the other."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ways", default="tp,pp,dp,ep,eplb", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--parts", default="values,speed")
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256])
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--config", default="", help="folder with a config.json for speed; weights are random")
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default=None)
+    parser.add_argument("--cpu", action="store_true", help="two processes of a CPU, without graphs: to try this script")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--one", default=None)
+    parser.add_argument("--folder", default="")
+    args = parser.parse_args()
+    args.dtype = args.dtype or ("float32" if args.cpu else "bfloat16")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if args.one is not None:
+        torch.save(values(args.one, args.folder, args), args.out)
+        return
+    found: dict[str, Any] = {
+        "dtype": args.dtype,
+        "prompt": args.prompt,
+        "new": args.new,
+        "rounds": args.rounds,
+        "values": {},
+        "speed": {},
+    }
+    found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    ways, start = args.ways.split(","), time.perf_counter()
+
+    def done(part: str, way: str, result: dict[str, Any]) -> None:
+        found[part][way] = result
+        shown = result.get("ratios", result) if part == "speed" else result
+        print(f"{part} {way} after {time.perf_counter() - start:.0f} s: {json.dumps(shown)[:1500]}", flush=True)
+        if args.out is not None:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        if "values" in args.parts:
+            for experts, shape in ((False, MODEL), (True, FEW)):
+                if own := [way for way in ways if (way in OF_EXPERTS) == experts]:
+                    model = saved_model(Path(folder, "moe" if experts else "dense"), shape)
+                    one = child("one", model, args, None if args.cpu else "0")
+                    for way in own:
+                        done("values", way, compared(child(way, model, args, None), one, args.dtype))
+        if "speed" in args.parts:
+            large = Path(folder, "large")
+            large.mkdir()
+            (large / "config.json").write_text(json.dumps(LARGE_MOE))
+            for way in ways:
+                done("speed", way, speed(way, large, args))
+    sys.exit(any(not result.get("ok") for result in found["values"].values()))
+
+
+if __name__ == "__main__":
+    main()
