@@ -25,6 +25,7 @@ from helpers_vllm import (
     vector,
     vllm_lm,
 )
+from safetensors.torch import load_file
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.captures import Lens, Project
@@ -149,6 +150,26 @@ def test_what_needs_several_stages_is_refused_by_name(stages: LM) -> None:
     assert stages.generate([PROMPTS[0]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
 
 
+def assert_new_weights(lm: LM, oracle: LM, folder: Path) -> None:
+    """New weights in the first and the last layer reach all ranks; then the old ones."""
+    old = load_file(folder / "model.safetensors")
+    own = {
+        name: value for name, value in old.items() if "layers.0.mlp.down" in name or "layers.3.input_layernorm" in name
+    }
+    assert len(own) == 2
+    for weights in ({name: 1.5 * value for name, value in own.items()}, own):
+        found = []
+        for model in (lm, oracle):
+            model.update_weights(weights)
+            found += model.generate(PROMPTS, PARAMS, interventions=OPS, capture=["resid_post.*"])
+        for one, other in zip(found[: len(PROMPTS)], found[len(PROMPTS) :], strict=True):
+            assert_close(one, other)
+
+
+def test_new_weights_reach_all_stages(stages: LM, oracle: LM, folder: Path) -> None:
+    assert_new_weights(stages, oracle, folder)
+
+
 def test_a_stopped_rank_is_named(stages: LM) -> None:
     """The last test of this engine."""
     files, rank = shared_files(stages), ranks_of(stages)[1]
@@ -184,6 +205,10 @@ def test_blocks_run_on_each_engine(replicas: LM, oracle: LM) -> None:
 
     for ids in PROMPTS[:3]:
         assert_close_tensor(read(replicas, ids), read(oracle, ids))
+
+
+def test_new_weights_reach_all_engines(replicas: LM, oracle: LM, folder: Path) -> None:
+    assert_new_weights(replicas, oracle, folder)
 
 
 def test_experts_that_move_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

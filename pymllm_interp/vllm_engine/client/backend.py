@@ -130,6 +130,7 @@ class VllmBackend(FactoryBackend):
         open_engines.track(cast(Any, self.engine))
         self.module = tree_of(hf_config, "native" if is_native(hf_config, "auto") else "transformers", dtype)
         ranks = f"{len(core.ranks)} rank{'s' if len(core.ranks) > 1 else ''}"
+        ranks += f" of {core.engines} engines" if core.engines > 1 else ""
         self.facts = ModelFacts(
             name=source.name, model=model.model, folder=source.folder, spec=spec, hf_config=hf_config,
             impl="native" if is_native(hf_config, model.impl) else "transformers", architecture=type(self.module).__name__,
