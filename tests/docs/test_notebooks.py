@@ -21,7 +21,8 @@ from helpers_paths import ROOT
 pytestmark = pytest.mark.usefixtures("demo_tokenizer")
 FOLDER = ROOT / "examples" / "notebooks"
 NEEDS = {
-    "activation_patching": ["plotly"], "attribution": ["plotly"], "evaluation": ["inspect_ai", "ipywidgets", "lm_eval"],
+    "activation_patching": ["plotly"], "attribution": ["plotly"], "circuits": ["plotly"],
+    "evaluation": ["inspect_ai", "ipywidgets", "lm_eval"],
     "image_patches": ["plotly"],
     "logit_lens": ["plotly"], "sae_features": ["plotly"], "steering": [], "transformer_lens_names": ["plotly", "transformer_lens"],
 }  # fmt: skip

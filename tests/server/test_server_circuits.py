@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_browser import CHROMIUM, browsing
 from helpers_saes import random_sae
 from helpers_served import served
 from helpers_server import KEYS, Server
@@ -211,3 +212,43 @@ def test_a_circuit_that_takes_too_long_is_ended(
         with LM.connect(own.url, api_key=KEYS["declared"]) as lm, pytest.raises(Exception, match="circuit_timeout"):
             lm.circuit(PROMPT, "tc", batch=1)
         own.wait_until_idle()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_page_draws_the_figure(server: Server, local: LM, tmp_path: Path) -> None:
+    """Nodes and edges of `circuit.plot()`; the texts of nodes are shown, by keyboard too. Nothing comes from elsewhere."""
+    own = figure_of(local.circuit(PROMPT, "tc", max_features=300), 500)
+    with browsing(tmp_path / "profile") as page:
+        page.open(f"{server.url}/")
+        page.wait_for("document.body.dataset.state === 'ready'")
+        page.run(f"""(() => {{ const set = (id, value) => {{ document.getElementById(id).value = value;
+            document.getElementById(id).dispatchEvent(new Event('change')); }};
+            set('key', '{KEYS["declared"]}'); set('prompt', '{PROMPT}'); }})()""")
+        page.wait_for("!document.getElementById('circuit-section').hidden")
+        assert page.run("document.getElementById('transcoders').value") == "tc"
+        assert page.run("[...document.getElementById('saes').options].map((one) => one.value)") == [
+            "tc",
+            "tc/0",
+            "tc/1",
+            "tc/2",
+        ]
+        page.run("document.getElementById('circuit').click()")
+        page.wait_for("document.querySelectorAll('#graph circle').length > 0")
+        page.wait_for("document.getElementById('circuit').ariaDisabled === 'false'")
+        text = "document.getElementById('circuit-node').textContent"
+        assert page.run(text).startswith("Circuit(") and "completeness" in page.run(text)
+        nodes = [(trace["marker"]["color"], len(trace["x"])) for trace in own["data"] if trace["mode"] == "markers"]
+        for colour, count in nodes:
+            assert page.run(f"document.querySelectorAll('#graph circle[fill=\"{colour}\"]').length") == count
+        ticks = [*own["layout"]["xaxis"]["ticktext"], *own["layout"]["yaxis"]["ticktext"]]
+        assert page.run("[...document.querySelectorAll('#graph text')].map((one) => one.textContent)") == ticks
+        lines = page.run(
+            "[...document.querySelectorAll('#graph path')].map((one) => one.getAttribute('d').split('M').length - 1)"
+        )
+        assert lines == [len(trace["x"]) // 3 for trace in own["data"] if trace["mode"] == "lines"]
+        page.run("document.getElementById('circuit').focus()")
+        page.press("Tab")
+        first = page.run(text)
+        page.press("ArrowRight")
+        assert first.startswith("feature ") and page.run(text).startswith("feature ") and page.run(text) != first
+        assert page.run("document.getElementById('error').textContent") == "" and page.problems == []

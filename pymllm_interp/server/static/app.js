@@ -84,12 +84,16 @@ async function describe() {
   if (key === describedFor) return;
   describedFor = key;
   try {
-    const { num_layers: count, images, limits } = await (await call("v1/interp/capabilities")).json();
+    const { num_layers: count, images, limits, saes } = await (await call("v1/interp/capabilities")).json();
     const stored = await (await call("v1/interp/vectors")).json();
     if (key !== describedFor) return; // of an earlier key
     if (Number($("layer").max) !== count - 1) setLayers(count);
     $("image-field").hidden = !images;
     mostImageBytes = limits.max_image_bytes;
+    const names = Object.keys(saes), sets = names.filter((name) => name.includes("/")).map((name) => name.split("/")[0]);
+    $("circuit-section").hidden = !names.length;
+    $("saes").replaceChildren(...[...new Set([...sets, ...names])].map((name) => new Option(name)));
+    if (!$("transcoders").value) $("transcoders").value = sets[0] ?? names[0] ?? "";
     $("vectors").replaceChildren(...stored.vectors.map((vector) => new Option(vector.name)));
   } catch (error) {
     if (key !== describedFor) return;
@@ -133,21 +137,25 @@ async function direction(site) {
 
 // -- both texts, as they come -----------------------------------------------------------------
 
-async function stream(body, onChoice) {
+function stream(body, onChoice) {
   const path = body.messages ? "v1/chat/completions" : "v1/completions";
-  const reader = (await call(path, { ...body, stream: true })).body.pipeThrough(new TextDecoderStream()).getReader();
+  return events(path, { ...body, stream: true }, (data) => data.choices.forEach(onChoice));
+}
+
+async function events(path, body, onEvent) {
+  const reader = (await call(path, body)).body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
     waiting += value;
-    const events = waiting.split("\n\n");
-    waiting = events.pop();
-    for (const event of events) {
+    const whole = waiting.split("\n\n");
+    waiting = whole.pop();
+    for (const event of whole) {
       if (!event.startsWith("data: ") || event === "data: [DONE]") continue;
       const data = JSON.parse(event.slice(6));
       if (data.error) throw new Error(data.error.message);
-      data.choices.forEach(onChoice);
+      onEvent(data);
     }
   }
 }
@@ -325,6 +333,74 @@ function explain(event) {
   if (one) $(one.closest("table").dataset.shownIn).textContent = one.title;
 }
 
+// -- circuit --------------------------------------------------------------------------------------
+
+async function circuit() {
+  const body = { prompt: $("prompt").value, transcoders: $("transcoders").value, max_features: 300, form: "figure" };
+  await events("v1/interp/circuit", body, (event) => {
+    if (event.type === "progress") $("circuit-node").textContent = `${event.rows} of ${event.of} rows`;
+    if (event.type !== "circuit") return;
+    drawFigure($("graph"), event.figure);
+    const { replacement, completeness } = event.scores, percent = (share) => `${(100 * share).toFixed(0)} %`;
+    $("circuit-node").textContent = `${event.summary}. Replacement ${percent(replacement)}, completeness ${percent(completeness)}.`;
+  });
+}
+
+function drawn(kind, attributes, text) {
+  const found = document.createElementNS("http://www.w3.org/2000/svg", kind);
+  for (const [name, value] of Object.entries(attributes)) found.setAttribute(name, value);
+  if (text !== undefined) found.textContent = text;
+  return found;
+}
+
+// The text of a label of plotly's, in which tokens are escaped.
+const plainText = (html) => new DOMParser().parseFromString(html.replaceAll("<br>", ", "), "text/html").body.textContent;
+
+// A figure of lines and markers, in plotly's form.
+function drawFigure(svg, { data, layout: { width, height, xaxis, yaxis } }) {
+  const low = yaxis.tickvals[0] - 0.5, high = yaxis.tickvals.at(-1) + 0.5, count = xaxis.tickvals.length;
+  const x = (value) => 90 + (width - 110) * (value + 0.6) / (count + 0.2), y = (value) => 10 + (height - 80) * (high - value) / (high - low);
+  svg.setAttribute("width", width);
+  svg.setAttribute("height", height);
+  svg.replaceChildren();
+  xaxis.tickvals.forEach((value, i) => svg.append(
+    drawn("text", { x: x(value), y: height - 45, "text-anchor": "middle" }, plainText(xaxis.ticktext[i]))));
+  yaxis.tickvals.forEach((value, i) => svg.append(
+    drawn("text", { x: 80, y: y(value) + 4, "text-anchor": "end" }, yaxis.ticktext[i])));
+  for (const trace of data) {
+    if (trace.mode === "lines") {
+      const path = trace.x.map((value, i) => (value === null ? "" : `${i % 3 ? "L" : "M"}${x(value)} ${y(trace.y[i])}`)).join("");
+      svg.append(drawn("path", { d: path, stroke: trace.line.color, "stroke-opacity": trace.opacity, fill: "none" }));
+      continue;
+    }
+    trace.x.forEach((value, i) => {
+      const text = plainText(trace.text[i]), place = { cx: x(value), cy: y(trace.y[i]), r: trace.marker.size[i] / 2 };
+      const node = drawn("circle", { ...place, fill: trace.marker.color, role: "img", "aria-label": text, tabindex: -1 });
+      node.append(drawn("title", {}, text));
+      svg.append(node);
+    });
+  }
+  svg.querySelector("circle")?.setAttribute("tabindex", 0);
+}
+
+function moveInGraph(event) {
+  const nodes = [...$("graph").querySelectorAll("circle")], at = nodes.indexOf(event.target);
+  const to = nodes[at + { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key]];
+  if (at < 0 || !to) return;
+  event.preventDefault();
+  event.target.setAttribute("tabindex", -1);
+  to.setAttribute("tabindex", 0);
+  to.focus();
+}
+
+$("circuit-form").addEventListener("submit", (event) => { event.preventDefault(); once($("circuit"), circuit); });
+const around = $("graph").parentElement; // a graphic with such listeners would take the focus itself
+around.addEventListener("keydown", moveInGraph);
+for (const kind of ["focusin", "mouseover"]) {
+  around.addEventListener(kind, ({ target }) => {
+    if (target.tagName === "circle") $("circuit-node").textContent = target.getAttribute("aria-label");
+  });
+}
 $("form").addEventListener("submit", (event) => { event.preventDefault(); once($("run"), generate); });
 $("lens").addEventListener("click", () => once($("lens"), lens));
 for (const table of [$("heatmap"), $("live-lens")]) {
