@@ -347,7 +347,7 @@ async function circuit() {
 }
 
 function drawn(kind, attributes, text) {
-  const found = document.createElementNS("http://www.w3.org/2000/svg", kind);
+  const found = document.createElementNS($("graph").namespaceURI, kind);
   for (const [name, value] of Object.entries(attributes)) found.setAttribute(name, value);
   if (text !== undefined) found.textContent = text;
   return found;
