@@ -155,6 +155,10 @@ class RequestCuts:
             hidden[cut.heads.unsqueeze(1), cut.rows - self.first_row] = cut.hidden
         return hidden.unsqueeze(0)
 
+    def place(self, slots: torch.Tensor) -> None:
+        """Set `slots`, for K and V outside of a pool."""
+        self._slots = slots
+
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         """Rows [keys] of K and V at the request's positions: rows of the pool, or of the pass."""
         if self._slots is None:

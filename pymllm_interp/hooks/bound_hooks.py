@@ -278,6 +278,11 @@ class BoundHooks:
             return "a monitor that acts"
         return "gates on CUDA" if in_tables and any(op.spec.when is not None for op in self) else ""
 
+    @property
+    def cuts_edges(self) -> bool:
+        """Whether edges of attention are cut, or patterns captured."""
+        return bool(self.knockouts) or PATTERN in self.new_by_layer
+
     def applied(
         self, num_positions: int, fires: Fires, first_fired: Mapping[int, torch.Tensor] = MappingProxyType({})
     ) -> list[Applied]:

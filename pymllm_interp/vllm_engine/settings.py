@@ -15,7 +15,7 @@ from ..core.model_spec import ModelSpec
 from ..hooks.bind import DeclaredLimits
 from ..hooks.site import NORMED, Site
 from ..models.registry import architecture_of, spec_of
-from .structures import SITES, TAPPED
+from .structures import SITES, TAPPED, why_without_blocks
 
 KEY = "pymllm_interp"
 """Name of this package in vLLM's `additional_config`, which is part of the key of its compile cache, and in `extra_args`."""
@@ -74,8 +74,9 @@ def limits_of(config: ServerConfig, device: str) -> VllmLimits:
 
 
 def served_spec(config: PretrainedConfig, dtype: Any) -> ModelSpec:
-    """The spec of a model in vLLM, which cannot cut edges of attention. See `BEGINS_LATER` for the site `embed`."""
-    spec = replace(spec_of(config, "auto", dtype), cuts_edges=False)
+    """The spec of a model in vLLM. Edges of attention are cut in passes by modules. See `BEGINS_LATER` for the site `embed`."""
+    spec = spec_of(config, "auto", dtype)
+    spec = replace(spec, cuts_edges=spec.cuts_edges and why_without_blocks(config) is None)
     if architecture_of(config) in BEGINS_LATER:
         return replace(spec, family=replace(spec.family, missing=spec.family.missing | {"embed"}))
     return spec

@@ -15,6 +15,7 @@ import torch
 from fuzz.traces import Traced
 from helpers_vllm import (
     WIDTH,
+    assert_close,
     assert_close_tensor,
     assert_ends_with_a_rank,
     needs_vllm,
@@ -31,6 +32,7 @@ from pymllm_interp import LM, Capture, SamplingParams, Steer
 from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.hooks.traces.blocks.errors import EditError, TraceTimeoutError
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
+from pymllm_interp.interventions import Knockout
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 
@@ -280,6 +282,41 @@ def test_a_block_beside_declared_hooks_of_its_own_request(engines: tuple[LM, LM]
             state = lm.model.layers[3].self_attn.k_proj.output.save()
         found.append((state, tracer.activations["resid_post.2"]))
     same(*found)
+
+
+CUT: list[Any] = [
+    [Knockout(1, from_=[-1], to=[0])],
+    [Knockout("*", from_=slice(6, None), to=slice(0, 5, 2), heads=[0, 3]), Steer("resid_post.0", vector(2), 2.0)],
+    None,
+    [Knockout([0, 2], from_="generated", to="prompt")],
+]
+READ: list[Any] = [
+    ["pattern.1", "resid_post.*"],
+    ["pattern.*"],
+    ["resid_post.*"],
+    [Capture("pattern.3", positions=[-1], heads=[1]), "logits"],
+]
+
+
+def test_cut_edges_and_patterns_are_our_engines(engines: tuple[LM, LM]) -> None:
+    """In chunks, on two ranks, with eager steps among graphs; beside requests without any, and with the same prompts before."""
+    lm = engines[0]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    plain = [lm.generate([ids], params)[0] for ids in PROMPTS]
+    for ops, captures in ((CUT, READ), (CUT, None), (None, READ), (CUT, READ)):
+        found, wanted = (m.generate(PROMPTS, params, interventions=ops, capture=captures) for m in engines)
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+        assert ops is None or f"vllm {runner_of(lm)} modules" in found[1].receipt.steps
+    own, before = (out.outputs[0].logprobs or [] for out in (wanted[1], plain[1]))
+    assert any(
+        abs(next(iter(a.values())).logprob - next(iter(b.values())).logprob) > 1e-3
+        for a, b in zip(own, before, strict=True)
+    )
+    for one, before in zip(lm.generate(PROMPTS, params), plain, strict=True):  # no KV of cut edges is read
+        assert_close(one, before)
+    with pytest.raises(ValueError, match="beside a block"), lm.trace(PROMPTS[3], interventions=CUT[3]):
+        lm.model.layers[3].output.save()
 
 
 def test_a_stop_ends_the_generation(engines: tuple[LM, LM]) -> None:

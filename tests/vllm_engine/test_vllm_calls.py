@@ -27,7 +27,7 @@ from helpers_vllm import (
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.captures import Features, Lens, Project
-from pymllm_interp.interventions import Generated, Knockout, SetFeature
+from pymllm_interp.interventions import Generated, SetFeature
 from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 
@@ -290,8 +290,7 @@ def test_a_block_that_does_not_lower_runs_in_the_passes(lm: LM, oracle: LM) -> N
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "inner site": ({"capture": ["q.1"]}, r"q\.1: .*without taps at 'q'"),
     "inner op": ({"interventions": [Scale("mlp_act.0", 0.5)]}, r"mlp_act\.0: .*without taps at 'mlp_act'"),
-    "pattern": ({"capture": ["pattern.1"]}, "patterns are not captured"),
-    "knockout": ({"interventions": [Knockout(1, from_=[-1], to=[0])]}, "no edge of attention"),
+    "K": ({"capture": ["kv.1"]}, "cached K and V are not captured"),
 }
 
 

@@ -12,6 +12,7 @@ from helpers_vllm import assert_close, needs_vllm, own_lm, prompt, save_config, 
 from transformers import FalconConfig, GPT2Config, GPTJConfig, OPTConfig, PretrainedConfig, StableLmConfig
 
 from pymllm_interp import Ablate, Capture, Gate, Patch, SamplingParams, Scale, Steer
+from pymllm_interp.interventions import Knockout
 
 pytestmark = needs_vllm
 NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.2}
@@ -72,6 +73,8 @@ def test_all_sites_of_such_layers_are_our_engines(family: str, tmp_path: Path) -
             )
             for one, other in zip(found, wanted, strict=True):
                 assert_close(one, other)
+        with pytest.raises(ValueError, match="no edge of attention is cut in this model"):
+            lm.generate(PROMPTS[:1], PARAMS, interventions=[Knockout(1, from_=[-1], to=[0])])
         if family in ("gpt2", "opt"):
             with pytest.raises(ValueError, match="embed"):
                 lm.generate(PROMPTS[:1], PARAMS, capture=["embed"])

@@ -40,7 +40,7 @@ from ..versions import installed_version
 from .adapters import VllmAdapters
 from .arguments import engine_arguments
 from .attached import AttachedLLM
-from .blocks import check_blocks, check_traced
+from .blocks import check_blocks, check_traced, why_uncut
 from .canary import check_steering
 from .core import VllmCore
 from .declarations import VllmDeclarations
@@ -121,6 +121,7 @@ class VllmBackend(FactoryBackend):
         declarations = VllmDeclarations(
             limits, spec, config.parallel_config.tensor_parallel_size, core.stages, scheduler.max_num_batched_tokens, ring,
             config.speculative_config is not None,
+            why_uncut(hf_config, config), lambda: core.wait(core.uplink.send_traces(payload_of([]))),
         )  # fmt: skip
         weights, saes = VllmWeights(hf_config, partial(core.call, "interp_checksum")), SAERegistry(spec, "cpu")
         for name, sae in model.saes.items():

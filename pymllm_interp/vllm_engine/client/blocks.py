@@ -62,6 +62,33 @@ def check_blocks(facts: ModelFacts, traces: Sequence[RequestTrace], config: Any)
             raise VllmRefusalError(f"with engine='vllm' a block has no {what}. {OURS}")
 
 
+def why_uncut(hf_config: Any, config: Any) -> str:
+    """Reason that edges of attention cannot be cut, which takes passes by modules; "" for none.
+
+    Args:
+        hf_config, config: the model's config, and vLLM's `VllmConfig`.
+    """
+    for holds, what in (
+        (why_without_blocks(hf_config) is not None, "in this model, in which no block runs either"),
+        (config.model_config.runner_type != "generate", "beside classification heads"),
+        (config.parallel_config.pipeline_parallel_size > 1, "on pipeline ranks: raise tensor_parallel_size"),
+        (
+            getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1,
+            "with decode_context_parallel_size above 1: leave it out",
+        ),
+        (
+            config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe,
+            "in data parallel engines with experts: data_parallel_size is to be 1",
+        ),
+        (config.speculative_config is not None, "beside drafts: leave out speculative_config"),
+        (config.lora_config is not None, "beside adapters: leave out enable_lora"),
+        (config.model_config.enable_prompt_embeds, "beside embeddings: leave out enable_prompt_embeds"),
+    ):
+        if holds:
+            return what
+    return ""
+
+
 def check_traced(request: Request) -> None:
     """Refuse a traced request that only our own engine serves.
 

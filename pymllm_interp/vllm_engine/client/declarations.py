@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import cache
 
 from torch import Tensor
 
@@ -44,6 +45,8 @@ class VllmDeclarations(Declarations):
         step_tokens: most token rows of a step.
         ring_bytes: bytes of rank 0's ring; None if captures do not use one.
         speculates: whether vLLM proposes drafts.
+        why_uncut: reason that edges of attention are not cut, nor patterns captured; "" for none.
+        prepare: makes the ranks ready for passes with cut edges, before the first one.
     """
 
     def __init__(
@@ -55,10 +58,12 @@ class VllmDeclarations(Declarations):
         step_tokens: int,
         ring_bytes: int | None,
         speculates: bool = False,
+        why_uncut: str = "",
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(limits, model, NoReadout(), only_captures=False)
         self._ranks, self._step_tokens, self._ring_bytes = ranks, step_tokens, ring_bytes
-        self._stages, self._speculates = stages, speculates
+        self._stages, self._speculates, self._why_uncut, self._prepare = stages, speculates, why_uncut, cache(prepare)
 
     def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
         """Check and bind a request's hooks, see `Declarations.declare`.
@@ -78,8 +83,10 @@ class VllmDeclarations(Declarations):
                     f"{spec.name}: with pipeline_parallel_size={len(self._stages)} no monitor is served, as its scores are on "
                     f"several ranks: raise tensor_parallel_size instead. {OURS}"
                 )
-            if isinstance(spec, Knockout):
-                raise ValueError(f"{spec.name}: with engine='vllm' no edge of attention can be cut. {OURS}")
+            if isinstance(spec, Knockout) and self._why_uncut:
+                raise ValueError(
+                    f"{spec.name}: with engine='vllm' no edge of attention is cut {self._why_uncut}. {OURS}"
+                )
             if isinstance(spec, PatchKV):
                 raise ValueError(f"{spec.name}: with engine='vllm' cached K and V are not replaced. {OURS}")
             if request.params.prompt_logprobs is not None and str(getattr(spec, "site", "")) == LOGITS:
@@ -88,9 +95,12 @@ class VllmDeclarations(Declarations):
                     f"leave out prompt_logprobs. {OURS}"
                 )
         for spec in captures:
-            if str(spec.site).startswith(("pattern", "kv")):
-                what = "cached K and V" if str(spec.site).startswith("kv") else "attention patterns"
-                raise ValueError(f"{spec.name}: with engine='vllm' {what} are not captured. {OURS}")
+            if str(spec.site).startswith("kv"):
+                raise ValueError(f"{spec.name}: with engine='vllm' cached K and V are not captured. {OURS}")
+            if str(spec.site).startswith("pattern") and self._why_uncut:
+                raise ValueError(
+                    f"{spec.name}: with engine='vllm' no attention pattern is captured {self._why_uncut}. {OURS}"
+                )
             if self._ranks > 1 and isinstance(spec.reduce, Lens):
                 raise ValueError(
                     f"{spec.name}: Lens needs the head, which tensor_parallel_size={self._ranks} splits: capture the states. {OURS}"
@@ -101,6 +111,12 @@ class VllmDeclarations(Declarations):
                     f"capture the states. {OURS}"
                 )
         super().declare(specs, captures, request)
+        if request.declared is not None and request.hooks is not None and request.hooks.bound.hooks.cuts_edges:
+            if request.trace is not None:
+                raise ValueError(
+                    f"with engine='vllm' no edge of attention is cut, and no pattern captured, beside a block. {OURS}"
+                )
+            self._prepare()
         self._check_ring(request)
         if self._stages and request.hooks is not None and request.hooks.bound is not None:
             self._check_stages(request.hooks.bound.hooks)

@@ -297,7 +297,7 @@ class VllmRequestEngine:
         if declares or blocks:
             sealed, one.keys = await core.uplink.sealed(request)
         observed = request.declared is not None and request.declared.first_observed(0)[0] is not None
-        read_cache = not (observed or blocks)
+        read_cache = not (observed or blocks or (declared is not None and declared.hooks.cuts_edges))
         if core.generates:
             params = vllm_params(request, sealed, read_cache, core.kinds)
         else:

@@ -76,6 +76,7 @@ class VllmLifecycle:
         """Update of the model. Raises VllmRefusalError: of the draft model."""
         if draft:
             raise VllmRefusalError(f"update_weights(draft=True): vLLM's draft model keeps its weights. {OURS}")
+        _refuse_engines("update_weights", self._core)
         if not self._core.on_cuda and (self._has_experts or self._core.config.model_config.quantization is not None):
             raise VllmRefusalError(
                 f"update_weights: vLLM for CPUs packs experts and quantised weights, and does not pack new ones. {OURS}"
@@ -133,6 +134,15 @@ class VllmLifecycle:
         ]
 
 
+def _refuse_engines(what: str, core: VllmCore) -> None:
+    """Refuse an order that was not tested with several engines or stages."""
+    parallel = core.config.parallel_config
+    if max(parallel.pipeline_parallel_size, parallel.data_parallel_size) > 1:
+        raise VllmRefusalError(
+            f"{what}: not tested with pipeline or data parallel ranks: raise tensor_parallel_size instead"
+        )
+
+
 class VllmSleep:
     """Sleep of vLLM, which gives its weights and KV back together. A `client.lifecycle.orders.Sleep`.
 
@@ -173,6 +183,7 @@ class VllmSleep:
             raise VllmRefusalError(
                 "lm.sleep: start vLLM with LM(..., engine='vllm', enable_sleep_mode=True), which it has on CUDA only"
             )
+        _refuse_engines("lm.sleep", self._core)
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: 1 keeps the weights in host memory, 2 drops them")
         if mode not in MODES:

@@ -135,7 +135,9 @@ def salt_of(request: Request, declared: Declared | None) -> str | None:
     they are bound to the prompt. One that counts from the prompt's end is another position for another prompt.
     """
     parts: list[str] = []
-    if request.trace is not None:  # its block may edit at any position
+    if request.trace is not None or (
+        declared is not None and declared.hooks.knockouts
+    ):  # a block may edit at any position
         parts.append(f"block {secrets.token_hex(16)}")
     if request.cache_owner is not None:
         parts.append(f"owner {request.cache_owner}")

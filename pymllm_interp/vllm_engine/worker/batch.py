@@ -153,6 +153,13 @@ class VllmStep:
         ]  # fmt: skip
 
     @property
+    def rows_of(self) -> list[tuple[str, int, int, int]]:
+        """vLLM's id, first token row, first position and number of rows of each request."""
+        return list(
+            zip(self.batch.ids, self.query_start_loc.tolist(), self.first.tolist(), self.counts.tolist(), strict=False)
+        )
+
+    @property
     def samples_only(self) -> bool:
         """Whether the logits are those that tokens are sampled from, and no others."""
         return not self.batch.all_logits.any()

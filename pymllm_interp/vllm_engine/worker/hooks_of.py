@@ -17,6 +17,7 @@ from ..blocks import TraceOnWire
 from ..payloads import HookedOnWire, Sealer, TensorKey, loaded, unpacked_tensor
 from ..settings import KEY
 from ..stage_sites import part_of_captures
+from .blocks.kept_kv import KeptKV
 from .blocks.traces import RankTraces
 from .stage import RankStage
 
@@ -61,6 +62,7 @@ class HooksOf:
             model.compute_logits = self._logits
         self._run = model.forward
         model.forward = self._forward
+        self._kept, self._has_cuts, self._cutting = KeptKV(stage.model, stage.device), False, False
         self._logit_counts: list[int] = []
         self._starts = np.zeros(1, dtype=np.int32)
         stage.whole = traces.whole
@@ -100,6 +102,7 @@ class HooksOf:
         for vllm_id in scheduled.finished_req_ids:
             self.stage.remove(vllm_id)
             self.traces.remove(vllm_id)
+            self._kept.forget(vllm_id)
         for vllm_id in scheduled.preempted_req_ids or ():
             self.stage.preempted(vllm_id, None if num_tokens is None else num_tokens(vllm_id))
         for new in scheduled.scheduled_new_reqs:
@@ -122,6 +125,7 @@ class HooksOf:
             longest = told.max_tokens + self._num_drafts  # vLLM drafts beyond a request's last token
             hooks = RequestHooks(*specs, longest, told.logits_from, vector_rows=told.vector_rows)
             self.stage.add(new.req_id, told.request_id, hooks, told.prompt_len)
+            self._has_cuts |= self.stage.cuts(new.req_id)
 
     def _specs_of(self, pickled: bytes) -> tuple[Any, Any]:
         """Interventions and captures. Recent requests get the same objects again."""
@@ -135,6 +139,11 @@ class HooksOf:
             found = self._specs[pickled] = ops, captures
         return found
 
+    @property
+    def has_modules(self) -> bool:
+        """Whether a step may run by modules."""
+        return self.traces.knows_any or self._has_cuts
+
     def begin_blocks(self, ids: list[str], counts: list[int], first: list[int]) -> None:
         """Run new blocks of a step's requests until they wait, before its inputs are laid out.
 
@@ -146,7 +155,8 @@ class HooksOf:
             count if vllm_id in whole or self.stage.reads_all_logits(vllm_id) else 1
             for vllm_id, count in zip(ids, counts, strict=True)
         ]
-        self.traces.begin(ids, counts, first, self._logit_counts)
+        self._cutting = any(map(self.stage.cuts, ids))
+        self.traces.begin(ids, counts, first, self._logit_counts, self._cutting)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's model: by modules where blocks wait for one, and else its own forward."""
@@ -164,9 +174,21 @@ class HooksOf:
         ops = None if stage.step is None else taps.ops
         if stage.step is not None and taps.static is not None:
             ops = ops or taps.static.first_rows(count)
+        kept, cuts, rows = None, None, []
+        if self._cutting and stage.step is not None and not stage.rank:
+            rows = [row for row in stage.step.rows_of if stage.cuts(row[0])]
+            kept, cuts = self._kept, stage.stage.attention_cuts(stage.step)
+            kept.begin(cuts, rows, stage.longest)
+        step = input_ids[:count], positions[:count], self._starts, ops, tokens, cuts, kept
         with taps.silent():  # the modules of the tree have the inner sites
-            hidden = self.traces.run_pass(input_ids[:count], positions[:count], self._starts, ops, tokens)
-        self.stage.by_modules = hidden is not None
+            hidden = self.traces.run_pass(*step)
+            if hidden is None and self._cutting:  # the blocks have ended, and others' edges are cut all the same
+                hidden = self.traces.run_pass(*step)
+        if hidden is None:
+            stage.fail_cuts(
+                [row[0] for row in rows], "a pass with cut edges of attention has failed: see the log of rank 0"
+            )
+        stage.by_modules = hidden is not None
         return hidden
 
     def begin(self, req_ids: list[str], starts: np.ndarray, computed: np.ndarray, mode: str) -> None:

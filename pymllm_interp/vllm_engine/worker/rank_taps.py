@@ -1,4 +1,4 @@
-"""`RankTaps`: callbacks of a rank's ops, which read device tables or call functions."""
+"""`RankTaps`: callbacks of a rank's ops, which read device tables or call functions. `TappedStage`: its declared stage."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from typing import Any
 import torch
 
 from ...core.model_spec import delta_site, residual_site
+from ...hooks.captures.egress.result_memory import Memory
+from ...hooks.interventions.host_ops import logit_ops
 from ...layers.edits.base import apply_and_capture
 from ...layers.edits.host import HostOps
 from ...layers.edits.table import TableOps
+from ...runner.stages.declared_stage import DeclaredStage
+from ..settings import uses_tables
+from .batch import VllmStep
+from .result_arena import ResultArena
 from .split_rows import SplitRows
 
 
@@ -98,6 +104,34 @@ class RankTaps:
                 self.split.whole(part, site, partial(self.state, site=site))
             else:
                 self.calls += 1
+
+
+class TappedStage(DeclaredStage):
+    """The declared stage of a rank.
+
+    Attributes:
+        results: memory of captured states.
+    """
+
+    results: ResultArena
+
+    def result_memory(self) -> Memory:
+        return self.results
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether passes read declared ops from device tables."""
+        return uses_tables(torch.device(self.device).type)
+
+    def logit_table_ops(self, rows: VllmStep, num_rows: int) -> TableOps | None:
+        """The ops at the logits of a step."""
+        assert self.device_tables is not None and self.table_ops is not None, "on a CPU `site_ops` has them"
+        if not any(
+            found is not None and found.declared and found.declared.hooks.edits_logits for found in rows.batch.found
+        ):
+            return None
+        logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
+        return self.table_ops.first_rows(num_rows, logits)
 
 
 def at_site(rows: torch.Tensor, site: int, ops: HostOps) -> None:

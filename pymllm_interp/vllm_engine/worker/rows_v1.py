@@ -51,7 +51,7 @@ class RowsOfV1:
             known: Any = self.requests  # pyright: ignore[reportAttributeAccessIssue]
             self.interp.take(scheduler_output, lambda vllm_id: known[vllm_id].num_tokens)
         found = super()._update_states(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
-        if self.interp is not None and self.interp.traces.knows_any and scheduler_output.total_num_scheduled_tokens:
+        if self.interp is not None and self.interp.has_modules and scheduler_output.total_num_scheduled_tokens:
             batch: Any = self.input_batch  # pyright: ignore[reportAttributeAccessIssue]
             ids, scheduled = batch.req_ids[: batch.num_reqs], scheduler_output.num_scheduled_tokens
             first = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
@@ -92,7 +92,7 @@ class RowsOfV1:
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._sample(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if self.interp is not None and self.interp.traces.busy:
+        if self.interp is not None and self.interp.traces.decides:
             found.sampled_token_ids = self.interp.traces.sampled(found.sampled_token_ids[:, 0])[:, None]
         return found
 

@@ -43,7 +43,7 @@ class RowsOfV2:
     def gather_batch_req_state(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         found = super().gather_batch_req_state(scheduler_output, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         own, state = self.interp, found[0]
-        if own is not None and own.traces.knows_any and state is not None:
+        if own is not None and own.has_modules and state is not None:
             counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
             first = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             first |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -101,7 +101,7 @@ class RowsOfV2:
         own.hidden = hidden_states
         try:
             found = run(hidden_states, *args, **kwargs)
-            if own.traces.busy:
+            if own.traces.decides:
                 sampled = found[0].sampled_token_ids
                 sampled[:, 0] = own.traces.sampled(sampled[:, 0])
             return found

@@ -21,23 +21,19 @@ from ...core.model_spec import LOGITS, ModelSpec, inner_site
 from ...core.sampling_params import SamplingParams
 from ...core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks
 from ...hooks.bound_hooks import Bindings
-from ...hooks.captures.egress.result_memory import Memory
 from ...hooks.captures.egress.ring import CaptureRing
 from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.captures.streamed import StreamedRows
 from ...hooks.declared import Declared
-from ...hooks.interventions.host_ops import logit_ops
 from ...kernels.edit_codes import TokenRows
-from ...layers.edits.table import TableOps
 from ...runner.async_output import copy_to_host
-from ...runner.stages.declared_stage import DeclaredStage
 from ...utils.stage_times import TIMES
 from ...utils.upload import upload
 from ..results import AskedRows, SentScores
 from ..settings import limits_of, uses_tables
 from .batch import StepBatch, VllmStep, step_of
 from .hooked_request import HookedRequest, RankResult
-from .rank_taps import RankTaps
+from .rank_taps import RankTaps, TappedStage
 from .result_arena import ResultArena
 from .row_buffers import VllmRowBuffers
 from .split_rows import SplitRows
@@ -48,34 +44,6 @@ SMALL_RING = 1 << 16
 NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 WAIT_SECONDS = 2e-4
 """Seconds between checks for room in the ring."""
-
-
-class TappedStage(DeclaredStage):
-    """The declared stage of a rank.
-
-    Attributes:
-        results: memory of captured states.
-    """
-
-    results: ResultArena
-
-    def result_memory(self) -> Memory:
-        return self.results
-
-    @property
-    def has_tables(self) -> bool:
-        """Whether passes read declared ops from device tables."""
-        return uses_tables(torch.device(self.device).type)
-
-    def logit_table_ops(self, rows: VllmStep, num_rows: int) -> TableOps | None:
-        """The ops at the logits of a step."""
-        assert self.device_tables is not None and self.table_ops is not None, "on a CPU `site_ops` has them"
-        if not any(
-            found is not None and found.declared and found.declared.hooks.edits_logits for found in rows.batch.found
-        ):
-            return None
-        logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
-        return self.table_ops.first_rows(num_rows, logits)
 
 
 class RankStage:
@@ -146,6 +114,20 @@ class RankStage:
                 found.declared.captures = None
             self._known[vllm_id] = self._by_own_id[request_id] = found
             self._close_batch()
+
+    def cuts(self, vllm_id: str) -> bool:
+        """Whether a request's passes are by modules, equal on all ranks, also when the first has sent its results."""
+        return vllm_id in self._known and self._known[vllm_id].cuts
+
+    def longest(self, vllm_id: str) -> int:
+        """Most positions of a request."""
+        found = self._known[vllm_id]
+        return found.prompt_len + found.hooks.max_tokens
+
+    def fail_cuts(self, vllm_ids: Sequence[str], why: str) -> None:
+        """Note that a pass was without the cut edges of requests."""
+        for vllm_id in vllm_ids:
+            self._known[vllm_id].failed = why
 
     def reads_all_logits(self, vllm_id: str) -> bool:
         """Whether logits of all positions of a request are computed for its captures."""
@@ -296,6 +278,8 @@ class RankStage:
         return read
 
     def _unmet(self, found: HookedRequest) -> str | None:
+        if found.failed:
+            return found.failed
         wanted = self.num_taps * found.scheduled
         if found.met == wanted:
             return None

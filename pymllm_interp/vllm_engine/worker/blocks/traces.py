@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....attention.cut_edges import PassCuts
 from ....client.calls.model import ClientModel
 from ....config import ServerConfig
 from ....core.forward_batch import ForwardBatch, ForwardMode, SiteOps
@@ -32,6 +33,7 @@ from ....runner.stages.traced_stage import TracedStage
 from ....wire.failures import failure_of
 from ....wire.trace_payload import Sources
 from ...blocks import StepEnds, TraceOnWire, TraceResult, packed, traces_of
+from .kept_kv import KeptKV
 from .ranks import Ranks
 from .tree import BlockTree, refuse_weights
 
@@ -99,7 +101,7 @@ class RankTraces:
     # -- requests ----------------------------------------------------------------------------
 
     def open(self, payload: bytes) -> None:
-        """Make the traces of a payload known.
+        """Make the traces of a payload known. One without any makes the tree for passes by modules.
 
         Raises:
             NotImplementedError: the tree has no counterpart in vLLM's model.
@@ -183,22 +185,31 @@ class RankTraces:
         """Whether the step has a request with blocks."""
         return any(one is not None for one in self._found)
 
+    @property
+    def decides(self) -> bool:
+        """Whether rank 0 decides on the step's tokens."""
+        return self.busy or self.ran
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def begin(self, ids: Sequence[str], counts: Sequence[int], first: Sequence[int], logit_rows: Sequence[int]) -> None:
+    def begin(
+        self, ids: Sequence[str], counts: Sequence[int], first: Sequence[int], logit_rows: Sequence[int], cuts: bool
+    ) -> None:
         """Run new blocks until they wait, and decide how the pass runs.
 
         Args:
             ids: vLLM's, in the order of the batch.
             counts, first, logit_rows: token rows, first position, and positions with logits, of each.
+            cuts: the pass is by modules, as requests cut edges of attention.
         """
-        self.own_pass, self.ran, self.logits = False, False, None
+        self.own_pass, self.ran, self.logits = cuts, False, None
         self._found = [self._known.get(vllm_id) for vllm_id in ids]
         if not self.busy:
             self._found = []
             return
         assert self._ranks is not None, "`open` comes before"
-        self.own_pass = bool(self._ranks.agreed(None if self._ranks.rank else self._begin(counts, first, logit_rows)))
+        waits = self._ranks.agreed(None if self._ranks.rank else self._begin(counts, first, logit_rows))
+        self.own_pass = cuts or bool(waits)
 
     def _begin(self, counts: Sequence[int], first: Sequence[int], logit_rows: Sequence[int]) -> bool:
         stage, new, entries = self._stage, list[NewRequest](), list[ScheduledRequest]()
@@ -246,7 +257,7 @@ class RankTraces:
     @torch.no_grad()
     def run_pass(
         self, input_ids: torch.Tensor, positions: torch.Tensor, starts: np.ndarray, site_ops: SiteOps | None,
-        logit_tokens: np.ndarray,
+        logit_tokens: np.ndarray, cuts: PassCuts | None = None, kept: KeptKV | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
         """The pass, module by module where blocks wait: hidden states [tokens, hidden] after the final norm.
 
@@ -254,6 +265,7 @@ class RankTraces:
             input_ids, positions: [tokens] of the step.
             starts: [requests + 1], first token row of each.
             logit_tokens: [logit rows], token rows that the head runs on.
+            cuts, kept: cut edges and captured patterns, and K and V of their requests.
 
         Returns:
             None if the pass has failed: its blocks have ended, and the model is to run without them.
@@ -268,6 +280,8 @@ class RankTraces:
         batch = _batch_of(ids, positions, np.diff(starts), tree.attention, site_ops)
         if len(logit_tokens) < len(input_ids):
             batch.logits_indices = torch.from_numpy(logit_tokens).to(self._device)
+        pool: Any = kept
+        batch.attention_cuts, batch.token_to_kv_pool = cuts, pool
         try:
             self.logits = self._run(batch)
         except Exception as error:
@@ -285,12 +299,14 @@ class RankTraces:
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
         stage, tree = self._stage, self._tree
         assert stage is not None and tree is not None
-        stage.enter_pass(batch, 0)
+        if self.busy:
+            stage.enter_pass(batch, 0)
         ids, positions = batch.input_ids[None], batch.positions
         assert positions is not None
         out = tree.module(input_ids=ids, position_ids=positions[None], forward_batch=batch)
         logits = out.logits[0]
-        stage.ran(batch, LogitsProcessorOutput(logits))
+        if self.busy:
+            stage.ran(batch, LogitsProcessorOutput(logits))
         return logits
 
     def _fail(self, error: BaseException) -> None:
@@ -316,14 +332,14 @@ class RankTraces:
     @torch.no_grad()
     def sampled(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The tokens [requests] that the generations continue with, after the blocks; rank 0's on all ranks."""
-        if not self.busy:
+        if not self.decides:
             return token_ids
         assert self._ranks is not None
-        if self._stage is not None:
+        if self._stage is not None and self.busy:
             rows: Any = SimpleNamespace(sampling=self._entries)
             token_ids = self._stage.sampled(rows, token_ids)
         chosen: list[int] = self._ranks.agreed(token_ids.tolist())
-        for one, token in zip(self._found, chosen, strict=True):
+        for one, token in zip(self._found or [None] * len(chosen), chosen, strict=True):
             if one is not None and token in one.wire.stops and one.passes >= one.wire.min_tokens:
                 one.over = True
         return torch.tensor(chosen, dtype=token_ids.dtype, device=token_ids.device)

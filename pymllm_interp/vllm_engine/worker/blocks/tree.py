@@ -79,6 +79,9 @@ class VllmAttention(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """Attention [tokens, heads * head_dim] in fresh memory."""
+        kept: Any = forward_batch.token_to_kv_pool
+        if kept is not None:
+            kept.add(layer.layer_id, k, v)
         return self._layers[layer.layer_id](q.flatten(1), k.flatten(1), v.flatten(1))
 
 
