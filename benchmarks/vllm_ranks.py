@@ -137,7 +137,7 @@ def speed(way: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Plain vLLM with these ranks, and an LM over it, in turns."""
     options = [
         f"--batches={','.join(map(str, args.batches))}", f"--prompt={args.prompt}", f"--new={args.new}", f"--dtype={args.dtype}",
-        f"--kv-bytes={4 << 30}", f"--ring={2 << 30}", f"--vllm={json.dumps(WAYS[way])}",
+        f"--kv-bytes={4 << 30}", f"--ring={2 << 30}", "--vocab=1000", f"--vllm={json.dumps(WAYS[way])}",
         f"--config={args.config or (folder if way in OF_EXPERTS else DENSE)}",
     ]  # fmt: skip
     options += ["--eager"] * args.cpu + ["--moe-backend=triton"] * (way in OF_EXPERTS and not args.cpu)
