@@ -42,7 +42,9 @@ KEPT = 64
 """Bound hooks that are kept."""
 MAX_TABLE_BYTES = 1 << 20
 """Captures with larger tables of positions are not kept: a client could make them hold gigabytes after its requests."""
-BY_LAYER: dict[str, type[LayerCaptures[Any]]] = {PATTERN: PatternCaptures, STATE: StateCaptures, KV: KVCaptures}
+BY_LAYER: dict[str, Callable[[Sequence[Capture], ModelSpec, int, int], LayerCaptures[Any]]] = {
+    PATTERN: PatternCaptures, STATE: StateCaptures, KV: KVCaptures,
+}  # fmt: skip
 """Kind of a site -> captures that are not rows of a record."""
 LARGE = 1 << 15
 """Size of a vector that takes long to hash: above 70 us."""

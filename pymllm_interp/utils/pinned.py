@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def pinned_memory(size: int) -> Tensor:
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(Tensor.zero_, memory.split(PART)))
-    cudart = torch.cuda.cudart()
+    cudart: Any = torch.cuda.cudart()
     if status := int(cudart.cudaHostRegister(memory.data_ptr(), len(pages), 0)):
         raise MemoryError(f"CUDA cannot pin {size:,} bytes of host memory: error {status}")
     weakref.finalize(pages, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False

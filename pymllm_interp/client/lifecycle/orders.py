@@ -16,7 +16,7 @@ AT_ANY_TIME = ("pause", "resume", "is_paused", "is_sleeping", "weight_info")
 
 
 class Lifecycle(Protocol):
-    """Pauses and new weights of an engine (`engine.lifecycle.lifecycle.EngineLifecycle`)."""
+    """Pauses and new weights of an engine (`engine.lifecycle.lifecycle.EngineLifecycle`). Engines have kinds of updates."""
 
     @property
     def is_paused(self) -> bool:
@@ -31,11 +31,11 @@ class Lifecycle(Protocol):
         """Let requests run again."""
         ...
 
-    def new_update(self, draft: bool = False) -> WeightUpdate:
+    def new_update(self, draft: bool = False) -> Any:
         """Update of the model, or of the draft model."""
         ...
 
-    def install(self, update: WeightUpdate, draft: bool = False, whole: bool = False) -> dict[str, int]:
+    def install(self, update: Any, draft: bool = False, whole: bool = False) -> dict[str, int]:
         """Check an update, and write it between two steps."""
         ...
 

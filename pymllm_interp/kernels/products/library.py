@@ -7,7 +7,6 @@ compared with `fixed` before it is used. Source: cuBLAS documentation, "Using th
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -143,8 +142,8 @@ def algorithm_for(device: int, rows: int, n: int, k: int, dtype: torch.dtype, re
 
     The first call for a range compares on random numbers, and waits for the device. A capture takes a known algorithm or None.
     """
-    most = next((most for most in RANGES if rows <= most), math.inf)
-    key = device, n, k, min(most, RANGES[-1]), dtype
+    most = next((most for most in RANGES if rows <= most), RANGES[-1])
+    key = device, n, k, most, dtype
     if key not in _chosen:
         if torch.cuda.is_current_stream_capturing():
             return None

@@ -85,6 +85,7 @@ class TraceRun:
             self._posted, self.late = True, late
             if self._checks:
                 return
+            assert self._thread is not None  # else it checks
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(RunEndedError))
         self._abort(list(self._requests))
 

@@ -123,11 +123,10 @@ def score_parts(circuit: Any, head: Any) -> ScoreParts:
     layer, number, query, key = _checked(circuit, plan, tuple(head)[:4])
     with CircuitPasses.of(plan) as passes:
         columns = _Columns(circuit, passes)
-        sides = [
-            columns.parts(passes, layer, number, position, keys) for position, keys in ((query, False), (key, True))
-        ]
+        of_query = columns.parts(passes, layer, number, query, False)
+        of_key = columns.parts(passes, layer, number, key, True)
         score, pattern, scaling = passes.call("head_score", layer, number, query, key)
-    return ScoreParts(circuit, *sides, scaling, score, pattern)
+    return ScoreParts(circuit, of_query, of_key, scaling, score, pattern)
 
 
 def _plan_of(circuit: Any, feature: str) -> Any:

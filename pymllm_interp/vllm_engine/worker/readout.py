@@ -23,7 +23,7 @@ def head_of(model: Any, config: Any) -> Callable[..., Any]:
         return model.compute_logits
     if lacks_head(config):
         return lambda rows: rows.new_zeros(len(rows), 1)
-    head = getattr(model, "score", None)
+    head: Any = getattr(model, "score", None)
     if not isinstance(getattr(head, "weight", None), Tensor):
         raise NotImplementedError(
             f"vLLM's {type(model).__name__} has no linear head of labels: use LM(model), whose engine is our own"
