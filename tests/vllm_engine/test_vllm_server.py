@@ -48,7 +48,7 @@ def test_a_client_gets_our_engines_results(url: str, folder: Path) -> None:
                 state = model.model.layers[2].output.save()
             saved.append(state)
         assert_close_tensor(*map(torch.as_tensor, saved))
-        assert "vLLM" in lm.backend.facts.engine_name and "pattern.*" in lm.capabilities["sites"]
+        assert "vLLM" in lm.backend.facts.engine_name and "pattern.*" in lm.sites
 
 
 def test_captured_rows_stream_to_a_client(url: str, folder: Path) -> None:
