@@ -34,7 +34,7 @@ from .native.llama import LlamaForCausalLM, MistralForCausalLM
 from .native.moe import Glm4MoeForCausalLM, MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .native.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
-from .transformers.encoder_decoder.model import decoder_spec
+from .transformers.encoder_decoder.spec import decoder_spec
 from .transformers.structure import config_spec
 from .vision.vision_model import TEXT_MODELS, Gemma3ForConditionalGeneration, VisionLanguageForCausalLM
 from .weights.formats import METHODS, QuantizationFormat, method_of
@@ -231,7 +231,7 @@ def load_model(
         from .transformers.transformers_model import load_transformers_model  # which imports transformers' models
 
         if has_images(config):
-            from .vision.vision_model import VisionByClass
+            from .vision.by_class import VisionByClass
 
             return load_transformers_model(config, spec, device, folder, seed, VisionByClass)
         if spec.source is None:
