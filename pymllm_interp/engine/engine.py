@@ -77,8 +77,8 @@ class Engine:
         self._pacing = StepPacing(StepTimes())
         self._callbacks = Callbacks()
         engine = weakref.proxy(self)  # which holds the ends: a cycle would keep a deleted model
-        self.late_captures = LateCaptures(runner.graphs, lambda: engine.sync_previous_step())
         ends = self.ends = RequestEnds(runner, self._callbacks, lambda command: engine._call_soon(command))
+        self.late_captures = LateCaptures(runner.graphs, lambda: (engine.sync_previous_step(), ends.send_events()))
         self.intake = Intake(ends, lambda requests: engine._add(requests))
         self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout, ends.end_waits, ends.end_stuck)
         self._ready: Future[None] = Future()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,18 @@ def test_a_busy_engine_captures_what_is_asked_for_often_and_seldom(folder: Path,
         assert at[1] - at[0] >= late_captures.STEPS_BETWEEN
         lm.generate([[1]], GREEDY)
         assert len(at) == 2, "no other one was asked for so often"
+
+
+def test_tokens_do_not_wait_for_a_capture(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A capture takes as long as some twenty steps, and the tokens of the step before it are there."""
+    monkeypatch.setattr(late_captures, "LEAST_ASKED", 4)
+    with load(folder, lazy_graphs=True, async_scheduling=True) as lm:
+        held, capture_next = list[int](), lm.runner.graphs.capture_next
+        monkeypatch.setattr(
+            lm.runner.graphs, "capture_next", lambda: (held.append(len(lm.engine.ends._events)), capture_next())[1]
+        )
+        assert len(list(lm.stream([1], replace(GREEDY, max_tokens=30)))) >= 30
+        assert held == [0]
 
 
 def test_other_requests_run_while_a_wake_waits_for_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,13 +6,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import permutations
+from typing import Any
 
 import pytest
 from helpers_waits import assert_idle, until
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.handle import EngineClosedError, RequestHandle
+from pymllm_interp.engine.lifecycle import lifecycle
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [7], list(range(5, 38))]
@@ -82,15 +85,26 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(lm: LM):
     assert late.result().outputs[0].token_ids == lm.generate([[4, 4]], LONG)[0].outputs[0].token_ids
 
 
+def interrupted(lm: LM, meanwhile: Callable[[], None]) -> Callable[[], Future[None]]:
+    """`Intake.drain` for a call that Ctrl-C interrupts."""
+    drain = lm.engine.intake.drain
+
+    def result() -> None:
+        meanwhile()
+        raise KeyboardInterrupt
+
+    def drained() -> Future[None]:
+        done: Any = drain()
+        done.result = result
+        return done
+
+    return drained
+
+
 def test_an_interrupted_wait_leaves_no_pause(lm: LM, monkeypatch: pytest.MonkeyPatch):
     """Ctrl-C in a notebook: requests go on, new ones too."""
 
-    class Interrupted:
-        def result(self) -> None:
-            raise KeyboardInterrupt
-
-    drain = lm.engine.intake.drain
-    monkeypatch.setattr(lm.engine.intake, "drain", lambda: (drain(), Interrupted())[1])
+    monkeypatch.setattr(lm.engine.intake, "drain", interrupted(lm, lambda: None))
     handle = running(lm, PROMPTS[0])
     with pytest.raises(KeyboardInterrupt):
         lm.pause("wait")
@@ -107,6 +121,47 @@ def test_an_interrupted_wait_leaves_no_pause(lm: LM, monkeypatch: pytest.MonkeyP
     lm.resume()
 
 
+def test_an_interrupted_wait_leaves_those_of_others(lm: LM, monkeypatch: pytest.MonkeyPatch):
+    intake, other = lm.engine.intake, threading.Thread(target=lm.pause, args=("wait",), daemon=True)
+    drain = intake.drain
+
+    def meanwhile() -> None:
+        monkeypatch.setattr(intake, "drain", drain)
+        other.start()
+        until(lambda: len(intake._drained) == 2)
+
+    handle = running(lm, PROMPTS[0])
+    monkeypatch.setattr(intake, "drain", interrupted(lm, meanwhile))
+    with pytest.raises(KeyboardInterrupt):
+        lm.pause("wait")
+    other.join(20)
+    assert not other.is_alive() and handle.done and lm.is_paused()
+
+
+@pytest.mark.parametrize("call", [lambda lm: lm.pause("wait"), lambda lm: lm.sleep(drain=True)], ids=["pause", "sleep"])
+def test_a_resume_counts_during_a_wait_of_a_paused_engine(call: Callable[[LM], None], lm: LM):
+    lm.pause("keep")
+    handle, pool = lm.submit(PROMPTS[0], LONG), ThreadPoolExecutor(1)
+    waiter = pool.submit(call, lm)
+    until(lambda: lm.engine.intake.held is not None)
+    lm.resume()
+    with pytest.raises(RuntimeError, match=r"lm.resume\(\) was called before"):
+        waiter.result(20)
+    assert not lm.is_paused()
+    assert handle.result(20).outputs[0].finish_reason == "length"
+
+
+def test_a_pause_stays_when_a_sleep_waits_for_the_same_requests(lm: LM):
+    running(lm, PROMPTS[0])
+    with ThreadPoolExecutor(2) as pool:
+        pause = pool.submit(lm.pause, "wait")
+        until(lm.is_paused)
+        sleep = pool.submit(lm.sleep, drain=True)
+        pause.result(20), sleep.result(20)
+    lm.wake()
+    assert lm.is_paused()
+
+
 @pytest.mark.parametrize("orders", [
     ("keep", "resume"), ("resume", "keep"), ("abort", "resume", "keep"), ("resume", "abort", "resume"), ("keep", "resume", "wait"),
 ])  # fmt: skip
@@ -121,6 +176,19 @@ def test_orders_of_operators_end_alike_in_whatever_sequence_they_come(orders: tu
         assert lm.is_paused() == (orders[-1] != "resume"), sequence
     lm.resume()
     assert not lm.is_paused(), "without a stamp it is the newest"
+
+
+def test_orders_count_after_a_clock_was_set_back(lm: LM, monkeypatch: pytest.MonkeyPatch):
+    now = time.time_ns()
+    lm.backend.control("resume", stamp=now + 3600 * 10**9)
+    lm.backend.control("pause", mode="keep", stamp=now)
+    assert not lm.is_paused(), "it may have been on its way"
+    monkeypatch.setattr(lifecycle, "ON_THE_WAY", -1.0, raising=False)
+    lm.backend.control("resume", stamp=now + 3600 * 10**9)
+    lm.backend.control("pause", mode="keep", stamp=now + 1)
+    assert lm.is_paused()
+    lm.backend.control("resume", stamp=now + 2)
+    assert not lm.is_paused()
 
 
 def test_a_late_pause_ends_requests_all_the_same(lm: LM):

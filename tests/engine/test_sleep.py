@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from pymllm_interp.client.lifecycle import orders as lifecycle_orders
 from pymllm_interp.core.events import EngineSleepingError
 from pymllm_interp.engine.lifecycle.lifecycle import EngineLifecycle
 from pymllm_interp.models.weights.loading import WeightsError
+from pymllm_interp.utils.pinned import pinned_memory
 
 PROMPTS = [[1], list(range(5, 22)), [7, 8, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -334,3 +336,38 @@ def test_memory_goes_back_to_the_device(folder: Path):
             lm.wake()
             assert abs(used() - awake) < 1 << 30
             assert_same(seen(lm), expected)
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_pinned_memory_is_unpinned_before_it_is_unmapped(huge_pages: bool, monkeypatch: pytest.MonkeyPatch):
+    """CUDA has no memory at an address that the next mapping may have. The last view decides."""
+    pinned, unpinned = list[tuple[int, int]](), list[tuple[int, bool]]()
+
+    class Runtime:
+        """CUDA's runtime, on a machine without it."""
+
+        @staticmethod
+        def cudaHostRegister(address: int, size: int, flags: int) -> int:
+            pinned.append((address, size))
+            return 0
+
+        @staticmethod
+        def cudaHostUnregister(address: int) -> int:
+            spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+            unpinned.append((address, any(int(start, 16) <= address < int(end, 16) for start, end in spans)))
+            return 0
+
+    class SmallPages(mmap.mmap):
+        def madvise(self, *args: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    if not huge_pages:
+        monkeypatch.setattr(mmap, "mmap", SmallPages)
+    memory = pinned_memory(3 << 20)
+    address, view = memory.data_ptr(), memory[5:9]
+    assert pinned == [(address, 3 << 20)] and not memory.any()
+    del memory
+    assert not unpinned and view.fill_(7).tolist() == [7] * 4
+    del view
+    assert unpinned == [(address, True)]

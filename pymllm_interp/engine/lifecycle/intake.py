@@ -51,6 +51,17 @@ class Intake:
         self.turn()
         return done
 
+    def undo(self, paused: bool, drained: Future[None]) -> None:
+        """Undo a `drain`, unless another call waits, too.
+
+        Args:
+            paused: whether the engine was paused before.
+        """
+        self._drained = [done for done in self._drained if done is not drained]
+        if not self._drained:
+            self.admit()
+            self.paused = paused
+
     def stop(self) -> None:
         """Pause, with all requests as they are."""
         self.paused = True

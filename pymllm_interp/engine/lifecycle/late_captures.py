@@ -26,10 +26,10 @@ class LateCaptures:
 
     Args:
         graphs: graphs of the runner.
-        read_tokens: reads the tokens of the step in flight, so that they do not wait for a capture.
+        read_tokens: reads and sends the tokens of the step in flight, so that they do not wait for a capture.
     """
 
-    def __init__(self, graphs: CapturedPasses, read_tokens: Callable[[], None]) -> None:
+    def __init__(self, graphs: CapturedPasses, read_tokens: Callable[[], object]) -> None:
         self._graphs, self._read_tokens, self._next_step = graphs, read_tokens, 0
 
     def turn(self, num_steps: int, idle: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -18,6 +19,8 @@ from ..engine import Engine
 from .intake import RESUMED
 
 MODES = ("abort", "wait", "keep")
+ON_THE_WAY = 10.0
+"""Seconds in which an order that was sent before another one may come after it."""
 
 
 def wait_for_requests(engine: Engine, drain: Callable[[], Future[None]] | None = None) -> None:
@@ -25,19 +28,19 @@ def wait_for_requests(engine: Engine, drain: Callable[[], Future[None]] | None =
 
     An interrupted wait, as by Ctrl-C, leaves the engine as it was, unless another call waits, too.
     """
-    intake = engine.intake
-    paused, draining = intake.paused, intake.held is not None
+    intake, begun = engine.intake, list[tuple[bool, Future[None]]]()
 
-    def undo() -> None:
-        intake.admit()
-        intake.paused = paused
+    def begin() -> Future[None]:
+        begun.append((intake.paused, (drain or intake.drain)()))
+        return begun[0][1]
 
     try:
-        engine.call(drain or intake.drain).result()
+        engine.call(begin).result()
+    except Exception:  # the engine's answer: it was resumed, or has ended
+        raise
     except BaseException:
-        if not draining:
-            with contextlib.suppress(EngineClosedError):
-                engine.call(undo)
+        with contextlib.suppress(EngineClosedError):
+            engine.call(lambda: [intake.undo(*each) for each in begun])
         raise
 
 
@@ -45,12 +48,15 @@ class Stamps:
     """Times of the pauses and resumes of fronts, which reach the replicas of a model in different sequences."""
 
     def __init__(self) -> None:
-        self._newest = 0
+        self._newest, self._until = 0, 0.0
 
     def is_late(self, stamp: int | None) -> bool:
-        """Whether a newer order came before. None is always the newest."""
-        self._newest = max(self._newest, stamp or 0)
-        return stamp is not None and stamp < self._newest
+        """Whether a newer order came before. None is always the newest. So is an order long after the others: a clock was set."""
+        now = time.monotonic()
+        if stamp is None or (stamp < self._newest and now < self._until):
+            return stamp is not None
+        self._newest, self._until = stamp, now + ON_THE_WAY
+        return False
 
 
 class EngineLifecycle:

@@ -149,11 +149,9 @@ class EngineSleep:
             if mode != "keep":
                 self._close_intake()
             if mode == "wait":
-                paused = engine.intake.paused
-                try:
-                    wait_for_requests(engine)
-                finally:
-                    engine.intake.paused = paused
+                paused = engine.intake.paused or engine.intake.held is not None
+                wait_for_requests(engine)
+                engine.intake.paused = paused
             engine.call(partial(self._sleep, level, tags, mode == "abort"))
         finally:
             if not self.is_sleeping:

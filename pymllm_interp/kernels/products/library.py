@@ -55,17 +55,16 @@ def _library(device: int) -> _Library | None:
     """cuBLASLt for a device; None: this build of torch has none that can be called."""
     with torch.cuda.device(device):
         torch.mm(*[torch.ones(16, 16, device="cuda")] * 2)
-        with open("/proc/self/maps") as maps:
-            paths = [line.split()[-1] for line in maps if "libcublasLt.so" in line]
-        if not paths:
-            return None
-        calls, handle, product = ctypes.CDLL(paths[0]), ctypes.c_void_p(), ctypes.c_void_p()
+        handle, product = ctypes.c_void_p(), ctypes.c_void_p()
         try:
+            with open("/proc/self/maps") as maps:
+                paths = [line[line.index("/") :].rstrip("\n") for line in maps if "libcublasLt.so" in line]
+            calls = ctypes.CDLL(paths[0])
             _check(calls.cublasLtCreate(ctypes.byref(handle)))
             _check(calls.cublasLtMatmulDescCreate(ctypes.byref(product), COMPUTE, SCALE))
             flag = ctypes.c_int32(1)
             _check(calls.cublasLtMatmulDescSetAttribute(product, TRANSPOSED, ctypes.byref(flag), ctypes.c_size_t(4)))
-        except (AttributeError, RuntimeError):
+        except (AttributeError, IndexError, OSError, RuntimeError):
             return None
     return _Library(calls, handle, product)
 
