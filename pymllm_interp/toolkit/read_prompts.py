@@ -8,6 +8,7 @@ from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.positions import Positions
 from ..hooks.site import Site
+from ..utils.arguments import PromptError
 
 PASS = SamplingParams(temperature=0.0, max_tokens=0)
 
@@ -47,6 +48,14 @@ class ReadPrompt(NamedTuple):
         if found.images and not lm.backend.in_process:
             ids = lm.generate([found], PASS)[0].prompt_token_ids
         return cls(ids, found if found.images else ids, frozenset(), bool(found.images))
+
+    @classmethod
+    def ids_of(cls, lm: Any, prompt: Any) -> list[int]:
+        """Token ids of a prompt that has nothing else. Raises PromptError."""
+        read = cls.of(lm, prompt, "the prompt")
+        if not read.ids_only:
+            raise PromptError("the prompt has token ids only: no images, and no vectors in place of embeddings")
+        return read.token_ids
 
     def places(self, lm: Any, site: Site, positions: Positions) -> list[int]:
         """Positions that words for images select, ascending, as the engine finds them.

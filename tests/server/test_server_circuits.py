@@ -18,6 +18,7 @@ from helpers_server import KEYS, Server
 from safetensors.torch import save_file
 
 from pymllm_interp import LM
+from pymllm_interp.server.process import circuits
 from pymllm_interp.toolkit import Circuit
 from pymllm_interp.toolkit.circuits import passes
 from pymllm_interp.toolkit.circuits.drawing import figure_of
@@ -154,6 +155,8 @@ def test_what_is_refused_by_name(server: Server) -> None:
         ):
             with pytest.raises(error, match=text):
                 lm.circuit(PROMPT, **{"transcoders": "tc", "max_features": 60, **given})
+        with pytest.raises(PromptError, match="token ids only"):  # vectors would be left out
+            lm.circuit({"prompt_token_ids": [1, 2, 3], "embeds": {1: torch.zeros(72)}}, "tc")
 
 
 @pytest.fixture
@@ -199,6 +202,32 @@ def test_a_client_that_leaves_ends_its_circuit(server: Server, slow: Callable[[]
     before = slow()
     time.sleep(0.3)
     assert slow() == before < 300 * 3
+
+
+def test_graphs_are_made_one_at_a_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is more than the circuits'. So a client that leaves and comes back has one at most."""
+    running, most, draw = list[int](), list[int](), circuits.figure_of
+
+    def slowly(*arguments: Any) -> Any:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.6)
+        running.pop()
+        return draw(*arguments)
+
+    monkeypatch.setattr(circuits, "figure_of", slowly)
+    body = {"prompt": PROMPT, "transcoders": "tc", "max_features": 4, "form": "figure"}
+
+    def ask(name: str) -> None:
+        with server.client(name) as client:
+            assert events_of(client.post(PATH, json=body).text)[-1]["type"] == "circuit"
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("declared", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most == [1, 1]
 
 
 def test_a_circuit_that_takes_too_long_is_ended(

@@ -10,6 +10,7 @@ from test_circuits import CLOSE, NATIVE, ids, small_sae, transcoder
 
 from pymllm_interp import Capture, SamplingParams
 from pymllm_interp.toolkit import Circuit
+from pymllm_interp.toolkit.circuits import build
 
 PROMPT = ids(4, 7)
 
@@ -91,5 +92,34 @@ def test_wrong_heads_are_refused_and_nothing_stays(lm_of):
     with pytest.raises(ValueError, match="from a file"):
         Circuit.load(circuit.to_json()).qk((0, 0, 1, 1))
     circuit.qk((2, 0, 6, 3))
+    lm.generate([PROMPT], SamplingParams(max_tokens=1))
+    assert set(lm.runner.kept) == before
+
+
+def test_edited_weights_or_transcoders_end_it_by_name(lm_of):
+    """Passes with some of the weights before an edit, and some behind it, would be no circuit."""
+    lm, coder = lm_of("llama"), transcoder(lm_of("llama"), 1)
+    weight, before = lm.runner.get_model().model.norm.weight, set(lm.runner.kept)
+    given: dict[str, Any] = {
+        "max_logits": 3,
+        "logit_mass": 0.9,
+        "node_threshold": 0.8,
+        "edge_threshold": 0.9,
+        "skip": 1,
+    }
+    plan = build.planned(lm, PROMPT, coder, [(7, 11)], max_features=9, batch=4, offload=False, **given)
+    with pytest.raises(RuntimeError, match="the weights of the model were edited since this circuit began"):
+        build.build(plan, False, lambda rows, of: weight.add_(0))
+    circuit = build.build(plan, False)  # its run is a new one
+    place = next(edge for edge in circuit.edges if edge.source.position < edge.target.position)
+    assert circuit.heads(place)
+    coder.b_enc.sub_(1e4)
+    with pytest.raises(RuntimeError, match="a transcoder was edited"):
+        circuit.qk((2, 0, 6, 3))
+    coder.b_enc.add_(1e4)
+    weight.add_(0)
+    for call in (lambda: circuit.qk((2, 0, 6, 3)), lambda: circuit.heads(place)):
+        with pytest.raises(RuntimeError, match="were edited"):
+            call()
     lm.generate([PROMPT], SamplingParams(max_tokens=1))
     assert set(lm.runner.kept) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,3 +122,39 @@ def test_a_batch_beyond_the_memory_is_refused_by_name(lm_of, monkeypatch):
     torch.testing.assert_close(lm.circuit(prompt, coder, batch=7, max_features=9).weights, whole.weights, **CLOSE)
     lm.generate([prompt], SamplingParams(max_tokens=1))
     assert set(lm.runner.kept) == before
+
+
+def test_few_columns_of_encoders_are_gathered_at_once(lm_of, monkeypatch):
+    """For the constants of all active features, of which there are many at long prompts."""
+    lm, found, call = lm_of("llama"), list[int](), passes.CircuitStep.run
+
+    def allocated(step: Any, runner: Any) -> Any:
+        if step.method != "constants":
+            return call(step, runner)
+        peaks, before = defaultdict[str, int](int), sum(held(runner.kept[step.key], {}).values())
+        result = measured(step, runner, peaks, call)
+        found.append(peaks["constants"] - before)
+        return result
+
+    coders = [transcoder(lm, layer) for layer in range(3)]
+    wanted = lm.circuit(ids(4, 90), coders, max_features=9)
+    monkeypatch.setattr(passes.CircuitStep, "run", allocated)
+    monkeypatch.setattr(run, "ELEMENTS", 1 << 10, raising=False)
+    circuit = lm.circuit(ids(4, 90), coders, max_features=9)
+    torch.testing.assert_close(circuit.bias, wanted.bias, **CLOSE)
+    assert circuit.active * lm.hidden_size > 1 << 14 and len(found) == 1
+    assert found[0] <= 12 * (1 << 10) + 16 * circuit.active
+
+
+def test_states_of_the_run_are_not_counted_twice(lm_of, monkeypatch):
+    """Behind the forward pass they are a part of what is not free on the device."""
+    lm, given = lm_of("llama"), {"max_logits": 3, "logit_mass": 0.9, "node_threshold": 0.8, "edge_threshold": 0.9}
+    plan = build.planned(lm, ids(4, 60), transcoder(lm, 1), 3, max_features=9, batch=8, skip=1, offload=False, **given)
+    parameters = [SimpleNamespace(device=torch.device("cuda"))]
+    there = SimpleNamespace(model_spec=lm.model_spec, _module=SimpleNamespace(parameters=lambda: iter(parameters)))
+    formula = memory.CircuitMemory.of(plan, 5)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: formula.device(8) - formula.states)
+    memory.check_memory(plan._replace(lm=there), 5)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: formula.device(8) - formula.states - 1)
+    with pytest.raises(ValueError, match="batch=8: passes over 60 tokens"):
+        memory.check_memory(plan._replace(lm=there), 5)

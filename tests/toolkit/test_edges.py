@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.toolkit.edges import run
 from pymllm_interp.toolkit.edges.graph import EdgeGraph
 from pymllm_interp.toolkit.edges.scores import EdgeScores
 from pymllm_interp.utils.arguments import PromptError
@@ -194,6 +195,14 @@ def test_circuits_grow_from_the_logits(lm_of):
         again.faithfulness([3])
     with pytest.raises(ValueError, match="not the scores"):
         EdgeScores.load('{"graph": {}}')
+    given = json.loads(scores.to_json())
+    given["scores"].popitem()
+    with pytest.raises(ValueError, match="not the scores of edges: 585"):
+        EdgeScores.load(json.dumps(given))
+    for sizes in ((10**9, 1, 1), (1, 10**9, 1), (3, 9.0, 3), (3, 9, 0), (3, True, 3), (3, 800, 800)):
+        graph = dict(zip(("layers", "heads", "kv_heads"), sizes, strict=True), parallel=False)
+        with pytest.raises(ValueError, match="not the scores of edges"):
+            EdgeScores.load(json.dumps({**given, "graph": graph}))
     console = Console(file=StringIO(), width=100)
     console.print(scores)
     assert str(scores.top(1)[0].source) in console.file.getvalue()  # pyright: ignore
@@ -213,6 +222,29 @@ def test_pairs_are_averaged_and_requests_run_between(lm_of):
     assert both.clean == pytest.approx((single[0].clean + single[1].clean) / 2, abs=1e-5)
     circuits = [scores.faithfulness([both.top(9)]).metric for scores in single]
     torch.testing.assert_close(both.faithfulness([both.top(9)]).metric, sum(circuits) / 2, atol=1e-5, rtol=1e-4)
+
+
+def test_scores_of_edited_weights_have_no_faithfulness(lm_of):
+    """Norms and metrics of the scores are those of the former weights."""
+    lm = lm_of("llama")
+    scores = lm.edge_attribution(*prompts(4), metric=METRIC)
+    assert scores.faithfulness([3]).edges.tolist() == [3]
+    lm.runner.get_model().model.norm.weight.add_(0)
+    with pytest.raises(RuntimeError, match="the weights of the model were edited after these scores"):
+        scores.faithfulness([3])
+
+
+def test_outputs_beyond_the_memory_are_refused_by_name(lm_of, monkeypatch):
+    lm, need = lm_of("llama"), 4 * (1 + 3 * 10) * 6 * 72 * 3
+    for call in (  # 2 x 6 and 9 tokens, with a copy of one prompt
+        lambda: lm.edge_attribution(*prompts(4), metric=METRIC),
+        lambda: lm.logit_attribution(list(range(3, 12)), METRIC),
+    ):
+        monkeypatch.setattr(run, "host_bytes", lambda: need)
+        call()
+        monkeypatch.setattr(run, "host_bytes", lambda: need - 1)
+        with pytest.raises(PromptError, match=r"outputs of all heads at \d tokens take 0 MiB, .* shorten the prompt"):
+            call()
 
 
 def test_models_with_experts_have_edges_to_their_mlps():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from threading import Lock
 from typing import Any
 
+import msgspec
+from torch import Tensor
+
 from ...toolkit.circuits.build import build, planned
+from ...toolkit.circuits.circuit import Circuit
 from ...toolkit.circuits.drawing import figure_of
 from ...toolkit.circuits.files import parts_of
 from ...toolkit.circuits.replacement import members_of
@@ -20,6 +24,8 @@ TURN_SECONDS = 0.2
 """Seconds between checks whether a circuit that waits was aborted."""
 MAX_EDGES = 1 << 18
 """Most edges of a pruned graph that is sent as JSON."""
+Part = tuple[dict[str, Any], dict[str, Tensor], bytes | None]
+"""A header, and its tensors or JSON."""
 
 
 def send_circuit(model: ServedModel, outbox: Outbox, turn: Lock, run: Any, message: m.RunCircuit) -> None:
@@ -55,20 +61,31 @@ def send_circuit(model: ServedModel, outbox: Outbox, turn: Lock, run: Any, messa
         run.check()
     try:
         circuit = build(plan, False, lambda rows, of: send({"type": "progress", "rows": rows, "of": of}), run.check)
+        run.check()
+        parts = _parts(model, found, circuit, message)  # its graph takes more memory than the circuit
     finally:
         turn.release()
+    del circuit
+    for header, tensors, body in parts:
+        send(header, tensors, body)
+
+
+def _parts(model: ServedModel, found: ServedModel, circuit: Circuit, message: m.RunCircuit) -> Iterator[Part]:
+    """The answer: its headers, with tensors or JSON.
+
+    Raises:
+        PromptError: a graph with too many edges.
+    """
     names = [name for each in message.transcoders for name in members_of(found, each)]
     circuit.saes = {
         layer: next(name for name in names if found.saes[name] is sae) for layer, sae in circuit.saes.items()
     }
     if message.form == "tensors":
-        for header, tensors in parts_of(circuit):
-            send(header, tensors)
-        return
+        return ((header, tensors, None) for header, tensors in parts_of(circuit))
     if (edges := int(circuit.graph.edges.sum())) > MAX_EDGES:
         raise PromptError(
             f"the pruned graph has {edges} edges; at most {MAX_EDGES} are sent: lower edge_threshold or max_features"
         )
     content = circuit.to_json(scan=model.backend.facts.name) if message.form == "graph" else figure_of(circuit, 500)
     header = {"type": "circuit", "form": message.form, "scores": circuit.scores()._asdict(), "summary": repr(circuit)}
-    send(header, body=json.dumps(content).encode())
+    return iter([(header, {}, msgspec.json.encode(content))])

@@ -40,6 +40,8 @@ class CircuitPlan(NamedTuple):
     skip: int
     max_bytes: int | None = None
     """Most bytes of memory, on the device and on the host; None: what there is."""
+    weights_version: int = 0
+    """`lm.weights.version` of the run, which all passes over it have."""
 
 
 def planned(
@@ -72,15 +74,13 @@ def planned(
     ):
         if not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"{name}={shown(share)}: expected a share from 0 to 1")
-    read = ReadPrompt.of(lm, prompt, "the prompt")
-    if not read.ids_only:
-        raise PromptError("a circuit's prompt has token ids only: no images, and no vectors in place of embeddings")
-    if len(read.token_ids) <= skip:
-        raise PromptError(f"the prompt has {len(read.token_ids)} tokens, and skip={skip} leaves no position with nodes")
-    if len(read.token_ids) > lm.limits.max_model_len:
-        raise PromptError(f"the prompt has {len(read.token_ids)} tokens; this model takes {lm.limits.max_model_len}")
+    ids = ReadPrompt.ids_of(lm, prompt)
+    if len(ids) <= skip:
+        raise PromptError(f"the prompt has {len(ids)} tokens, and skip={skip} leaves no position with nodes")
+    if len(ids) > lm.limits.max_model_len:
+        raise PromptError(f"the prompt has {len(ids)} tokens; this model takes {lm.limits.max_model_len}")
     plan = CircuitPlan(
-        lm, read.token_ids, replacements_of(lm, transcoders, offload), checked_targets(target, lm), max_features, max_logits,
+        lm, ids, replacements_of(lm, transcoders, offload), checked_targets(target, lm), max_features, max_logits,
         logit_mass, node_threshold, edge_threshold, batch, skip, max_bytes,
     )  # fmt: skip
     check_memory(plan)
@@ -97,6 +97,7 @@ def build(
         on_rows: called with the number of finished rows, and of all. An error ends the run.
         check: called before each layer of each pass. An error ends the run.
     """
+    plan = plan._replace(weights_version=plan.lm.backend.weights_version)
     with CircuitPasses.of(plan, check) as passes:
         targets = weighted_targets(plan.pairs, passes.logits, plan.lm, plan.max_logits, plan.logit_mass)
         rows = _Rows(plan, passes, targets)

@@ -146,7 +146,7 @@ def remote_circuit(
     if offload:
         raise ValueError("offload=True: a server's transcoders are on its device")
     body = {
-        "prompt": ReadPrompt.of(lm, prompt, "the prompt").token_ids,
+        "prompt": ReadPrompt.ids_of(lm, prompt),
         "transcoders": names,
         "form": "tensors",
         **options,

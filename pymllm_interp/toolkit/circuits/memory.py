@@ -19,11 +19,13 @@ class CircuitMemory(NamedTuple):
 
     Attributes:
         fixed: bytes on the device for any batch.
+        states: those of `fixed` that the run holds behind its forward pass.
         row: bytes on the device for each row of a batch.
         host: bytes on the host.
     """
 
     fixed: int
+    states: int
     row: int
     host: int
 
@@ -49,13 +51,19 @@ class CircuitMemory(NamedTuple):
         kept = found if plan.max_features is None else min(plan.max_features, found)
         rows = kept + (plan.max_logits if plan.pairs is None else len(plan.pairs))
         return cls(
-            states + max(forward, patterns + decoder), tokens * max(jacobian, attention, 4 * e * hidden) + 4 * (found + rest),
+            states + max(forward, patterns + decoder), states,
+            tokens * max(jacobian, attention, 4 * e * hidden) + 4 * (found + rest),
             4 * rows * (found + kept + 2 * (rest + rows - kept)),  # at the end there is a copy, with kept columns only
         )  # fmt: skip
 
     def device(self, batch: int) -> int:
         """Bytes on the device."""
         return self.fixed + batch * self.row
+
+
+def host_bytes() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_memory(plan: Any, active: int | None = None) -> None:
@@ -65,8 +73,9 @@ def check_memory(plan: Any, active: int | None = None) -> None:
         ValueError: it does not fit; the message names the argument and a value that does.
     """
     found, device = CircuitMemory.of(plan, active), next(plan.lm._module.parameters()).device
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    has = host if device.type == "cpu" else free_bytes(str(device))
+    host = has = host_bytes()
+    if device.type != "cpu":
+        has = free_bytes(str(device)) + (0 if active is None else found.states)  # which are taken by now
     most = host if plan.max_bytes is None else plan.max_bytes
     of = "this machine has" if plan.max_bytes is None else "this server's max_circuit_bytes allows"
     if found.device(plan.batch) > (room := min(has, most)):

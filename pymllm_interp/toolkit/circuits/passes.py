@@ -91,10 +91,18 @@ class CircuitPasses:
             plan.lm.backend.post(EndCircuit(key))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Result of a method of the `CircuitRun`."""
+        """Result of a method of the `CircuitRun`.
+
+        Raises:
+            RuntimeError: the weights were edited since the plan's version of them.
+        """
         if self._check is not None:
             self._check()
-        return self._plan.lm.backend.run(CircuitStep(self._key, method, arguments))
+        backend = self._plan.lm.backend
+        found = backend.run(CircuitStep(self._key, method, arguments))
+        if backend.weights_version != self._plan.weights_version:
+            raise RuntimeError("the weights of the model were edited since this circuit began: make the circuit again")
+        return found
 
     def rows_from(self, depth: int) -> tuple[Tensor, Tensor]:
         """Rows and constants of a pass that has begun, with reads up to a depth."""

@@ -35,7 +35,7 @@ class PrunedGraph(NamedTuple):
 def normalized(weights: Tensor, least: float = 1e-10) -> Tensor:
     """Magnitudes [rows, nodes] over their sums by row."""
     found = weights.abs()
-    return found / found.sum(1, keepdim=True).clamp(min=least)
+    return found.div_(found.sum(1, keepdim=True).clamp(min=least))
 
 
 def influence(weights: Tensor, row_nodes: Tensor, of_nodes: Tensor, least: float = 1e-10) -> Tensor:
@@ -84,9 +84,9 @@ def prune(
     nodes = found >= threshold_of(found, node_threshold)
     nodes[always:] = True
     kept = torch.where(nodes[row_nodes][:, None] & nodes, weights, 0.0)
-    matrix = normalized(kept)
     passed = (influence(kept, row_nodes, of_nodes) + of_nodes)[row_nodes]
-    scores = matrix * passed[:, None]
+    scores = normalized(kept).mul_(passed[:, None])
+    del kept
     edges = scores >= threshold_of(scores[scores > 0], edge_threshold)
     feature_rows = row_nodes < features
     while True:
@@ -107,5 +107,5 @@ def threshold_of(scores: Tensor, share: float) -> Tensor:
     ordered = scores.flatten().sort(descending=True).values
     if not len(ordered):
         return torch.tensor(torch.inf)
-    shares = ordered.cumsum(0) / ordered.sum()
+    shares = ordered.cumsum(0).div_(ordered.sum())
     return ordered[min(int(torch.searchsorted(shares, share)), len(ordered) - 1)]

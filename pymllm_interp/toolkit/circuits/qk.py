@@ -160,7 +160,10 @@ class _Columns:
         width = max(made.sae.d_sae for made in circuit.plan.replacements)
         active = torch.cat([(made.layer * tokens + own.positions) * width + own.features for made, own in found])
         layers, positions, numbers = circuit.features.unbind(1)
-        self.features = torch.searchsorted(active, (layers * tokens + positions) * width + numbers)
+        wanted = (layers * tokens + positions) * width + numbers
+        if not torch.isin(wanted, active).all():
+            raise RuntimeError("the run has other active features: a transcoder was edited, so make the circuit again")
+        self.features = torch.searchsorted(active, wanted)
         self._first_error = len(active)
 
     def of(self, node: Any) -> int:

@@ -19,7 +19,7 @@ from ...models.readout import ModelReadout
 from ...runner.interp_model_runner import InterpModelRunner
 from .frozen import FrozenLayer, FrozenNorm, rotations_of
 from .replacement import ActiveFeatures, Replacement
-from .scores import PositionBuckets
+from .scores import ELEMENTS, PositionBuckets
 
 DEPTHS = {"resid_pre": 0, "mlp_in": 1, "resid_mid": 1, "mlp_out": 2, "resid_post": 3}
 """Kind of a site that is read -> its depth in a layer."""
@@ -117,11 +117,13 @@ class CircuitRun:
 
     def constants(self) -> Tensor:
         """The part of each feature's pre-activation that its encoder's bias makes: [features] float32."""
+        at_once = max(1, ELEMENTS // self._h.shape[1])  # encoder columns are gathered
         parts = [
-            made.readers(found.features, self._device)[1]
+            made.readers(ids, self._device)[1].float().cpu()
             for made, found in zip(self._replacements, self._found, strict=True)
+            for ids in found.features.split(at_once)
         ]
-        return torch.cat(parts).float().cpu()
+        return torch.cat(parts)
 
     # -- backward passes ---------------------------------------------------------------------------
 

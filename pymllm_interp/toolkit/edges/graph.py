@@ -59,6 +59,20 @@ class EdgeGraph(NamedTuple):
         first = layer * width + starts[kind]
         return slice(first, first + size)
 
+    @property
+    def num_cells(self) -> int:
+        """Number of sources times number of targets."""
+        return self.first_source(self.layers) * self.targets_of(0, LOGITS_NODE).stop
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges."""
+        by_layer = (
+            self.first_source(layer) * (self.heads + 2 * self.kv_heads) + self.mlp_sources(layer)
+            for layer in range(self.layers)
+        )
+        return sum(by_layer) + self.first_source(self.layers)
+
     def sources(self) -> list[str]:
         """Names of the sources."""
         names = [INPUT]

@@ -13,7 +13,6 @@ from rich.table import Table
 from torch import Tensor
 
 from ...layers.activation import softcap
-from ...utils.arguments import PromptError
 from ..circuits.targets import checked_targets, weighted_targets
 from ..read_prompts import ReadPrompt
 from .graph import EdgeGraph
@@ -81,10 +80,8 @@ class LogitAttribution:
 def logit_attribution(model: EdgeModel, prompt: Any, target: Any) -> LogitAttribution:
     """Attribute logits, see `LM.logit_attribution`."""
     lm = model.lm
-    pairs, read = checked_targets(target, lm), ReadPrompt.of(lm, prompt, "the prompt")
-    if not read.ids_only:
-        raise PromptError("the prompt has token ids only: no images, and no vectors in place of embeddings")
-    found = outputs_of(model, [read.token_ids])
+    pairs = checked_targets(target, lm)
+    found = outputs_of(model, [ReadPrompt.ids_of(lm, prompt)])
     last, states, logits = found.last[0], found.states[0, :, -1], found.logits[0]
     targets = weighted_targets(pairs, logits, lm, 1, 0.0)
     head = lm._module.get_submodule(lm.model_spec.family.head)

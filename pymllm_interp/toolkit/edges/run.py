@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ...client.calls.requests import CallProgress
+from ...runner.device_memory import free_bytes
 from ...utils.arguments import PromptError, is_whole, shown
 from ..attribution import runs_of_pass
+from ..circuits.memory import host_bytes
 from ..metrics import RowMetric, metric_of
 from ..read_prompts import ReadPrompt
 from .stream import CLOSE, EdgeModel, SourceOutputs
@@ -117,9 +119,16 @@ def outputs_of(model: EdgeModel, token_ids: Sequence[list[int]]) -> SourceOutput
     """SourceOutputs of the sources for equally long prompts, on the model's device.
 
     Raises:
+        PromptError: they do not fit the memory; nothing was scheduled.
         NotImplementedError: the outputs do not add up to the stream.
     """
     kept, lm = list[SourceOutputs](), model.lm
+    device, tokens = next(lm._module.parameters()).device, len(token_ids[0])
+    states = 4 * len(model.graph.sources()) * tokens * lm.hidden_size * (len(token_ids) + 1)  # parts, and all together
+    if states > (room := host_bytes() if device.type == "cpu" else free_bytes(str(device))):
+        raise PromptError(
+            f"outputs of all heads at {tokens} tokens take {states >> 20} MiB, and there are {room >> 20} MiB: shorten the prompt"
+        )
     most = runs_of_pass(lm, len(token_ids[0]))
     for first in range(0, len(token_ids), most):
         with lm.trace(list(token_ids[first : first + most])):

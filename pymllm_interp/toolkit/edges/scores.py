@@ -21,6 +21,8 @@ from .stream import EdgeModel
 LISTED = 12
 """Edges that the table lists."""
 PICKS = ("greedy", "top")
+MAX_CELLS = 1 << 26
+"""Pairs of a source and a target in a file that is read, at most."""
 
 
 class EdgeFaithfulness(NamedTuple):
@@ -128,7 +130,7 @@ class EdgeScores:
 
         Raises:
             PromptError, ValueError: no edge of this model, or an invalid number or pick.
-            RuntimeError: scores that were loaded, without their model.
+            RuntimeError: scores that were loaded, without their model; or the weights were edited since.
         """
         if self._source is None:
             raise RuntimeError(
@@ -143,6 +145,8 @@ class EdgeScores:
         masks = torch.stack(kept)
         model, pairs = self._source
         model.lm._check_outside()
+        if model.lm.weights.version != model.weights_version:
+            raise RuntimeError("the weights of the model were edited after these scores: make the scores again")
         values = torch.tensor([measured(model, pair, self.real & ~masks) for pair in pairs])
         metric = values.mean(0)
         return EdgeFaithfulness(masks.sum((1, 2)), metric, (metric - self.corrupted) / (self.clean - self.corrupted))
@@ -178,7 +182,14 @@ class EdgeScores:
         text = source if isinstance(source, str) and source.lstrip().startswith("{") else Path(source).read_text()
         try:
             given = json.loads(text)
-            names = EdgeNames(EdgeGraph(**given["graph"]))
+            graph = EdgeGraph(**given["graph"])
+            sizes, edges = graph[:3], len(given["scores"])
+            known = all(is_whole(size) and 1 <= size <= edges for size in sizes) and graph.num_cells <= MAX_CELLS
+            if not known or graph.num_edges != edges:
+                raise ValueError(
+                    f"not the scores of edges: {edges} scores for {shown(list(sizes))} layers, heads and K heads"
+                )
+            names = EdgeNames(graph)
             values = torch.zeros(names.real.shape)
             for edge, score in given["scores"].items():
                 values[names.index(edge)] = score

@@ -80,13 +80,14 @@ class EdgeModel:
 
     Attributes:
         graph: its nodes and edges.
+        weights_version: `lm.weights.version` of these parts.
 
     Raises:
         NotImplementedError: a family without one of the sites, norms or weights.
     """
 
     def __init__(self, lm: Any) -> None:
-        self.lm, self._spec = lm, lm.model_spec
+        self.lm, self._spec, self.weights_version = lm, lm.model_spec, lm.weights.version
         family = self._spec.family
         missing = [kind for kind in NEEDED if kind not in family.points]
         if missing or family.cross_attention or self._spec.has_states or family.name in UNREAD:
