@@ -155,6 +155,10 @@ def test_what_is_refused_by_name(server: Server) -> None:
         ):
             with pytest.raises(error, match=text):
                 lm.circuit(PROMPT, **{"transcoders": "tc", "max_features": 60, **given})
+        with lm.edit() as (_, edited):
+            edited.model.layers[0].output[:] *= 0
+        with pytest.raises(NotImplementedError, match="this model has edits"):
+            edited.circuit(PROMPT, "tc")
         with pytest.raises(PromptError, match="token ids only"):  # vectors would be left out
             lm.circuit({"prompt_token_ids": [1, 2, 3], "embeds": {1: torch.zeros(72)}}, "tc")
 

@@ -57,8 +57,6 @@ def planned(
     reason = Wavefront.why_not(lm) or (family not in FAMILIES and f"it is of the family {family}")
     if reason:
         raise NotImplementedError(f"circuits of this model: {reason}; they read native models of {', '.join(FAMILIES)}")
-    if lm._edits_of(None):
-        raise NotImplementedError("this model has edits (lm.edit), and circuits do not apply them: clear them first")
     for name, value, least in (
         ("max_features", max_features, 1),
         ("max_logits", max_logits, 1),

@@ -47,6 +47,8 @@ def circuit(
     from .files import remote_circuit
 
     lm._check_outside()
+    if lm._edits_of(None):
+        raise NotImplementedError("this model has edits (lm.edit), and circuits do not apply them: clear them first")
     if isinstance(lm.backend, RemoteBackend):
         return remote_circuit(
             Made, lm, prompt, transcoders, target, progress, max_features=max_features, max_logits=max_logits,
