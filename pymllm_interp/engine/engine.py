@@ -142,9 +142,9 @@ class Engine:
             self._post(end)
 
     def run(self, command: RunnerCommand) -> Any:
-        """Have the runner run a command between steps. Returns its answer. Raises like `call`."""
-        self._check_awake()
-        return self.call(partial(self.runner.run, command))
+        """Have the runner run a command between steps. Returns its answer. Raises like `call`, and while it sleeps."""
+        # It may fall asleep before its thread takes the command, which would read weights without memory.
+        return self.call(lambda: self._check_awake() or self.runner.run(command))
 
     def post(self, command: RunnerCommand) -> None:
         """`run` without waiting for the answer; after the engine's end it does nothing."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,6 +219,24 @@ def test_a_request_that_comes_as_the_engine_falls_asleep_runs_no_pass(folder: Pa
                 lm.generate(PROMPTS, GREEDY)
         assert lm.wake() and lm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids == expected
         assert_idle(lm)
+
+
+def test_a_command_that_comes_as_the_engine_falls_asleep_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The weights have no memory then."""
+    with load(folder) as lm:
+        lm.generate(PROMPTS, GREEDY)
+        call, ran = lm.engine.call, list[int]()
+
+        def late(function: Any) -> Any:
+            monkeypatch.undo()
+            lm.sleep()
+            return call(function)
+
+        monkeypatch.setattr(lm.engine, "call", late)
+        with pytest.raises(EngineSleepingError):
+            lm.engine.run(SimpleNamespace(run=lambda runner: ran.append(1)))
+        assert not ran and lm.wake()
+        assert lm.engine.run(SimpleNamespace(run=lambda runner: 7)) == 7
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
