@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from difflib import get_close_matches
 from typing import ClassVar, TypeVar
 
+from ..utils.arguments import shown
+
 T = TypeVar("T")
+SIMILAR = 200
+"""Characters of a name that similar ones are looked for by: a client's may be long."""
 
 
 class ByName(MutableMapping[str, T]):
@@ -37,8 +41,8 @@ class ByName(MutableMapping[str, T]):
     def __getitem__(self, name: str) -> T:
         """The value. Raises KeyError for an unknown name; the message lists similar ones."""
         if name not in self._found:
-            example = f"lm.{self.attribute}[{name!r}] = {self.example} puts one there"
-            raise KeyError(f"no {self.kind} {name!r}; {nearest(name, self._found)} ({example})")
+            example = f"lm.{self.attribute}[{shown(name)}] = {self.example} puts one there"
+            raise KeyError(f"no {self.kind} {shown(name)}; {nearest(name, self._found)} ({example})")
         return self._found[name]
 
     def __delitem__(self, name: str) -> None:
@@ -60,7 +64,7 @@ class ByName(MutableMapping[str, T]):
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Names that are similar, or the first ones, for messages."""
-    if near := get_close_matches(name, names, n=3):
+    if near := get_close_matches(name[:SIMILAR], names, n=3):
         return f"did you mean {' or '.join(map(repr, near))}?"
     return f"there are: {listed(names) or 'none'}"
 

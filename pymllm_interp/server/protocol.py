@@ -409,7 +409,8 @@ class LensRequest(Strict):
     top: StrictInt = Field(3, ge=1, le=20, description="tokens of each layer and position")
 
 
-Target = str | StrictInt
+Name = Annotated[str, Field(max_length=512)]
+Target = Name | StrictInt
 """A token, as text or id."""
 
 
@@ -417,7 +418,7 @@ class CircuitRequest(Strict):
     """Body of `POST /v1/interp/circuit`."""
 
     prompt: checked(str, list[int])  # pyright: ignore[reportInvalidTypeForm]
-    transcoders: str | Annotated[list[str], at_most(MAX_LISTED_NAMES)] = Field(
+    transcoders: Name | Annotated[list[Name], at_most(MAX_LISTED_NAMES)] = Field(
         description="names of SAEs that the server has (serve --sae), or of a set of them: the part before a slash"
     )
     target: Target | Annotated[list[Target | Annotated[list[Target], at_most(2)]], at_most(MAX_TARGETS)] | None = Field(

@@ -139,6 +139,8 @@ def test_what_is_refused_by_name(server: Server) -> None:
         ({"path": "/tmp"}, "unknown field"),
         ({"logit_mass": 2}, "logit_mass"),
         ({"max_logits": 0}, "max_logits"),
+        ({"target": "w" * 10**5}, "target"),
+        ({"transcoders": ["t" * 10**5]}, "transcoders"),
     ):
         with server.client("declared") as client:
             answer = client.post(PATH, json={**body, **fields})

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from ...utils.arguments import PromptError
+from ...utils.arguments import PromptError, shown
 
 
 def to_tokens(tokenizer: Any, text: str | Sequence[str], prepend_bos: bool | None = None) -> torch.Tensor:
@@ -44,7 +44,7 @@ def to_single_token(tokenizer: Any, text: str) -> int:
     """The token id of a text. Raises PromptError: the text is not one token."""
     ids = _ids(tokenizer, text, prepend_bos=False)
     if len(ids) != 1:
-        raise PromptError(f"{text!r} is {len(ids)} tokens, not one: {to_str_tokens(tokenizer, ids)}")
+        raise PromptError(f"{shown(text)} is {len(ids)} tokens, not one: {shown(to_str_tokens(tokenizer, ids[:20]))}")
     return ids[0]
 
 
