@@ -19,7 +19,7 @@ class CircuitMemory(NamedTuple):
 
     Attributes:
         fixed: bytes on the device for any batch.
-        states: those of `fixed` that the run holds behind its forward pass.
+        states: the part of `fixed` that the run holds behind its forward pass.
         row: bytes on the device for each row of a batch.
         host: bytes on the host.
     """
