@@ -103,6 +103,13 @@ def host_name() -> str:
     return socket.gethostname()
 
 
+def pid_space() -> str:
+    """Identifier of the namespace that numbers of processes are of; "" if it is not readable. Containers of a host have several."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
 def send_at_once(connection: Connection) -> None:
     """Have a TCP connection send small messages at once (TCP_NODELAY).
 

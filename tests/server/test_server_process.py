@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import helpers_forks
 import pytest
 from helpers_server import Server, serving
 
@@ -35,6 +37,17 @@ def run(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code, *args]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_fork_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not a run of tests that waits for ever (helpers_forks.py)."""
+    monkeypatch.setattr(helpers_forks, "SECONDS", 0.2)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        found = helpers_forks.Forks(ours)
+        for error in (TimeoutError, OSError):  # nor is a late answer the next one's
+            with pytest.raises(error):
+                found.fork({}, [])
 
 
 TOKENIZERS_IMPORT_TORCH = pytest.mark.skipif(

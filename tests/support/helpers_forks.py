@@ -38,6 +38,8 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama", "uvicorn", "httptools",
 )  # fmt: skip
 LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_CORE)
+SECONDS = 60.0
+"""Longest wait for a fork: one that fails has no answer."""
 FRONTS = ("serve", "replicated_server.py")
 _fork_exec: Callable[..., int] = subprocess._fork_exec  # pyright: ignore
 
@@ -64,6 +66,7 @@ class Forks:
 
     def __init__(self, ours: socket.socket) -> None:
         self.socket, self._lock = ours, threading.Lock()
+        ours.settimeout(SECONDS)
 
     def fork(self, request: dict[str, Any], files: Sequence[int]) -> int:
         """The process id of a new child, which has `files` under the numbers that the request names."""
@@ -72,6 +75,9 @@ class Forks:
             try:
                 socket.send_fds(self.socket, [json.dumps(request).encode()], files)
                 return int(self.socket.recv(32))
+            except OSError:
+                self.socket.close()  # a late answer would be the next one's
+                raise
             finally:
                 prctl(PR_SET_CHILD_SUBREAPER, 0)
 
@@ -183,7 +189,7 @@ def forks() -> Forks:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
     )  # fmt: skip
     theirs.close()
-    atexit.register(lambda: (ours.close(), process.wait()))
+    atexit.register(lambda: (process.kill(), process.wait()))  # a leftover child may have `ours` open
     return Forks(ours)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from transformers import LlamaConfig
 
 from pymllm_interp import Ablate, Capture, Gate, Patch, Scale, Steer
+from pymllm_interp.attention.cut_edges import PassCuts, RequestCuts
 from pymllm_interp.captures import Project
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core import norm_kind
@@ -22,7 +25,11 @@ from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.interventions import Generated
+from pymllm_interp.vllm_engine.client.core import VllmCore
 from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
+from pymllm_interp.vllm_engine.worker.blocks import traces
+from pymllm_interp.vllm_engine.worker.blocks.kept_kv import KeptKV
+from pymllm_interp.vllm_engine.worker.hooks_of import HooksOf
 from pymllm_interp.vllm_engine.worker.split_rows import SplitRows
 from pymllm_interp.vllm_engine.worker.stage import RankStage
 
@@ -361,3 +368,66 @@ def test_a_step_that_waits_for_the_ring_does_not_stop_results(monkeypatch: pytes
         assert not waiting.is_alive()
     finally:
         del HOOKS["again"]
+
+
+def test_kept_keys_and_values_grow_and_one_without_memory_leaves_the_pass() -> None:
+    kept = KeptKV(SPEC, torch.device("cpu"))
+    shape = SPEC.num_key_value_heads, SPEC.head_dim
+    k, v = torch.randn(2, 700, *shape)
+    for start, stop in ((0, 3), (3, 300), (300, 301), (301, 700)):
+        cuts = PassCuts(
+            [RequestCuts(0, 0, start, stop - start, [], {}), RequestCuts(1, stop - start, 0, 1 << 50, [], {})]
+        )
+        rows = [("a", 0, start, stop - start), ("b", stop - start, 0, 1 << 50)]
+        assert kept.begin(cuts, rows, lambda _: 1 << 60) == ["b"] and [one.index for one in cuts.requests] == [0]
+        kept.add(1, k[start:stop], v[start:stop])
+        for found, wanted in zip(kept.get_kv(1), (k, v), strict=True):
+            assert torch.equal(found, wanted[:stop])
+    kept.forget("a")
+    assert not kept._kept
+
+
+def test_steps_after_the_last_cut_edge_are_plain_again() -> None:
+    own, nothing = HooksOf.__new__(HooksOf), SimpleNamespace(remove=lambda _: None, forget=lambda _: None)
+    cuts = {"a"}
+    own.stage = cast(
+        Any, SimpleNamespace(remove=cuts.discard, cuts=lambda one: one in cuts, reads_all_logits=lambda _: False)
+    )
+    own.traces = cast(Any, SimpleNamespace(remove=lambda _: None, knows_any=False, whole=(), begin=lambda *_: None))
+    own._kept, own._cut_ids, own._cutting = cast(Any, nothing), {"a"}, True
+    own.begin_blocks(["a", "b"], [1, 1], [3, 4])
+    own.take(SimpleNamespace(
+        scheduled_spec_decode_tokens={}, finished_req_ids={"a"}, preempted_req_ids=None, scheduled_new_reqs=[]
+    ))  # fmt: skip
+    assert own.has_modules  # the next step tells so
+    own.begin_blocks(["b"], [1], [5])
+    assert not own.has_modules
+
+
+def test_a_tree_that_cannot_be_made_is_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a pass would meet a rank without one, and end the engine."""
+
+    def refused(*_: Any) -> Any:
+        raise NotImplementedError("no counterpart")
+
+    monkeypatch.setattr(traces, "BlockTree", refused)
+    group: Any = SimpleNamespace(world_size=1, rank_in_group=0)
+    own = traces.RankTraces(None, None, SPEC, torch.device("cpu"), lambda: group, CONFIG, lambda: None)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="no counterpart"):
+            own.open(b"")
+
+
+def test_ranks_are_killed_though_vllms_shutdown_fails() -> None:
+    core: Any = VllmCore.__new__(VllmCore)
+    core._loop, core.links, core.attached, called = asyncio.new_event_loop(), [], False, list[str]()
+    core._thread = threading.Thread(target=core._run, daemon=True)
+    core._thread.start()
+
+    def shutdown() -> None:
+        raise LookupError("a process has ended meanwhile")
+
+    core.llm = SimpleNamespace(shutdown=shutdown)
+    core._watch = SimpleNamespace(close=lambda: called.append("closed"), kill=lambda: called.append("killed"))
+    core.close()
+    assert called == ["closed", "killed"] and core._loop.is_closed()

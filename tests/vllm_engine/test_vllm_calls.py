@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -362,3 +363,45 @@ def test_steps_texts_and_pairs_are_our_engines(lm: LM, oracle: LM) -> None:
     with pytest.raises(PromptError, match="no classification head"):
         lm.classify(PROMPTS)
     assert lm.backend.facts.tasks == oracle.backend.facts.tasks
+
+
+def test_a_pause_that_waits_ends_with_a_resume_and_no_resume_runs_between_loads(
+    lm: LM, oracle: LM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    backend: Any = lm.backend
+    lifecycle, steps = backend._orders._lifecycle, backend.engine.stats()["steps"]
+    handles, errors = [lm.submit(PROMPTS[0], params) for _ in range(8)], list[BaseException]()
+    while backend.engine.stats()["steps"] < steps + 5:
+        time.sleep(0.005)
+
+    def wait() -> None:
+        try:
+            lm.pause("wait")
+        except BaseException as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while lifecycle._drained is None and waiting.is_alive():
+        time.sleep(0.001)
+    lm.resume()
+    late = [lm.submit(PROMPTS[0], params) for _ in range(8)]  # vLLM is not idle until these have ended
+    waiting.join(60)
+    assert not late[-1].done and not lm.is_paused()
+    assert len(errors) == 1 and "before the requests of lm.pause(mode='wait') had ended" in str(errors[0])
+    for handle in (*handles, *late):
+        assert handle.result(120).finish_reason == "length"
+    load, states = lifecycle.load, list[bool]()
+
+    def loaded(*args: Any) -> None:
+        resuming = threading.Thread(target=lm.resume)
+        resuming.start()
+        resuming.join(0.5)
+        states.append(resuming.is_alive() and lm.is_paused())
+        load(*args)
+
+    monkeypatch.setattr(lifecycle, "load", loaded)
+    lm.update_weights(folder)
+    assert states == [True] and not lm.is_paused()
+    assert_close(lm.generate([PROMPTS[0]], GREEDY)[0], oracle.generate([PROMPTS[0]], GREEDY)[0])

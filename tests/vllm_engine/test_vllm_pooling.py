@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,17 @@ def test_labels_of_tokens_stand_at_each_position(tmp_path: Path) -> None:
     with vllm_lm(tmp_path, max_num_tokens=24) as lm:
         for out, ids in zip(lm.forward(PROMPTS), PROMPTS, strict=True):
             assert_close_tensor(out.logits, logits(model, ids))
+
+
+def test_new_weights_come_while_requests_wait(labelled: tuple[PreTrainedModel, LM, LM]) -> None:
+    model, lm, _ = labelled
+    norm = {"model.norm.weight": model.state_dict()["model.norm.weight"]}
+    for factor in (2.0, 1.0):
+        lm.pause("keep")
+        handle = lm.submit(PROMPTS[1], SamplingParams(max_tokens=0), capture=["logits"])
+        backend: Any = lm.backend
+        while not all(one.vllm_id for one in backend.engine.live):
+            time.sleep(0.01)
+        lm.update_weights({name: factor * weight for name, weight in norm.items()})
+        lm.resume()
+        assert_close_tensor(handle.result(60).outputs[0].activations["logits"][-1], factor * logits(model, PROMPTS[1]))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_saes import random_sae
 from helpers_vllm import (
     LAYERS,
     WIDTH,
@@ -28,7 +29,7 @@ from helpers_vllm import (
 from safetensors.torch import load_file
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
-from pymllm_interp.captures import Lens, Project
+from pymllm_interp.captures import Features, Lens, Project
 from pymllm_interp.interventions import Generated, Monitor
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 
@@ -135,11 +136,16 @@ def test_an_abort_leaves_the_others_as_they_are(stages: LM, oracle: LM) -> None:
 
 
 def test_what_needs_several_stages_is_refused_by_name(stages: LM) -> None:
+    crosscoder = random_sae(2 * WIDTH, "resid_post.{0,3}")
     crossing = Steer("resid_post.2", vector(8), when=Gate(vector(9), 0.0, site="resid_post.0"))
     for options, message in (
         ({"interventions": [crossing]}, "another pipeline rank"),
         ({"monitors": [Monitor("resid_post.1", vector(1))]}, "no monitor is served"),
         ({"capture": [Capture("resid_post.1", reduce=Lens(top_k=2))]}, "other ranks have it"),
+        (
+            {"capture": [Capture("resid_post.{0,3}", reduce=Features(crosscoder, top_k=2))]},
+            "a crosscoder reads all its sites",
+        ),
     ):
         with pytest.raises(ValueError, match=f"{message}|pipeline_parallel_size=2"):
             stages.generate([PROMPTS[0]], PARAMS, **options)
@@ -192,6 +198,12 @@ def test_engines_share_the_requests(replicas: LM, oracle: LM) -> None:
     for handle in handles:
         assert handle.result(600).finish_reason in ("abort", "length")
     engine: Any = replicas.backend.engine
+    stats = engine.stats()
+    assert (replicas.limits.kv_tokens, stats["kv_tokens"], stats["free_kv_tokens"]) == (
+        2048,
+        4096,
+        4096,
+    )  # of one pool; of all
     assert engine.stats()["running"] == 0 and not any(engine._loads)
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from multiprocessing.connection import Listener
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +24,10 @@ from transformers import LlamaConfig
 from pymllm_interp import Capture
 from pymllm_interp.captures import Project
 from pymllm_interp.config import ServerConfig
+from pymllm_interp.core.events import EngineSleepingError
 from pymllm_interp.core.model_spec import ModelSpec
+from pymllm_interp.core.request import Request
+from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import RequestEnd, RequestHooks
 from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.captures.activations import Activations, CaptureError, lost
@@ -25,8 +35,11 @@ from pymllm_interp.hooks.captures.egress.result_memory import rounded
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.utils.stage_times import StageTimes
+from pymllm_interp.vllm_engine.client import engine as client_engine
+from pymllm_interp.vllm_engine.client.engine import VllmRequestEngine
+from pymllm_interp.vllm_engine.client.ranks.rank_watch import RankWatch
 from pymllm_interp.vllm_engine.client.results_link import ResultsLink
-from pymllm_interp.vllm_engine.results import AskedRows, SharedResults, TensorBlock, read_block
+from pymllm_interp.vllm_engine.results import AskedRows, SharedResults, TensorBlock, host_name, pid_space, read_block
 from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
 from pymllm_interp.vllm_engine.worker import result_arena
 from pymllm_interp.vllm_engine.worker.egress import Egress
@@ -206,3 +219,56 @@ def test_rows_of_a_running_request_are_copies_of_its_result(rank: tuple[RankStag
         own = [part[site] for part in parts if site in part]
         assert torch.equal(torch.cat(own), result.activations[site])
     assert rows_of(link, "a", 0, 3) is None
+
+
+# -- processes of ranks ---------------------------------------------------------------------
+
+
+def test_the_end_of_ranks_leaves_the_memory_of_their_users_process() -> None:
+    """The one rank of an engine is a child of the user's process, whose segments of shared memory are its own."""
+    script = (
+        "import sys; from multiprocessing.shared_memory import SharedMemory as S; s = S(create=True, size=64); "
+        "print(s.name, flush=True); sys.stdin.read()"
+    )
+    mine = SharedMemory(create=True, size=64)
+    rank = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    theirs = Path("/dev/shm") / rank.stdout.readline().strip()
+    try:
+
+        async def watched() -> RankWatch:
+            own = {"host": host_name(), "pid": rank.pid, "pid_space": pid_space()}
+            other = own | {
+                "pid": os.getpid(),
+                "pid_space": "pid:[1]",
+            }  # this number is another process's in a container
+            made = RankWatch([own, other], lambda what: None)
+            made.close()
+            return made
+
+        assert theirs.exists()
+        asyncio.run(watched()).kill()
+        assert rank.wait(10) == -9 and not theirs.exists()
+        SharedMemory(mine.name).close()
+    finally:
+        rank.kill()
+        mine.close()
+        mine.unlink()
+
+
+def test_no_request_enters_an_engine_that_falls_asleep_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep refuses new requests, and then sees that none is live: one in between would run without memory."""
+    engine: Any = VllmRequestEngine.__new__(VllmRequestEngine)
+    engine.lock, engine._closing, engine._live = threading.Lock(), None, {}
+    engine.core = SimpleNamespace(soon=lambda *_: None)
+    made = client_engine.Live
+
+    def live(*args: Any) -> Any:
+        engine.why_closed = EngineSleepingError("the engine sleeps")
+        assert not engine._live
+        return made(*args)
+
+    monkeypatch.setattr(client_engine, "Live", live)
+    with pytest.raises(EngineSleepingError):
+        engine.submit_all([([Request("1", [1], SamplingParams(), 1, 0)], SimpleNamespace())])
+    assert not engine._live

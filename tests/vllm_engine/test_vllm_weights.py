@@ -167,6 +167,11 @@ def test_another_process_sends_weights_by_vllms_orders(lm: LM, oracle: LM, folde
         control("start_weight_update")
         with SentWeights(tensors(folder)) as sent:
             control("receive_weights", update_info=sent.info)
+        with pytest.raises(WeightsError, match="give it alone"):
+            control("receive_weights", update_info={"folder": str(folder)})
+        control("start_weight_update")
+        with SentWeights(tensors(folder)) as sent:
+            control("receive_weights", update_info=sent.info)
         control("check_weight_update")
         assert control("finish_weight_update", weight_version=folder.name)["tensors"] == len(tensors(folder))
         assert control("weight_info")["weight_version"] == folder.name
@@ -200,10 +205,20 @@ def test_a_sleeping_engine_takes_no_requests(
         lm.update_weights(folders[1])
     with pytest.raises(EngineSleepingError, match="weights are asleep"):
         _ = lm.weights.fingerprint
+    woken, wake_up = list[Any](), backend.core.llm.wake_up
+    monkeypatch.setattr(backend.core.llm, "wake_up", lambda tags=None: woken.append(tags) or wake_up(tags))
     assert lm.wake() and not lm.is_sleeping()
     assert_equal_models(lm, oracle)
+    lm.pause("keep")
+    running = lm.submit(PROMPTS[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    lm.sleep(drain=True)  # requests of a pause end, too
+    assert len(running.result(1).outputs[0].token_ids) == 60 and lm.wake()
     lm.sleep(level=2)
-    assert not lm.wake(["weights"]) and not lm.wake(["kv_cache"]) and lm.is_sleeping()
+    assert not lm.wake(["weights"])
+    with pytest.raises(ValueError, match="only kv_cache sleeps"):
+        lm.sleep()
+    assert not lm.wake(["kv_cache"]) and lm.is_sleeping()
+    assert woken == [None, None, ["weights"], ["kv_cache"]]
     with pytest.raises(WeightsError, match="missing"):
         lm.update_weights({"model.norm.weight": tensors(folders[0])["model.norm.weight"]})
     lm.update_weights(folders[0])

@@ -116,7 +116,7 @@ class EngineServer:
     def stats(self) -> dict[str, Any]:
         """Counters of the engine."""
         own = {"kv_tokens": self.model.limits.kv_tokens, "traces": self.traces.num_running}
-        return self.model.engine.stats() | own | {"monitors": self._monitors.stats()}
+        return own | self.model.engine.stats() | {"monitors": self._monitors.stats()}
 
     @property
     def orders(self) -> list[VectorOrder]:

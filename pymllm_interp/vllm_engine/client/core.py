@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import threading
@@ -134,9 +135,9 @@ class VllmCore:
 
     @property
     def kv_tokens(self) -> int:
-        """Slots of the KV pools of all engines."""
+        """Slots of an engine's KV pool. vLLM adds up the blocks of all engines."""
         cache = self.config.cache_config
-        return (cache.num_gpu_blocks or 0) * cache.block_size * self.engines
+        return (cache.num_gpu_blocks or 0) // self.engines * cache.block_size
 
     @property
     def generates(self) -> bool:
@@ -228,8 +229,8 @@ class VllmCore:
             llm, self.llm = self.llm, None
             try:
                 self.wait(self._shut_down(llm), 60)
-            except TimeoutError:
-                pass
+            except Exception:  # too slow, or psutil's of a process that has ended meanwhile: the ranks are killed then
+                logging.getLogger(__name__).warning("vLLM's shutdown has failed", exc_info=True)
         if watch is not None and not self.attached:
             watch.kill()
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -110,6 +110,11 @@ class VllmDeclarations(Declarations):
                     f"{spec.name}: Lens needs the head, and with pipeline_parallel_size={len(self._stages)} other ranks have it: "
                     f"capture the states. {OURS}"
                 )
+            if self._stages and spec.reduction.joined:
+                raise ValueError(
+                    f"{spec.name}: a crosscoder reads all its sites at once, and with pipeline_parallel_size="
+                    f"{len(self._stages)} they may be on several ranks: capture the states. {OURS}"
+                )
         super().declare(specs, captures, request)
         if request.declared is not None and request.hooks is not None and request.hooks.bound.hooks.cuts_edges:
             if request.trace is not None:

@@ -47,7 +47,7 @@ class VllmRequestEngine:
 
     Attributes:
         num_events: answers of vLLM, for `progress`.
-        why_closed: error of new requests while the engine sleeps.
+        why_closed: error of new requests while the engine sleeps. It changes under `lock`.
     """
 
     forked: EngineClosedError | None = None
@@ -60,7 +60,7 @@ class VllmRequestEngine:
         self.num_events = 0
         self._live: dict[str, Live] = {}
         self._callbacks = Callbacks()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._closing: BaseException | None = None
         self._released = self._shut = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,13 +97,12 @@ class VllmRequestEngine:
     # -- callers -----------------------------------------------------------------
 
     def submit_all(self, groups: Sequence[tuple[Sequence[Request], Subscriber]]) -> None:
-        """Start requests, all at once. Raises EngineClosedError after `shutdown`."""
-        self.check_open()
-        if self.why_closed is not None:
-            raise self.why_closed.with_traceback(None)
+        """Start requests, all at once. Raises EngineClosedError after `shutdown`, and `why_closed`."""
         live = [Live(request, subscriber) for requests, subscriber in groups for request in requests]
-        with self._lock:
+        with self.lock:
             self.check_open()
+            if self.why_closed is not None:
+                raise self.why_closed.with_traceback(None)
             self._live |= {one.request.request_id: one for one in live}
         self.core.soon(self._start, live)
 
@@ -144,12 +143,12 @@ class VllmRequestEngine:
         self.check_open()
         firsts = self.core.firsts(self.core.wait(self.core.call_async("interp_stats"), STATS_SECONDS))
         live = list(self._live.values())
-        taken = sum(one.request.max_total_tokens for one in live)
+        taken, room = sum(one.request.max_total_tokens for one in live), self.core.kv_tokens * self.core.engines
         running = sum(one.sent for one in live)
         return {
             "steps": sum(one["steps"] for one in firsts), "op_calls": sum(one["calls"] for one in firsts),
             "running": running, "waiting": len(live) - running, "swapped": 0,
-            "free_kv_tokens": max(0, self.core.kv_tokens - taken), "execution": {}, "overlapped_steps": 0, "preempted": 0,
+            "kv_tokens": room, "free_kv_tokens": max(0, room - taken), "execution": {}, "overlapped_steps": 0, "preempted": 0,
             "moved_to_host": 0, "block_seconds": 0.0, "flat_logits": 0,
         }  # fmt: skip
 
@@ -164,7 +163,7 @@ class VllmRequestEngine:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End all requests, and vLLM's processes. A second call does nothing."""
-        with self._lock:
+        with self.lock:
             if self._shut:
                 return
             self._shut, self._closing = True, self._closing or closed()
@@ -191,7 +190,7 @@ class VllmRequestEngine:
 
     def after_fork(self, error: EngineClosedError) -> None:
         """Mark the engine of a forked child: calls raise `error`, and nothing waits."""
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._closing = self.forked = error
         self._shut = True
 

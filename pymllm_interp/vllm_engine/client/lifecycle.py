@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from concurrent.futures import CancelledError, Future
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class VllmLifecycle:
         self._core, self._engine, self._weights, self._make_update = core, engine, weights, make_update
         self._has_experts, self._draining = has_experts, threading.Lock()
         self._one_order, self._stamps = threading.Lock(), Stamps()
+        self._drained: Future[None] | None = None
 
     @property
     def is_paused(self) -> bool:
@@ -64,19 +66,40 @@ class VllmLifecycle:
             raise RuntimeError(RESUMED)
         if mode == "wait" and not late:
             with self._draining:
-                self._core.ask(self._core.llm.pause_generation(mode=mode, clear_cache=False))
+                self._drain()
+
+    def _drain(self) -> None:
+        """Pause when all requests have ended. An interrupted wait, as by Ctrl-C, leaves the engine as it was."""
+        llm, paused = self._core.llm, self.is_paused
+        self._drained = self._core.start(self._core.answered(llm.pause_generation(mode="wait", clear_cache=False)))
+        try:
+            self._drained.result()
+        except CancelledError:  # by `resume`: vLLM itself would answer when it is idle
+            raise RuntimeError(RESUMED) from None
+        except BaseException:
+            self._drained.cancel()
+            undo = llm.pause_generation(mode="keep", clear_cache=False) if paused else llm.resume_generation()
+            with suppress(Exception):
+                self._core.ask(undo)
+            raise
+        finally:
+            self._drained = None
+        if not self.is_paused:
+            raise RuntimeError(RESUMED)
 
     def resume(self, stamp: int | None = None) -> None:
-        """Let requests run again."""
+        """Let requests run again. A pause that waits for them to end fails."""
         with self._one_order:
-            if not self._stamps.is_late(stamp):
-                self._core.ask(self._core.llm.resume_generation())
+            if self._stamps.is_late(stamp):
+                return
+            self._core.ask(self._core.llm.resume_generation())
+            if (drained := self._drained) is not None:
+                drained.cancel()
 
     def new_update(self, draft: bool = False) -> VllmUpdate:
         """Update of the model. Raises VllmRefusalError: of the draft model."""
         if draft:
             raise VllmRefusalError(f"update_weights(draft=True): vLLM's draft model keeps its weights. {OURS}")
-        _refuse_engines("update_weights", self._core)
         if not self._core.on_cuda and (self._has_experts or self._core.config.model_config.quantization is not None):
             raise VllmRefusalError(
                 f"update_weights: vLLM for CPUs packs experts and quantised weights, and does not pack new ones. {OURS}"
@@ -93,7 +116,8 @@ class VllmLifecycle:
         sent = (
             SentWeights({name: tensor.cpu() for name, tensor in update.tensors.items()}) if not update.folder else None
         )
-        with self._draining, sent or nullcontext():
+        # A resume waits: steps in between would put KV of the old weights into the cache.
+        with self._draining, self._one_order, sent or nullcontext():
             paused = self.is_paused
             core.ask(core.llm.pause_generation(mode="keep", clear_cache=False))
             try:
@@ -105,8 +129,8 @@ class VllmLifecycle:
                 note_weights(self._tokens_so_far(), self._weights, before)
             finally:
                 update.drop()
-                if not paused and self._core.llm is not None:
-                    self.resume()
+                if not paused and core.llm is not None:
+                    core.ask(core.llm.resume_generation())
         return {"tensors": count, "version": self._weights.version}
 
     def load(self, info: dict[str, Any] | None, folder: Path | None) -> None:
@@ -128,19 +152,11 @@ class VllmLifecycle:
     def _tokens_so_far(self) -> list[tuple[Request, int | None]]:
         """The live requests, each with its number of tokens; None before it has begun."""
         states = self._core.llm.output_processor.request_states
+        found = [(one.request, states.get(one.vllm_id)) for one in self._engine.live]
         return [
-            (one.request, states[one.vllm_id].detokenizer.num_output_tokens() if one.vllm_id in states else None)
-            for one in self._engine.live
+            (request, None if state is None else state.detokenizer.num_output_tokens() if state.detokenizer else 0)
+            for request, state in found  # a request that pools has no detokenizer
         ]
-
-
-def _refuse_engines(what: str, core: VllmCore) -> None:
-    """Refuse an order that was not tested with several engines or stages."""
-    parallel = core.config.parallel_config
-    if max(parallel.pipeline_parallel_size, parallel.data_parallel_size) > 1:
-        raise VllmRefusalError(
-            f"{what}: not tested with pipeline or data parallel ranks: raise tensor_parallel_size instead"
-        )
 
 
 class VllmSleep:
@@ -183,7 +199,11 @@ class VllmSleep:
             raise VllmRefusalError(
                 "lm.sleep: start vLLM with LM(..., engine='vllm', enable_sleep_mode=True), which it has on CUDA only"
             )
-        _refuse_engines("lm.sleep", self._core)
+        parallel = self._core.config.parallel_config
+        if max(parallel.pipeline_parallel_size, parallel.data_parallel_size) > 1:
+            raise VllmRefusalError(
+                "lm.sleep: not tested with pipeline or data parallel ranks: raise tensor_parallel_size instead"
+            )
         if level not in (1, 2):
             raise ValueError(f"level={level!r}: 1 keeps the weights in host memory, 2 drops them")
         if mode not in MODES:
@@ -192,14 +212,21 @@ class VllmSleep:
             raise ValueError(f"tags={tags!r}: expected a list of {', '.join(TAGS)}")
         if not {"weights", "kv_cache"} <= set(tags):
             raise VllmRefusalError(f"tags={list(tags)}: vLLM gives 'weights' and 'kv_cache' back together. {OURS}")
+        if len(self._asleep) == 1:
+            raise ValueError(
+                f"only {', '.join(self._asleep)} sleeps, and vLLM puts no other memory to sleep then: lm.wake() first"
+            )
         if self._asleep:
             return
         try:
-            self._engine.why_closed = EngineSleepingError(ASLEEP)
+            with self._engine.lock:
+                self._engine.why_closed = EngineSleepingError(ASLEEP)
             if mode == "keep" and (live := len(self._engine.live)):
                 raise ValueError(f"{live} requests are live: drain=True waits for them, lm.pause('abort') ends them")
             if mode == "abort":
                 self._engine.abort_all()
+            if mode == "wait":
+                self._lifecycle.resume()  # those of a pause, too
             self._engine.wait_until_idle()
             self._core.ask(self._core.llm.sleep(level, "abort"))
             self._asleep, self._dropped, self._weights.asleep = {"weights", "kv_cache"}, level == 2, True
@@ -212,7 +239,7 @@ class VllmSleep:
             raise ValueError(f"tags={tags!r}: expected a list of {', '.join(TAGS)}")
         wanted = self._asleep if tags is None else self._asleep & set(tags)
         if wanted:
-            self._core.ask(self._core.llm.wake_up(None if wanted == self._asleep else sorted(wanted)))
+            self._core.ask(self._core.llm.wake_up(None if len(wanted) == 2 else sorted(wanted)))
             if "weights" in wanted:
                 self._weights.asleep, self.needs_weights = False, self._dropped
             self._asleep = self._asleep - wanted

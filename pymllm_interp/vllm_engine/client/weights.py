@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from ...config import ModelConfig
 from ...core.events import EngineSleepingError
-from ...models.updates import WeightUpdate
+from ...models.updates import NamedTensors, WeightUpdate
 from ...models.weights.loading import WeightsError, iter_safetensors
 from ...models.weights.model_state import ModelState, settings_of
 
@@ -80,6 +80,12 @@ class VllmUpdate(WeightUpdate):
     def tensors(self) -> dict[str, Tensor]:
         """The given tensors by name."""
         return self._given
+
+    def add(self, weights: NamedTensors | str | Path) -> None:
+        """Collect tensors, see `WeightUpdate.add`. Raises WeightsError: a folder beside others. Ranks read it themselves."""
+        if self.folder is not None or (self._given and isinstance(weights, str | Path)):
+            raise WeightsError("the ranks of vLLM read a folder themselves: give it alone, with all weights")
+        super().add(weights)
 
     def _of_folder(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
         source, _ = self._source_of(folder)

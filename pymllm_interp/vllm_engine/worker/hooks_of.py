@@ -62,7 +62,7 @@ class HooksOf:
             model.compute_logits = self._logits
         self._run = model.forward
         model.forward = self._forward
-        self._kept, self._has_cuts, self._cutting = KeptKV(stage.model, stage.device), False, False
+        self._kept, self._cut_ids, self._cutting = KeptKV(stage.model, stage.device), set[str](), False
         self._logit_counts: list[int] = []
         self._starts = np.zeros(1, dtype=np.int32)
         stage.whole = traces.whole
@@ -103,6 +103,7 @@ class HooksOf:
             self.stage.remove(vllm_id)
             self.traces.remove(vllm_id)
             self._kept.forget(vllm_id)
+            self._cut_ids.discard(vllm_id)
         for vllm_id in scheduled.preempted_req_ids or ():
             self.stage.preempted(vllm_id, None if num_tokens is None else num_tokens(vllm_id))
         for new in scheduled.scheduled_new_reqs:
@@ -125,7 +126,8 @@ class HooksOf:
             longest = told.max_tokens + self._num_drafts  # vLLM drafts beyond a request's last token
             hooks = RequestHooks(*specs, longest, told.logits_from, vector_rows=told.vector_rows)
             self.stage.add(new.req_id, told.request_id, hooks, told.prompt_len)
-            self._has_cuts |= self.stage.cuts(new.req_id)
+            if self.stage.cuts(new.req_id):
+                self._cut_ids.add(new.req_id)
 
     def _specs_of(self, pickled: bytes) -> tuple[Any, Any]:
         """Interventions and captures. Recent requests get the same objects again."""
@@ -141,8 +143,8 @@ class HooksOf:
 
     @property
     def has_modules(self) -> bool:
-        """Whether a step may run by modules."""
-        return self.traces.knows_any or self._has_cuts
+        """Whether a step may run by modules, or the last one has."""
+        return self.traces.knows_any or bool(self._cut_ids) or self._cutting
 
     def begin_blocks(self, ids: list[str], counts: list[int], first: list[int]) -> None:
         """Run new blocks of a step's requests until they wait, before its inputs are laid out.
@@ -178,7 +180,10 @@ class HooksOf:
         if self._cutting and stage.step is not None and not stage.rank:
             rows = [row for row in stage.step.rows_of if stage.cuts(row[0])]
             kept, cuts = self._kept, stage.stage.attention_cuts(stage.step)
-            kept.begin(cuts, rows, stage.longest)
+            lost = kept.begin(cuts, rows, stage.longest)
+            stage.fail_cuts(
+                lost, "no memory beside vLLM's for its K and V, by which edges are cut: lower gpu_memory_utilization"
+            )
         step = input_ids[:count], positions[:count], self._starts, ops, tokens, cuts, kept
         with taps.silent():  # the modules of the tree have the inner sites
             hidden = self.traces.run_pass(*step)

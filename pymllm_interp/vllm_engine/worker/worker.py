@@ -25,7 +25,7 @@ from ...wire.weights import received
 from ..faults import told
 from ..payloads import TensorKey
 from ..refusals import refuse_config
-from ..results import host_name
+from ..results import host_name, pid_space
 from ..settings import KEY, served_spec, server_config_of
 from ..structures import structure_of
 from ..versions import installed_version
@@ -134,6 +134,7 @@ class InterpWorker:
             own.tell_scores = self._hooks.traces.tell = self.egress.tell
         return {
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
+            "pid_space": pid_space(),
             "address": None if self.egress is None else self.egress.address, "sites": self._sites,
             "runner": "V2" if isinstance(runner, RowsOfV2) else "V1",
             "merged": dict(getattr(runner.get_model(), "packed_modules_mapping", None) or {}),

@@ -13,7 +13,7 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
-from ...results import host_name
+from ...results import host_name, pid_space
 
 STOPPED_SECONDS = 4.0
 """A rank that is stopped for this long has failed."""
@@ -24,7 +24,7 @@ STOPPED, ENDED = "T", "ZX"
 
 
 class RankWatch:
-    """Watches the processes of ranks on this host. Used on the client's loop only. Other hosts are left to vLLM.
+    """Watches the processes of ranks on this host, on the client's loop only. Other hosts and containers are left to vLLM.
 
     Args:
         ranks: answers of the ranks to `interp_open`.
@@ -37,12 +37,15 @@ class RankWatch:
         self._names: dict[int, str] = {}  # by pid
         self._files: dict[int, int] = {}  # pid -> pidfd: a number of a process may be given again
         for index, rank in enumerate(ranks):
-            if rank["host"] == host_name():
+            if (rank["host"], rank["pid_space"]) == (host_name(), pid_space()):
                 pid = rank["pid"]
                 self._names[pid] = f"rank {index} of {len(ranks)} (process {pid})"
                 with contextlib.suppress(OSError, AttributeError):  # it has ended already; Linux only
                     self._files[pid] = os.pidfd_open(pid)
-        self._shared = {name for pid in self._files for name in (*_shared(pid), *_shared(_parent(pid)))}
+        # Without those of this process: it may be the parent, and processes that it forks have its memory.
+        self._shared = {name for pid in self._files for name in (*_shared(pid), *_shared(_parent(pid)))} - _shared(
+            os.getpid()
+        )
         for pid, file in self._files.items():
             asyncio.get_running_loop().add_reader(file, self._has_ended, pid)
         self._task = asyncio.get_running_loop().create_task(self._look())

@@ -55,6 +55,10 @@ class Ranks:
         if self.size > 1:
             self._tell(END - failed)
 
+    def shared(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rank 0's rows, on all ranks. Others give memory of their shape."""
+        return rows if self.size == 1 else self.group.broadcast(rows.contiguous(), src=0)
+
     def agreed(self, value: Any) -> Any:
         """Rank 0's value, on all ranks: anything that pickles."""
         return value if self.size == 1 else self.group.broadcast_object(None if self.rank else value, src=0)

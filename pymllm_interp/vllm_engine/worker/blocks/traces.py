@@ -108,10 +108,11 @@ class RankTraces:
             Exception: whatever the reading of the payload raises.
         """
         if self._ranks is None:
-            self._ranks = Ranks(self._make_ranks())
-            self._tree = BlockTree(self._model, self._config, self._spec, self._device, self._ranks)
-            if not self._ranks.rank:
-                self._begin_serving(self._tree.module)
+            ranks = Ranks(self._make_ranks())
+            tree = BlockTree(self._model, self._config, self._spec, self._device, ranks)
+            if not ranks.rank:
+                self._begin_serving(tree.module)
+            self._ranks, self._tree = ranks, tree  # else the next call raises, too
         if self._root is not None and self._stage is not None:
             for trace in traces_of(payload, self._root, self._sources):
                 self._stage.helper.register(trace)
@@ -274,8 +275,11 @@ class RankTraces:
         assert ranks is not None and tree is not None
         if ranks.rank:
             self.ran = ranks.follow()
-            shape = len(input_ids), self._spec.hidden_size
-            return torch.zeros(shape, dtype=self._spec.dtype, device=self._device) if self.ran else None
+            if not self.ran:
+                return None
+            return ranks.shared(
+                torch.empty(len(input_ids), self._spec.hidden_size, dtype=self._spec.dtype, device=self._device)
+            )
         ids, positions = input_ids.clone().long(), positions.clone().long()  # no inference tensors: torch counts edits
         batch = _batch_of(ids, positions, np.diff(starts), tree.attention, site_ops)
         if len(logit_tokens) < len(input_ids):
@@ -294,7 +298,10 @@ class RankTraces:
             raise
         ranks.end()
         self.ran = True
-        return batch.hidden_states
+        assert batch.hidden_states is not None, "the batch asks for them"
+        return ranks.shared(
+            batch.hidden_states
+        )  # each rank has a part of the head, for the log probabilities of prompts
 
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
         stage, tree = self._stage, self._tree
