@@ -295,14 +295,18 @@ def test_a_sleep_that_aborts_lets_a_waiting_pause_begin(folder: Path, monkeypatc
 
 
 def test_an_interrupted_wait_for_sleep_leaves_no_pause(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    class Interrupted:
-        def result(self) -> None:
-            raise KeyboardInterrupt
+    def interrupted() -> Future[None]:
+        done: Any = drain()
+        done.result = result
+        return done
+
+    def result() -> None:
+        raise KeyboardInterrupt
 
     with load(folder) as lm:
         step, drain = lm.engine.step, lm.engine.intake.drain
         monkeypatch.setattr(lm.engine, "step", lambda: (time.sleep(0.01), step()))
-        monkeypatch.setattr(lm.engine.intake, "drain", lambda: (drain(), Interrupted())[1])
+        monkeypatch.setattr(lm.engine.intake, "drain", interrupted)
         handle = lm.submit([1, 2], SamplingParams(max_tokens=30, ignore_eos=True))
         while not lm.engine.stats()["running"]:
             time.sleep(0.002)
