@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import parity_scripts as scripts
@@ -303,8 +304,12 @@ def test_cut_edges_and_patterns_are_our_engines(engines: tuple[LM, LM]) -> None:
     lm = engines[0]
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     plain = [lm.generate([ids], params)[0] for ids in PROMPTS]
+    scored = [replace(params, prompt_logprobs=2) for _ in PROMPTS]  # by the heads of all ranks, in steps by modules
     for ops, captures in ((CUT, READ), (CUT, None), (None, READ), (CUT, READ)):
-        found, wanted = (m.generate(PROMPTS, params, interventions=ops, capture=captures) for m in engines)
+        found, wanted = (
+            m.generate(PROMPTS, scored if captures is None else params, interventions=ops, capture=captures)
+            for m in engines
+        )
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other)
         assert ops is None or f"vllm {runner_of(lm)} modules" in found[1].receipt.steps
