@@ -128,7 +128,7 @@ class InterpWorker:
             the properties of this rank. The first rank of each pipeline stage has an address of results.
         """
         self._hooks.open(key)
-        own, runner = self._hooks.stage, cast(Any, self.model_runner)
+        own, model = self._hooks.stage, cast(Any, self.model_runner).get_model()
         if own.rank == 0 and self.egress is None:
             self.egress = Egress(key, own.finish, own.rows, own.arena)
             own.tell_scores = self._hooks.traces.tell = self.egress.tell
@@ -136,8 +136,8 @@ class InterpWorker:
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
             "pid_space": pid_space(),
             "address": None if self.egress is None else self.egress.address, "sites": self._sites,
-            "runner": "V2" if isinstance(runner, RowsOfV2) else "V1",
-            "merged": dict(getattr(runner.get_model(), "packed_modules_mapping", None) or {}),
+            "runner": "V2" if isinstance(self.model_runner, RowsOfV2) else "V1",
+            "merged": dict(getattr(model, "packed_modules_mapping", None) or {}),
         }  # fmt: skip
 
     def interp_put(self, packed: list[Any]) -> tuple[int, list[TensorKey]]:
