@@ -103,7 +103,6 @@ def oracle(engine: str, folder: Path) -> Iterator[LM]:
 REFUSED_BY_VLLM = {
     "steered": "vLLM's kernels|there is no head 5",
     "captured": "without taps at",
-    "reduced": "patterns are not captured",
     "each its own": "vLLM's kernels|there is no head 5",
 }
 """Calls of the table below with sites inside attention -> what the message says."""
@@ -360,7 +359,7 @@ def test_limits_and_facts_are_the_oracles(lm: LM, oracle: LM, engine: str) -> No
     for name in known:
         assert getattr(lm.backend.facts, name) == getattr(oracle.backend.facts, name), name
     assert lm.backend.facts.hf_config.to_dict() == oracle.backend.facts.hf_config.to_dict()
-    own = {"q.*", "k.*", "v.*", "z.*", "mlp_act.*", "pattern.*"} if engine == "vllm" else set()
+    own = {"q.*", "k.*", "v.*", "z.*", "mlp_act.*"} if engine == "vllm" else set()
     assert lm.sites == [site for site in oracle.sites if site not in own]
     assert lm.default_sampling_params == oracle.default_sampling_params
     told, wanted = (json.loads(json.dumps(model.capabilities)) for model in (lm, oracle))

@@ -148,7 +148,9 @@ def test_a_rank_that_hangs_ends_what_waits(lm: LM, monkeypatch: pytest.MonkeyPat
         handle = lm.submit(PROMPTS[0], PARAMS, interventions=fresh, capture=["resid_post.*"])
         handle.wait(120)
         (end,) = handle.ends
-        assert isinstance(end.error, TimeoutError) and "has not answered interp_put within 2 s" in str(end.error)
+        # The call's own limit, or the watch over ranks, whichever comes first.
+        late = isinstance(end.error, TimeoutError) and "has not answered interp_put within 2 s" in str(end.error)
+        assert late or (isinstance(end.error, EngineClosedError) and "rank 0 of 1" in str(end.error))
         with pytest.raises(EngineClosedError, match="vLLM's engine has ended"):
             for _ in range(100):
                 lm.generate([PROMPTS[0]], PARAMS)
