@@ -1,4 +1,4 @@
-# make demo    the tour, on real weights       make test    the tests, 12 minutes   make test-all    the slow ones, too    make test-gpu    those for a CUDA device
+# make demo    the tour, on real weights       make test    the tests, 15 minutes   make test-all    the slow ones, too    make test-gpu    those for a CUDA device
 # Each sets up .venv first, where it is not up to date; `make test-gpu PY=python3` takes that interpreter as it is. On Linux, PyPI's torch brings CUDA (gigabytes); for the CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 

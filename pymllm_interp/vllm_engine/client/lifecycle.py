@@ -226,7 +226,7 @@ class VllmSleep:
             if mode == "abort":
                 self._engine.abort_all()
             if mode == "wait":
-                self._lifecycle.resume()  # those of a pause, too
+                self._lifecycle.resume()  # requests of a pause, too
             self._engine.wait_until_idle()
             self._core.ask(self._core.llm.sleep(level, "abort"))
             self._asleep, self._dropped, self._weights.asleep = {"weights", "kv_cache"}, level == 2, True

@@ -42,7 +42,7 @@ class RankWatch:
                 self._names[pid] = f"rank {index} of {len(ranks)} (process {pid})"
                 with contextlib.suppress(OSError, AttributeError):  # it has ended already; Linux only
                     self._files[pid] = os.pidfd_open(pid)
-        # Without those of this process: it may be the parent, and processes that it forks have its memory.
+        # Without the names of this process: it may be the parent, and processes that it forks have its memory.
         self._shared = {name for pid in self._files for name in (*_shared(pid), *_shared(_parent(pid)))} - _shared(
             os.getpid()
         )
