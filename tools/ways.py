@@ -95,7 +95,6 @@ KERNEL_ROOMS = ("attention", "kernels", "layers", "models")
 
 
 @cache
-@cache
 def tree_of(file: str) -> ast.Module:
     """The syntax tree of a file of the package."""
     return ast.parse((PACKAGE / file).read_text())

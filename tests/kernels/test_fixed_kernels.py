@@ -91,7 +91,7 @@ def test_algorithms_of_cublas_give_the_kernels_bits(size: tuple[int, int]) -> No
     for rows in (33, 64, 65, 200, 256, 513, 2047, 5000):
         for algorithm in library.proposals(0, rows, n, k, DTYPE):
             out = torch.empty(rows, n, dtype=DTYPE, device=DEVICE)
-            library.run(algorithm, x[:rows], weight, out)
+            assert library.run(algorithm, x[:rows], weight, out)
             assert torch.equal(out, wanted[:rows]), rows
         assert library.algorithm_for(0, rows, n, k, DTYPE, kernel) is not None, rows
         assert torch.equal(fixed.product(x[:rows], weight), wanted[:rows])

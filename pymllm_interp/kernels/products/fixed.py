@@ -124,9 +124,9 @@ def product(
     if flat.dtype is not weight.dtype:
         flat, weight = flat.float(), weight.float()
     out = torch.empty(len(flat), n, dtype=dtype or x.dtype, device=x.device)
-    if tiling is None and bias is None and (algorithm := _algorithm_of(flat, weight, out)) is not None:
-        library.run(algorithm, flat, weight, out)
-    elif len(flat):
+    algorithm = _algorithm_of(flat, weight, out) if tiling is None and bias is None else None
+    launched = algorithm is not None and library.run(algorithm, flat, weight, out)
+    if len(flat) and not launched:
         tile = tiling or tiling_of(len(flat), n, k, flat.dtype)
         grid = (triton.cdiv(n, tile.channels) * triton.cdiv(len(flat), tile.rows), 1, 1)
         tensors = flat, weight, flat if bias is None else bias, out

@@ -115,22 +115,25 @@ def _number(calls: ctypes.CDLL, proposal: _Proposal, attribute: int) -> int:
     return value.value
 
 
-def run(algorithm: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """``out = x @ weight.T``: x [rows, k], weight [n, k], out [rows, n], contiguous, of one dtype in half precision."""
+def run(algorithm: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+    """``out = x @ weight.T``: x [rows, k], weight [n, k], out [rows, n], contiguous, of one dtype in half precision.
+
+    Returns:
+        whether it was launched. False: cuBLASLt refuses the algorithm for these sizes.
+    """
     device, (rows, k), n = x.device.index, x.shape, weight.shape[0]
     library = _library(device)
     assert library is not None
     result = _layout(device, n, rows, x.dtype)
     target = ctypes.c_void_p(out.data_ptr())
-    _check(
-        library.calls.cublasLtMatmul(
-            library.handle, library.product, ctypes.byref(ONE),
-            ctypes.c_void_p(weight.data_ptr()), _layout(device, k, n, x.dtype),
-            ctypes.c_void_p(x.data_ptr()), _layout(device, k, rows, x.dtype),
-            ctypes.byref(ZERO), target, result, target, result, ctypes.byref(algorithm), None, ctypes.c_size_t(0),
-            ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream),
-        )
+    status = library.calls.cublasLtMatmul(
+        library.handle, library.product, ctypes.byref(ONE),
+        ctypes.c_void_p(weight.data_ptr()), _layout(device, k, n, x.dtype),
+        ctypes.c_void_p(x.data_ptr()), _layout(device, k, rows, x.dtype),
+        ctypes.byref(ZERO), target, result, target, result, ctypes.byref(algorithm), None, ctypes.c_size_t(0),
+        ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream),
     )  # fmt: skip
+    return status == 0
 
 
 _chosen: dict[tuple[int, int, int, int, torch.dtype], Any] = {}
@@ -163,15 +166,11 @@ def _choose(device: int, n: int, k: int, most: int, dtype: torch.dtype, referenc
     sizes = sorted({fewest, (fewest + most) // 2 | 1, most})
     wanted = {rows: reference(x[:rows], weight) for rows in sizes}
     for algorithm in found:
-        try:
-            if all(_equal(algorithm, x[:rows], weight, wanted[rows]) for rows in sizes):
-                return algorithm
-        except RuntimeError:  # it does not fit a size
-            continue
+        if all(_equal(algorithm, x[:rows], weight, wanted[rows]) for rows in sizes):
+            return algorithm
     return None
 
 
 def _equal(algorithm: Any, x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> bool:
     out = torch.empty_like(wanted)
-    run(algorithm, x, weight, out)
-    return torch.equal(out, wanted)
+    return run(algorithm, x, weight, out) and torch.equal(out, wanted)
