@@ -3,6 +3,7 @@
 Usage: python benchmarks/quantized_gpu.py [--config benchmarks/configs/llama8b] [--only bf16,fp8] [--batches 1,32] [--out FILE]
        python benchmarks/quantized_gpu.py --only config --config benchmarks/configs/gpt-oss-20b --steered   # as the config says
        python benchmarks/quantized_gpu.py --products      # each product by itself, in microseconds
+       python benchmarks/quantized_gpu.py --products --vllm FOLDER   # beside Marlin, out of vLLM's wheel that is unpacked there
        python benchmarks/quantized_gpu.py --kv 64x8000    # K and V in bfloat16 and FP8, so many requests of so many positions
 
 Random weights of the shape, rounded to each format; prompts of 64 tokens. Milliseconds are of a step in which all requests decode.
@@ -29,8 +30,8 @@ from pymllm_interp.bench.common import greedy, random_prompts
 from pymllm_interp.client.handle import RequestHandle
 from pymllm_interp.config import EngineTuning
 from pymllm_interp.layers.gemm import Gemm
-from pymllm_interp.layers.quantization.gemm import QuantizedGemm
-from pymllm_interp.layers.quantization.weight import quantized
+from pymllm_interp.layers.quantization.gemm import QuantizedGemm, laid_out
+from pymllm_interp.layers.quantization.weight import QuantizedWeight, quantized
 
 BATCHES, PROMPT_TOKENS, NEW_TOKENS, TURNS = (1, 32, 256), 64, 96, 3
 AIMS = {
@@ -48,6 +49,9 @@ W4A16 = {
 FORMATS = ("bf16", "fp8", "fp8-w8a8", "w4a16")
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """[out, in] of an 8B model's products."""
+FLOPS, BANDWIDTH = 790e12, 4.54e12
+UINT4B8 = 0x4000000100400
+"""vLLM's number of the type of codes: unsigned, of 4 bits, less 8 (vllm/scalar_type.py)."""
 
 
 def measure(config: Path, form: str, batches: list[int], steered_pairs: int) -> list[dict[str, Any]]:
@@ -110,13 +114,14 @@ def measure_kv(config: Path, batch: int, positions: int) -> list[dict[str, Any]]
     return found
 
 
-def microseconds(function: Any, x: torch.Tensor) -> float:
-    """Of a call inside a CUDA graph of 20 calls."""
-    for _ in range(3):
+def microseconds(functions: list[Any], x: torch.Tensor) -> float:
+    """Of a call inside a CUDA graph of 20 calls or more, which take turns."""
+    functions = functions * -(-20 // len(functions))
+    for function in functions[:3]:
         function(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(20):
+        for function in functions:
             function(x)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
@@ -125,29 +130,65 @@ def microseconds(function: Any, x: torch.Tensor) -> float:
         graph.replay()
     stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop) * 1e3 / 100
+    return start.elapsed_time(stop) * 1e3 / (5 * len(functions))
+
+
+class Marlin:
+    """A W4A16 weight multiplied by vLLM's Marlin kernel (Frantar et al., 2024), as vLLM lays it out and calls it.
+
+    Args:
+        weight: codes of 4 bits with symmetric scales of 128 inputs each, as `quantized` makes them.
+    """
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        (self.n, half), device = weight.codes.shape, weight.codes.device
+        self.k, self.empty = 2 * half, torch.empty(0, dtype=torch.int32, device=device)
+        by_input = weight.codes.view(torch.int32).t().contiguous()  # [in / 8, out]: eight inputs in a number
+        self.codes = torch.ops._C.gptq_marlin_repack(by_input, self.empty, self.k, self.n, 4, False)
+        order = [i + 8 * j for i in range(8) for j in range(8)]
+        scales = weight.scales.t().to(torch.bfloat16).reshape(-1, 64)[:, order]
+        self.scales = scales.reshape(-1, self.n).contiguous()
+        self.memory = torch.zeros(
+            4 * torch.cuda.get_device_properties(device).multi_processor_count, dtype=torch.int32, device=device
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.codes, None, self.scales, None, None, self.empty, self.empty, self.empty, self.memory
+        return torch.ops._C.marlin_gemm(
+            x, None, *parts, UINT4B8, x.shape[0], self.n, self.k, True, False, True, False
+        )  # fmt: skip
 
 
 @torch.no_grad()
-def products(batches: list[int]) -> list[dict[str, Any]]:
-    """Each product of the shape by itself, and its greatest difference from the dequantised one."""
+def products(batches: list[int], vllm: Path | None) -> list[dict[str, Any]]:
+    """Each product of the shape by itself, and its greatest difference from the dequantised one. Weights exceed the L2 cache."""
     found: list[dict[str, Any]] = []
+    if vllm is not None:
+        torch.ops.load_library(str(next(vllm.rglob("_C_stable_libtorch.abi3.so"))))
     for name, (rows, width) in SHAPES.items():
-        dense = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) / width**0.5
-        kinds = {"fp8": quantized(dense), "w4a16": quantized(dense, "uint4", 128)}
+        copies = max(2, (1 << 28) // (rows * width))
+        dense = [torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) / width**0.5 for _ in range(copies)]
+        plain = [Gemm([one], one, None) for one in dense]
+        kinds: dict[str, list[Any]] = {}
+        exact: dict[str, torch.Tensor] = {}
+        for kind, made in (("fp8", ("fp8", None)), ("w4a16", ("uint4", 128))):
+            weights = [quantized(one, *made) for one in dense]
+            exact[kind] = weights[0].dequantize(torch.float32).T
+            if kind == "w4a16" and vllm is not None:  # before the kernels of ours lay the codes out anew
+                kinds["marlin"], exact["marlin"] = [Marlin(one) for one in weights], exact[kind]
+            kinds[kind] = [QuantizedGemm(laid_out(one), None) for one in weights]
         for batch in batches:
             x = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
-            row: dict[str, Any] = {
-                "product": name,
-                "rows": batch,
-                "bf16_us": microseconds(Gemm([dense], dense, None), x),
-            }
-            for kind, weight in kinds.items():
-                gemm, exact = QuantizedGemm(weight, None), x.float() @ weight.dequantize(torch.float32).T
-                row[f"{kind}_us"] = microseconds(gemm, x)
-                row[f"{kind}_error"] = float((gemm(x) - exact).abs().max() / exact.abs().max())
+            row: dict[str, Any] = {"product": name, "rows": batch, "bf16_us": microseconds(plain, x)}
+            for kind, gemms in kinds.items():
+                wanted = x.float() @ exact[kind]
+                row[f"{kind}_us"] = microseconds(gemms, x)
+                row[f"{kind}_error"] = float((gemms[0](x) - wanted).abs().max() / wanted.abs().max())
+            row["w4a16_limit_us"] = max(rows * width / 2 / BANDWIDTH, 2 * batch * rows * width / FLOPS) * 1e6
             print(json.dumps(row), flush=True)
             found.append(row)
+        del dense, plain, kinds, exact
+        torch.cuda.empty_cache()
     return found
 
 
@@ -159,13 +200,14 @@ def main() -> None:
     parser.add_argument("--steered", action="store_true")
     parser.add_argument("--pairs", type=int, default=15, help="of --steered")
     parser.add_argument("--products", action="store_true")
+    parser.add_argument("--vllm", type=Path, help="folder of vLLM's unpacked wheel, for --products")
     parser.add_argument("--kv", metavar="REQUESTSxPOSITIONS")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     batches = [int(size) for size in args.batches.split(",")]
     rows: list[dict[str, Any]] = []
     if args.products:
-        rows = products(batches)
+        rows = products(batches, args.vllm)
     if args.kv:
         rows += measure_kv(args.config, *map(int, args.kv.split("x")))
     for form in [] if args.products or args.kv else args.only.split(","):

@@ -1,7 +1,8 @@
-"""Products of cuBLASLt without a division of K: an output has the order of `fixed`'s sum, and so its bits.
+"""Products by cuBLASLt's algorithms, each of which can be asked for. Source: cuBLAS documentation, "Using the cuBLASLt API".
 
-`torch.mm` lets cuBLAS choose by the number of rows, and cuBLAS often divides K. Here each range of rows has one algorithm. It is
-compared with `fixed` before it is used. Source: cuBLAS documentation, "Using the cuBLASLt API".
+`torch.mm` lets cuBLAS choose by the number of rows, and cuBLAS often divides K. Without a division of K an output has the order of
+`fixed`'s sum, and so its bits. In batch-invariant mode each range of rows has one such algorithm. It is compared with `fixed`
+before it is used. In the default mode, `fastest` measures all algorithms.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SPLIT_K, SCHEME = 2, 3
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """x, weight -> ``x @ weight.T``."""
 ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
+ONE_AT, ZERO_AT = ctypes.byref(ONE), ctypes.byref(ZERO)
 
 
 class _Proposal(ctypes.Structure):
@@ -34,6 +36,15 @@ class _Proposal(ctypes.Structure):
         ("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int), ("waves", ctypes.c_float),
         ("reserved", ctypes.c_int * 4),
     )  # fmt: skip
+
+
+class Algorithm(NamedTuple):
+    """An algorithm of cuBLASLt for a kind of product."""
+
+    code: Any
+    """cublasLtMatmulAlgo_t: eight numbers, which mean the same for one version of cuBLASLt."""
+    workspace: int
+    """Bytes of memory for partial sums."""
 
 
 class _Library(NamedTuple):
@@ -64,6 +75,8 @@ def _library(device: int) -> _Library | None:
             _check(calls.cublasLtMatmulDescCreate(ctypes.byref(product), COMPUTE, SCALE))
             flag = ctypes.c_int32(1)
             _check(calls.cublasLtMatmulDescSetAttribute(product, TRANSPOSED, ctypes.byref(flag), ctypes.c_size_t(4)))
+            # With types, a call converts integers by itself, in half the time.
+            calls.cublasLtMatmul.argtypes = [ctypes.c_void_p] * 14 + [ctypes.c_size_t, ctypes.c_void_p]
         except (AttributeError, IndexError, OSError, RuntimeError):
             return None
     return _Library(calls, handle, product)
@@ -79,18 +92,28 @@ def _layout(device: int, rows: int, columns: int, dtype: torch.dtype) -> ctypes.
     return made
 
 
-def proposals(device: int, rows: int, n: int, k: int, dtype: torch.dtype) -> list[Any]:
-    """cuBLASLt's algorithms for x [rows, k] and a weight [n, k]. None divides K or takes a workspace."""
+def version(device: int) -> int | None:
+    """Version of cuBLASLt; None: it cannot be called."""
+    library = _library(device)
+    return None if library is None else int(library.calls.cublasLtGetVersion())
+
+
+def proposals(device: int, rows: int, n: int, k: int, dtype: torch.dtype, workspace: int = 0) -> list[Algorithm]:
+    """cuBLASLt's algorithms for x [rows, k] and a weight [n, k], from the one that it takes for the fastest.
+
+    Args:
+        workspace: bytes of memory that an algorithm may take. 0: algorithms that do not divide K.
+    """
     library = _library(device)
     if library is None:
         return []
     calls, preference = library.calls, ctypes.c_void_p()
     _check(calls.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
-    found, count, none = (_Proposal * PROPOSALS)(), ctypes.c_int(), ctypes.c_uint64(0)
+    found, count, most = (_Proposal * PROPOSALS)(), ctypes.c_int(), ctypes.c_uint64(workspace)
     layouts = [_layout(device, *sizes, dtype) for sizes in ((k, n), (k, rows), (n, rows), (n, rows))]
     try:
-        for attribute, size in ((MAX_WORKSPACE, 8), (REDUCTIONS, 4)):
-            value = ctypes.byref(none), ctypes.c_size_t(size)
+        for attribute, size in ((MAX_WORKSPACE, 8),) if workspace else ((MAX_WORKSPACE, 8), (REDUCTIONS, 4)):
+            value = ctypes.byref(most), ctypes.c_size_t(size)
             _check(calls.cublasLtMatmulPreferenceSetAttribute(preference, attribute, *value))
         status = calls.cublasLtMatmulAlgoGetHeuristic(
             library.handle, library.product, *layouts, preference, PROPOSALS, found, ctypes.byref(count)
@@ -99,8 +122,10 @@ def proposals(device: int, rows: int, n: int, k: int, dtype: torch.dtype) -> lis
         calls.cublasLtMatmulPreferenceDestroy(preference)
     if status:  # no algorithm for such a shape
         return []
-    known = [one for one in found[: count.value] if one.state == 0 and one.workspace == 0]
-    return [one.algorithm for one in known if _number(calls, one, SPLIT_K) <= 1 and _number(calls, one, SCHEME) == 0]
+    known = [one for one in found[: count.value] if one.state == 0 and one.workspace <= workspace]
+    if not workspace:
+        known = [one for one in known if _number(calls, one, SPLIT_K) <= 1 and _number(calls, one, SCHEME) == 0]
+    return [Algorithm(one.algorithm, one.workspace) for one in known]
 
 
 def _number(calls: ctypes.CDLL, proposal: _Proposal, attribute: int) -> int:
@@ -115,31 +140,29 @@ def _number(calls: ctypes.CDLL, proposal: _Proposal, attribute: int) -> int:
     return value.value
 
 
-def run(algorithm: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+def run(algorithm: Algorithm, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
     """``out = x @ weight.T``: x [rows, k], weight [n, k], out [rows, n], contiguous, of one dtype in half precision.
 
     Returns:
         whether it was launched. False: cuBLASLt refuses the algorithm for these sizes.
     """
-    device, (rows, k), n = x.device.index, x.shape, weight.shape[0]
+    device, (rows, k), n = x.get_device(), x.shape, weight.shape[0]
     library = _library(device)
     assert library is not None
-    result = _layout(device, n, rows, x.dtype)
-    target = ctypes.c_void_p(out.data_ptr())
+    result, target = _layout(device, n, rows, x.dtype), out.data_ptr()
+    memory = torch.empty(algorithm.workspace, dtype=torch.uint8, device=x.device) if algorithm.workspace else None
     status = library.calls.cublasLtMatmul(
-        library.handle, library.product, ctypes.byref(ONE),
-        ctypes.c_void_p(weight.data_ptr()), _layout(device, k, n, x.dtype),
-        ctypes.c_void_p(x.data_ptr()), _layout(device, k, rows, x.dtype),
-        ctypes.byref(ZERO), target, result, target, result, ctypes.byref(algorithm), None, ctypes.c_size_t(0),
-        ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream),
+        library.handle, library.product, ONE_AT, weight.data_ptr(), _layout(device, k, n, x.dtype),
+        x.data_ptr(), _layout(device, k, rows, x.dtype), ZERO_AT, target, result, target, result, algorithm.code,
+        None if memory is None else memory.data_ptr(), algorithm.workspace, torch._C._cuda_getCurrentRawStream(device),
     )  # fmt: skip
     return status == 0
 
 
-_chosen: dict[tuple[int, int, int, int, torch.dtype], Any] = {}
+_chosen: dict[tuple[int, int, int, int, torch.dtype], Algorithm | None] = {}
 
 
-def algorithm_for(device: int, rows: int, n: int, k: int, dtype: torch.dtype, reference: Product) -> Any:
+def algorithm_for(device: int, rows: int, n: int, k: int, dtype: torch.dtype, reference: Product) -> Algorithm | None:
     """Algorithm for x [rows, k] and a weight [n, k] with the bits of `reference`; None: no algorithm has them.
 
     The first call for a range compares on random numbers, and waits for the device. A capture takes a known algorithm or None.
@@ -153,7 +176,7 @@ def algorithm_for(device: int, rows: int, n: int, k: int, dtype: torch.dtype, re
     return _chosen[key]
 
 
-def _choose(device: int, n: int, k: int, most: int, dtype: torch.dtype, reference: Product) -> Any:
+def _choose(device: int, n: int, k: int, most: int, dtype: torch.dtype, reference: Product) -> Algorithm | None:
     """First algorithm with the bits of `reference`. Compared are the first, the last and an odd number of rows of a range."""
     fewest = max((other for other in RANGES if other < most), default=32) + 1
     found = proposals(device, most, n, k, dtype)
@@ -171,6 +194,6 @@ def _choose(device: int, n: int, k: int, most: int, dtype: torch.dtype, referenc
     return None
 
 
-def _equal(algorithm: Any, x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _equal(algorithm: Algorithm, x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> bool:
     out = torch.empty_like(wanted)
     return run(algorithm, x, weight, out) and torch.equal(out, wanted)

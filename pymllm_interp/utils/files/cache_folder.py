@@ -12,6 +12,7 @@ CACHE_VARIABLE = "PYMLLM_INTERP_CACHE"
 _KINDS = {
     "converted model": re.compile(r".+-[0-9a-f]{16}-v\d+"),
     "compiled kernels": re.compile(r"[a-z_]+-[0-9a-f]{16}\.so"),
+    "measured products": re.compile(r"products-[0-9a-f]{16}\.json"),
     "unfinished": re.compile(r"\..+-[0-9a-f]{16}-v\d+\..+|tmp\w{8}"),
 }
 """Kind of an entry -> pattern of its name."""
