@@ -2,6 +2,7 @@
 
 Usage: python benchmarks/lora_gpu.py [--config benchmarks/configs/llama8b] [--rank 64] [--out FILE]
        python benchmarks/lora_gpu.py --vllm        # the same of vLLM 0.26, in a process of its own
+       python benchmarks/lora_gpu.py --products    # a layer's products by themselves, by kernel and with other tilings
 
 Random weights of the shape, all linear layers adapted, prompts of 64 tokens. Milliseconds are of a step in which all requests
 decode. The aims are ratios to plain steps: 1.15 at batch sizes 1 and 32, 1.10 at 256. "steered too": the ratio of steps that
@@ -15,6 +16,7 @@ import dataclasses
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ from pymllm_interp.bench import describe_machine
 from pymllm_interp.bench.common import random_prompts
 from pymllm_interp.client.local_backend import InstallAdapter
 from pymllm_interp.config import EngineTuning
+from pymllm_interp.core.pass_parts import AdapterRows, AdapterSpan, RowTiles, tiles_of
+from pymllm_interp.layers.gemm import Gemm
+from pymllm_interp.layers.lora import LoRASlots
 from pymllm_interp.models.adapters.adapter import Adapter
 from pymllm_interp.models.adapters.targets import targets_of
 
@@ -154,6 +159,116 @@ def measure_vllm(config: Path, rank: int, batches: list[int]) -> list[dict[str, 
         return found
 
 
+# -- products -------------------------------------------------------------------------------------
+
+SHAPES = {
+    "qkv": (4096, (4096, 1024, 1024)),
+    "o": (4096, (4096,)),
+    "gate_up": (4096, (14336, 14336)),
+    "down": (14336, (4096,)),
+}
+"""Products of an 8B model: inputs, and outputs of each projection."""
+TILINGS: tuple[dict[str, int], ...] = (
+    {}, {"EXPAND_COLUMNS": 128}, {"EXPAND_COLUMNS": 128, "EXPAND_WARPS": 8}, {"EXPAND_COLUMNS": 32}, {"MAX_STEPS": 1},
+    {"MAX_STEPS": 2}, {"MAX_STEPS": 8}, {"FULL_GRID": 264}, {"FULL_GRID": 1056}, {"EXPAND_WARPS": 2}, {"EXPAND_WARPS": 8},
+    {"SHRINK_RANKS": 64}, {"SHRINK_RANKS": 16}, {"SHRINK_COLUMNS": 64}, {"SHRINK_COLUMNS": 256}, {"MAX_PARTS": 4},
+    {"MAX_PARTS": 2}, {"MAX_PARTS": 16}, {"PART_WIDTH": 256, "MAX_PARTS": 16}, {"SHRINK_WARPS": 8}, {"SHRINK_WARPS": 2},
+    {"SHRINK_RANKS": 64, "MAX_PARTS": 4}, {"SHRINK_RANKS": 64, "SHRINK_WARPS": 8},
+)  # fmt: skip
+"""Constants of kernels/products/lora.py in place of its own."""
+
+
+def graph_us(call: Callable[[], Any], repeats: int = 7) -> float:
+    """Median microseconds of a captured call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    times = []
+    for _ in range(repeats + 1):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return sorted(times[1:])[repeats // 2]
+
+
+class AdaptedProduct:
+    """A product with adapters, in `copies` that together exceed the L2 cache."""
+
+    def __init__(self, name: str, rank: int, rows: int, copies: int = 6, device: str = "cuda") -> None:
+        inputs, self.sizes = SHAPES[name]
+        dtype = torch.bfloat16
+        self.x = torch.randn(rows, inputs, dtype=dtype, device=device)
+        weights = [
+            torch.randn(sum(self.sizes), inputs, dtype=dtype, device=device) / inputs**0.5 for _ in range(copies)
+        ]
+        self.gemms = [Gemm([weight], weight, None) for weight in weights]
+        self.slots = [LoRASlots(inputs, self.sizes, ADAPTERS, rank, weight) for weight in weights]
+        for slots in self.slots:
+            slots._a.normal_(std=0.01)
+            slots._b.normal_(std=0.01)
+        spans = [AdapterSpan(i % ADAPTERS, i, i + 1) for i in range(rows)]
+        order, tiles = (torch.from_numpy(part).to(device) for part in tiles_of(spans))
+        self.rows = AdapterRows(tiles=RowTiles(order, tiles))
+
+    def times(self) -> dict[str, float]:
+        """Microseconds of the product without adapters and with them, and of each kernel by itself."""
+        from pymllm_interp.kernels.products import lora
+
+        tiles, copies = self.rows.tiles, len(self.gemms)
+        assert tiles is not None
+        out = self.gemms[0](self.x)
+        memory = lora.shrunk_memory(self.x, self.slots[0]._a)
+        h = lora.shrink(self.x, self.slots[0]._a, tiles, memory)
+        calls: dict[str, Callable[[int], Any]] = {
+            "plain": lambda i: self.gemms[i](self.x),
+            "adapted": lambda i: self.slots[i].product(self.gemms[i], self.x, self.rows),
+            "shrink": lambda i: lora.shrink(self.x, self.slots[i]._a, tiles, memory),
+            "expand": lambda i: lora.expand(out, h, self.slots[i]._b, self.sizes, tiles, True),
+        }
+        return {
+            name: graph_us(lambda call=call: [call(i) for i in range(copies)]) / copies for name, call in calls.items()
+        }
+
+
+@torch.inference_mode()
+def measure_products(rank: int, batches: list[int]) -> list[dict[str, Any]]:
+    """Times of each product with the tilings of today, and sums of a layer with others."""
+    from pymllm_interp.kernels.products import lora
+
+    found: list[dict[str, Any]] = []
+    for batch in batches:
+        products = {name: AdaptedProduct(name, rank, batch) for name in SHAPES}
+        for tiling in TILINGS:
+            before = {name: getattr(lora, name) for name in tiling}
+            vars(lora).update(tiling)
+            try:
+                times = {name: product.times() for name, product in products.items()}
+            except Exception as error:  # a tiling that the device refuses
+                print(f"{batch:4} {tiling}: {type(error).__name__} {str(error)[:80]}", flush=True)
+                continue
+            finally:
+                vars(lora).update(before)
+            layer = {key: sum(own[key] for own in times.values()) for key in ("plain", "adapted", "shrink", "expand")}
+            found.append({"batch": batch, "tiling": tiling, "layer": layer, "products": times})
+            text = "  ".join(f"{key} {us:6.1f}" for key, us in layer.items())
+            print(
+                f"{batch:4} {text}  adds {layer['adapted'] - layer['plain']:5.1f}  {tiling or 'as it is'}", flush=True
+            )
+            for name, own in times.items() if not tiling else ():
+                print(f"       {name:8}" + "  ".join(f"{key} {us:6.1f}" for key, us in own.items()), flush=True)
+        del products
+        torch.cuda.empty_cache()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "llama8b")
@@ -162,8 +277,14 @@ def main() -> None:
         "--batches", type=lambda text: [int(part) for part in text.split(",")], default=list(AIMS), help="of 1,32,256"
     )
     parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--products", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.products:
+        record = {"device": torch.cuda.get_device_name(), "rows": measure_products(args.rank, args.batches)}
+        if args.out:
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+        return
     rows = (measure_vllm if args.vllm else measure)(args.config, args.rank, args.batches)
     columns = "batch", "plain ms", "adapters ms", "ratio", "aim", "steered too"
     table = Table(*columns, title="vLLM" if args.vllm else "pymllm-interp")
