@@ -59,7 +59,7 @@ class FixedAttnBackend(AttentionBackend):
         self._num_sms = 1
         if self.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._kept: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._kept: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.fresh_kv_only:
@@ -121,18 +121,17 @@ class FixedAttnBackend(AttentionBackend):
 
         return attend
 
-    def _memory(self, layer: RadixAttention, rows: int, width: int) -> torch.Tensor | None:
+    def _memory(self, layer: RadixAttention, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Memory for parts, which layers of one shape share: one kernel runs at a time. None: parts are not divided."""
-        from ..kernels.fixed_attention import kept_size, num_programs
+        from ..kernels.fixed_attention import num_programs, parts_memory
 
         most = 2 * self._num_sms
         if rows > most or num_programs(rows, layer.num_kv_heads, width, self._num_sms) == 1:
             return None
-        shape = layer.num_heads, layer.head_dim, width
+        shape = layer.num_heads, layer.num_kv_heads, layer.head_dim, width
         if shape not in self._kept:
             rows = next(n for n in range(most, 0, -1) if num_programs(n, layer.num_kv_heads, width, self._num_sms) > 1)
-            size = kept_size(rows, layer.num_heads, layer.head_dim, width)
-            self._kept[shape] = torch.empty(size, dtype=torch.float32, device=self.device)
+            self._kept[shape] = parts_memory(rows, *shape, self.device)
         return self._kept[shape]
 
     # -- CUDA graphs ---------------------------------------------------------------

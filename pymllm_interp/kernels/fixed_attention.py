@@ -3,8 +3,8 @@
 
 A tile has the query heads of one KV head for consecutive rows of a request. A decode row is a tile with one row; such tiles are
 small where that gives the same bits. Keys are divided at multiples of `SPAN`. Each part has its own softmax. Parts are merged in
-order. A program that has all parts of a tile merges them; else `_merge` does, with the same operations. Hidden keys add zeros. So a
-row's bits depend on its own keys only.
+order, by the program that has all parts of a tile, or by the last one that ends. Hidden keys add zeros. So a row's bits depend on
+its own keys only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _absorb(best, total, value, scores, v):
 
 @triton.jit(do_not_specialize=["width", "q_stride", "scale", "cap", "v_scale", "parts"])
 def _attend(
-    q, k_cache, v_cache, firsts, counts, owners, lens, table, out, kept, sinks, width, q_stride, scale, cap, v_scale, parts,
+    q, k_cache, v_cache, firsts, counts, owners, lens, table, out, kept, ended, sinks, width, q_stride, scale, cap, v_scale, parts,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, ONE: tl.constexpr, SPLIT: tl.constexpr, DIM_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
@@ -98,12 +98,19 @@ def _attend(
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     value = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
-    if SINKS and not SPLIT:
+    if SINKS:
         best = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     offset = kv_head * DIM + dim
-    stop_part = tl.cdiv(longest, PART)
-    for part in range(begin // PART + tl.program_id(2), stop_part, parts):
+    first_part, stop_part = begin // PART, tl.cdiv(longest, PART)
+    # Programs with parts. The first one takes part in any case.
+    programs = tl.maximum(tl.minimum(stop_part - first_part, parts), 1)
+    if tl.program_id(2) >= programs:
+        return
+    most = tl.cdiv(width, PART)
+    place = kept + (row * HEADS + head) * most * (DIM + 2)  # [rows, heads, parts of the row, dim + 2]
+    first_best, first_total = best, total
+    for part in range(first_part + tl.program_id(2), stop_part, parts):
         part_best = tl.full((ROWS,), float("-inf"), tl.float32)
         part_total = tl.zeros((ROWS,), tl.float32)
         part_value = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
@@ -120,54 +127,37 @@ def _attend(
             v = tl.load(v_cache + where, mask=there[:, None] & known_dim, other=0.0).to(q_tile.dtype)
             scores = _scores(q_tile, k, position, length, scale, cap, CAPPED, WINDOW)
             part_best, part_total, part_value = _absorb(part_best, part_total, part_value, scores, v)
-        if SPLIT:  # [rows, heads, parts of the row, dim + 2]
-            most = tl.cdiv(width, PART)
-            place = kept + ((row * HEADS + head) * most + part) * (DIM + 2)
-            tl.store(place[:, None] + dim[None, :], part_value, mask=real[:, None] & known_dim)
-            tl.store(place + DIM, part_best, mask=real)
-            tl.store(place + DIM + 1, part_total, mask=real)
-        else:
-            best, total, value = _join(best, total, value, part_best, part_total, part_value)
-    if not SPLIT:
+        if SPLIT:
+            if programs > 1:
+                at_part = place + part * (DIM + 2)
+                tl.store(at_part[:, None] + dim[None, :], part_value, mask=real[:, None] & known_dim)
+                tl.store(at_part + DIM, part_best, mask=real)
+                tl.store(at_part + DIM + 1, part_total, mask=real)
+        best, total, value = _join(best, total, value, part_best, part_total, part_value)
+    last = programs > 0
+    if SPLIT:
+        if programs > 1:
+            tl.debug_barrier()  # all threads have stored before one counts
+            counter = ended + tile * KV_HEADS + kv_head
+            last = tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1
+            if last:
+                tl.store(counter, 0)
+                best, total, value = first_best, first_total, tl.zeros((ROWS, DIM_BLOCK), tl.float32)
+                for part in range(first_part, stop_part):
+                    at_part = place + part * (DIM + 2)
+                    known = real[:, None] & known_dim
+                    part_value = tl.load(at_part[:, None] + dim[None, :], mask=known, other=0.0, cache_modifier=".cg")
+                    part_best = tl.load(at_part + DIM, mask=real, other=float("-inf"), cache_modifier=".cg")
+                    part_total = tl.load(at_part + DIM + 1, mask=real, other=0.0, cache_modifier=".cg")
+                    best, total, value = _join(best, total, value, part_best, part_total, part_value)
+    if last:
         target = out + (row[:, None] * HEADS + head[:, None]) * DIM + dim[None, :]
         result = (value / total[:, None] * v_scale).to(out.dtype.element_ty)
         tl.store(target, result, mask=real[:, None] & known_dim)
 
 
-@triton.jit(do_not_specialize=["width", "v_scale"])
-def _merge(
-    lens, out, kept, sinks, width, v_scale, HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, DIM_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    launch_dependents(PDL)
-    grid_wait(PDL)
-    row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIM_BLOCK)
-    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
-    real, known_dim = head < HEADS, dim[None, :] < DIM
-    length = tl.load(lens + row)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(length - WINDOW, 0)
-    best = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((HEAD_BLOCK,), tl.float32)
-    value = tl.zeros((HEAD_BLOCK, DIM_BLOCK), tl.float32)
-    if SINKS:
-        best = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-        total += 1.0
-    for part in range(begin // PART, tl.cdiv(length, PART)):
-        place = kept + ((row * HEADS + head) * tl.cdiv(width, PART) + part) * (DIM + 2)
-        part_value = tl.load(place[:, None] + dim[None, :], mask=real[:, None] & known_dim, other=0.0)
-        part_best = tl.load(place + DIM, mask=real, other=float("-inf"))
-        part_total = tl.load(place + DIM + 1, mask=real, other=0.0)
-        best, total, value = _join(best, total, value, part_best, part_total, part_value)
-    target = out + (row * HEADS + head[:, None]) * DIM + dim[None, :]
-    result = (value / total[:, None] * v_scale).to(out.dtype.element_ty)
-    tl.store(target, result, mask=real[:, None] & known_dim)
-
-
-# Without fused multiply-adds: `_attend` and `_merge` join parts alike.
+# Without fused multiply-adds, both places that join parts round alike.
 _attend_launch = cache(lambda stages: Launcher(_attend, pdl=True, num_stages=stages, enable_fp_fusion=False))
-_merge_launch = Launcher(_merge, pdl=True, enable_fp_fusion=False)
 
 
 def tokens_of_tile(heads: int, kv_heads: int) -> int:
@@ -193,7 +183,7 @@ def attention(
     num_sms: int,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
-    kept: torch.Tensor | None = None,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     window: int | None = None,
     few: int | None = None,
@@ -211,7 +201,7 @@ def attention(
         num_sms: multiprocessors of the device.
         cap: soft cap of the scores; None: none.
         sinks: [heads], see `RadixAttention`; None: none.
-        kept: float32 memory for parts, `kept_size` elements; None: each tile's parts run in one program.
+        kept: memory for parts, of `parts_memory`; None: each tile's parts run in one program.
         kv_scales: dequantization scales of the caches.
         window: keys that a row sees at most; None: all.
         few: rows of the matrix product of a decode row; None: `few_rows`.
@@ -230,23 +220,18 @@ def attention(
         matrix_rows = few or few_rows(str(q.device), *kind)
     split, dim_block = programs > 1, max(16, triton.next_power_of_2(dim))
     firsts, counts = (lens, lens) if tiles is None else tiles
-    memory, given = out if kept is None else kept, q if sinks is None else sinks
+    memory, ended = (out, lens) if kept is None else kept
+    given = q if sinks is None else sinks
     keys = 2 * BLOCK * dim_block * kv[0].element_size()
     free = shared_memory(q.get_device()) - matrix_rows * dim_block * q.element_size() - SCRATCH
     _attend_launch(max(1, min(3, free // keys)))(
         (num_tiles, kv_heads, programs),
-        (q, *kv, firsts, counts, owners, lens, table, out, memory, given),
+        (q, *kv, firsts, counts, owners, lens, table, out, memory, ended, given),
         (width, q.stride(0), scale * kv_scales[0], cap or 0.0, kv_scales[1], programs),
         (heads, kv_heads, dim, group, window or 0, bool(cap), sinks is not None, tiles is None, split, dim_block,
          matrix_rows, BLOCK, SPAN),
         min(matrix_rows, TILE) // 16 * (1 if dim <= 128 else 2),
     )  # fmt: skip
-    if split:
-        block = min(8, triton.next_power_of_2(heads))
-        _merge_launch(
-            (rows, triton.cdiv(heads, block), 1), (lens, out, memory, given), (width, kv_scales[1]),
-            (heads, dim, window or 0, sinks is not None, dim_block, block, SPAN), 4,
-        )  # fmt: skip
 
 
 _few: dict[tuple[Any, ...], int] = {}
@@ -289,6 +274,10 @@ def few_rows(
     return _few[key]
 
 
-def kept_size(rows: int, heads: int, dim: int, width: int) -> int:
-    """Elements of `kept` for as many rows."""
-    return rows * heads * triton.cdiv(width, SPAN) * (dim + 2)
+def parts_memory(
+    rows: int, heads: int, kv_heads: int, dim: int, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of as many rows: parts, float32, and counters of programs that have ended, zeros between calls."""
+    size = rows * heads * triton.cdiv(width, SPAN) * (dim + 2)
+    parts = torch.empty(size, dtype=torch.float32, device=device)
+    return parts, torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)

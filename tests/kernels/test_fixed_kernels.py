@@ -133,14 +133,16 @@ class Case:
             starts = torch.arange(0, count, cut, dtype=torch.int32)
             tiles = starts.to(DEVICE), torch.clamp(count - starts, max=cut).to(torch.int32).to(DEVICE)
         if sms:
-            shape = self.layer.num_heads, self.layer.head_dim, self.table.shape[1]
-            kept = torch.full((fixed_attention.kept_size(count, *shape),), torch.nan, device=DEVICE)
+            shape = self.layer.num_heads, self.layer.num_kv_heads, self.layer.head_dim, self.table.shape[1]
+            kept = fixed_attention.parts_memory(count, *shape, torch.device(DEVICE))
+            kept[0].fill_(torch.nan)
         out = torch.empty_like(self.q[first:stop])
         window = self.layer.sliding_window
         parts = self.q[first:stop], self.kv, tiles, owners, lens, self.table, out
         layer = self.layer
         shared = layer.scaling, sms or 1, layer.logit_cap, layer.sinks, kept
         fixed_attention.attention(*parts, *shared, window=window)
+        assert kept is None or not kept[1].any(), "counters are zeros between calls"
         return out
 
 
