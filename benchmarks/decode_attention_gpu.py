@@ -16,10 +16,14 @@ Each result is compared with plain torch for the first requests.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,9 +37,11 @@ CASES: dict[str, tuple[int, tuple[int, int]]] = {
 """Name -> requests, and their positions, from and to."""
 CHECKED = 6
 """Requests that are compared with plain torch."""
-SWEEP = tuple(itertools.product((32, 64, 128), (2, 3, 4), (4, 8)))
-"""Tried blocks of positions, stages and warps of our kernel."""
-PARTS = ((1, 512), (2, 512), (4, 256), (4, 512), (8, 256), (8, 512))
+SWEEP = (
+    (128, 2, 4), (128, 2, 8), (128, 5, 4), (64, 2, 4), (64, 5, 4), (64, 5, 8), (64, 7, 4), (32, 2, 4), (32, 5, 4), (32, 7, 4),
+)  # fmt: skip
+"""Tried blocks of positions, stages and warps of our kernel. Up to four stages, Triton 3.6 has one buffer."""
+PARTS = ((1, 512), (2, 512), (4, 256), (4, 512), (8, 256))
 """Tried parts of a request at most, and positions of each at least."""
 
 
@@ -104,6 +110,23 @@ def ours(case: Case) -> Callable[[], Any]:
     return lambda: decode_attention(*tensors, attention._num_sms, case.scale, 0, 0.0)
 
 
+@cache
+def heads_first() -> ModuleType:
+    """Our kernel with the KV heads of a request beside each other: they read whole pages at the same time."""
+    from pymllm_interp.kernels import triton_decode
+
+    text, old = Path(triton_decode.__file__).read_text(), "request, kv_head, part = tl.program_id(0), tl.program_id(1)"
+    assert old in text, "the kernel has another order now"
+    text = text.replace(old, "request, kv_head, part = tl.program_id(1), tl.program_id(0)")
+    path = Path(tempfile.mkdtemp()) / "heads_first.py"
+    path.write_text(text.replace("from .launch", "from pymllm_interp.kernels.launch"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def swept(case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Our kernel with other constants."""
     from pymllm_interp.kernels import triton_decode
@@ -112,15 +135,14 @@ def swept(case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
     counters = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device=case.device)
     parts = torch.empty(requests * HEADS * max(own for own, _ in PARTS) * (DIM + 1), device=case.device)
     tensors = case.q, case.k, case.v, case.rows, case.lens, case.slots, case.out, parts, counters, case.q
-    for block, stages, warps in SWEEP:
+    orders = ("requests", triton_decode, (requests, KV_HEADS)), ("heads", heads_first(), (KV_HEADS, requests))
+    for (block, stages, warps), (order, module, grid) in itertools.product(SWEEP, orders):
         constants = HEADS, KV_HEADS, DIM, 16, 0, False, False, block, stages, HEADS // KV_HEADS, 16
         for splits, least in PARTS:
             numbers = case.slots.shape[1], case.q.stride(0), splits, max(least, block), case.scale, 0.0, 1.0
             yield (
-                f"block {block}, stages {stages}, warps {warps}, parts {splits} of {least}",
-                lambda n=numbers, c=constants, s=(splits, stages, warps): triton_decode._launch(s[1])(
-                    (requests, KV_HEADS, s[0]), tensors, n, c, s[2]
-                ),
+                f"{order} first, {block} x {stages}, {warps} warps, {splits} of {least}",
+                partial(module._launch(stages), (*grid, splits), tensors, numbers, constants, warps),
             )
 
 
