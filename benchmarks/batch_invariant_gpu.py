@@ -1,6 +1,7 @@
 """What batch-invariant mode costs: decode steps, prefills and a mix, by those of the default mode, two engines by turns.
 
     python benchmarks/batch_invariant_gpu.py --out benchmarks/results/NAME.json
+    python benchmarks/batch_invariant_gpu.py --vllm --out FILE    # the same cases of vLLM's batch-invariant mode, by vLLM's Python
     python benchmarks/batch_invariant_gpu.py --tilings            # the products alone: times of all tilings, and whether bits agree
 
 A number is milliseconds: of a decode step the difference of a long and a short generation. A ratio is the median over the rounds.
@@ -11,18 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
 from itertools import product as pairs
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from by_turns import LARGE, TINY, machine
 from transformers import LlamaConfig
-
-from pymllm_interp import LM, SamplingParams
 
 SHORT = 8
 WEIGHTS = {
@@ -38,18 +38,58 @@ def prompts(count: int, size: int, seed: int) -> list[list[int]]:
     return [[1 + (7 * i + 3 * j + 11 * seed) % 500 for j in range(size)] for i in range(count)]
 
 
+class VLLM(NamedTuple):
+    """An engine of vLLM."""
+
+    llm: Any
+
+
+def of_ours(lm: Any, texts: list[list[int]], tokens: list[int]) -> Callable[[], Any]:
+    from pymllm_interp import SamplingParams
+
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in tokens]
+    return lambda: lm.generate(texts, params, progress=False)
+
+
+def of_vllm(engine: VLLM, texts: list[list[int]], tokens: list[int]) -> Callable[[], Any]:
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    params = [vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in tokens]
+    inputs = [{"prompt_token_ids": text} for text in texts]
+    return lambda: engine.llm.generate(inputs, params, use_tqdm=False)
+
+
+def vllms(args: argparse.Namespace) -> None:
+    """The cases of vLLM with VLLM_BATCH_INVARIANT=1."""
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    config = Path(__file__).resolve().parent / "configs" / "llama8b"
+    llm = vllm.LLM(
+        str(config), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False,
+        max_num_seqs=256, max_model_len=8192,
+    )  # fmt: skip
+    rows = []
+    for case, run in cases(args.steps, args.prompt, args.batches).items():
+        times = [run(VLLM(llm)) for _ in range(args.rounds + 1)][1:]
+        rows.append({"case": case, "vllm": vllm.__version__, "ms": statistics.median(times), "rounds": times})
+        print(f"{case:12} {rows[-1]['ms']:10.3f} ms", flush=True)
+        write(args.out, rows)
+    os._exit(0)  # its processes take a minute to end
+
+
 def cases(steps: int, prompt: int, batches: list[int]) -> dict[str, Callable[[Any], float]]:
     """Name -> milliseconds of it in an engine."""
     seed = iter(range(1 << 30))
 
     def seconds(lm: Any, batch: int, size: int, tokens: int | list[int]) -> float:
         each = [tokens] * batch if isinstance(tokens, int) else tokens
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in each]
         texts = prompts(batch, size, next(seed))
+        run = of_vllm(lm, texts, each) if isinstance(lm, VLLM) else of_ours(lm, texts, each)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         began = time.perf_counter()
-        lm.generate(texts, params, progress=False)
+        run()
         return time.perf_counter() - began
 
     def decode(lm: Any, batch: int) -> float:
@@ -66,6 +106,8 @@ def cases(steps: int, prompt: int, batches: list[int]) -> dict[str, Callable[[An
 
 
 def engines(args: argparse.Namespace) -> None:
+    from pymllm_interp import LM
+
     config = LlamaConfig(**(TINY if args.tiny else LARGE))
     size: dict[str, Any] = {"kv_cache_tokens": 16384, "dtype": "float32"}
     if torch.cuda.is_available():
@@ -158,12 +200,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tilings", action="store_true")
+    parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    (tilings if args.tilings else engines)(args)
+    (tilings if args.tilings else vllms if args.vllm else engines)(args)
 
 
 if __name__ == "__main__":
