@@ -322,6 +322,7 @@ class ForwardBatch:
     segments:        GraphSegments | None = None  # runs graph segments; None: kernel by kernel
     rotations:       dict[int, CachedRotation] = field(default_factory=dict, init=False, repr=False)  # by id of the cosines
     attn_metadata:   object = field(default=None, repr=False)  # the backend's plan
+    meanwhile:       Callable[[], None] | None = None  # called between layers of a long pass, while the device computes
     state_rows:      object = field(default=None, init=False, repr=False)  # row indexes of recurrent states (layers/delta.py)
     # fmt: on
 

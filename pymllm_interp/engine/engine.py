@@ -71,11 +71,9 @@ class Engine:
         self._wake = threading.Condition()
         self._closing: BaseException | None = None
         self.forked: EngineClosedError | None = None
-        self._released = False
         config = runner.server_config
-        self._async = self._waits_for_room = self._idle = False
-        self._pacing = StepPacing(StepTimes())
-        self._callbacks = Callbacks()
+        self._async = self._waits_for_room = self._idle = self._released = False
+        self._pacing, self._callbacks = StepPacing(StepTimes()), Callbacks()
         engine = weakref.proxy(self)  # which holds the ends: a cycle would keep a deleted model
         ends = self.ends = RequestEnds(runner, self._callbacks, lambda command: engine._call_soon(command))
         self.late_captures = LateCaptures(runner.graphs, lambda: (engine.sync_previous_step(), ends.send_events()))
@@ -168,21 +166,16 @@ class Engine:
             return function()
         if self.on_engine_thread:
             raise RuntimeError("this waits for an engine inside a block of another, which may be waiting for this one")
-        done, box = threading.Event(), []
+        done: Future[Any] = Future()
 
         def run() -> None:
             try:
-                box.append((function(), None))
+                done.set_result(function())
             except BaseException as error:
-                box.append((None, error))
-            done.set()
+                done.set_exception(error)
 
         self._post(run)
-        done.wait()
-        value, error = box[0]
-        if error is not None:
-            raise error
-        return value
+        return done.result()
 
     def stats(self) -> dict[str, Any]:
         """Counters of steps, by execution and reason; requests in each state; free KV slots; preemptions; graph segments.
@@ -279,7 +272,7 @@ class Engine:
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
-            runner.interleaver.sync_previous_step = self.sync_previous_step
+            runner.interleaver.sync_previous_step, runner.meanwhile = self.sync_previous_step, self._deliver
         kv, ring = KVManager.of(runner), runner.capture_ring
         admission = None if ring is None else ring.admission
         self._drafts, times = Drafts.of(runner), self._pacing.times
@@ -427,6 +420,12 @@ class Engine:
             self._collect(*before)
             self.runner.drop_finished(self.scheduler.finished_req_ids)
 
+    def _deliver(self) -> None:
+        """Deliver the previous step's tokens during a long pass, whose launch takes the host up to 15 ms."""
+        if self._in_flight is not None and self._in_flight[1].done:
+            self.sync_previous_step()
+            self.ends.send_events()
+
     def _collect(self, step: SchedulerOutput, launched: AsyncOutput) -> None:
         """Read a step's tokens, append them, and end the requests that are complete."""
         requests = self.scheduler.requests
@@ -489,7 +488,8 @@ class Engine:
             self._watchdog.close,
         ):
             self._run_command(part)
-        self.runner.interleaver.sync_previous_step = self.runner.interleaver.call_back = None  # which hold this engine
+        interleaver = self.runner.interleaver
+        interleaver.sync_previous_step = interleaver.call_back = self.runner.meanwhile = None  # which hold this engine
         self.runner.shutdown()
 
     def _closed_error(self, request: Request) -> EngineClosedError:

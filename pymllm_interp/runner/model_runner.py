@@ -44,7 +44,7 @@ from .graphs.captured_passes import CapturedPasses
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
-from .parts import RunnerParts
+from .parts import LONG_PASS, RunnerParts
 from .request_state import RequestState
 from .stages.stage import PassDemands
 from .step_inputs import StepInputs, dummy_attn
@@ -377,6 +377,7 @@ class ModelRunner(RunnerParts):
         batch = self.step_inputs.forward_batch(input_batch, self.batches)
         for stage in self.stages:
             stage.prepare(batch, input_batch)
+        batch.meanwhile = self.meanwhile if batch.num_tokens >= LONG_PASS else None
         return batch
 
     # -- names of SGLang's and vLLM's runners, over what does run ---------------------------

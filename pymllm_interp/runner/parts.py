@@ -6,7 +6,7 @@ Code that sizes memory, captures graphs and runs passes takes a `RunnerParts`, a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -31,6 +31,8 @@ from .input_batch import InputBuffers
 from .partition import Execution
 from .stages.stage import PassDemands, Stage
 
+LONG_PASS = 512
+"""Token rows from which the device takes longer for a layer than the host takes to launch it."""
 MAX_DRAFTED_ROWS = 256
 """Most rows of a decode pass that are captured for drafts, where requests do not take more."""
 
@@ -178,6 +180,7 @@ class RunnerParts(ABC):
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
         is_capturing: CUDA graphs of this runner are being captured right now.
+        meanwhile: called between the layers of passes of `LONG_PASS` rows, while the device computes; None: nothing.
     """
 
     model_spec: ModelSpec
@@ -206,6 +209,7 @@ class RunnerParts(ABC):
         self.is_capturing, self.kernels = False, ""
         self.stages: Sequence[Stage] = ()
         self.demands = PassDemands()
+        self.meanwhile: Callable[[], None] | None = None
 
     def get_model(self) -> CausalLM:
         """The loaded model."""

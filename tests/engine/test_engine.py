@@ -34,6 +34,8 @@ from pymllm_interp.client.handle import RequestError
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.sampling_params import ELSEWHERE as SAMPLING_ELSEWHERE
 from pymllm_interp.core.step import SchedulerOutput
+from pymllm_interp.runner import model_runner
+from pymllm_interp.runner.parts import LONG_PASS
 
 LmOf = Callable[..., LM]
 Oracle = Callable[[str], Any]
@@ -157,9 +159,13 @@ def test_scheduling_does_not_change_tokens(kwargs: dict[str, Any], lm_of: LmOf) 
     assert tokens([h.result(WAIT) for h in handles]) == tokens(lm_of("qwen3").generate(prompts, GREEDY))
 
 
-@pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
-def test_reading_tokens_a_step_late_changes_no_result(policy: str, lm_of: LmOf) -> None:
-    """V4: every kind of end and of giving way, in a pool that is too small, beside requests that need their tokens at once."""
+@pytest.mark.parametrize(("policy", "long"), [("mixed", LONG_PASS), ("prefill_first", LONG_PASS), ("mixed", 1)])
+def test_reading_tokens_a_step_late_changes_no_result(
+    policy: str, long: int, lm_of: LmOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V4: every kind of end and of giving way, in a pool that is too small, beside requests that need their tokens at once.
+    The last case reads them between two layers of the next pass."""
+    monkeypatch.setattr(model_runner, "LONG_PASS", long)
     rng = random.Random(11)
     server = {"kv_cache_tokens": 96, "page_size": 4, "max_num_tokens": 24, "prefill_policy": policy}
     late, lm = lm_of("llama", async_scheduling=True, **server), lm_of("llama", async_scheduling=False, **server)
@@ -186,6 +192,35 @@ def test_reading_tokens_a_step_late_changes_no_result(policy: str, lm_of: LmOf) 
     assert stats["preempted"] > 0 and {o.finish_reason for out in outs for o in out.outputs} == {"stop", "length"}
     assert lm.engine.stats()["overlapped_steps"] == before[0] == 0, "nothing is read late where that was not asked for"
     assert stats["overlapped_steps"] > before[1]
+    assert_idle(late)
+
+
+def test_tokens_arrive_while_a_long_pass_is_launched(lm_of: LmOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "LONG_PASS", 64)
+    late, (decoding, long) = lm_of("llama", async_scheduling=True), prompts_of([4, 100], seed=3)
+    arrived, at_layers, handles = [], [], []
+
+    class Arrivals:
+        def put(self, event: Any) -> None:
+            arrived.append(event)
+            if len(arrived) == 3:
+                handles.append(late.submit(long, greedy(max_tokens=2)))
+
+    for layer in (late.runner.get_model().model.layers[0], late.runner.get_model().model.layers[-1]):
+
+        def run(h: torch.Tensor, *given: Any, fused: Callable[..., Any] = layer.forward_fused) -> Any:
+            if h.shape[1] >= 100:
+                at_layers.append(len(arrived))
+            return fused(h, *given)
+
+        monkeypatch.setattr(layer, "forward_fused", run)
+    requests = late.backend.factory.requests(decoding, greedy(max_tokens=12))
+    requests[0].stream = True
+    late.engine.submit(requests, Arrivals())
+    until(lambda: handles)
+    handles[0].result(WAIT)
+    assert len(at_layers) == 2 and at_layers[1] == at_layers[0] + 1, "before the last layer, and not after the pass"
+    until(lambda: not late.engine.progress().busy)
     assert_idle(late)
 
 

@@ -151,6 +151,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """The hidden states of `forward`, without a call to a module; the last layer's, if the pass ends early."""
         site_ops, depth, delta = forward_batch.site_ops, forward_batch.depth, None
+        meanwhile = forward_batch.meanwhile
         h = apply_and_capture(self.embed_fused(input_ids, position_ids, forward_batch), site_ops, EMBED_SITE)
         rotations = self.rotations(position_ids, forward_batch)
         layers: Any = getattr(self, self.layers_name)
@@ -160,6 +161,8 @@ class Decoder(nn.Module):
                 h, delta = residual_sum(h, delta, site_ops, input_add(i)), None
                 self.aux.keep(i, h)
             h, delta = layer.forward_fused(h, delta, rotations[layer.rotary], forward_batch)
+            if meanwhile is not None:
+                meanwhile()
         if depth is not None:
             return residual_sum(h, delta, site_ops, input_add(depth))
         return norm.after_add(h, delta, site_ops, input_add(len(layers)))[1]

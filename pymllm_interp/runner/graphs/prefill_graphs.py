@@ -137,7 +137,7 @@ class PrefillGraphs:
         if isinstance(embedded, EmbeddedRows):
             self.embedded.write(embedded)
         try:
-            h = pieces.replay(self.attend(batch), batch.depth)
+            h = pieces.replay(self._between(batch), batch.depth)
         finally:
             if embedded is not None:
                 self.embedded.clear()
@@ -149,6 +149,17 @@ class PrefillGraphs:
             assert batch.hidden_states is not None, "the model sets it"
             hidden_states = batch.hidden_states = batch.hidden_states.clone()
         return LogitsProcessorOutput(logits, hidden_states)
+
+    def _between(self, batch: ForwardBatch) -> Callable[[RadixAttention], None]:
+        attend, meanwhile = self.attend(batch), batch.meanwhile
+        if meanwhile is None:
+            return attend
+
+        def attend_meanwhile(layer: RadixAttention) -> None:
+            attend(layer)
+            meanwhile()
+
+        return attend_meanwhile
 
     def attend(self, batch: ForwardBatch) -> Callable[[RadixAttention], None]:
         """Function that computes the attention of each layer of a planned pass, from `queries` to `outputs`."""
