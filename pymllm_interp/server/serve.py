@@ -18,6 +18,7 @@ import uvicorn
 
 from .. import __version__
 from ..core.events import EngineClosedError
+from ..utils.busy_cores import lock_shared
 from ..utils.log_lines import log_handler
 from ..wire.failures import EngineError
 from .engines.call import EngineDiedError
@@ -198,7 +199,8 @@ def run(settings: ServeSettings, engine: MakeEngine = ProcessDoor) -> int:
     root.handlers = [log_handler(settings.log_format, "http")]
     root.setLevel(settings.log_level.upper())
     try:
-        return _run(settings, engine)
+        with lock_shared():
+            return _run(settings, engine)
     finally:
         root.handlers = before
         root.setLevel(level)

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import helpers_forks
 import pytest
-from helpers_server import Server, serving
+from helpers_server import KEYS, Server, serving
+
+from pymllm_interp import LM
+from pymllm_interp.utils.busy_cores import SWITCH_SECONDS
 
 IMPORTS = """
 import sys
@@ -29,7 +32,9 @@ print(text, sorted({"torch", "nnsight", "greenlet"} & sys.modules.keys()))
 @pytest.fixture(scope="module")
 def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The real command: other tests' servers are forked with all imported (helpers_forks.py)."""
-    with serving(served_folder, folder=tmp_path_factory.mktemp("keys"), forked=False) as found:
+    with serving(
+        served_folder, "--allow-code-from", "code", folder=tmp_path_factory.mktemp("keys"), forked=False
+    ) as found:
         yield found
 
 
@@ -59,6 +64,12 @@ TOKENIZERS_IMPORT_TORCH = pytest.mark.skipif(
 def test_the_http_process_imports_neither_torch_nor_nnsight(served_folder: Path):
     found = run(IMPORTS, str(served_folder))
     assert found.stdout.strip() == "w1w2 []", found.stderr[-2000:]
+
+
+def test_threads_of_the_engine_process_wait_little_for_pythons_lock(server: Server) -> None:
+    with LM.connect(server.url, api_key=KEYS["code"]) as lm, lm.trace("w1"):
+        seconds = (0 * lm.lm_head.output + sys.getswitchinterval()).save()
+    assert seconds.max().item() == pytest.approx(SWITCH_SECONDS)
 
 
 @TOKENIZERS_IMPORT_TORCH

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 
+from ...utils.busy_cores import lock_shared
 from .lifeline import Lifeline
 
 
@@ -32,7 +33,8 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     try:
-        run(settings, lifeline)
+        with lock_shared():
+            run(settings, lifeline)
         status = 0
     finally:
         lifeline.clean()
