@@ -1,12 +1,12 @@
-"""Traffic over HTTP against any server with OpenAI's completions: time to the first token, time a token, throughput.
+"""Traffic over HTTP against any server with OpenAI's completions: time to the first token, between tokens, a token, throughput.
 
     python benchmarks/http_traffic.py --url http://127.0.0.1:8000 --name ours --load poisson-10 clients-32 --out FILE
 
-`poisson-R`: R requests a second for `--seconds`. `clients-N`: N clients, each with its next request when the last has ended.
-Lengths are those of the workload `mix` (benchmarks/results/README.md); prompts are random token ids, answers are streamed. The
-requests are sent by `--processes` processes, so that reading streams does not slow them down.
-Run it once for each server, one after the
-other on one machine: the seeds make the traffic the same.
+`poisson-R`: R requests a second. `clients-N`: N clients, each with its next request when the last has ended. `mix` and
+`interference`: the workloads (benchmarks/results/README.md), whose background requests do not count. Other lengths are those of
+`mix`; prompts are random token ids, answers are streamed. The requests are sent by `--processes` processes, so that reading
+streams does not slow them down. Run it once for each server, one after the other on one machine: the seeds make the traffic the
+same. `serving_turns.py` starts servers, and measures them by turns.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from suites.serving.workloads import Sizes, Workload, mix, poisson
+from suites.serving.workloads import Sizes, Workload, make_workload, mix
 
 PERCENTILES = (50, 90, 99)
 
@@ -35,6 +37,8 @@ class Answer:
     first: float
     last: float
     tokens: int
+    gaps: list[float]
+    """Between the parts of the stream. A part has one token, or several where the server was late."""
 
 
 class Client:
@@ -65,7 +69,7 @@ class Client:
             pass
         if b" 200 " not in status:
             raise RuntimeError(f"{status!r}: {(await reader.read(2000))!r}")
-        first, usage = 0.0, 0
+        usage, times = 0, list[float]()
         while True:
             line = await reader.readline()
             if not line:
@@ -75,21 +79,21 @@ class Client:
             now = time.monotonic()
             if line.startswith(b"data: [DONE]"):
                 break
-            first = first or now
             if b'"usage":{' in line.replace(b" ", b""):
                 found = json.loads(line[6:])
                 usage = (found.get("usage") or {}).get("completion_tokens", usage)
             if not usage:
-                last = now
+                times.append(now)
         while (await reader.readline()).strip() != b"0":  # the end of the chunked body
             pass
         await reader.readline()
         if usage != new_tokens:
             raise RuntimeError(f"{usage} tokens of {new_tokens}")
-        return Answer(due, first, last, new_tokens)
+        return Answer(due, times[0], times[-1], new_tokens, [b - a for a, b in pairwise(times)])
 
 
 def part_of(workload: Workload, index: int, processes: int) -> list[tuple[list[int], int, float]]:
+    """The requests that one of the processes sends."""
     everything = list(zip(workload.prompts, workload.new_tokens, workload.arrivals, strict=True))
     return everything[index::processes]
 
@@ -97,7 +101,7 @@ def part_of(workload: Workload, index: int, processes: int) -> list[tuple[list[i
 def serve_part(
     url: str, model: str, requests: list[tuple[list[int], int, float]], clients: int | None, start: float
 ) -> list[Answer]:
-    """One process: `clients` connections in a closed loop, or a connection for each request at its time."""
+    """One process: `clients` connections in a closed loop, or a connection for each request at its time, in their order."""
 
     async def open_loop() -> list[Answer]:
         idle: list[Client] = []
@@ -127,28 +131,39 @@ def serve_part(
     return asyncio.run(open_loop() if clients is None else closed_loop(clients))
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
+def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{p}": float(np.percentile(values, p)) * 1e3 for p in PERCENTILES}
 
 
 def measure(pool: ProcessPoolExecutor, args: argparse.Namespace, load: str, run: int) -> dict[str, Any]:
     kind, _, number = load.partition("-")
     sizes = Sizes(vocab_size=args.vocab_size, longest=args.longest, scale=args.scale, run=run)
-    if kind == "poisson":
-        workload, clients = poisson(sizes, float(number)), None
-    else:
+    if kind == "clients":
         workload, clients = mix(sizes), max(1, int(number) // args.processes)
+    else:
+        workload, clients = make_workload(load, sizes), None
     start = time.monotonic() + 0.5
     parts = [
         pool.submit(serve_part, args.url, args.model, part_of(workload, i, args.processes), clients, start)
         for i in range(args.processes)
     ]
-    answers = [answer for part in parts for answer in part.result()]
-    seconds = max(answer.last for answer in answers) - start
-    tokens = sum(answer.tokens for answer in answers)
+    found = [part.result() for part in parts]
+    everything = [answer for part in found for answer in part]
+    seconds = max(answer.last for answer in everything) - start
+    tokens, disturbing = (
+        sum(answer.tokens for answer in everything),
+        set(range(len(workload.prompts))[-workload.background :]),
+    )
+    answers = everything
+    if workload.background:  # which runs in an open loop: answers are in the order of their requests
+        answers = [
+            a for i, part in enumerate(found) for j, a in enumerate(part) if i + j * args.processes not in disturbing
+        ]
     return {
-        "load": load, "requests": len(answers), "tokens_per_s": tokens / seconds,
+        "load": load, "requests": len(everything), "tokens_per_s": tokens / seconds,
+        "parts": sum(len(a.gaps) + 1 for a in everything) / tokens,
         "ttft_ms": percentiles([a.first - a.due for a in answers]),
+        "itl_ms": percentiles([gap for a in answers for gap in a.gaps]),
         "tpot_ms": percentiles([(a.last - a.first) / (a.tokens - 1) for a in answers]),
     }  # fmt: skip
 
