@@ -1,10 +1,10 @@
 """Seconds from a new process to the first token, and from a sleeping engine to the first token, as JSON.
 
-    python benchmarks/cold_start.py --config benchmarks/configs/llama8b --out FILE [--vllm PYTHON] [--write FOLDER] [--rounds 3]
+    python benchmarks/cold_start.py --config benchmarks/configs/llama8b --out FILE [--vllm COMMAND] [--write FOLDER] [--rounds 3]
     python benchmarks/cold_start.py --tiny --out FILE      # on a CPU, to try the script
 
 Cases, each in processes of their own, by turns: "all graphs" (the default), "lazy graphs" (`EngineTuning(lazy_graphs=True)`), and,
-with --vllm, vLLM in the environment of that Python. Weights are random. With --write they are a checkpoint in FOLDER, so that
+with --vllm, vLLM by that command of a Python ("env PYTHONPATH=FOLDER python3"). Weights are random. With --write they are a checkpoint in FOLDER, so that
 reading them counts, from the system's page cache from the second round on.
 
 - `start`: import, `LM(...)` and its parts (`weights`, `pools` with the largest step, `attention`, `graphs`, `warm_up`), then the
@@ -16,8 +16,11 @@ reading them counts, from the system's page cache from the second round on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -161,17 +164,23 @@ def written(config: Path, folder: Path) -> None:
 def worker(case: str, folder: str, dummy: bool) -> None:
     found = theirs(folder, dummy) if case == "vllm" else ours(folder, dummy, case == CASES[1])
     print("RECORD " + json.dumps(found), flush=True)
-    os._exit(0)  # vLLM's processes take a minute to end
+    os._exit(0)  # `measured` ends vLLM's other processes
 
 
 def measured(python: str, case: str, folder: Path, dummy: bool) -> dict[str, Any]:
     """The record of a case, from a new process."""
     started = time.perf_counter()
-    call = [python, __file__, "--worker", case, "--config", str(folder), *(["--dummy"] if dummy else [])]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    records = [line for line in done.stdout.splitlines() if line.startswith("RECORD ")]
+    call = [*shlex.split(python), __file__, "--worker", case, "--config", str(folder), *(["--dummy"] if dummy else [])]
+    with tempfile.TemporaryFile("w+") as file:  # a pipe would stay open as long as vLLM's other processes
+        with subprocess.Popen(call, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as process:
+            process.wait()
+        with contextlib.suppress(ProcessLookupError):  # they would hold the device's memory for another minute
+            os.killpg(process.pid, signal.SIGKILL)
+        file.seek(0)
+        text = file.read()
+    records = [line for line in text.splitlines() if line.startswith("RECORD ")]
     if not records:
-        return {"error": (done.stdout + done.stderr)[-2000:]}
+        return {"error": text[-2000:]}
     return json.loads(records[-1][7:]) | {"process": round(time.perf_counter() - started, 3)}
 
 
@@ -180,7 +189,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("benchmarks/configs/llama8b"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="read a checkpoint, which is written there")
-    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM")
+    parser.add_argument("--vllm", metavar="COMMAND", help="a Python with vLLM, as the shell would start it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="a small model")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -198,7 +207,10 @@ def main() -> None:
         if args.write:
             written(folder, args.write)
         record: dict[str, Any] = {"config": args.config.name, "written": args.write is not None, "cases": {}}
-        cases = [*((sys.executable, case) for case in CASES), *([(args.vllm, "vllm")] if args.vllm else [])]
+        cases = [
+            *((shlex.quote(sys.executable), case) for case in CASES),
+            *([(args.vllm, "vllm")] if args.vllm else []),
+        ]
         for _ in range(args.rounds):
             for python, case in cases:
                 found = measured(python, case, args.write or folder, args.write is None)
