@@ -4,8 +4,8 @@
     python benchmarks/cold_start.py --tiny --out FILE      # on a CPU, to try the script
 
 Cases, each in processes of their own, by turns: "all graphs" (the default), "lazy graphs" (`EngineTuning(lazy_graphs=True)`), and,
-with --vllm, vLLM by that command of a Python ("env PYTHONPATH=FOLDER python3"). Weights are random. With --write they are a checkpoint in FOLDER, so that
-reading them counts, from the system's page cache from the second round on.
+with --vllm, vLLM by that command of a Python ("env PYTHONPATH=FOLDER python3"). Weights are random. With --write they are a
+checkpoint in FOLDER, so that reading them counts, from the system's page cache from the second round on.
 
 - `start`: import, `LM(...)` and its parts (`weights`, `pools` with the largest step, `attention`, `graphs`, `warm_up`), then the
   first token of a prompt, and of a second one. Parts of `LM(...)` that are not named: config, tokenizer, threads.
