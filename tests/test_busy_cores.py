@@ -59,14 +59,6 @@ def test_nothing_is_chosen_on_a_quiet_machine_or_against_the_user(
     assert given.get("OMP_WAIT_POLICY") == expected
 
 
-def test_pythons_lock_is_shared_as_before_afterwards() -> None:
-    before = sys.getswitchinterval()
-    with pytest.raises(ValueError, match="x"), busy_cores.lock_shared():
-        assert sys.getswitchinterval() == pytest.approx(busy_cores.SWITCH_SECONDS) != before
-        raise ValueError("x")
-    assert sys.getswitchinterval() == before
-
-
 def test_a_machine_that_does_not_say_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(busy_cores, "LOADAVG", tmp_path / "none")
     assert busy_cores.others_running() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import logging
 import signal
@@ -18,7 +19,7 @@ import uvicorn
 
 from .. import __version__
 from ..core.events import EngineClosedError
-from ..utils.busy_cores import lock_shared
+from ..utils.busy_cores import share_lock
 from ..utils.log_lines import log_handler
 from ..wire.failures import EngineError
 from .engines.call import EngineDiedError
@@ -160,6 +161,7 @@ def _announce(state: ServerState, bound: socket.socket) -> None:
         "max_model_len": limits["max_model_len"], "host": host, "port": port,
     }  # fmt: skip
     logger.info(json.dumps(entry), extra={"fields": entry})
+    gc.freeze()  # a full collection over modules and routes would stop all streams for 0.1 s
     print(banner(state.settings, host, port), flush=True)
 
 
@@ -198,9 +200,9 @@ def run(settings: ServeSettings, engine: MakeEngine = ProcessDoor) -> int:
     before, level = root.handlers, root.level
     root.handlers = [log_handler(settings.log_format, "http")]
     root.setLevel(settings.log_level.upper())
+    share_lock()
     try:
-        with lock_shared():
-            return _run(settings, engine)
+        return _run(settings, engine)
     finally:
         root.handlers = before
         root.setLevel(level)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 LOADAVG = Path("/proc/loadavg")
@@ -15,19 +13,13 @@ SWITCH_SECONDS = 1e-4
 """Longest time that a thread of a serving process keeps Python's lock while others wait for it."""
 
 
-@contextmanager
-def lock_shared() -> Iterator[None]:
-    """Context in which threads hand Python's lock over after `SWITCH_SECONDS`; otherwise it is 5 ms.
+def share_lock() -> None:
+    """Have this process's threads hand Python's lock over after `SWITCH_SECONDS`. Otherwise it is 5 ms.
 
     The thread that launches passes gives the lock away in each launch of a kernel. Beside threads that read requests and write
     answers it waits for the lock each time. On two busy cores 102 streams took 28 ms a token, and take 8.
     """
-    before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def share_cores() -> None:

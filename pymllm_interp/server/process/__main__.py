@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from ...utils.busy_cores import lock_shared
+from ...utils.busy_cores import share_lock
 from .lifeline import Lifeline
 
 
@@ -33,8 +33,8 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     try:
-        with lock_shared():
-            run(settings, lifeline)
+        share_lock()
+        run(settings, lifeline)
         status = 0
     finally:
         lifeline.clean()

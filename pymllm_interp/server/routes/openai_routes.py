@@ -103,7 +103,7 @@ def openai_routes(state: ServerState) -> APIRouter:
             len(embeds) + len(given),
             COMPLETION_TOKENS,
             lambda: embedded(state, embeds) + texts(state, body, given),
-        )
+        )._replace(of_ids=not embeds and not any(isinstance(prompt, str) for prompt in given))
         return await _serve(state, body, request, asked, "cmpl", logprobs, body.logprobs or 0, bool(body.echo))
 
     @router.post("/v1/chat/completions")
@@ -154,7 +154,9 @@ class Asked(NamedTuple):
     adapter: str | None
     """LoRA adapter that the prompts run with."""
     read: Callable[[], list[RenderedPrompt]]
-    """Tokenizes the prompts: takes long."""
+    """Tokenizes the prompts: takes long, unless all are token ids."""
+    of_ids: bool = False
+    """Whether all prompts are token ids."""
     parser: Callable[[str | None], MessageParser] | None = None
     """Parsers of the messages, from the prompt's text."""
 
@@ -289,7 +291,10 @@ class Work:
         """Tokenize the prompts and submit them. The request is admitted already."""
         options = self.body.engine_options(self._asked.adapter, self._asked.prompts)
         try:
-            read = await self._state.threads.run(self._client.name, self._asked.read)
+            if self._asked.of_ids:  # a thread would take longer to begin than to read them
+                read = self._asked.read()
+            else:
+                read = await self._state.threads.run(self._client.name, self._asked.read)
             if any(one.images for one in read):
                 read = await self._state.media_threads.run(self._client.name, fetched, self._state, read)
             prompts = self._prompts = [_prompt(self._state, one, self._asked.params) for one in read]
