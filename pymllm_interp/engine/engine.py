@@ -421,7 +421,7 @@ class Engine:
             self.runner.drop_finished(self.scheduler.finished_req_ids)
 
     def _deliver(self) -> None:
-        """Deliver the previous step's tokens during a long pass, whose launch takes the host up to 15 ms."""
+        """Deliver the previous step's tokens during a long pass. To launch it takes the host up to 15 ms."""
         if self._in_flight is not None and self._in_flight[1].done:
             self.sync_previous_step()
             self.ends.send_events()
