@@ -61,7 +61,7 @@ class Captured(_Brief):
     """Active features that `Features(top_k=...)` left out, over all rows."""
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, slots=True)
 class Receipt(_Brief, Shown):
     """Record of one request: execution of its steps, applied interventions, captures, and its trace. The repr shows set fields."""
 

@@ -41,6 +41,8 @@ class BlockModes:
         left: the block's modes; None if they equal the thread's.
     """
 
+    __slots__ = ("_guard", "left")
+
     def __init__(self) -> None:
         self.left: Modes | None = None
         self._guard: torch.inference_mode | None = None

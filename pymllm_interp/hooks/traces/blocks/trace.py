@@ -37,6 +37,8 @@ def _nothing() -> None:
 class Block(Mediator):
     """One block of a request: a mediator that counts its own request's passes, and not the engine's.
 
+    What each visit reads has a slot. With hundreds of blocks, their dicts would not stay in the processor's caches.
+
     Attributes:
         target_visit: the visit of the current pass that the block waits for, if it waits for a location.
         served: the block has been resumed at least once.
@@ -48,16 +50,27 @@ class Block(Mediator):
         depth: nnsight's ``with`` blocks around the line where it waits: more than 1 inside ``with tracer.iter[...]:``.
     """
 
-    trace: RequestTrace
-    modes: BlockModes
-    target_visit = 0
-    served = False
-    last_location = ""
-    pinned_pass = 0
-    late = ""
-    reads_tokens = False
-    take_steps: Callable[[int, int | None], int] | None = None
-    depth = 1
+    __slots__ = (
+        "depth", "interleaver", "iteration", "last_location", "late", "modes", "pending", "pinned_pass", "reads_tokens", "served",
+        "take_steps", "target_visit", "trace", "transform", "worker",
+    )  # fmt: skip
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.target_visit, self.pinned_pass, self.depth = 0, 0, 1
+        self.served = self.reads_tokens = False
+        self.last_location = self.late = ""
+        self.take_steps: Callable[[int, int | None], int] | None = None
+
+    @classmethod
+    def of(cls, source: Mediator, scope: Any, trace: RequestTrace) -> Block:
+        """A trace's block of a mediator's code, over the names of `scope`."""
+        code = with_loop_ends(source.node, source.code) if source.node is not None else source.code
+        block = cls(code, source.glbls, {}, node=source.node)
+        block.lcls, block.trace, block.modes = scope, trace, BlockModes()
+        for name, value in LOOP_NAMES.items():
+            dict.__setitem__(scope, name, value)  # past the scope's record of bound names
+        return block
 
     def occurrence(self, location: str) -> int:
         """Number of times that the request's passes have reached `location`."""
@@ -126,6 +139,13 @@ class RequestTrace:
         last_edit: pass in which a block last edited a value (`NaNCheck.pass_number`); None before that.
     """
 
+    __slots__ = (
+        "__weakref__", "activations", "blocks", "cancel", "ended", "error", "gang", "grad", "keeps_result", "key", "last_edit",
+        "main_block", "max_passes", "num_prompts", "on_step", "options", "order", "over", "pad_token_id", "padded", "padding",
+        "postprocess", "prompt_lens", "receipt", "request_ids", "result", "rows", "saves", "scores", "sees_all", "single",
+        "started", "stopped", "trace_id", "visits", "warnings", "whole_batch",
+    )  # fmt: skip
+
     def __init__(
         self,
         block: Mediator | None,
@@ -145,9 +165,9 @@ class RequestTrace:
         self.pad_token_id = 0
         self.whole_batch: Sequence[RequestTrace] = ()
         self.sees_all = False
-        self.blocks = [self._block(edit, edit.lcls.copy()) for edit in edits]
+        self.blocks = [Block.of(edit, edit.lcls.copy(), self) for edit in edits]
         if block is not None:
-            self.blocks.append(self._block(block, block.lcls))
+            self.blocks.append(Block.of(block, block.lcls, self))
         self.main_block = self.blocks[-1] if block is not None else None
         self.saves = BlockSaves(self.main_block, transfer or SaveTransfer(None))
         self.visits = VisitCounts()
@@ -168,15 +188,6 @@ class RequestTrace:
         self.cancel: Callable[[], Any] = _nothing
         self.postprocess: Callable[[], Any] | None = None
         self.keeps_result = False
-
-    def _block(self, source: Mediator, scope: Any) -> Block:
-        code = with_loop_ends(source.node, source.code) if source.node is not None else source.code
-        block = Block(code, source.glbls, {}, node=source.node)
-        block.lcls = scope
-        block.trace, block.modes = self, BlockModes()
-        for name, value in LOOP_NAMES.items():
-            dict.__setitem__(scope, name, value)  # past the scope's record of bound names
-        return block
 
     @property
     def request_id(self) -> str:
