@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 TINY = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "vocab_size": 512,
 }  # fmt: skip
 PROMPT, MODEL_LEN, REQUESTS, NEW_TOKENS = list(range(1, 65)), 4096, 32, 128

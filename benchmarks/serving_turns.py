@@ -74,6 +74,25 @@ def serving(command: str, model: Path, port: int, log: Path, until: float) -> It
         process.wait()
 
 
+def measured(pool: ProcessPoolExecutor, args: argparse.Namespace, load: str, turn: int) -> dict[str, Any]:
+    """A turn of one server. Token ids differ between turns; lengths and arrivals do not."""
+    if load == "warm-up":
+        args.scale = min(0.1, args.scale)
+        measure(pool, args, "clients-64", 1000)
+        return measure(pool, args, "interference", 1001)
+    if load in WHOLE and not args.tiny:
+        args.scale = max(1.0, args.scale)
+    return measure(pool, args, load, turn)
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A row as a line."""
+    if "error" in row:
+        return row["error"]
+    times = ("/".join(f"{value:.1f}" for value in row[key].values()) for key in ("ttft_ms", "itl_ms", "tpot_ms"))
+    return f"{row['tokens_per_s']:,.0f} tok/s, first token, between tokens, a token: {'  '.join(times)} ms"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND")
@@ -108,29 +127,22 @@ def main() -> None:
             record["starts"][name] = stack.enter_context(server)
             urls[name] = f"http://127.0.0.1:{port}"
             print(name, "serves after", record["starts"][name], "s", flush=True)
-        runs = 0
         for turn, load in enumerate(("warm-up", *args.load)):
             for name in list(urls)[:: 1 if turn % 2 else -1]:
                 if (left := began + args.seconds - time.monotonic()) < 0:
                     record.setdefault("left_out", []).append([name, load])
                     continue
-                runs += 1
                 settings = argparse.Namespace(**vars(args) | {"url": urls[name]})
-                if load == "warm-up":
-                    settings.scale = min(0.1, args.scale)
-                    measure(pool, settings, "clients-64", 1000)
-                    measure(pool, settings, "interference", 1001)
-                    continue
-                settings.scale = max(1.0, args.scale) if load in WHOLE and not args.tiny else args.scale
-                row = {"name": name, **measure(pool, settings, load, runs)}
+                try:
+                    row = {"name": name, **measured(pool, settings, load, turn)}
+                except (RuntimeError, OSError) as error:
+                    row = {
+                        "name": name,
+                        "load": load,
+                        "error": f"{error!r}; {(logs / f'server-{name}.log').read_text()[-1000:]}",
+                    }
                 record["rows"].append(row)
-                cells = (
-                    f"{key[:4]} " + "/".join(f"{v:.1f}" for v in row[key].values())
-                    for key in ("ttft_ms", "itl_ms", "tpot_ms")
-                )
-                print(
-                    f"{name:8} {load:13} {row['tokens_per_s']:7,.0f} tok/s ", *cells, f" {left:.0f} s left", flush=True
-                )
+                print(f"{left:4.0f} s left ", name, load, shown(row), flush=True)
                 args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
