@@ -19,6 +19,7 @@ from openai import OpenAI
 
 from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
 from pymllm_interp.hooks.captures.activations import Activations
+from pymllm_interp.server.routes import openai_routes
 
 PROMPT = "w3 w14 w15 w9"
 
@@ -352,3 +353,13 @@ def test_the_scale_op_by_its_object_and_by_http_has_one_schema():
     assert (builtin | {"knockout", "monitor", "patchkv"}) - {"gateread", "rowedit", "scoreread"} == set(OP_MODELS)
     op = Scale("z.1", 0.5, heads=[1, 2], positions=[True, False, True])
     assert specs.intervention_of(json.loads(json.dumps(specs.to_json(op)))) == op
+
+
+@pytest.mark.parametrize("text", ["w1", "a\u2028b", "\x85é\U0001f600", 'quote " and \n'])
+def test_an_event_of_a_stream_is_one_line_of_ascii(text: str) -> None:
+    """Clients that split texts into lines end one at U+2028 and U+0085, too."""
+    event = openai_routes._data({"choices": [{"text": text, "logprobs": None, "index": 0}], "value": 1.5})
+    assert event.isascii() and len(event.decode().splitlines()) == 2
+    assert json.loads(event.removeprefix(b"data: ")) == {
+        "choices": [{"text": text, "logprobs": None, "index": 0}], "value": 1.5,
+    }  # fmt: skip

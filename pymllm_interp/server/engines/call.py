@@ -69,12 +69,12 @@ ENTRY_BYTES = 64
 
 
 def _size(message: Any) -> int:
+    if isinstance(message, m.Token):  # most are
+        return ENTRY_BYTES * (1 + len(message.logprobs or ()))
     if isinstance(message, m.Frame):
         return len(message.header) + len(message.body)
     if isinstance(message, m.Rows):
         return message.states.size
-    if isinstance(message, m.Token):
-        return ENTRY_BYTES * (1 + len(message.logprobs or ()))
     if not isinstance(message, m.Finished):
         return 0
     entries = [*(message.logprobs or ()), *(message.prompt_logprobs or ())]

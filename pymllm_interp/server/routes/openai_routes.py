@@ -423,5 +423,6 @@ class Work:
 
 
 def _data(value: dict[str, Any]) -> bytes:
-    """Data of one server-sent event."""
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    """Data of one server-sent event, in ASCII: some clients end a line at U+2028."""
+    data = msgspec.json.encode(value)
+    return b"data: " + (data if data.isascii() else json.dumps(value, separators=(",", ":")).encode()) + b"\n\n"
