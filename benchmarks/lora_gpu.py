@@ -248,14 +248,14 @@ def measure_products(rank: int, batches: list[int]) -> list[dict[str, Any]]:
         products = {name: AdaptedProduct(name, rank, batch) for name in SHAPES}
         for tiling in TILINGS:
             before = {name: getattr(lora, name) for name in tiling}
-            vars(lora).update(tiling)
+            lora.__dict__.update(tiling)
             try:
                 times = {name: product.times() for name, product in products.items()}
             except Exception as error:  # a tiling that the device refuses
                 print(f"{batch:4} {tiling}: {type(error).__name__} {str(error)[:80]}", flush=True)
                 continue
             finally:
-                vars(lora).update(before)
+                lora.__dict__.update(before)
             layer = {key: sum(own[key] for own in times.values()) for key in ("plain", "adapted", "shrink", "expand")}
             found.append({"batch": batch, "tiling": tiling, "layer": layer, "products": times})
             text = "  ".join(f"{key} {us:6.1f}" for key, us in layer.items())
