@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Gemma2Config, Qwen3Config
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.toolkit.circuits import build, memory, passes, run, scores
+from pymllm_interp.toolkit.circuits import build, interventions, memory, passes, pruning, run, scores
 from pymllm_interp.toolkit.circuits.frozen import FrozenLayer, FrozenNorm
 
 SIZES: dict[str, Any] = {
@@ -45,13 +45,18 @@ def held(value: Any, found: dict[int, int]) -> dict[int, int]:
 def measured(step: Any, runner: Any, peaks: dict[str, int], call: Any) -> Any:
     """A message's result. Its peak is what the run holds before it, and what it allocates at most."""
     before = sum(held(runner.kept[step.key], {}).values())
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        result = call(step, runner)
-    events: Any = found.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    sizes = [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
-    most = max(torch.tensor([0, *sizes]).cumsum(0).tolist())
+    result, most = peak_of(call, step, runner)
     peaks[step.method] = max(peaks[step.method], before + most)
     return result
+
+
+def peak_of(call: Any, *arguments: Any) -> tuple[Any, int]:
+    """A call's result, and the bytes that it allocates at most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        result = call(*arguments)
+    events: Any = found.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    sizes = [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
+    return result, int(max(torch.tensor([0, *sizes]).cumsum(0).tolist()))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +84,11 @@ def test_peaks_follow_the_formula(shape, dtype, tokens, layers, monkeypatch):
             assert 0.5 < max(peaks.values()) / formula.device(batch) <= 1.0, (dict(peaks), formula)
 
 
-def test_memory_is_linear_in_the_kept_features(lm_of):
+def test_memory_is_linear_in_the_kept_features(lm_of, monkeypatch):
     """Rows, on the host: each kept feature has as many bytes. The device's memory does not depend on them."""
     lm = lm_of("llama")
+    for name in ("CELLS", "CELL_BYTES", "NODE_BYTES", "SUMS_BYTES"):  # of parts, which do not grow with the kept features
+        monkeypatch.setattr(memory, name, 0)
     coders, found = [transcoder(lm, layer) for layer in range(3)], []
     for most in (10, 20, 40):
         plan = build.planned(
@@ -95,6 +102,38 @@ def test_memory_is_linear_in_the_kept_features(lm_of):
         found.append(formula)
     assert len({(one.fixed, one.row) for one in found}) == 1
     assert found[2].host / found[0].host == pytest.approx(4, rel=0.1)
+
+
+def test_ranking_and_pruning_are_in_the_formula(lm_of, monkeypatch):
+    """Beside the weights: parts of rows, and a byte for each entry of the mask of edges. A limit below refuses the circuit."""
+    lm, coders, ranking, peaks = lm_of("llama"), [], build._Rows._most_influential, list[int]()
+    coders = [transcoder(lm, layer) for layer in range(3)]
+    for module in (pruning, memory, interventions):
+        monkeypatch.setattr(module, "CELLS", 1 << 12)
+
+    def measured_rank(*arguments: Any) -> Any:
+        result, most = peak_of(ranking, *arguments)
+        peaks.append(most)
+        return result
+
+    monkeypatch.setattr(build._Rows, "_most_influential", measured_rank)
+    plan = build.planned(
+        lm, ids(4, 60), coders, 3, max_features=300, max_logits=3, logit_mass=0.9, node_threshold=1.0, edge_threshold=1.0,
+        batch=8, skip=1, offload=False,
+    )  # fmt: skip
+    circuit = build.build(plan, False)
+    formula, cells = memory.CircuitMemory.of(plan, circuit.active), circuit.weights.numel()
+    during = 4 * len(circuit.weights) * (circuit.active + 4 * 60 + 1)
+    assert len(circuit.weights) == 301 and len(peaks) > 5 and during + max(peaks) <= formula.host
+    _, most = peak_of(lambda: (circuit.graph, circuit.scores()))
+    beside = memory.SUMS_BYTES + memory.CELL_BYTES * (1 << 12) + memory.NODE_BYTES * circuit.weights.shape[1]
+    assert cells < most < cells + beside
+    assert 4 * cells + most < formula.host
+    _, most = peak_of(interventions._predicted, circuit, {0: 1.0})
+    assert most < cells
+    bytes_of = memory.CircuitMemory.of(plan, circuit.active)
+    with pytest.raises(ValueError, match=r"max_features=300: rows of \d+ active .* max_circuit_bytes allows"):
+        build.build(plan._replace(max_bytes=bytes_of.host - 1, batch=1), False)
 
 
 def test_a_batch_beyond_the_memory_is_refused_by_name(lm_of, monkeypatch):

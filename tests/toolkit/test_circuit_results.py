@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from typing import Any
 
 import golden_circuits as golden
@@ -12,12 +13,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from test_circuits import CLOSE, ids, small_sae, transcoder, transcoders_of
+from torch import Tensor
 
 from pymllm_interp import SamplingParams
 from pymllm_interp.interventions import SetFeature
 from pymllm_interp.toolkit import Circuit
-from pymllm_interp.toolkit.circuits import memory
+from pymllm_interp.toolkit.circuits import memory, pruning
 from pymllm_interp.toolkit.circuits.files import EMBEDDING, FEATURE, LOGIT
+from pymllm_interp.toolkit.circuits.interventions import CircuitEffects
 
 
 def made(lm: Any, **fields: Any) -> Circuit:
@@ -152,6 +155,80 @@ def test_wrong_places_links_and_numbers_of_strangers_are_refused(lm_of, tmp_path
     deep.write_text("[" * 200_000)
     with pytest.raises(ValueError, match="not JSON"):
         Circuit.load(deep)
+
+
+def dense_graph(weights: Tensor, row_nodes: Tensor, of_nodes: Tensor, features: int, always: int, shares: Any) -> Any:
+    """Pruning as the paper and circuit-tracer have it, by whole matrices [nodes, nodes] in float64."""
+    whole = torch.zeros(weights.shape[1], weights.shape[1], dtype=torch.float64)
+    whole[row_nodes] = weights.double().abs()
+
+    def influence_of(matrix: Tensor) -> Tensor:
+        shared = matrix / matrix.sum(1, keepdim=True).clamp(min=1e-10)
+        found, paths = torch.zeros(len(matrix), dtype=torch.float64), of_nodes.double()
+        while paths.any():
+            paths = paths @ shared
+            found += paths
+        return found
+
+    def least(scores: Tensor, share: float) -> Tensor:
+        ordered = scores.flatten().sort(descending=True).values
+        reached = ordered.cumsum(0) / ordered.sum()
+        return ordered[min(int(torch.searchsorted(reached, share)), len(ordered) - 1)]
+
+    found = influence_of(whole)
+    nodes = found >= least(found, shares[0])
+    nodes[always:] = True
+    whole[~nodes] = 0
+    whole[:, ~nodes] = 0
+    scores = whole / whole.sum(1, keepdim=True).clamp(min=1e-10) * (influence_of(whole) + of_nodes)[:, None]
+    edges = scores >= least(scores[scores > 0], shares[1])
+    while True:
+        before = nodes.clone()
+        nodes[:always] &= edges.any(0)[:always]
+        nodes[:features] &= edges[:features].any(1)
+        edges &= nodes[:, None] & nodes
+        if torch.equal(before, nodes):
+            return found, nodes, edges[row_nodes]
+
+
+@pytest.mark.parametrize("cells", [1, 100, 1 << 20])
+def test_pruning_by_parts_is_that_of_whole_matrices(cells, monkeypatch):
+    """Of random graphs: levels of several features, some without effects, and magnitudes over many orders."""
+    monkeypatch.setattr(pruning, "CELLS", cells)
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        features, errors, targets = 30, 21, 3
+        nodes = features + errors + targets
+        levels = torch.cat((torch.randint(6, (features,), generator=generator).sort().values, torch.full((targets,), 6)))
+        row_nodes = torch.cat((torch.arange(features), torch.arange(nodes - targets, nodes)))
+        weights = torch.randn(len(row_nodes), nodes, generator=generator)
+        weights *= 10 ** torch.randint(-6, 3, weights.shape, generator=generator)
+        weights[torch.rand(weights.shape, generator=generator) < 0.3] = 0
+        weights[:, :features] *= levels[:features] < levels[:, None]
+        weights[:, nodes - targets :] = 0
+        weights[7] = 0
+        of_nodes = torch.zeros(nodes)
+        of_nodes[-targets:] = torch.tensor([0.5, 0.3, 0.1])
+        order = torch.randperm(len(row_nodes), generator=generator)  # rows come in any order
+        for shares in ((0.8, 0.98), (0.3, 0.5), (0.999, 0.999), (0.0, 0.0)):
+            given = weights[order], row_nodes[order], levels[order], of_nodes
+            found = pruning.prune(*given, features, features + errors, *shares)
+            influence, kept, edges = dense_graph(weights, row_nodes, of_nodes, features, features + errors, shares)
+            assert torch.equal(found.nodes, kept) and torch.equal(found.edges, edges[order])
+            torch.testing.assert_close(pruning.influence(*given).double(), influence, **CLOSE)
+    weights[0, 20] = 1.0  # back to its own level or above it
+    for wrong in (weights, torch.full_like(weights, torch.nan)):
+        with pytest.raises(ValueError, match="a NaN, or the graph has a cycle"):
+            pruning.influence(wrong, row_nodes, levels, of_nodes)
+    none = pruning.prune(torch.zeros_like(weights), row_nodes, levels, of_nodes, features, features + errors, 0.8, 0.98)
+    assert not none.edges.any() and none.nodes.tolist() == [False] * (features + errors) + [True] * targets
+    assert none.scores.isfinite().all()
+
+
+def test_effects_without_a_change_have_a_defined_faithfulness():
+    zero, one = torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])
+    assert CircuitEffects(zero, zero).faithfulness == 1 and CircuitEffects(one, zero).faithfulness == -math.inf
+    assert CircuitEffects(zero, one).faithfulness == 0 and CircuitEffects(one, one).faithfulness == 1
 
 
 def test_tokens_may_look_like_markup(lm_of):

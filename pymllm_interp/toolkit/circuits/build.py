@@ -166,7 +166,9 @@ class _Rows:
             return torch.arange(self._active)
         weights = torch.zeros(self._weights.shape[1])
         weights[self._first_target :] = torch.tensor([target.weight for target in self._targets])
-        found = influence(self._weights[:done], self._row_nodes[:done], weights, 1e-8)[: self._active]
+        nodes = self._row_nodes[:done]
+        levels = torch.cat((self._layers, torch.tensor([self._depth_of_targets])))[nodes.clamp(max=self._active)]
+        found = influence(self._weights[:done], nodes, levels, weights, 1e-8)[: self._active]
         order = found.masked_fill(visited, -1.0).argsort(descending=True)
         return order[: min(UPDATE_BATCHES * self._plan.batch, self.count - done)]
 

@@ -17,7 +17,7 @@ from ...plots import Plot
 from .drawing import draw_circuit
 from .files import graph_json, read_graph
 from .interventions import CircuitEffects, intervene
-from .pruning import PrunedGraph, influence, normalized, prune
+from .pruning import PrunedGraph, influence, parts_of, prune
 from .qk import EdgeHead, ScoreParts, edge_heads, score_parts
 from .targets import CircuitTarget
 
@@ -68,7 +68,7 @@ class CircuitScores(NamedTuple):
     """Shares of a circuit that are explained, from 0 to 1.
 
     Attributes:
-        replacement: share of the influence from embeddings to the targets that comes through features, not from errors.
+        replacement: share of the influence from embeddings to the targets that comes through features, not from errors; 0 without any.
         completeness: share of the inputs of all nodes, weighted by influence, that are no errors.
     """
 
@@ -149,6 +149,11 @@ class Circuit:
         return torch.cat((torch.arange(len(self.features)), torch.arange(self.first_target, self.weights.shape[1])))
 
     @property
+    def row_levels(self) -> Tensor:
+        """The layer of each row of `weights`; the number of layers for targets. [features + targets] int64."""
+        return torch.cat((self.features[:, 0], torch.full((len(self.targets),), self.layers)))
+
+    @property
     def target_weights(self) -> Tensor:
         """Weights of the targets, [nodes] float32, 0 for all other nodes."""
         found = torch.zeros(self.weights.shape[1])
@@ -190,8 +195,11 @@ class Circuit:
 
     @cached_property
     def _influence(self) -> Tensor:
-        found = influence(self.weights, self.row_nodes, self.target_weights)
-        return found / found.sum().clamp(min=1e-30)
+        return self._all_influence / self._all_influence.sum().clamp(min=1e-30)
+
+    @cached_property
+    def _all_influence(self) -> Tensor:
+        return influence(self.weights, self.row_nodes, self.row_levels, self.target_weights)
 
     # -- the pruned graph ------------------------------------------------------------------------
 
@@ -199,8 +207,8 @@ class Circuit:
     def graph(self) -> PrunedGraph:
         """Kept nodes and edges by the thresholds."""
         return prune(
-            self.weights, self.row_nodes, self.target_weights, len(self.features), self.first_embedding, self.node_threshold,
-            self.edge_threshold,
+            self.weights, self.row_nodes, self.row_levels, self.target_weights, len(self.features), self.first_embedding,
+            self.node_threshold, self.edge_threshold,
         )  # fmt: skip
 
     @cached_property
@@ -220,14 +228,14 @@ class Circuit:
 
     def scores(self) -> CircuitScores:
         """Replacement and completeness scores of the whole graph (Ameisen et al., 2025)."""
-        matrix, errors = normalized(self.weights), slice(self.first_error, self.first_embedding)
-        found = influence(self.weights, self.row_nodes, self.target_weights)
+        found, errors = self._all_influence, slice(self.first_error, self.first_embedding)
         by_token, by_error = found[self.first_embedding : self.first_target].sum(), found[errors].sum()
         passed = found + self.target_weights
         explained = torch.ones_like(passed)  # nodes without inputs have none from errors
-        explained[self.row_nodes] -= matrix[:, errors].sum(1)
+        for part, sizes, sums in parts_of(self.weights, torch.arange(len(self.weights))):
+            explained[self.row_nodes[part]] -= sizes[:, errors].sum(1) / sums
         return CircuitScores(
-            (by_token / (by_token + by_error)).item(), ((explained * passed).sum() / passed.sum()).item()
+            (by_token / (by_token + by_error).clamp(min=1e-30)).item(), ((explained * passed).sum() / passed.sum()).item()
         )
 
     # -- interventions and files ---------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from ...hooks.interventions.set_feature import MAX_FEATURES, SetFeature
 from ...hooks.spec import is_number
 from ..sweep import LAST_LOGITS, ONE
+from .pruning import CELLS
 
 
 class CircuitEffects(NamedTuple):
@@ -27,9 +29,12 @@ class CircuitEffects(NamedTuple):
 
     @property
     def faithfulness(self) -> float:
-        """Share of the measured changes' sum of squares that the predictions explain; 1 for equal ones."""
-        error = (self.measured - self.predicted).square().sum()
-        return (1 - error / self.measured.square().sum().clamp(min=1e-30)).item()
+        """Share of the measured changes' sum of squares that the predictions explain; 1 for equal ones.
+
+        Without any measured change it is minus infinity for predictions of one.
+        """
+        error = (self.measured - self.predicted).square().sum().item()
+        return 1 - error / size if (size := self.measured.square().sum().item()) else 1.0 if not error else -math.inf
 
 
 def intervene(circuit: Any, changes: Any) -> CircuitEffects:
@@ -84,13 +89,12 @@ def _values(circuit: Any, logits: Tensor) -> Tensor:
 
 def _predicted(circuit: Any, run: Mapping[int, float]) -> Tensor:
     """Changes [targets] along all paths. Features that are set keep their values, and others answer linearly."""
-    count, activations = len(circuit.features), circuit.activations
-    by_unit = circuit.weights[:, :count] / torch.where(activations == 0, 1.0, activations)
-    change, layers = torch.zeros(count), circuit.features[:, 0]
-    given = torch.zeros(count, dtype=torch.bool)
+    count, layers = len(circuit.features), circuit.features[:, 0]
+    activations = torch.where(circuit.activations == 0, 1.0, circuit.activations)
+    change, given = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
     for number, value in run.items():
-        change[number], given[number] = value - activations[number], True
+        change[number], given[number] = value - circuit.activations[number], True
     for layer in layers.unique().tolist():
-        rows = (layers == layer) & ~given
-        change[rows] = by_unit[:count][rows] @ change
-    return by_unit[count:] @ change
+        for part in ((layers == layer) & ~given).nonzero()[:, 0].split(max(1, CELLS // max(1, count))):
+            change[part] = circuit.weights[part, :count] @ (change / activations)
+    return circuit.weights[count:, :count] @ (change / activations)

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 from ...runner.device_memory import free_bytes
 from .frozen import QUERY_ROWS
+from .pruning import CELL_BYTES, CELLS, SUMS_BYTES
 from .scores import ELEMENTS
+
+NODE_BYTES = 80
+"""Most bytes on the host for each node, beside rows."""
 
 
 class CircuitMemory(NamedTuple):
@@ -21,7 +25,7 @@ class CircuitMemory(NamedTuple):
         fixed: bytes on the device for any batch.
         states: the part of `fixed` that the run holds behind its forward pass.
         row: bytes on the device for each row of a batch.
-        host: bytes on the host.
+        host: bytes on the host, also to rank and prune.
     """
 
     fixed: int
@@ -50,10 +54,13 @@ class CircuitMemory(NamedTuple):
         decoder = 8 * min(ELEMENTS, found * hidden)
         kept = found if plan.max_features is None else min(plan.max_features, found)
         rows = kept + (plan.max_logits if plan.pairs is None else len(plan.pairs))
+        nodes = found + rest + rows - kept
+        parts = CELL_BYTES * min(rows * nodes, max(CELLS, nodes)) + NODE_BYTES * nodes + SUMS_BYTES if found else 0
         return cls(
             states + max(forward, patterns + decoder), states,
             tokens * max(jacobian, attention, 4 * e * hidden) + 4 * (found + rest),
-            4 * rows * (found + kept + 2 * (rest + rows - kept)),  # at the end there is a copy, with kept columns only
+            # At the end there is a copy, with kept columns only. Pruning takes less: a byte for each of its entries.
+            4 * rows * (found + kept + 2 * (rest + rows - kept)) + parts,
         )  # fmt: skip
 
     def device(self, batch: int) -> int:

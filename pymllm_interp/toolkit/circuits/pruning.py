@@ -1,21 +1,24 @@
 """Influence of nodes on the targets, and the graph that carries most of it.
 
 The definitions follow "Circuit Tracing" (Ameisen et al., 2025) and the package circuit-tracer. Rows are normalised by the sum of
-their magnitudes, and influence runs along all paths from the targets. Matrices have the rows of nodes with inputs only, so that
-memory is linear in the kept features.
+their magnitudes, and influence runs along all paths from the targets. Matrices have the rows of nodes with inputs only. They are
+read in parts of `CELLS` entries and never copied, so that memory is linear in the kept features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-COLUMNS = 1 << 16
-"""Columns of weights at once."""
-MAX_PATH = 1000
-"""Most edges of a path."""
+CELLS = 1 << 20
+"""Entries of weights at once."""
+CELL_BYTES = 32
+"""Most bytes for each of them."""
+SUMS_BYTES = 8 * (8 << 16)
+"""Most bytes of the sums by 16 bits of a score."""
 
 
 class PrunedGraph(NamedTuple):
@@ -32,80 +35,114 @@ class PrunedGraph(NamedTuple):
     scores: Tensor
 
 
-def normalized(weights: Tensor, least: float = 1e-10) -> Tensor:
-    """Magnitudes [rows, nodes] over their sums by row."""
-    found = weights.abs()
-    return found.div_(found.sum(1, keepdim=True).clamp(min=least))
+def parts_of(
+    weights: Tensor, rows: Tensor, nodes: Tensor | None = None, least: float = 1e-10
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Some rows of weights in parts: (numbers of rows, magnitudes [part, nodes], their sums [part]).
+
+    Args:
+        weights: [rows, nodes], direct effects.
+        nodes: [nodes] bool, sources that count; None: all.
+        least: least sum of a row.
+    """
+    for part in rows.split(max(1, CELLS // weights.shape[1])):
+        found = weights[part].abs_()
+        if nodes is not None:
+            found *= nodes
+        yield part, found, found.sum(1).clamp(min=least)
 
 
-def influence(weights: Tensor, row_nodes: Tensor, of_nodes: Tensor, least: float = 1e-10) -> Tensor:
-    """Influence [nodes] along all paths that end at weighted nodes. No copy of the weights is made.
+def influence(
+    weights: Tensor, row_nodes: Tensor, levels: Tensor, of_nodes: Tensor, least: float = 1e-10, nodes: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Influence [nodes] along all paths that end at weighted nodes.
+
+    Effects go from lower to higher levels. So all that reaches a level is known when those above it are done.
 
     Args:
         weights: [rows, nodes], direct effects.
         row_nodes: [rows] int64, the node of each row.
+        levels: [rows] int64.
         of_nodes: [nodes], the weights.
         least: least sum of a row.
+        nodes: [nodes] bool, nodes of the graph; None: all.
 
     Raises:
         ValueError: NaN, or a graph with a cycle.
     """
-    parts = weights.split(COLUMNS, dim=1)
-    sums = sum((part.abs().sum(1) for part in parts), torch.zeros(len(weights))).clamp(min=least)
-    # Only nodes with rows pass influence on. Their own square is small.
-    inner, paths = weights[:, row_nodes].abs() / sums[:, None], of_nodes[row_nodes]
-    total = paths
-    for _ in range(MAX_PATH):
-        if not paths.any():
-            return torch.cat([(total / sums) @ part.abs() for part in parts])
-        paths = paths @ inner
-        total = total + paths
-    raise ValueError(f"paths of over {MAX_PATH} edges: the effects have a NaN, or the graph has a cycle")
+    found, passed = of_nodes.clone(), torch.zeros(len(weights))
+    kept = torch.ones(len(weights), dtype=torch.bool) if nodes is None else nodes[row_nodes]
+    for level in levels.unique().flip(0).tolist():
+        rows = ((levels == level) & kept).nonzero()[:, 0]
+        passed[rows] = found[row_nodes[rows]]
+        for part, sizes, sums in parts_of(weights, rows, nodes, least):
+            found += (passed[part] / sums) @ sizes
+    if not torch.equal(passed[kept], found[row_nodes[kept]]):
+        raise ValueError("effects that come back to their own level: they have a NaN, or the graph has a cycle")
+    return found - of_nodes
 
 
 def prune(
-    weights: Tensor,
-    row_nodes: Tensor,
-    of_nodes: Tensor,
-    features: int,
-    always: int,
-    node_threshold: float,
+    weights: Tensor, row_nodes: Tensor, levels: Tensor, of_nodes: Tensor, features: int, always: int, node_threshold: float,
     edge_threshold: float,
-) -> PrunedGraph:
+) -> PrunedGraph:  # fmt: skip
     """Nodes with this share of all influence, then edges with this share of the rest.
 
     Args:
-        weights: [rows, nodes], direct effects.
+        weights, row_nodes, levels: see `influence`.
         of_nodes: [nodes], the targets' weights.
         features: number of features, which are the first nodes and need inputs.
         always: nodes from this one on are kept.
     """
-    found = influence(weights, row_nodes, of_nodes)
-    nodes = found >= threshold_of(found, node_threshold)
+    found = influence(weights, row_nodes, levels, of_nodes)
+    nodes = found >= threshold_of(lambda: [found], node_threshold)
     nodes[always:] = True
-    kept = torch.where(nodes[row_nodes][:, None] & nodes, weights, 0.0)
-    passed = (influence(kept, row_nodes, of_nodes) + of_nodes)[row_nodes]
-    scores = normalized(kept).mul_(passed[:, None])
-    del kept
-    edges = scores >= threshold_of(scores[scores > 0], edge_threshold)
+    rows, among = nodes[row_nodes].nonzero()[:, 0], nodes.clone()
+    passed = (influence(weights, row_nodes, levels, of_nodes, nodes=among) + of_nodes)[row_nodes]
+
+    def scored() -> Iterator[tuple[Tensor, Tensor]]:
+        for part, sizes, sums in parts_of(weights, rows, among):
+            yield part, sizes.mul_((passed[part] / sums)[:, None])
+
+    least = threshold_of(lambda: (scores for _, scores in scored()), edge_threshold)
+    edges = torch.zeros(weights.shape, dtype=torch.bool)
+    for part, scores in scored():
+        edges[part] = scores >= least
     feature_rows = row_nodes < features
     while True:
         before = nodes.clone()
         nodes[:always] &= edges.any(0)[:always]
-        nodes[row_nodes[feature_rows]] &= edges[feature_rows].any(1)
-        edges &= nodes[row_nodes][:, None] & nodes
+        nodes[row_nodes[feature_rows]] &= edges.any(1)[feature_rows]
+        edges[~nodes[row_nodes]] = False
+        edges[:, ~nodes] = False
         if torch.equal(before, nodes):
             break
     order = found.argsort(descending=True)
     shares = torch.zeros_like(found)
-    shares[order] = found[order].cumsum(0) / found.sum()
+    shares[order] = found[order].cumsum(0) / found.sum().clamp(min=1e-30)
     return PrunedGraph(nodes, edges, shares)
 
 
-def threshold_of(scores: Tensor, share: float) -> Tensor:
-    """The smallest score among the largest ones that together have this share of the sum."""
-    ordered = scores.flatten().sort(descending=True).values
-    if not len(ordered):
-        return torch.tensor(torch.inf)
-    shares = ordered.cumsum(0).div_(ordered.sum())
-    return ordered[min(int(torch.searchsorted(shares, share)), len(ordered) - 1)]
+def threshold_of(parts: Callable[[], Iterable[Tensor]], share: float) -> float:
+    """The smallest score among the largest ones that together have this share of the sum; infinite without scores.
+
+    Bits of floats that are not negative have their order. So scores are summed by their upper 16 bits, then by the lower ones.
+
+    Args:
+        parts: the scores, float32; called twice.
+    """
+    upper, lower = torch.zeros(2, 1 << 16, dtype=torch.float64)
+    for scores in parts():
+        upper += torch.bincount(scores.view(torch.int32).flatten() >> 16, scores.flatten(), 1 << 16)
+    reached = upper.flip(0).cumsum(0)
+    if not reached[-1]:
+        return torch.inf
+    wanted = max(share * reached[-1].item(), 1e-300)
+    place = int(torch.searchsorted(reached, wanted))
+    rest = wanted - (reached[place - 1].item() if place else 0.0)
+    for scores in parts():
+        bits = scores.view(torch.int32).flatten()
+        lower += torch.bincount(bits & 0xFFFF, scores.flatten() * (bits >> 16 == 0xFFFF - place), 1 << 16)
+    reached = lower.flip(0).cumsum(0)
+    low = int(torch.searchsorted(reached, min(rest, reached[-1].item())))
+    return torch.tensor((0xFFFF - place) << 16 | 0xFFFF - low, dtype=torch.int32).view(torch.float32).item()
