@@ -113,7 +113,7 @@ def das(
     for name, value in (("lr", lr), ("boundary", boundary)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ValueError(f"{name}={shown(value)}: expected a number from 0 on")
-    examples = _examples(lm, bases, sources, labels, positions)
+    examples, version = _examples(lm, bases, sources, labels, positions), lm.weights.version
     states = _source_states(lm, str(found), examples)
     width = states.shape[1]
     if rank is not None and (not is_whole(rank) or not 1 <= rank <= width):
@@ -135,6 +135,7 @@ def das(
             kept = list[Any]()
             with lm.trace([examples[i].base for i in own], grad=True):
                 kept.append(_step(lm, place, rotation, [examples[i] for i in own], states[own]))
+            lm.weights.check_version(version, "lm.das")
             loss, gradients = kept[0]
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient

@@ -225,6 +225,14 @@ def test_pruning_by_parts_is_that_of_whole_matrices(cells, monkeypatch):
     assert none.scores.isfinite().all()
 
 
+def test_effects_of_edited_weights_are_refused(lm_of):
+    lm = lm_of("llama")
+    circuit = made(lm)
+    lm.runner.get_model().model.norm.weight.add_(0)
+    with pytest.raises(RuntimeError, match=r"were edited since lm\.circuit began"):
+        circuit.intervene({circuit.node(0): 0.0})
+
+
 def test_effects_without_a_change_have_a_defined_faithfulness():
     zero, one = torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])
     assert CircuitEffects(zero, zero).faithfulness == 1 and CircuitEffects(one, zero).faithfulness == -math.inf

@@ -234,6 +234,40 @@ def test_scores_of_edited_weights_have_no_faithfulness(lm_of):
         scores.faithfulness([3])
 
 
+def test_weights_that_are_edited_meanwhile_end_it_by_name(lm_of):
+    """Between two passes, by `update_weights` of another thread. The next call runs."""
+    lm = lm_of("llama")
+    calls, name = [], "model.norm.weight"
+    other = lm.runner.get_model().state_dict()[name] * 1.5
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == change:
+            lm.update_weights({name: other})
+        return logits[..., METRIC[0]] - logits[..., METRIC[1]]
+
+    scores = lm.edge_attribution(*prompts(4), metric=METRIC)
+    for call, change in (
+        (lambda: lm.edge_attribution(*prompts(4), metric=metric), 1),
+        (lambda: lm.path_patching(*prompts(4), receivers="m2", senders=["a0.h1", "m0"], metric=metric), 1),
+    ):
+        calls.clear()
+        with pytest.raises(RuntimeError, match=r"were edited since lm\.\w+ began: call it again"):
+            call()
+        assert len(calls) >= change
+        scores = lm.edge_attribution(*prompts(4), metric=METRIC)
+    assert scores.values.isfinite().all()
+
+
+def test_equal_metrics_have_no_faithfulness(lm_of):
+    lm = lm_of("llama")
+    one = [3, 4, 5, 6]
+    scores = lm.edge_attribution(one, one, metric=METRIC)
+    assert scores.clean == scores.corrupted and not scores.values.any()
+    with pytest.raises(ValueError, match="the clean and the corrupted runs have the same metric, .* Choose other prompts"):
+        scores.faithfulness([3])
+
+
 def test_outputs_beyond_the_memory_are_refused_by_name(lm_of, monkeypatch):
     lm, need = lm_of("llama"), 4 * (1 + 3 * 10) * 6 * 72 * 3
     for call in (  # 2 x 6 and 9 tokens, with a copy of one prompt

@@ -15,7 +15,7 @@ from test_edges import METRIC, dummy, oracle_of, prompts
 from transformers import AutoConfig, LlamaConfig
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.toolkit import AlignedSubspace
+from pymllm_interp.toolkit import AlignedSubspace, alignment
 from pymllm_interp.utils.arguments import PromptError
 
 CLOSE: dict[str, Any] = {"atol": 2e-4, "rtol": 1e-3}
@@ -256,6 +256,23 @@ def test_training_runs_the_interchange_that_is_served(site, lm_of):
     assert moved.losses is not None and moved.losses[0] == still.losses[0] and moved.losses[1] < moved.losses[0]
     difference = moved.basis.T @ moved.basis - still.basis.T @ still.basis
     assert 1e-4 < difference.abs().max() < 0.2
+
+
+@pytest.mark.local
+def test_weights_that_are_edited_in_training_end_it_by_name(lm_of, monkeypatch):
+    lm, step = lm_of("llama"), alignment._step
+    weight = lm.runner.get_model().model.norm.weight
+
+    def edited(*arguments: Any) -> Any:
+        found = step(*arguments)
+        weight.add_(0)
+        return found
+
+    monkeypatch.setattr(alignment, "_step", edited)
+    with pytest.raises(RuntimeError, match=r"were edited since lm\.das began"):
+        lm.das([[1, 2, 3]], [[4, 5, 6]], [7], site="resid_post.1", steps=3)
+    monkeypatch.undo()
+    assert len(lm.das([[1, 2, 3]], [[4, 5, 6]], [7], site="resid_post.1", steps=1).basis) == 1
 
 
 @pytest.mark.local

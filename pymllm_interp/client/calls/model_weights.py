@@ -31,6 +31,11 @@ class ModelWeights:
         """Number that grows with every edit of the weights. Cheap: nothing is read from the device."""
         return self._backend.weights_version
 
+    def check_version(self, version: int, call: str) -> None:
+        """Raise RuntimeError: the weights were edited since a call began, with this version."""
+        if self.version != version:
+            raise RuntimeError(f"the weights of the model were edited since {call} began: call it again")
+
 
 class LoadedAdapters(Mapping[str, str]):
     """LoRA adapters for requests with ``lora=name``: name -> folder. The model itself serves all other requests.

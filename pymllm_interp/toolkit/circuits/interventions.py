@@ -44,11 +44,18 @@ def intervene(circuit: Any, changes: Any) -> CircuitEffects:
     if not runs:
         raise ValueError("intervene takes {node: value}, or a list of these")
     ops = [_ops(circuit, run) for run in runs]
+    _check_weights(circuit)
     outs = lm.sweep(circuit.token_ids, [None, *ops], ONE, progress=False, capture=[LAST_LOGITS])
+    _check_weights(circuit)
     logits = torch.cat([out.activations["logits"] for out in outs]).float()
     values = _values(circuit, logits)
     predicted = torch.stack([_predicted(circuit, run) for run in runs])
     return CircuitEffects(predicted, values[1:] - values[0])
+
+
+def _check_weights(circuit: Any) -> None:
+    if circuit.plan is not None:  # made in this process
+        circuit.model.weights.check_version(circuit.plan.weights_version, "lm.circuit")
 
 
 def _numbered(circuit: Any, run: Any) -> dict[int, float]:

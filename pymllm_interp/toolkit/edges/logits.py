@@ -82,6 +82,7 @@ def logit_attribution(model: EdgeModel, prompt: Any, target: Any) -> LogitAttrib
     lm = model.lm
     pairs = checked_targets(target, lm)
     found = outputs_of(model, [ReadPrompt.ids_of(lm, prompt)])
+    lm.weights.check_version(model.weights_version, "lm.logit_attribution")
     last, states, logits = found.last[0], found.states[0, :, -1], found.logits[0]
     targets = weighted_targets(pairs, logits, lm, 1, 0.0)
     head = lm._module.get_submodule(lm.model_spec.family.head)

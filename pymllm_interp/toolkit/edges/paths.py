@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ...client.calls.requests import CallProgress
+from ...client.remote.remote_backend import RemoteBackend
 from ...core.sampling_params import SamplingParams
 from ...hooks.captures.spec import Capture
 from ...hooks.interventions.specs import Patch
@@ -117,6 +118,7 @@ class _Plan:
         for kind in ("q", "k", "v", "z", "mlp_out"):
             self._spec.family.check(kind)
         self._positions = list(range(len(pair.token_ids[0])))
+        self._models, self._version = set[str](), None
         self.receivers = _names(receivers, "receivers")
         found = {name: self._receiver(name) for name in self.receivers}
         self._to = [node for nodes in found.values() for node in nodes]
@@ -198,7 +200,9 @@ class _Plan:
         sites += [] if self._free else [f"mlp_out.{layer}" for layer in range(graph.layers)]
         sites = list(dict.fromkeys([*sites, *(node.site for node in self._from)]))
         captures = [*(Capture(site, positions=self._positions) for site in sites), LAST_LOGITS]
-        outs = lm.generate(list(self._pair.token_ids), ONE, capture=captures, progress=False)
+        if not isinstance(lm.backend, RemoteBackend):
+            self._version = lm.weights.version
+        outs = self._known(lm.generate(list(self._pair.token_ids), ONE, capture=captures, progress=False))
         clean, corrupted = self._pair.metric(torch.cat([out.activations["logits"] for out in outs]).float()).tolist()
         states = [out.activations for out in outs]
         frozen = {site: Patch(site, states[0][site].float(), positions=self._positions) for site in sites}
@@ -268,7 +272,16 @@ class _Plan:
 
     def _generate(self, patches: list[list[Patch]], captures: list[Capture]) -> list[Any]:
         prompts = [self._pair.token_ids[0]] * len(patches)
-        return self._lm.generate(prompts, ONE, interventions=patches, capture=captures, progress=False)
+        return self._known(self._lm.generate(prompts, ONE, interventions=patches, capture=captures, progress=False))
+
+    def _known(self, outs: list[Any]) -> list[Any]:
+        """Outputs of one model. Raises RuntimeError: the weights were edited since the first ones. Receipts tell, of a server's."""
+        if self._version is not None:
+            self._lm.weights.check_version(self._version, "lm.path_patching")
+        self._models |= {out.receipt.model for out in outs}
+        if len(self._models) > 1 or any(out.receipt.weights for out in outs):
+            raise RuntimeError("the weights of the model were edited since lm.path_patching began: call it again")
+        return outs
 
     def _measured(self, outs: Sequence[Any]) -> list[float]:
         return self._pair.metric(torch.cat([out.activations["logits"] for out in outs]).float()).tolist()

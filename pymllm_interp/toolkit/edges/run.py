@@ -194,6 +194,7 @@ def all_scores(
     with CallProgress(progress, len(pairs), "pairs") as bar:
         for pair in pairs:
             scores, both = pair_scores(model, pair, runs)
+            model.lm.weights.check_version(model.weights_version, "lm.edge_attribution")
             total = total + scores / len(pairs)
             metrics.append(both)
             bar.advance()
@@ -213,4 +214,5 @@ def measured(model: EdgeModel, pair: EdgePair, patched: Tensor) -> list[float]:
         with lm.trace([pair.token_ids[0]] * len(masks)):
             kept.append(model.patched(corrupted, masks))
         values += pair.metric(kept[0]).tolist()
+        lm.weights.check_version(model.weights_version, "faithfulness")
     return values

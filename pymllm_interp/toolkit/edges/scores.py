@@ -130,6 +130,7 @@ class EdgeScores:
 
         Raises:
             PromptError, ValueError: no edge of this model, or an invalid number or pick.
+            ValueError: both runs have the same metric, or one is no number: no share of their difference is defined.
             RuntimeError: scores that were loaded, without their model; or the weights were edited since.
         """
         if self._source is None:
@@ -142,6 +143,11 @@ class EdgeScores:
         kept = [self._names.mask(choose(each) if is_whole(each) else each) for each in circuits]
         if not kept:
             raise ValueError("circuits is empty: give numbers of edges, lists of edges or masks")
+        if not self.clean - self.corrupted:
+            raise ValueError(
+                f"the clean and the corrupted runs have the same metric, {self.clean:.6g}: faithfulness is a share of their "
+                "difference. Choose other prompts, or another metric"
+            )
         masks = torch.stack(kept)
         model, pairs = self._source
         model.lm._check_outside()
