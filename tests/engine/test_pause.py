@@ -191,6 +191,23 @@ def test_orders_count_after_a_clock_was_set_back(lm: LM, monkeypatch: pytest.Mon
     assert not lm.is_paused()
 
 
+def test_late_orders_answer_what_the_engine_does(lm: LM):
+    """A resume that a newer pause overtook is not answered as if the engine ran."""
+    now, control = time.time_ns(), lm.backend.control
+    assert control("pause", mode="keep", stamp=now) is True and control("resume", stamp=now - 1) is False
+    assert lm.is_paused() and control("pause", mode="keep", stamp=now - 2) is True, "it is paused, by whichever order"
+    assert control("resume", stamp=now + 1) is True and control("resume", stamp=now - 1) is True
+    assert control("pause", mode="abort", stamp=now) is False and not lm.is_paused()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm.backend, "control", lambda order, **given: control(order, stamp=now, **given))
+        with pytest.raises(RuntimeError, match=r"the engine runs: an lm.resume\(\) that was called after"):
+            lm.pause("keep")
+        control("pause", mode="keep", stamp=now + 2)
+        with pytest.raises(RuntimeError, match=r"the engine is paused: an lm.pause\(\) that was called after"):
+            lm.resume()
+    lm.resume()
+
+
 def test_a_late_pause_ends_requests_all_the_same(lm: LM):
     lm.backend.control("resume", stamp=time.time_ns())
     handle = running(lm, PROMPTS[0])

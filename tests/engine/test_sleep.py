@@ -6,12 +6,14 @@ import gc
 import mmap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS, random_model, tiny_tokenizer
@@ -24,6 +26,7 @@ from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.client.lifecycle import orders as lifecycle_orders
 from pymllm_interp.core.events import EngineSleepingError
+from pymllm_interp.engine.lifecycle import sleep
 from pymllm_interp.engine.lifecycle.lifecycle import EngineLifecycle
 from pymllm_interp.models.weights.loading import WeightsError
 from pymllm_interp.utils.pinned import pinned_memory
@@ -316,6 +319,46 @@ def test_an_interrupted_wait_for_sleep_leaves_no_pause(folder: Path, monkeypatch
         assert handle.result().outputs[0].finish_reason == "length"
         assert lm.submit([3], GREEDY).result(timeout=20).outputs[0].token_ids
         assert_idle(lm)
+
+
+@pytest.mark.parametrize("awake", [True, False])
+def test_shutdown_frees_the_host_memory_of_a_sleep(awake: bool, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The `LM` may live on, as in a notebook."""
+    made = list[weakref.ref[Any]]()
+
+    def memory(size: int) -> torch.Tensor:
+        found = np.zeros(size, np.uint8)
+        made.append(weakref.ref(found))
+        return torch.from_numpy(found)
+
+    monkeypatch.setattr(sleep, "pinned_memory", memory)
+    monkeypatch.setattr(sleep.EngineSleep, "_host", as_on_cuda(sleep.EngineSleep._host))
+    lm = load(folder)
+    expected = lm.generate(PROMPTS, GREEDY)[0].token_ids
+    for _ in range(2):
+        lm.sleep()
+        assert lm.wake() and lm.generate(PROMPTS, GREEDY)[0].token_ids == expected
+    kept = len(made)
+    assert kept and all(one() is not None for one in made), "the next sleep takes it again"
+    if not awake:
+        lm.sleep()
+    lm.shutdown()
+    gc.collect()
+    assert len(made) == kept and all(one() is None for one in made)
+
+
+def as_on_cuda(host: Any) -> Any:
+    """`EngineSleep._host` of an engine on CUDA."""
+
+    def made(self: Any, number: int, size: int) -> torch.Tensor:
+        runner = self._engine.runner
+        device, runner.device = runner.device, "cuda"
+        try:
+            return host(self, number, size)
+        finally:
+            runner.device = device
+
+    return made
 
 
 def test_an_engine_ends_asleep(folder: Path):

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.handle import RequestError
+from pymllm_interp.engine.lifecycle.lifecycle import Stamps
 from pymllm_interp.models.weights.loading import WeightsError
 from pymllm_interp.wire.weights import FOLDER, HANDLE, SentWeights, _check_counter, received
 
@@ -59,6 +60,36 @@ def test_a_server_is_paused_and_resumed(lm: LM, server: Server):
         assert operator.post("/pause", params={"mode": "never"}).status_code == 400
     lm.resume()
     assert not lm.is_paused()
+
+
+def test_a_late_resume_of_a_server_is_answered_as_paused(lm: LM, server: Server, monkeypatch: pytest.MonkeyPatch):
+    """As of a front whose pause overtook it on the way to the engine."""
+    lm.pause("keep")
+    late, is_late = [True], Stamps.is_late
+    monkeypatch.setattr(Stamps, "is_late", lambda stamps, stamp: late[0] or is_late(stamps, stamp))
+    with server.client("code") as operator:
+        assert operator.post("/resume").json() == {"status": "paused"}
+        with pytest.raises(RuntimeError, match="the engine is paused"):
+            lm.resume()
+        late[0] = False
+        assert operator.post("/resume").json() == {"status": "resumed"} and not lm.is_paused()
+
+
+def test_paths_of_a_server_whose_weights_change_meanwhile(lm: LM, model_folder: Callable[[str], Path]):
+    """Its receipts tell, without a version of the weights."""
+    norm = {"model.norm.weight": torch.full((lm.hidden_size,), 0.5)}
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        if changes:
+            lm.update_weights(changes.pop())
+        return logits[..., 7] - logits[..., 11]
+
+    changes: list[Any] = [norm]
+    options: dict[str, Any] = {"receivers": "a2.h4<q>", "senders": ["a0.h1", "m1"], "metric": metric}
+    with pytest.raises(RuntimeError, match=r"were edited since lm\.path_patching began: call it again"):
+        lm.path_patching([3, 4, 5, 6], [3, 9, 5, 8], **options)
+    assert lm.path_patching([3, 4, 5, 6], [3, 9, 5, 8], **options).values.isfinite().all()
+    lm.update_weights(str(model_folder("llama")))
 
 
 def test_a_server_gets_new_weights(lm: LM, model_folder: Callable[[str], Path], tmp_path: Path):

@@ -21,19 +21,23 @@ def pause(self: ClientModel, mode: str = "abort") -> None:
 
     Raises:
         ValueError: another mode.
-        RuntimeError: inside a block of a trace; or `resume` was called while mode "wait" still waited.
+        RuntimeError: inside a block of a trace; or `resume` was called while mode "wait" still waited, or after this call and
+            came before it.
         EngineClosedError: the engine was shut down.
     """
-    _control(self, "pause", mode=mode)
+    if not _control(self, "pause", mode=mode):
+        raise RuntimeError("the engine runs: an lm.resume() that was called after this lm.pause() came before it")
 
 
 def resume(self: ClientModel) -> None:
     """Launch steps again after `pause`. Without a pause it does nothing.
 
     Raises:
+        RuntimeError: a `pause` of a server that was called after this call came before it.
         EngineClosedError: the engine was shut down.
     """
-    _control(self, "resume")
+    if not _control(self, "resume"):
+        raise RuntimeError("the engine is paused: an lm.pause() that was called after this lm.resume() came before it")
 
 
 def is_paused(self: ClientModel) -> bool:

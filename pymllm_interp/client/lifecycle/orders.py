@@ -23,12 +23,12 @@ class Lifecycle(Protocol):
         """Whether the engine is paused."""
         ...
 
-    def pause(self, mode: str = "abort", stamp: int | None = None) -> None:
-        """Pause the engine."""
+    def pause(self, mode: str = "abort", stamp: int | None = None) -> bool:
+        """Pause the engine. False: a newer `resume` came before."""
         ...
 
-    def resume(self, stamp: int | None = None) -> None:
-        """Let requests run again."""
+    def resume(self, stamp: int | None = None) -> bool:
+        """Let requests run again. False: a newer `pause` came before."""
         ...
 
     def new_update(self, draft: bool = False) -> Any:

@@ -51,6 +51,8 @@ MOST_IN_FLIGHT = 64
 
 LOAD_SECONDS = 600.0
 """Timeout of an adapter's load, which may capture graphs."""
+DONE = {"wake": "awake", "pause": "paused", "resume": "resumed"}
+"""Orders with the status that says that they were carried out."""
 
 
 class RemoteBackend(Backend):
@@ -145,7 +147,7 @@ class RemoteBackend(Backend):
         method, route = "GET" if order.startswith("is_") else "POST", "wake_up" if order == "wake" else order
         params = {name: value for name, value in arguments.items() if value is not None}
         found = self.engine.ask(method, f"/{route}", params=params, timeout=LOAD_SECONDS).json()
-        return found["status"] == "awake" if order == "wake" else found.get(order)
+        return found["status"] == DONE[order] if order in DONE else found.get(order)
 
     def _update_weights(self, weights: Any, draft: bool) -> dict[str, Any]:
         """Send tensors of this process by handles, or the path of a folder of the server's machine."""

@@ -44,13 +44,13 @@ class LateCaptures:
             self._next_step = num_steps + STEPS_BETWEEN
 
     def capture(self) -> None:
-        """Capture a missing graph. An error is logged and ends late captures; passes without a graph then run eagerly."""
+        """Capture a missing graph. An error is logged once: passes of its size then run eagerly, and others are captured."""
         self._read_tokens()
         try:
             if self._graphs.num_missing:
                 self._graphs.capture_next()
         except Exception:  # also errors of Triton's compiler
             logger.warning(
-                "a CUDA graph could not be captured, and passes without one run eagerly from now on: %s",
-                self._graphs.failure,
+                "a CUDA graph could not be captured, and these passes run eagerly from now on: %s",
+                [*self._graphs.failures.values()][-1],
             )

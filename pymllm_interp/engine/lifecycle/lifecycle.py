@@ -75,8 +75,8 @@ class EngineLifecycle:
         """Whether no step is launched, or new requests wait for the running ones to end."""
         return self._engine.intake.paused or self._engine.intake.held is not None
 
-    def pause(self, mode: str = "abort", stamp: int | None = None) -> None:
-        """Pause the engine, see `LM.pause`. Returns when it is paused.
+    def pause(self, mode: str = "abort", stamp: int | None = None) -> bool:
+        """Pause the engine, see `LM.pause`. Returns when it is paused; False: a newer `resume` came before, and it runs.
 
         Args:
             stamp: time of the order, for `Stamps`. The newest order counts.
@@ -85,12 +85,17 @@ class EngineLifecycle:
             raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
         if mode == "wait":
             wait_for_requests(self._engine, partial(self._drain, stamp))
-        else:
-            self._engine.call(partial(self._pause, mode, stamp))
+            return True
+        return self._engine.call(partial(self._pause, mode, stamp))
 
-    def resume(self, stamp: int | None = None) -> None:
-        """Let requests run again. Of an engine that is not paused it does nothing."""
-        self._engine.call(lambda: None if self._stamps.is_late(stamp) else self._engine.intake.resume())
+    def resume(self, stamp: int | None = None) -> bool:
+        """Let requests run again. Returns whether they do; False: a newer `pause` came before."""
+        return self._engine.call(partial(self._resume, stamp))
+
+    def _resume(self, stamp: int | None) -> bool:
+        if not self._stamps.is_late(stamp):
+            self._engine.intake.resume()
+        return not self.is_paused
 
     def _drain(self, stamp: int | None) -> Future[None]:
         intake = self._engine.intake
@@ -103,13 +108,14 @@ class EngineLifecycle:
             done.set_exception(RuntimeError(RESUMED))
         return done
 
-    def _pause(self, mode: str, stamp: int | None) -> None:
+    def _pause(self, mode: str, stamp: int | None) -> bool:
         late = self._stamps.is_late(stamp)
         self._engine.sync_previous_step()
         if not late:
             self._engine.intake.stop()
         if mode == "abort":
             self._engine.intake.end_all()
+        return self.is_paused
 
     # -- weights ----------------------------------------------------------------------------
 

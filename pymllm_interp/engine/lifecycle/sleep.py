@@ -119,10 +119,17 @@ class EngineSleep:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._loaded_version = 0 if engine.runner.model_state is None else engine.runner.model_state.version
-        self._asleep: dict[str, SleepingMemory] = {}
-        self._pinned: dict[int, Tensor] = {}
-        """Host memory of each `put` of weights. It stays for the next sleep."""
         self.needs_weights = self._needs_graphs = False
+
+    @property
+    def _asleep(self) -> dict[str, SleepingMemory]:
+        """Memory of a sleep by tag. The runner frees it, and the host's, when it shuts down."""
+        return self._engine.runner.kept.setdefault("asleep", {})
+
+    @property
+    def _pinned(self) -> dict[int, Tensor]:
+        """Host memory of each `put` of weights. It stays for the next sleep."""
+        return self._engine.runner.kept.setdefault("pinned", {})
 
     @property
     def is_sleeping(self) -> bool:

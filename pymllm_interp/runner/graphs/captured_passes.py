@@ -51,7 +51,7 @@ class CapturedPasses:
         segments: the parts of decode passes between blocks of traces; None if passes are not captured.
         prompt_segments: the same of passes with prompts.
         num_missing: graphs that are to be captured.
-        failure: error of a later capture, or "". None follows it.
+        failures: errors of later captures by passes and size. These run kernel by kernel until all graphs are released.
     """
 
     def __init__(self, runner: RunnerParts) -> None:
@@ -128,8 +128,10 @@ class CapturedPasses:
     # -- later captures -------------------------------------------------------------------
 
     def _count(self) -> None:
-        self._asked = Counter({one: count for one, count in self._asked.items() if one[1] in one[0].missing})
-        self.num_missing = 0 if self.failure else sum(len(graphs.missing) for graphs in self._kinds())
+        missing = {(graphs, size) for graphs in self._kinds() for size in graphs.missing}
+        self.failures = {one: error for one, error in self.failures.items() if one in missing}
+        self._asked = Counter({one: count for one, count in self._asked.items() if one in missing})
+        self.num_missing = len(missing) - len(self.failures)
 
     def ran_without(self, batch: ForwardBatch) -> None:
         """A pass ran kernel by kernel. If it was for want of a graph, count that."""
@@ -138,6 +140,7 @@ class CapturedPasses:
             graphs is not None
             and graphs.fits(batch)
             and (size := graphs.padded_size(batch.num_tokens)) in graphs.missing
+            and (graphs, size) not in self.failures
         ):
             self._asked[graphs, size] += 1
 
@@ -149,18 +152,24 @@ class CapturedPasses:
     def capture_next(self) -> None:
         """Capture the missing graph that most passes ran without, between two steps.
 
-        An error is kept in `failure`, and raised. No further graph is captured then.
+        An error is kept in `failures`, and raised. This graph is not tried again, others are.
         """
         missing = [(graphs, size) for graphs in self._kinds() for size in reversed(graphs.missing)]
-        graphs, size = max(missing, key=lambda one: self._asked[one])
+        graphs, size = max((one for one in missing if one not in self.failures), key=lambda one: self._asked[one])
         try:
             with invariant.mode(self._runner):
                 graphs.capture_size(size)
         except BaseException as error:
-            self.failure = f"a pass of {size} rows: {error}"
+            self.failures[graphs, size] = f"a pass of {size} rows: {error}"
+            self._asked.pop((graphs, size), None)
             raise
         finally:
             self._count()
+
+    @property
+    def failure(self) -> str:
+        """The first of the failures, or ""."""
+        return next(iter(self.failures.values()), "")
 
     def stats(self) -> dict[str, int | str] | None:
         """Number of graphs captured and missing, with `failure`; None where passes are not captured."""
@@ -183,7 +192,7 @@ class CapturedPasses:
         self.decoders: dict[DecodeVariant, CudaGraphRunner] = {}
         self._adapters_version: int | None = None
         self.prefill: PrefillGraphs | None = None
-        self.num_missing, self.failure = 0, ""
+        self.num_missing, self.failures = 0, dict[tuple[CudaGraphRunner | PrefillGraphs, int], str]()
         self._asked: Counter[tuple[CudaGraphRunner | PrefillGraphs, int]] = Counter()
         self.segments: DecodeSegments | None = None
         self.prompt_segments: PromptSegments | None = None

@@ -382,7 +382,7 @@ class ReplicasDoor(Door):
             stamp = {"stamp": time.time_ns()} if order in ("pause", "resume") else {}
             found = await self._ask_everyone(order, arguments | stamp)
         first = next(iter(found.values()))
-        if order == "wake":
+        if order in ("wake", "pause", "resume"):
             return all(found.values())
         if any(answer != first for answer in found.values()):
             raise ReplicasDifferError(f"{order}: the replicas differ: {_listed(found)}")

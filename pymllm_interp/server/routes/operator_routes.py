@@ -66,14 +66,12 @@ def _add_pauses(router: APIRouter, state: ServerState) -> None:
         request: Request, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
     ) -> dict[str, Any]:
         """Pause the engine, as `lm.pause`. Without effect: `clear_cache`, because cached KV of old weights is never used."""
-        await order(request, "pause", mode=mode)
-        return {"status": "paused"}
+        return {"status": "paused" if await order(request, "pause", mode=mode) else "resumed"}  # by a newer order
 
     @router.post("/resume")
     async def resume(request: Request) -> dict[str, Any]:
-        """Let a paused engine run."""
-        await order(request, "resume")
-        return {"status": "resumed"}
+        """Let a paused engine run. The status is "paused" if a newer pause came before."""
+        return {"status": "resumed" if await order(request, "resume") else "paused"}
 
     @router.get("/is_paused")
     async def is_paused(request: Request) -> dict[str, Any]:

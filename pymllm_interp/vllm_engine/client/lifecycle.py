@@ -52,7 +52,7 @@ class VllmLifecycle:
         """Whether vLLM schedules no new request."""
         return self._core.ask(self._core.llm.is_paused())
 
-    def pause(self, mode: str = "abort", stamp: int | None = None) -> None:
+    def pause(self, mode: str = "abort", stamp: int | None = None) -> bool:
         """Pause the engine, see `EngineLifecycle.pause`. Raises ValueError: another mode."""
         if mode not in MODES:
             raise ValueError(f"pause(mode={shown(mode)}): expected 'abort', 'wait' or 'keep'")
@@ -67,6 +67,7 @@ class VllmLifecycle:
         if mode == "wait" and not late:
             with self._draining:
                 self._drain()
+        return not late or self.is_paused
 
     def _drain(self) -> None:
         """Pause when all requests have ended. An interrupted wait, as by Ctrl-C, leaves the engine as it was."""
@@ -87,14 +88,15 @@ class VllmLifecycle:
         if not self.is_paused:
             raise RuntimeError(RESUMED)
 
-    def resume(self, stamp: int | None = None) -> None:
-        """Let requests run again. A pause that waits for them to end fails."""
+    def resume(self, stamp: int | None = None) -> bool:
+        """Let requests run again. A pause that waits for them to end fails. False: a newer `pause` came before."""
         with self._one_order:
             if self._stamps.is_late(stamp):
-                return
+                return not self.is_paused
             self._core.ask(self._core.llm.resume_generation())
             if (drained := self._drained) is not None:
                 drained.cancel()
+            return True
 
     def new_update(self, draft: bool = False) -> VllmUpdate:
         """Update of the model. Raises VllmRefusalError: of the draft model."""
