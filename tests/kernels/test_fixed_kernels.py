@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,3 +231,34 @@ def test_the_delta_rule_by_token_has_the_same_bits_in_any_cut() -> None:
         for i in range(tokens)
     ]
     assert torch.allclose(torch.cat(outs).float(), whole.float(), atol=1e-2 if ON_GPU else 1e-5)
+
+
+def test_descriptors_of_matrices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts have thousands of numbers of rows. Those that go are destroyed, but not while a product uses them."""
+    made, destroyed = list[int](), list[int]()
+
+    class Calls:
+        """cuBLASLt, on a machine without it."""
+
+        @staticmethod
+        def cublasLtMatrixLayoutCreate(at: Any, *sizes: Any) -> int:
+            made.append(len(made) + 1)
+            at._obj.value = made[-1]
+            return 0
+
+        @staticmethod
+        def cublasLtMatrixLayoutDestroy(layout: Any) -> int:
+            destroyed.append(layout.value)
+            return 0
+
+    monkeypatch.setattr(library, "_library", lambda device: SimpleNamespace(calls=Calls))
+    library._layout.cache_clear()
+    used = library._layout(0, 1, 8, torch.float16)
+    assert library._layout(0, 1, 8, torch.float16) is used
+    for rows in range(2, library.LAYOUTS + 12):
+        library._layout(0, rows, 8, torch.float16)
+    assert len(made) == library.LAYOUTS + 11 and destroyed == list(range(2, 12))
+    del used
+    assert destroyed[-1] == 1
+    library._layout.cache_clear()
+    assert sorted(destroyed) == made

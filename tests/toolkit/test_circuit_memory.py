@@ -87,7 +87,12 @@ def test_peaks_follow_the_formula(shape, dtype, tokens, layers, monkeypatch):
 def test_memory_is_linear_in_the_kept_features(lm_of, monkeypatch):
     """Rows, on the host: each kept feature has as many bytes. The device's memory does not depend on them."""
     lm = lm_of("llama")
-    for name in ("CELLS", "CELL_BYTES", "NODE_BYTES", "SUMS_BYTES"):  # of parts, which do not grow with the kept features
+    for name in (
+        "CELLS",
+        "CELL_BYTES",
+        "NODE_BYTES",
+        "SUMS_BYTES",
+    ):  # of parts, which do not grow with the kept features
         monkeypatch.setattr(memory, name, 0)
     coders, found = [transcoder(lm, layer) for layer in range(3)], []
     for most in (10, 20, 40):

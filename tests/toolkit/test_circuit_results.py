@@ -199,7 +199,9 @@ def test_pruning_by_parts_is_that_of_whole_matrices(cells, monkeypatch):
         generator = torch.Generator().manual_seed(seed)
         features, errors, targets = 30, 21, 3
         nodes = features + errors + targets
-        levels = torch.cat((torch.randint(6, (features,), generator=generator).sort().values, torch.full((targets,), 6)))
+        levels = torch.cat(
+            (torch.randint(6, (features,), generator=generator).sort().values, torch.full((targets,), 6))
+        )
         row_nodes = torch.cat((torch.arange(features), torch.arange(nodes - targets, nodes)))
         weights = torch.randn(len(row_nodes), nodes, generator=generator)
         weights *= 10 ** torch.randint(-6, 3, weights.shape, generator=generator)

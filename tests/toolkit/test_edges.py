@@ -264,7 +264,9 @@ def test_equal_metrics_have_no_faithfulness(lm_of):
     one = [3, 4, 5, 6]
     scores = lm.edge_attribution(one, one, metric=METRIC)
     assert scores.clean == scores.corrupted and not scores.values.any()
-    with pytest.raises(ValueError, match="the clean and the corrupted runs have the same metric, .* Choose other prompts"):
+    with pytest.raises(
+        ValueError, match=r"the clean and the corrupted runs have the same metric, .* Choose other prompts"
+    ):
         scores.faithfulness([3])
 
 

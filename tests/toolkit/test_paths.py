@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from io import StringIO
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from conftest import VOCAB
 from family_configs import tiny_config
 from helpers_edges import EdgeOracle
+from helpers_paths import GOLDEN
 from rich.console import Console
+from safetensors import safe_open
 from test_edges import METRIC, dummy, oracle_of, prompts
 from transformers import AutoConfig, LlamaConfig
 
@@ -239,6 +242,32 @@ def test_a_known_subspace_is_found_and_served():
     free = lm.das(bases, sources, labels, site="resid_post.1", rank=None, steps=30, lr=0.05)
     assert 3 <= len(free.basis) < 36 and free.accuracy(lm, bases, sources, labels) > 0.85
     lm.shutdown()
+
+
+@pytest.mark.local
+def test_interchanges_and_subspaces_are_pyvenes():
+    """By its LowRankRotatedSpaceIntervention: logits with its rotation, and what a training finds (golden/make_alignment.py)."""
+    wanted = json.loads((GOLDEN / "alignment.json").read_text())
+    with safe_open(GOLDEN / "attribution.safetensors", framework="pt") as file:
+        config = AutoConfig.for_model(**json.loads(file.metadata()["llama"]))
+        prefix = "llama/weights/"
+        weights = {n.removeprefix(prefix): file.get_tensor(n) for n in file.keys() if n.startswith(prefix)}
+    site, labels = f"resid_post.{wanted['layer']}", torch.tensor(wanted["labels"])
+    given = wanted["bases"], wanted["sources"]
+    with dummy(config) as lm:
+        lm.load_state_dict({**weights, "lm_head.weight": torch.tensor(wanted["lm_head"])})
+        for state in (wanted["before"], wanted["after"]):
+            basis = torch.tensor(state["rotation"]).T.contiguous()
+            found = AlignedSubspace(site, basis, tuple(wanted["positions"]))
+            logits = found.logits(lm, *given)
+            torch.testing.assert_close(logits[:8], torch.tensor(state["logits"]), **CLOSE)
+            assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(state["loss"], abs=1e-3)
+            assert found.accuracy(lm, *given, wanted["labels"]) == pytest.approx(state["accuracy"], abs=1e-6)
+        options: dict[str, Any] = {"positions": tuple(wanted["positions"]), "batch": 96, "lr": 0.05, "steps": 100}
+        own = lm.das(*given, wanted["labels"], site=site, rank=len(basis), **options)
+        assert torch.linalg.svdvals(own.basis @ basis.T).min() > 0.95
+        loss = torch.nn.functional.cross_entropy(own.logits(lm, *given), labels).item()
+        assert loss < 1.1 * wanted["after"]["loss"] < 0.1 * wanted["before"]["loss"]
 
 
 @pytest.mark.local

@@ -8,8 +8,9 @@ before it is used. In the default mode, `fastest` measures all algorithms.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ RANGES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 """Most rows of each range; the last one has all others, too."""
 PROPOSALS, CHECKED = 16, 1 << 25
 """Most proposals of cuBLASLt. Elements of the random weight of a comparison."""
+LAYOUTS = 4096
+"""Most descriptors of matrices that are kept: prompts have many numbers of rows."""
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 """cudaDataType_t."""
 COMPUTE, SCALE = 68, 0  # CUBLAS_COMPUTE_32F, CUDA_R_32F
@@ -82,13 +85,14 @@ def _library(device: int) -> _Library | None:
     return _Library(calls, handle, product)
 
 
-@cache
+@lru_cache(LAYOUTS)
 def _layout(device: int, rows: int, columns: int, dtype: torch.dtype) -> ctypes.c_void_p:
-    """Descriptor of a matrix in order of columns."""
+    """Descriptor of a matrix in order of columns. It is destroyed with its last reference."""
     library, made = _library(device), ctypes.c_void_p()
     assert library is not None
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
     _check(library.calls.cublasLtMatrixLayoutCreate(ctypes.byref(made), TYPES[dtype], *sizes))
+    weakref.finalize(made, library.calls.cublasLtMatrixLayoutDestroy, ctypes.c_void_p(made.value)).atexit = False
     return made
 
 

@@ -68,7 +68,7 @@ class CircuitScores(NamedTuple):
     """Shares of a circuit that are explained, from 0 to 1.
 
     Attributes:
-        replacement: share of the influence from embeddings to the targets that comes through features, not from errors; 0 without any.
+        replacement: share of the influence from embeddings to the targets that comes through features, not from errors. 0: none.
         completeness: share of the inputs of all nodes, weighted by influence, that are no errors.
     """
 
@@ -235,7 +235,8 @@ class Circuit:
         for part, sizes, sums in parts_of(self.weights, torch.arange(len(self.weights))):
             explained[self.row_nodes[part]] -= sizes[:, errors].sum(1) / sums
         return CircuitScores(
-            (by_token / (by_token + by_error).clamp(min=1e-30)).item(), ((explained * passed).sum() / passed.sum()).item()
+            (by_token / (by_token + by_error).clamp(min=1e-30)).item(),
+            ((explained * passed).sum() / passed.sum()).item(),
         )
 
     # -- interventions and files ---------------------------------------------------------------
