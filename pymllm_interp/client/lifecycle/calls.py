@@ -21,8 +21,8 @@ def pause(self: ClientModel, mode: str = "abort") -> None:
 
     Raises:
         ValueError: another mode.
-        RuntimeError: inside a block of a trace; or `resume` was called while mode "wait" still waited, or after this call and
-            came before it.
+        RuntimeError: inside a block of a trace; or `resume` was called while mode "wait" still waited. Or a server got a later
+            `resume` first.
         EngineClosedError: the engine was shut down.
     """
     if not _control(self, "pause", mode=mode):
@@ -33,7 +33,7 @@ def resume(self: ClientModel) -> None:
     """Launch steps again after `pause`. Without a pause it does nothing.
 
     Raises:
-        RuntimeError: a `pause` of a server that was called after this call came before it.
+        RuntimeError: a server got a later `pause` first.
         EngineClosedError: the engine was shut down.
     """
     if not _control(self, "resume"):
