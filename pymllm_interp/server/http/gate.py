@@ -217,10 +217,13 @@ class _RequestRecord:
                 (b"x-request-id", (self._given_id or self._request_id).encode()),
             ]
         body = message.get("body", b"")
+        if len(body) <= PART:
+            await self._send(message)
+            return
         last = max(0, len(body) - 1) // PART * PART
         for start in range(0, last, PART):
             await self._send({**message, "body": body[start : start + PART], "more_body": True})
-        await self._send({**message, "body": body[last:]} if last else message)
+        await self._send({**message, "body": body[last:]})
 
     def log(self, scope: Scope) -> None:
         """Count the request, and log it."""

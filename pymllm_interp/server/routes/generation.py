@@ -123,30 +123,26 @@ class Generation:
         Raises:
             Exception: the engine process ended, or the client reads too slowly.
         """
-        async for piece in self._pieces():
-            yield piece
-            if piece.captures is not None:
-                self._engine.was_read(self._call, piece.captures.states.size)
-
-    async def _pieces(self) -> AsyncIterator[CompletionPiece]:
         while self._left:
-            message = await self._call.next()
-            if isinstance(message, m.Rows):
-                if (piece := self._completions[message.request].rows_piece(message)) is not None:
-                    yield self._piece(message.request, piece, [])
-            elif isinstance(message, m.Token):
-                piece = self._completions[message.request].token_piece(
+            message, piece = await self._call.next(), None
+            if isinstance(message, m.Token):
+                found = self._completions[message.request].token_piece(
                     message.token_id, hold=False, scores=message.scores
                 )
-                assert piece is not None
-                logprobs = [] if message.logprobs is None else [message.logprobs]
-                yield self._piece(message.request, piece, logprobs)
+                assert found is not None
+                piece = self._piece(message.request, found, [] if message.logprobs is None else [message.logprobs])
+            elif isinstance(message, m.Rows):
+                if (found := self._completions[message.request].rows_piece(message)) is not None:
+                    piece = self._piece(message.request, found, [])
             elif isinstance(message, m.Finished):
                 self._left -= 1
-                known = self._completions[message.request]._emitted
-                piece = self._completions[message.request].last_piece(event_of(message))
-                logprobs = (message.logprobs or [])[known:]
-                yield self._piece(message.request, piece, logprobs, message)
+                completion = self._completions[message.request]
+                logprobs = (message.logprobs or [])[completion._emitted :]
+                piece = self._piece(message.request, completion.last_piece(event_of(message)), logprobs, message)
+            if piece is not None:
+                yield piece
+                if piece.captures is not None:
+                    self._engine.was_read(self._call, piece.captures.states.size)
 
     def _piece(
         self, request: int, piece: StreamPiece, logprobs: list[Any], end: m.Finished | None = None

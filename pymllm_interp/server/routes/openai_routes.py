@@ -319,8 +319,10 @@ class Work:
         if end is not None and end.captured is not None:
             self._format.keep_activations(index, end.captured)
         given = index, self._prompts[piece.prompt], piece, index not in self._made, chunk
-        positions = len(piece.logprobs) + len((end and end.prompt_logprobs) or ())
-        positions += sum(len(found.scores) for found in ((end and end.monitors) or {}).values())
+        positions = len(piece.logprobs)
+        if end is not None:
+            positions += len(end.prompt_logprobs or ())
+            positions += sum(len(found.scores) for found in (end.monitors or {}).values())
         size = 0 if piece.captures is None else piece.captures.states.size
         if positions <= FEW_POSITIONS and size <= FEW_BYTES:
             found = self._format.choice(*given)
