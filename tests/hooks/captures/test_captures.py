@@ -56,6 +56,8 @@ from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.site import Site, expand
 from pymllm_interp.interventions import Generated
+from pymllm_interp.runner import model_runner
+from pymllm_interp.runner.parts import LONG_PASS
 from pymllm_interp.runner.stages.declared_stage import DeclaredStage
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
@@ -386,8 +388,12 @@ def test_a_request_that_gives_way_before_its_last_token_is_read_keeps_its_states
 
 
 @pytest.mark.few("lm_of", "functions", "tables")
-def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> None:
-    """With steps launched ahead, a request that stops has run a step too many."""
+@pytest.mark.parametrize("long", [LONG_PASS, 1])
+def test_a_row_that_was_computed_after_the_end_is_not_captured(
+    long: int, lm_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With steps launched ahead, a request that stops has run a step too many; in long passes it ends between two layers of it."""
+    monkeypatch.setattr(model_runner, "LONG_PASS", long)
     late, prompt = lm_of("llama", async_scheduling=True), prompt_of(6, 5)
     ids = late.generate([prompt], SamplingParams(temperature=0, max_tokens=9))[0].token_ids
     stop = next(i for i in range(2, 9) if ids[i] not in ids[:i])
