@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import __version__
-from ..config import MAX_IMAGES, ModelConfig, ServerConfig
+from ..config import ModelConfig, ServerConfig
 from ..core.limits import EngineLimits
 from ..engine.engine import Engine
 from ..engine.lifecycle.lifecycle import EngineLifecycle
@@ -23,7 +23,7 @@ from ..layers.seal import seal
 from ..models.adapters.adapter import Adapter
 from ..models.adapters.slots import AdapterSlots
 from ..models.registry import is_native
-from ..models.weights.source import ModelSource, load_tokenizer
+from ..models.weights.source import load_tokenizer
 from ..runner import device_memory
 from ..runner.device_memory import keeps_scores
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
@@ -33,8 +33,7 @@ from .calls.traces import run_pass, serve
 from .factory_backend import FactoryBackend
 from .facts import HOOK_LIMITS, ModelFacts
 from .generation_defaults import GenerationDefaults
-from .images.families import IMAGE_FAMILIES
-from .images.reader import ImageReader
+from .images.reader import image_reader
 from .inputs.audio import AudioReader
 from .inputs.encoder_prompts import decoder_start_ids
 from .inputs.speech import SpeechTokens
@@ -101,7 +100,9 @@ class LocalBackend(FactoryBackend):
         self.tokenizer = load_tokenizer(source)
         if runner.model_spec.bidirectional:
             self.module.set_separator(getattr(self.tokenizer, "sep_token_id", None))
-        self.facts = replace(facts_of(runner), images=image_reader(source, self.tokenizer, runner))
+        self.facts = replace(
+            facts_of(runner), images=image_reader(source, self.tokenizer, runner.server_config, runner.dtype)
+        )
         weights, saes, declarations, adapters = runner.model_state, runner.saes, runner.declarations, runner.adapters
         assert weights is not None and saes is not None and declarations is not None and adapters is not None
         self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes, adapters.hold))
@@ -153,18 +154,6 @@ class LocalBackend(FactoryBackend):
 
     def post(self, command: RunnerCommand) -> None:
         self.engine.post(command)
-
-
-def image_reader(source: ModelSource, tokenizer: Any, runner: InterpModelRunner) -> ImageReader | None:
-    """Reader of a model's images; None for text models."""
-    config = runner.server_config
-    if source.hf_config.model_type not in IMAGE_FAMILIES:
-        return None
-    most, cached = (
-        (config.limit_mm_per_prompt or {}).get("image", MAX_IMAGES),
-        int(config.mm_processor_cache_gb * 2**30),
-    )
-    return ImageReader(source.hf_config, tokenizer, source.tokenizer_path or source.folder, most, cached, runner.dtype)
 
 
 def facts_of(runner: InterpModelRunner) -> ModelFacts:

@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
+from ..core.model_spec import has_images
+from ..models.registry import architecture_of
 from .refusals import VllmRefusalError
 from .settings import OURS
-from .structures import LAYERS, PLAIN
+from .structures import IMAGES, LAYERS, PLAIN
 
 KNOWN = LAYERS.keys() | PLAIN.keys()
 """Decoder layers with sites."""
@@ -51,12 +55,20 @@ def layers_of(architecture: str) -> frozenset[str]:
     return frozenset() if module is None else _layers_in(module)
 
 
-def check_architecture(architecture: str) -> None:
+def check_architecture(config: PretrainedConfig) -> None:
     """Refuse a model before it is loaded.
 
     Raises:
         VllmRefusalError: vLLM does not have it, or its decoder layers are not known here.
     """
+    architecture = architecture_of(config)
+    if has_images(config):
+        if architecture not in IMAGES:
+            raise VllmRefusalError(
+                f"vLLM's {architecture} reads images, and its states are not known here; those with images are "
+                f"{', '.join(IMAGES)}. {OURS}"
+            )
+        architecture = IMAGES[architecture] or architecture_of(config.get_text_config())
     if architecture not in _modules():
         raise VllmRefusalError(f"vLLM has no {architecture} among its models that generate text. {OURS}")
     if not layers_of(architecture):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..core.families import num_labels_of
+from .structures import IMAGES
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
 """Methods of speculation that are served."""
@@ -54,6 +55,10 @@ def _of_ranks(config: Any) -> Iterator[tuple[bool, str]]:
         (
             on_cpu and parallel.data_parallel_size > 1 and getattr(model, "is_moe", False),
             "data_parallel_size above 1 for a model with experts on a CPU, where vLLM's engines did not start: leave it out",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1 and _is_multimodal(model),
+            "pipeline_parallel_size above 1 for a model with images: raise tensor_parallel_size",
         ),
         (getattr(parallel, "enable_elastic_ep", False), "enable_elastic_ep: ranks would come and go; leave it out"),
         (
@@ -112,7 +117,19 @@ def _of_settings(config: Any) -> Iterator[tuple[bool, str]]:
             os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1",
             "VLLM_USE_BREAKABLE_CUDAGRAPH: such graphs were not tested with hooks; unset it",
         ),
-        (_is_multimodal(model), "multimodal models: their language model by itself is served"),
+        (
+            _is_multimodal(model) and not IMAGES.keys() & set(getattr(model, "architectures", None) or ()),
+            f"multimodal models other than {', '.join(IMAGES)}: their language model by itself is served",
+        ),
+        (_is_multimodal(model) and drafts is not None, "speculative_config for a model with images: leave it out"),
+        (
+            _is_multimodal(model) and getattr(config, "lora_config", None) is not None,
+            "enable_lora for a model with images: leave it out",
+        ),
+        (
+            _is_multimodal(model) and getattr(model, "enable_prompt_embeds", False),
+            "enable_prompt_embeds for a model with images: leave it out",
+        ),
         (
             str(getattr(model, "dtype", "")) == "torch.float16"
             and "Deepseek" in str(getattr(model, "architectures", "")),

@@ -74,8 +74,11 @@ def limits_of(config: ServerConfig, device: str) -> VllmLimits:
 
 
 def served_spec(config: PretrainedConfig, dtype: Any) -> ModelSpec:
-    """The spec of a model in vLLM. Edges of attention are cut in passes by modules. See `BEGINS_LATER` for the site `embed`."""
-    spec = spec_of(config, "auto", dtype)
+    """The spec of a model in vLLM, without a vision tower, which has no sites there.
+
+    Edges of attention are cut in passes by modules. See `BEGINS_LATER` for the site `embed`.
+    """
+    spec = replace(spec_of(config, "auto", dtype), vision=None)
     spec = replace(spec, cuts_edges=spec.cuts_edges and why_without_blocks(config) is None)
     if architecture_of(config) in BEGINS_LATER:
         return replace(spec, family=replace(spec.family, missing=spec.family.missing | {"embed"}))

@@ -16,7 +16,9 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from ...config import ServerConfig
 from ...core.image_input import ImageInput
+from ...models.weights.source import ModelSource
 from ...utils.arguments import PromptError
 from ...utils.extras import library_of_extra
 from ..chat import RenderedPrompt, tokenized
@@ -190,6 +192,14 @@ class ImageReader:
             raise PromptError(f"{what} has other tokens between the image tokens ({self.word}) of one image")
         parts = zip(owns, images, strict=True)
         return tuple(ImageInput(own.clone(), image.features, image.content) for own, image in parts)
+
+
+def image_reader(source: ModelSource, tokenizer: Any, config: ServerConfig, dtype: torch.dtype) -> ImageReader | None:
+    """Reader of a model's images; None for text models. Arguments: see `ImageReader`."""
+    if source.hf_config.model_type not in IMAGE_FAMILIES:
+        return None
+    most, cached = config.max_images, int(config.mm_processor_cache_gb * 2**30)
+    return ImageReader(source.hf_config, tokenizer, source.tokenizer_path or source.folder, most, cached, dtype)
 
 
 class ProcessedImage(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...config import ModelConfig, ServerConfig
 from ...core.families import lacks_head, num_labels_of
+from ...core.model_spec import has_images
 from ...core.sampling_params import MAX_LOGPROBS
 from ...models.weights.source import ModelSource
 from ...utils.device import DTYPES
@@ -16,7 +17,7 @@ TAKEN = {
     "enable_prefix_caching", "async_scheduling", "disable_cuda_graph", "gpu_memory_utilization", "logprobs_mode", "lower_traces",
     "trace_step_warning", "trace_step_timeout",
     "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes",
-    "inner_sites", "max_loras", "max_lora_rank",
+    "inner_sites", "max_loras", "max_lora_rank", "limit_mm_per_prompt", "mm_processor_cache_gb",
 }  # fmt: skip
 """Fields of `ServerConfig` that mean something to this engine. Others must have their defaults."""
 OWN = ("model", "worker_cls", "additional_config", "tokenizer", "worker_extension_cls")
@@ -59,6 +60,11 @@ def engine_arguments(
     }  # fmt: skip
     if num_labels_of(source.hf_config) is not None:
         found["runner"], found["convert"] = "pooling", "embed" if lacks_head(source.hf_config) else "classify"
+    if has_images(source.hf_config):  # vLLM's processors want a tokenizer; images come to vLLM as they were read here
+        found["skip_tokenizer_init"], found["mm_processor_cache_gb"] = False, 0
+        found["limit_mm_per_prompt"] = {"image": server.max_images, "video": 0}
+        if source.tokenizer_path is not None:
+            found["tokenizer"] = str(source.tokenizer_path)
     if model.dtype != "auto":
         found["dtype"] = DTYPES[model.dtype] if isinstance(model.dtype, str) else model.dtype
     if model.load_format == "dummy":

@@ -18,6 +18,7 @@ from ...client.calls.traces import run_pass, serve
 from ...client.factory_backend import FactoryBackend
 from ...client.facts import HOOK_LIMITS, ModelFacts
 from ...client.generation_defaults import GenerationDefaults
+from ...client.images.reader import image_reader
 from ...client.lifecycle.orders import EngineOrders
 from ...client.pooling.folders import last_site, pooler_of
 from ...client.remote.remote_backend import tree_of
@@ -30,7 +31,7 @@ from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import TraceInput
-from ...models.registry import architecture_of, check_supported, is_native
+from ...models.registry import check_supported, is_native
 from ...models.weights.source import ModelSource, load_tokenizer, resolve_model
 from ..architectures import check_architecture
 from ..blocks import payload_of
@@ -83,7 +84,7 @@ class VllmBackend(FactoryBackend):
         source = resolve_model(model, quantised=True)
         check_supported(source.hf_config)
         installed_version()
-        check_architecture(architecture_of(source.hf_config))
+        check_architecture(source.hf_config)
         given = {} if attached is not None else engine_arguments(model, server, source, dict(arguments or {}))
         core = VllmCore(given, server, attached)
         try:
@@ -109,6 +110,9 @@ class VllmBackend(FactoryBackend):
         found = config.model_config
         model = ModelConfig(model=str(found.model), dtype=found.dtype, seed=found.seed or 0)
         server = replace(server_config_of(config.additional_config), logprobs_mode=found.logprobs_mode)
+        if found.multimodal_config is not None:
+            most = found.multimodal_config.get_limit_per_prompt("image")
+            server = replace(server, limit_mm_per_prompt={"image": most})
         return cls(model, server, attached=llm)
 
     def _describe(self, core: VllmCore, model: ModelConfig, server: ServerConfig, source: Any) -> None:
@@ -151,9 +155,10 @@ class VllmBackend(FactoryBackend):
             speculates=config.speculative_config is not None, pooler=pooler_of(source.root, encoder=False),
             pooled_site=last_site(spec),
         )  # fmt: skip
+        self.tokenizer = load_tokenizer(source)
+        self.facts = replace(self.facts, images=image_reader(source, self.tokenizer, server, dtype))
         self._orders = self._orders_of(model, source, weights)
         self.lowered = Lowered(self.module, server.lower_traces, torch.device("cpu"))
-        self.tokenizer = load_tokenizer(source)
         self._use(RequestFactory(self.facts, self.tokenizer, declarations, weights, saes, self.loaded.hold))
         open_engines.release_with(self.factory, cast(Any, self.engine))
 

@@ -15,6 +15,7 @@ from ...config import ServerConfig
 from ...core.events import EngineClosedError
 from ...core.families import lacks_head
 from ..faults import with_causes
+from ..images import VllmImages
 from ..payloads import Sealer
 from ..refusals import VllmRefusalError, refuse_config
 from ..scheduler import scheduler_name
@@ -51,6 +52,7 @@ class VllmCore:
         stages: sites of each pipeline stage, by number; empty with one stage.
         failure: error of all calls, once a rank has ended.
         kinds: the module `vllm.sampling_params`.
+        images: makes prompts with images; None for models that take text only.
         tree: weak reference to the tree that traces are written against, or None.
 
     Raises:
@@ -92,6 +94,7 @@ class VllmCore:
         self._thread = threading.Thread(target=self._run, name="pymllm-interp-vllm", daemon=True)
         self._thread.start()
         self.tree: Any = None
+        self.images = VllmImages.of(self.config.model_config)
         self.llm: Any = None
         self.links: list[list[ResultsLink]] = []
         self.engines = self.config.parallel_config.data_parallel_size
@@ -118,7 +121,9 @@ class VllmCore:
         self._watch = self.wait(begin())
 
     async def _start(self, cls: Any) -> Any:
-        return cls.from_vllm_config(self.config, disable_log_stats=True)
+        found = cls.from_vllm_config(self.config, disable_log_stats=True)
+        found.renderer.tokenizer = None  # with it vLLM adds the end of sequence to what min_tokens forbids
+        return found
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

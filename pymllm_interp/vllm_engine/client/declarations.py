@@ -7,7 +7,7 @@ from functools import cache
 
 from torch import Tensor
 
-from ...core.model_spec import LOGITS, ModelSpec
+from ...core.model_spec import LOGITS, OF_VISION, ModelSpec
 from ...core.request import Request
 from ...hooks.bound_hooks import BoundHooks
 from ...hooks.captures.reductions.lens import Lens
@@ -72,6 +72,12 @@ class VllmDeclarations(Declarations):
             ValueError: likewise. Also specs that need attention's kernels, a head that is split over ranks, or a larger ring.
         """
         then = [op for spec in specs if isinstance(spec, Monitor) for op in spec.ops]
+        for spec in (*specs, *then, *captures):
+            if str(getattr(spec, "site", "")).startswith(OF_VISION):
+                raise ValueError(
+                    f"{spec.name}: with engine='vllm' the vision tower has no sites: its states are computed once for all "
+                    f"requests with an image. {OURS}"
+                )
         for spec in (*specs, *then):
             if isinstance(spec, Monitor) and callable(spec.then):
                 raise ValueError(

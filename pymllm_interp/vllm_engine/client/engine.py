@@ -301,7 +301,7 @@ class VllmRequestEngine:
             params = vllm_params(request, sealed, read_cache, core.kinds)
         else:
             params = pooling_params(request, sealed, read_cache, core.pools)
-        prompt = prompt_of(request)
+        prompt = prompt_of(request, core.images)
         if (salt := salt_of(request, declared if declares else None)) is not None:
             prompt["cache_salt"] = salt
         request.status = RequestStatus.RUNNING

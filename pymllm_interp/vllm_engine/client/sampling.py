@@ -14,6 +14,7 @@ from ...core.sampling_params import SamplingParams
 from ...hooks.declared import Declared
 from ...hooks.monitors.monitor import ScoreRead
 from ...utils.arguments import PromptError
+from ..images import VllmImages
 from ..settings import KEY, OURS, WHOLE
 
 MASK = "prompt_is_token_ids"
@@ -62,9 +63,12 @@ def check_embeds(prompt: Any, params: SamplingParams | None, model_config: Any, 
         )
 
 
-def prompt_of(request: Request) -> dict[str, Any]:
+def prompt_of(request: Request, images: VllmImages | None) -> dict[str, Any]:
     """A request's prompt as vLLM's."""
     ids, own = list(request.prompt_token_ids), request.embeds
+    if request.images:
+        assert images is not None, "only its reader makes them"
+        return images.prompt_of(ids, request.scoped_images)
     if own is None:
         return {"prompt_token_ids": ids}
     if len(own.positions) == len(ids):

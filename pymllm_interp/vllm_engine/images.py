@@ -1,0 +1,64 @@
+"""`VllmImages`: the images of prompts as vLLM's inputs, as this package's reader has read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import BatchFeature
+
+from ..core.image_input import ImageInput
+
+IMAGE = "image"
+"""vLLM's name of the modality."""
+
+
+class VllmImages:
+    """Makes vLLM's prompts with images. vLLM does not process them again.
+
+    Args:
+        model_config: vLLM's, of a model with images.
+    """
+
+    def __init__(self, model_config: Any) -> None:
+        from vllm.multimodal import MULTIMODAL_REGISTRY  # pyright: ignore[reportMissingImports]
+
+        self._processor: Any = MULTIMODAL_REGISTRY.create_processor(model_config)
+
+    @classmethod
+    def of(cls, model_config: Any) -> VllmImages | None:
+        """For a model with this config; None for one that takes text only."""
+        return None if getattr(model_config, "multimodal_config", None) is None else cls(model_config)
+
+    def prompt_of(self, ids: list[int], images: Sequence[ImageInput]) -> dict[str, Any]:
+        """vLLM's prompt of token ids with placeholders.
+
+        Args:
+            images: in the scope in which requests share them (`Request.scoped_images`).
+        """
+        return {
+            "type": "multimodal", "prompt_token_ids": ids, "mm_kwargs": {IMAGE: [self._item(image) for image in images]},
+            "mm_hashes": {IMAGE: [image.content.hex() for image in images]},
+            "mm_placeholders": {IMAGE: [_place(image) for image in images]},
+        }  # fmt: skip
+
+    def _item(self, image: ImageInput) -> Any:
+        """The features of an image, with vLLM's description of how they are batched."""
+        from vllm.multimodal.inputs import MultiModalKwargsItems  # pyright: ignore[reportMissingImports]
+
+        inputs = BatchFeature(dict(image.features))
+        fields = self._processor._get_mm_fields_config(inputs, {})
+        return MultiModalKwargsItems.from_hf_inputs(inputs, fields)[IMAGE][0]
+
+
+def _place(image: ImageInput) -> Any:
+    """vLLM's range of an image's placeholders, with a mask where other tokens are between them."""
+    from vllm.multimodal.inputs import PlaceholderRange  # pyright: ignore[reportMissingImports]
+
+    first, length = int(image.positions[0]), int(image.positions[-1] - image.positions[0]) + 1
+    if length == image.num_tokens:
+        return PlaceholderRange(first, length)
+    mask = torch.zeros(length, dtype=torch.bool)
+    mask[image.positions - first] = True
+    return PlaceholderRange(first, length, mask)
