@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ import pytest
 import torch
 from conftest import VOCAB, random_model, tiny_tokenizer
 from helpers_server import CHAT_TEMPLATE
+from helpers_vision import PREPROCESSORS, QWEN, WORDS, vision_config, vision_model, vision_tokenizer
 from helpers_vllm_start import fork_engines
+from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from pymllm_interp import LM, SamplingParams
@@ -40,6 +43,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **SIZES, query_pre_attn_scalar=16, attn_logit_softcapping=4.0, final_logit_softcapping=12.0, sliding_window=24
     ),
 }
+IMAGE_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 TOLERANCE = 1e-4
 """Of states and log probabilities in float32, relative to the largest."""
 
@@ -62,6 +66,22 @@ def save_config(config: PretrainedConfig, folder: Path) -> Path:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_image_model(family: str, folder: Path) -> Path:
+    """A random model that reads images, with its tokenizer and image processor."""
+    config = vision_config(family, **{name: SIZES[name] for name in IMAGE_SIZES})
+    if WORDS[family] is QWEN:
+        config.text_config.rope_parameters["mrope_section"] = [8, 4, 4]
+        config.vision_config.out_hidden_size = WIDTH
+    vision_model(config).save_pretrained(folder)
+    if family == "llava":  # by the names of LLaVA's own checkpoints, which vLLM reads
+        tensors = load_file(folder / "model.safetensors")
+        named = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
+        save_file(named, folder / "model.safetensors", {"format": "pt"})
+    vision_tokenizer(family).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[family]))
     return folder
 
 
