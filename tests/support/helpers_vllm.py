@@ -43,7 +43,15 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **SIZES, query_pre_attn_scalar=16, attn_logit_softcapping=4.0, final_logit_softcapping=12.0, sliding_window=24
     ),
 }
-IMAGE_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+IMAGE_SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32,
+}  # fmt: skip
+    "hidden_size": WIDTH,
+    "intermediate_size": 128,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
 TOLERANCE = 1e-4
 """Of states and log probabilities in float32, relative to the largest."""
 
@@ -69,9 +77,13 @@ def save_config(config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def save_image_model(family: str, folder: Path) -> Path:
-    """A random model that reads images, with its tokenizer and image processor."""
-    config = vision_config(family, **{name: SIZES[name] for name in IMAGE_SIZES})
+def save_image_model(family: str, folder: Path, **changes: Any) -> Path:
+    """A random model that reads images, with its tokenizer and image processor.
+
+    Args:
+        changes: settings of the text config.
+    """
+    config = vision_config(family, **{**IMAGE_SIZES, **changes})
     if WORDS[family] is QWEN:
         config.text_config.rope_parameters["mrope_section"] = [8, 4, 4]
         config.vision_config.out_hidden_size = WIDTH
