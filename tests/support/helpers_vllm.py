@@ -46,12 +46,6 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 IMAGE_SIZES: dict[str, Any] = {
     "hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32,
 }  # fmt: skip
-    "hidden_size": WIDTH,
-    "intermediate_size": 128,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
 TOLERANCE = 1e-4
 """Of states and log probabilities in float32, relative to the largest."""
 
