@@ -57,7 +57,10 @@ WITH_BLOCKS = frozenset(
 )
 """Model types with modules for blocks: this package has them, and knows their parts in vLLM."""
 IMAGES: dict[str, str | None] = {
-    "LlavaForConditionalGeneration": None, "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Idefics3ForConditionalGeneration": None, "InternVLForConditionalGeneration": None, "LlavaForConditionalGeneration": None,
+    "LlavaOnevisionForConditionalGeneration": None, "Mistral3ForConditionalGeneration": None,
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM", "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "SmolVLMForConditionalGeneration": None,
 }  # fmt: skip
 """Architectures that read images -> architecture of their language model; None: that of its config."""
 PLAIN = {
@@ -209,7 +212,9 @@ def _with_layers(model: Any) -> tuple[nn.ModuleList, nn.Module] | None:
             found = getattr(model, layers, None), getattr(model, norm, None)
             if isinstance(found[0], nn.ModuleList) and isinstance(found[1], nn.Module):
                 return found[0], found[1]
-        inner = (getattr(model, name, None) for name in ("model", "language_model", "transformer", "decoder"))
+        inner = (
+            getattr(model, name, None) for name in ("model", "language_model", "text_model", "transformer", "decoder")
+        )
         model = next((one for one in inner if one is not None), None)
     return None
 

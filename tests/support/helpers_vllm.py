@@ -71,7 +71,7 @@ def save_config(config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def save_image_model(family: str, folder: Path, **changes: Any) -> Path:
+def save_image_model(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     """A random model that reads images, with its tokenizer and image processor.
 
     Args:
@@ -81,7 +81,7 @@ def save_image_model(family: str, folder: Path, **changes: Any) -> Path:
     if WORDS[family] is QWEN:
         config.text_config.rope_parameters["mrope_section"] = [8, 4, 4]
         config.vision_config.out_hidden_size = WIDTH
-    vision_model(config).save_pretrained(folder)
+    vision_model(config, seed).save_pretrained(folder)
     if family == "llava":  # by the names of LLaVA's own checkpoints, which vLLM reads
         tensors = load_file(folder / "model.safetensors")
         named = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}

@@ -31,7 +31,7 @@ from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 
 pytestmark = needs_vllm
-FAMILIES = ("qwen2_5_vl", "llava")
+FAMILIES = ("qwen2_5_vl", "llava", "qwen3_vl", "llava_onevision", "smolvlm", "idefics3", "internvl", "mistral3")
 OPTIONS: dict[str, Any] = {"max_num_tokens": 24, "inner_sites": ("z",), "limit_mm_per_prompt": {"image": 3}}
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
 Engines = tuple[str, LM, LM]
@@ -192,3 +192,15 @@ def test_a_client_of_a_server_gets_our_engines_results(tmp_path: Path) -> None:
         assert_close(*(model.chat(said, GREEDY)[0] for model in (lm, oracle)))
         with pytest.raises(PromptError, match="at most 2"):
             lm.generate({**ask, "multi_modal_data": {"image": images * 3}}, GREEDY)
+
+
+@pytest.mark.slow
+def test_new_weights_forget_the_towers_states(tmp_path: Path) -> None:
+    first, second = (save_image_model("qwen2_5_vl", tmp_path / name, seed=i) for i, name in enumerate("ab"))
+    ask = prompt_of("qwen2_5_vl", prompt(30, 1), 0, [8, 9])
+    with vllm_lm(first, **OPTIONS) as lm, own_lm(first) as oracle:
+        assert_equal(lm, oracle, [ask], capture=["resid_post.*"])
+        for model in (lm, oracle):
+            model.update_weights(second)
+        assert_equal(lm, oracle, [ask])
+        assert_equal(lm, oracle, [ask], capture=["resid_post.*"])

@@ -122,7 +122,8 @@ class VllmCore:
 
     async def _start(self, cls: Any) -> Any:
         found = cls.from_vllm_config(self.config, disable_log_stats=True)
-        found.renderer.tokenizer = None  # with it vLLM adds the end of sequence to what min_tokens forbids
+        if self.images is not None:  # with a tokenizer vLLM adds the end of sequence to what min_tokens forbids
+            found.renderer.tokenizer = None
         return found
 
     def _run(self) -> None:
