@@ -12,8 +12,6 @@ from ..core.image_input import ImageInput
 
 IMAGE = "image"
 """vLLM's name of the modality."""
-TILED = ("idefics3", "smolvlm")
-"""Model types with tiles that have text between them."""
 
 
 class VllmImages:
@@ -56,7 +54,7 @@ class VllmImages:
 
     def _as_processed(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The features of one image by the names and shapes that vLLM's processor of the family gives them."""
-        if self._config.model_type in TILED:  # [tiles, ...], with the number of tiles
+        if self._config.model_type == "idefics3":  # [tiles, ...], with the number of tiles
             found = {name: tensor[0] for name, tensor in features.items()}
             pixels = found["pixel_values"]
             mask = torch.ones(len(pixels), *pixels.shape[-2:], dtype=torch.int64)

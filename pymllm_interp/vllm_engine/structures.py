@@ -58,9 +58,8 @@ WITH_BLOCKS = frozenset(
 """Model types with modules for blocks: this package has them, and knows their parts in vLLM."""
 IMAGES: dict[str, str | None] = {
     "Idefics3ForConditionalGeneration": None, "InternVLForConditionalGeneration": None, "LlavaForConditionalGeneration": None,
-    "LlavaOnevisionForConditionalGeneration": None, "Mistral3ForConditionalGeneration": None,
+    "Mistral3ForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM", "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
-    "SmolVLMForConditionalGeneration": None,
 }  # fmt: skip
 """Architectures that read images -> architecture of their language model; None: that of its config."""
 PLAIN = {

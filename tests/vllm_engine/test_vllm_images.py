@@ -31,7 +31,7 @@ from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 
 pytestmark = needs_vllm
-FAMILIES = ("qwen2_5_vl", "llava", "qwen3_vl", "llava_onevision", "smolvlm", "idefics3", "internvl", "mistral3")
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "idefics3", "internvl", "mistral3")
 OPTIONS: dict[str, Any] = {"max_num_tokens": 24, "inner_sites": ("z",), "limit_mm_per_prompt": {"image": 3}}
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
 Engines = tuple[str, LM, LM]
