@@ -24,7 +24,6 @@ class VllmImages:
     def __init__(self, model_config: Any) -> None:
         from vllm.multimodal import MULTIMODAL_REGISTRY  # pyright: ignore[reportMissingImports]
 
-        self._config = model_config.hf_config
         self._processor: Any = MULTIMODAL_REGISTRY.create_processor(model_config)
 
     @classmethod
@@ -48,21 +47,9 @@ class VllmImages:
         """The features of an image, with vLLM's description of how they are batched."""
         from vllm.multimodal.inputs import MultiModalKwargsItems  # pyright: ignore[reportMissingImports]
 
-        inputs = BatchFeature(self._as_processed(dict(image.features)))
+        inputs = BatchFeature(dict(image.features))
         fields = self._processor._get_mm_fields_config(inputs, {})
         return MultiModalKwargsItems.from_hf_inputs(inputs, fields)[IMAGE][0]
-
-    def _as_processed(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The features of one image by the names and shapes that vLLM's processor of the family gives them."""
-        if self._config.model_type == "idefics3":  # [tiles, ...], with the number of tiles
-            found = {name: tensor[0] for name, tensor in features.items()}
-            pixels = found["pixel_values"]
-            mask = torch.ones(len(pixels), *pixels.shape[-2:], dtype=torch.int64)
-            return {"pixel_attention_mask": mask, **found, "num_patches": torch.tensor([len(pixels)])}
-        if self._config.model_type == "internvl":
-            tiles = torch.tensor([len(features["pixel_values"])])
-            return {**features, "image_num_patches": tiles, "image_token_id": torch.tensor(self._config.image_token_id)}
-        return features
 
 
 def _place(image: ImageInput) -> Any:

@@ -56,11 +56,7 @@ WITH_BLOCKS = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"}
 )
 """Model types with modules for blocks: this package has them, and knows their parts in vLLM."""
-IMAGES: dict[str, str | None] = {
-    "Idefics3ForConditionalGeneration": None, "InternVLForConditionalGeneration": None, "LlavaForConditionalGeneration": None,
-    "Mistral3ForConditionalGeneration": None,
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM", "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
-}  # fmt: skip
+IMAGES: dict[str, str | None] = {"LlavaForConditionalGeneration": None}
 """Architectures that read images -> architecture of their language model; None: that of its config."""
 PLAIN = {
     "GPT2Block": ("ln_1", "attn", "ln_2", "mlp"),
