@@ -212,11 +212,6 @@ class ServerConfig(EngineTuning):
     trace_step_timeout: float | None = 60.0
     """Seconds after which the block's request ends with an error; None: never."""
 
-    @property
-    def max_images(self) -> int:
-        """Most images of a prompt."""
-        return (self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")

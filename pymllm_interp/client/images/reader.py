@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from ...config import ServerConfig
+from ...config import MAX_IMAGES, ServerConfig
 from ...core.image_input import ImageInput
 from ...models.weights.source import ModelSource
 from ...utils.arguments import PromptError
@@ -194,11 +194,16 @@ class ImageReader:
         return tuple(ImageInput(own.clone(), image.features, image.content) for own, image in parts)
 
 
+def max_images(config: ServerConfig) -> int:
+    """Most images of a prompt."""
+    return (config.limit_mm_per_prompt or {}).get("image", MAX_IMAGES)
+
+
 def image_reader(source: ModelSource, tokenizer: Any, config: ServerConfig, dtype: torch.dtype) -> ImageReader | None:
     """Reader of a model's images; None for text models. Arguments: see `ImageReader`."""
     if source.hf_config.model_type not in IMAGE_FAMILIES:
         return None
-    most, cached = config.max_images, int(config.mm_processor_cache_gb * 2**30)
+    most, cached = max_images(config), int(config.mm_processor_cache_gb * 2**30)
     return ImageReader(source.hf_config, tokenizer, source.tokenizer_path or source.folder, most, cached, dtype)
 
 

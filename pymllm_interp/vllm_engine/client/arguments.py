@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from ...client.images.reader import max_images
 from ...config import ModelConfig, ServerConfig
 from ...core.families import lacks_head, num_labels_of
 from ...core.model_spec import has_images
@@ -62,7 +63,7 @@ def engine_arguments(
         found["runner"], found["convert"] = "pooling", "embed" if lacks_head(source.hf_config) else "classify"
     if has_images(source.hf_config):  # vLLM's processors want a tokenizer; images come to vLLM as they were read here
         found["skip_tokenizer_init"], found["mm_processor_cache_gb"] = False, 0
-        found["limit_mm_per_prompt"] = {"image": server.max_images, "video": 0}
+        found["limit_mm_per_prompt"] = {"image": max_images(server), "video": 0}
         if source.tokenizer_path is not None:
             found["tokenizer"] = str(source.tokenizer_path)
     if model.dtype != "auto":
