@@ -134,7 +134,7 @@ def _model_row(model: str) -> tuple[tuple[tuple[str, str]], bool]:
 
 def _vllm_rows(model: str | None) -> tuple[tuple[tuple[str, str], ...], bool]:
     """vLLM's version, and whether hooks are served in a model of its."""
-    from .vllm_engine.architectures import check_architecture, layers_of
+    from .vllm_engine.architectures import check_architecture
     from .vllm_engine.versions import installed_version as vllm_version
 
     rows: list[tuple[str, str]] = []
@@ -143,9 +143,8 @@ def _vllm_rows(model: str | None) -> tuple[tuple[tuple[str, str], ...], bool]:
         if model is not None:
             config = resolve_model(ModelConfig(model=model, load_format="dummy")).hf_config
             check_supported(config)
-            name = architecture_of(config)
-            check_architecture(name)
-            rows.append((model, f"vLLM: {name}, with hooks at the norms of {', '.join(sorted(layers_of(name)))}"))
+            layers = ", ".join(sorted(check_architecture(config)))
+            rows.append((model, f"vLLM: {architecture_of(config)}, with hooks at the norms of {layers}"))
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
         rows.append((model or "vllm", f"[red]refused[/]: {escape(str(error))}"))
         return tuple(rows), False

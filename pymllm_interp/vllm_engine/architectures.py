@@ -55,8 +55,8 @@ def layers_of(architecture: str) -> frozenset[str]:
     return frozenset() if module is None else _layers_in(module)
 
 
-def check_architecture(config: PretrainedConfig) -> None:
-    """Refuse a model before it is loaded.
+def check_architecture(config: PretrainedConfig) -> frozenset[str]:
+    """The decoder layers of a model. Refuses it before it is loaded.
 
     Raises:
         VllmRefusalError: vLLM does not have it, or its decoder layers are not known here.
@@ -71,11 +71,12 @@ def check_architecture(config: PretrainedConfig) -> None:
         architecture = IMAGES[architecture] or architecture_of(config.get_text_config())
     if architecture not in _modules():
         raise VllmRefusalError(f"vLLM has no {architecture} among its models that generate text. {OURS}")
-    if not layers_of(architecture):
+    if not (found := layers_of(architecture)):
         raise VllmRefusalError(
             f"vLLM's {architecture} has decoder layers, and their norms are not known to get a pair of delta and stream. Known are "
             f"{', '.join(sorted(KNOWN))}. {OURS}"
         )
+    return found
 
 
 def table() -> Iterator[str]:
