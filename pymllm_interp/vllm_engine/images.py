@@ -28,14 +28,14 @@ class VllmImages:
 
     @classmethod
     def of(cls, model_config: Any) -> VllmImages | None:
-        """For a model with this config; None for one that takes text only."""
+        """Maker of prompts for a model with this config. None: it takes text only."""
         return None if getattr(model_config, "multimodal_config", None) is None else cls(model_config)
 
     def prompt_of(self, ids: list[int], images: Sequence[ImageInput]) -> dict[str, Any]:
         """vLLM's prompt of token ids with placeholders.
 
         Args:
-            images: in the scope in which requests share them (`Request.scoped_images`).
+            images: `Request.scoped_images`, by which requests share states of the tower.
         """
         return {
             "type": "multimodal", "prompt_token_ids": ids, "mm_kwargs": {IMAGE: [self._item(image) for image in images]},
