@@ -67,6 +67,24 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     assert found is not None and found.code[0] == 3
 
 
+def test_without_room_for_copies_torch_multiplies_and_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    shape, weight = fastest.Shape(0, 8, 8, 64, torch.bfloat16), torch.zeros(8, 8)
+    kept: dict[str, library.Algorithm | None] = {}
+    monkeypatch.setattr(fastest, "_kept", lambda device: kept)
+    monkeypatch.setattr(fastest, "_path", lambda device: tmp_path / "products.json")
+    monkeypatch.setattr(fastest, "measured", refuse)
+    assert fastest._kept_or_measured(shape, weight) is None and not kept and not list(tmp_path.iterdir())
+    monkeypatch.setattr(fastest, "measured", lambda *_: algorithm(5))
+    found = fastest._kept_or_measured(shape, weight)
+    assert found is not None and found is kept[shape.name] and found.code[0] == 5
+    assert fastest.read(tmp_path / "products.json").keys() == {shape.name}
+
+
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYMLLM_INTERP_CACHE", str(tmp_path))

@@ -93,7 +93,11 @@ def _algorithm_for(shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> libra
 def _kept_or_measured(shape: Shape, weight: torch.Tensor) -> library.Algorithm | None:
     kept = _kept(shape.device)
     if shape.name not in kept:
-        kept[shape.name] = write(_path(shape.device), shape.name, measured(shape, weight))
+        try:
+            found = measured(shape, weight)
+        except torch.OutOfMemoryError:  # no room for copies of the weight: the next process may have it
+            return None
+        kept[shape.name] = write(_path(shape.device), shape.name, found)
     return kept[shape.name]
 
 
@@ -101,16 +105,17 @@ def _kept_or_measured(shape: Shape, weight: torch.Tensor) -> library.Algorithm |
 
 
 def measured(shape: Shape, weight: torch.Tensor) -> library.Algorithm | None:
-    """The algorithm to multiply a weight by, from times on its device; None: `torch.mm`."""
+    """The algorithm to multiply a weight by, from times on its device; None: `torch.mm`.
+
+    Raises:
+        torch.OutOfMemoryError: no room for copies of the weight.
+    """
     if shape.n % 8 or shape.k % 8:
         return None
     # Without memory for partial sums, cuBLASLt proposes others, of which one is often the fastest.
     sizes = shape.device, shape.most, shape.n, shape.k, shape.dtype
     found = {bytes(one.code): one for workspace in (WORKSPACE, 0) for one in library.proposals(*sizes, workspace)}
-    try:
-        return _measured(shape, weight, list(found.values())) if found else None
-    except torch.OutOfMemoryError:  # no room for copies
-        return None
+    return _measured(shape, weight, list(found.values())) if found else None
 
 
 def _measured(shape: Shape, weight: torch.Tensor, found: list[library.Algorithm]) -> library.Algorithm | None:
