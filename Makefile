@@ -45,7 +45,8 @@ demo: $(DEMO_STAMP)
 
 # One thread for each worker: two workers with two threads each would fight for two cores. Files in the order of their names: those
 # with the fewest tests would come last, some of which take the longest, and one worker would wait for the other.
-PASS := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q
+ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PASS := $(ENVIRONMENT) $(BIN)/python -m pytest -q
 PYTEST := $(PASS) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRACE_TESTS := $(addprefix tests/hooks/traces/test_trace_,parity.py features.py errors.py) tests/engine/test_stress.py tests/runner/test_interp_runner.py
 BOTH_WAYS := $(addprefix tests/hooks/traces/test_,trace_freed.py trace_fuzz.py class_keys.py)
@@ -54,42 +55,34 @@ REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_pari
 
 # Traces are run in more ways than one: the main run takes them as users do, after their requests where they can be lowered, and
 # here they run in the passes, in segments as on a GPU with steps launched ahead; a tenth, another each day, runs by LM.connect.
-# `make test-all` has all of them in five ways, and what is marked slow: hours. A process each: workers take longer to start than
-# they save.
+# `make test-all` has all of them in five ways, and what is marked slow: hours.
+# One family in segments, which has norms of heads as well. What a name or a class stands for, and whether a value is read, is
+# decided before a pass: those tests are in the main run.
 TENTH ?= $(shell date +%j)
-TRACE_PASSES := pass-segments pass-tenth
+PASSES := pass-waiting pass-segments pass-tenth
+pass-waiting := tests/cluster tests/server
+pass-segments := --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS) $(filter-out %class_keys.py,$(BOTH_WAYS)) \
+	-k "not (trace_parity and llama) and not (trace_parity and renamed) and not does_not_read"
+pass-tenth := --remote --tenth $(TENTH) $(REMOTE_TESTS) -k "not qwen3 and not bit"
 ALL_TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
-.PHONY: test-all pass-main pass-waiting ways pass-tenth $(ALL_TRACE_PASSES)
+.PHONY: test-all ways $(PASSES) $(ALL_TRACE_PASSES)
 
-# A third lane runs beside the two workers of the main run, one pass after the other: the tests of servers and clusters, which wait for
-# processes, sockets and a browser while others compute, and the traces' passes. Lint comes first: it compiles no Python that others
-# compile at the same time; what fails keeps no other pass from running. The `+` lets the main run show its progress; the others'
-# output comes whole, when they end.
-WAITING := tests/cluster tests/server
-BESIDE ?= $(if $(filter tests,$(TESTS)),pass-waiting $(TRACE_PASSES))
-AT_ONCE := $(MAKE) --no-print-directory -k -j 2 $(if $(filter output-sync,$(.FEATURES)),-O)
+# Two workers share the tests. A third lane runs beside them, one step after the other: lint, then the tests of servers and clusters,
+# which wait for processes, sockets and a browser while others compute, and the traces' passes; then it is a worker, too. All are
+# forked from one process that has imported torch and transformers (tests/support/lanes.py). What fails keeps nothing else from running.
+BESIDE ?= $(if $(filter tests,$(TESTS)),$(PASSES))
 
 test: $(STAMP)
-	@$(AT_ONCE) pass-main $(BESIDE)
-
-pass-main: $(STAMP)
-	+@$(PYTEST) --durations-json build/durations.json $(if $(filter pass-waiting,$(BESIDE)),$(WAITING:%=--ignore=%)) $(TESTS)
-
-pass-waiting: $(STAMP)
-	$(PASS) --durations-json build/durations-waiting.json $(WAITING)
+	@$(ENVIRONMENT) $(BIN)/python tests/support/lanes.py --workers $(WORKERS) \
+		$(foreach step,$(BESIDE),--beside='$(or $($(step)),make $(step))') \
+		-- $(if $(filter pass-waiting,$(BESIDE)),$(patsubst %,--ignore=%,$(pass-waiting))) $(TESTS)
 
 test-all: $(STAMP)
 	$(PYTEST) -m "slow or not slow" --durations-json build/durations.json $(TESTS)
-	$(AT_ONCE) $(ALL_TRACE_PASSES)
+	$(MAKE) --no-print-directory -k -j 2 $(if $(filter output-sync,$(.FEATURES)),-O) $(ALL_TRACE_PASSES)
 
-# One family, which has norms of heads as well. What a name or a class stands for, and whether a value is read, is decided before a
-# pass: those tests are in the main run.
-pass-segments: $(STAMP)
-	$(PASS) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS) $(filter-out %class_keys.py,$(BOTH_WAYS)) \
-		-k "not (trace_parity and llama) and not (trace_parity and renamed) and not does_not_read"
-
-pass-tenth: $(STAMP)
-	$(PASS) --remote --tenth $(TENTH) $(REMOTE_TESTS) -k "not qwen3 and not bit"
+$(PASSES): $(STAMP)
+	$(PASS) $($@)
 
 pass-passes: $(STAMP)
 	$(PASS) --lower-traces off $(TRACE_TESTS) $(BOTH_WAYS)

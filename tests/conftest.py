@@ -149,8 +149,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if path is not None:
         seconds = helpers_durations.seconds_by_test(chain.from_iterable(terminalreporter.stats.values()))
         helpers_durations.write(path, seconds)
-        for line in helpers_durations.summary(seconds):
-            terminalreporter.write_line(line)
+        if "lanes" not in sys.modules:  # which sums up the seconds of all sessions
+            for line in helpers_durations.summary(seconds):
+                terminalreporter.write_line(line)
     found = {
         kind: [one for one in terminalreporter.getreports(kind) if "test_server_page.py" in one.nodeid]
         for kind in ("passed", "failed", "error", "skipped")

@@ -23,7 +23,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +177,29 @@ def run(line: list[str]) -> None:
         exec(compile(Path(kind).read_text(), kind, "exec"), main)
 
 
-@cache
+_ours: list[Forks] = []
+"""The process that forks for this one, once there is one."""
+
+
+def fork_from_here() -> None:
+    """Fork the process that forks for this one: its imports are done (tests/support/lanes.py)."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not (pid := os.fork()):
+        ours.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)
+        become(theirs)
+        sys.exit()  # a process that was forked, at the end of what it ran
+    theirs.close()
+    atexit.register(lambda: (os.kill(pid, signal.SIGKILL), os.waitpid(pid, 0)))
+    _ours.append(Forks(ours))
+
+
 def forks() -> Forks:
     """The process that forks for this one."""
+    if _ours:
+        return _ours[0]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = f"import helpers_forks; helpers_forks.start({theirs.fileno()})"
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -190,18 +209,24 @@ def forks() -> Forks:
     )  # fmt: skip
     theirs.close()
     atexit.register(lambda: (process.kill(), process.wait()))  # a leftover child may have `ours` open
-    return Forks(ours)
+    _ours.append(Forks(ours))
+    return _ours[0]
 
 
-def start(file: int) -> None:
-    """The main function of the process that forks."""
-    gc.disable()  # imports make half a million objects, none of them garbage
+def import_all() -> None:
+    """What engines and servers import."""
     from pymllm_interp.utils.light_imports import import_generation, import_validators
 
     import_validators()
     import_generation()
     for name in IMPORTS:
         __import__(name)
+
+
+def start(file: int) -> None:
+    """The main function of the process that forks."""
+    gc.disable()  # imports make half a million objects, none of them garbage
+    import_all()
     gc.freeze()
     gc.enable()
     become(socket.socket(fileno=file))
