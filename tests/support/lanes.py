@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+IMPORTED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 PATHS = [os.getcwd(), str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 
@@ -85,7 +86,7 @@ def session(arguments: Sequence[str], plugins: Sequence[Any], environment: dict[
         os.dup2(output, 1)
         os.dup2(output, 2)
     helpers_forks.fork_from_here()
-    code = int(pytest.main([*arguments], plugins=[*plugins]))
+    code = int(pytest.main(["-q", "-W", IMPORTED, *arguments], plugins=[*plugins]))
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)  # without freeing its modules one by one, for seconds
@@ -103,7 +104,7 @@ def beside(steps: Sequence[str], output: int, records: Path) -> bool:
         if step.startswith("make "):
             status = subprocess.run(shlex.split(step), stdout=output, stderr=output, check=False).returncode
         else:
-            options = ["-q", "--durations-json", str(records / f"beside-{number}.json")]
+            options = ["--durations-json", str(records / f"beside-{number}.json")]
             status = status_of(session([*options, *shlex.split(step)], (), {}, output))
         failed += [f"{step}: status {status}"] * bool(status)
     os.write(output, "".join(f"FAILED: {line}\n" for line in failed).encode())
@@ -143,7 +144,7 @@ def main() -> None:
     def worker(number: int, output: int | None) -> int:
         # As xdist's own: they share the devices (gpu_workers.py).
         shared = {"PYTEST_XDIST_WORKER_COUNT": str(asked.workers), "PYTEST_XDIST_WORKER": f"gw{number % asked.workers}"}
-        options = ["-q", "-o", "console_output_style=classic", "--durations-json", str(records / f"{number}.json")]
+        options = ["-o", "console_output_style=classic", "--durations-json", str(records / f"{number}.json")]
         return session([*options, *asked.arguments], [Claims(claimed)], shared, output)
 
     pids = [worker(i, outputs[i].fileno() if i else None) for i in range(asked.workers)]
