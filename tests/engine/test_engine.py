@@ -116,6 +116,7 @@ def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers_generate(
     assert_idle(lm_of(family))
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("max_num_tokens", [1, 4, 7, 64])
 @pytest.mark.parametrize("family", ["llama", "llama-rope", "mistral", "qwen2"])
 def test_chunks_change_neither_tokens_nor_prompt_logprobs(family: str, max_num_tokens: int, lm_of: LmOf) -> None:

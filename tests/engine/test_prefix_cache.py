@@ -253,6 +253,7 @@ def test_a_steered_prompt_does_not_poison_a_plain_one(model_folder: Any) -> None
 # -- what must be computed ----------------------------------------------------------------
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("positions", [[0], [3, 9], [13], [-1], slice(8, None, 3), "prompt", "generated", "all"])
 @pytest.mark.parametrize("reduce", [None, "mean", "last"])
 def test_captures_reuse_what_is_before_the_first_captured_position(pair: Pair, positions: Any, reduce: Any) -> None:

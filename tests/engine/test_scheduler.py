@@ -127,6 +127,7 @@ def test_random_traffic_keeps_every_page_row_and_promise(examples: int) -> None:
     )
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(6))
 def test_heavy_mixed_load_preempts_swaps_and_finishes(policy: str, seed: int) -> None:

@@ -213,6 +213,7 @@ def far(request: Any, model_folder: Callable[[str], Path]) -> Iterator[Callable[
         Elsewhere.process.close()
 
 
+@pytest.mark.thin(99)
 @pytest.mark.parametrize("kind", list(LOADS))
 def test_requests_are_served_by_bytes_alone(kind: str, far: Callable[..., LM], lm_of: Callable[..., LM]) -> None:
     for one, other in zip(served(far(), LOADS[kind]), served(lm_of(FAMILY), LOADS[kind]), strict=True):

@@ -190,6 +190,7 @@ def red_of(color: str) -> float:
     return float(color.split()[1])
 
 
+@pytest.mark.thin(99)
 @in_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 375])

@@ -62,9 +62,12 @@ class Docstring(NamedTuple):
 
 def docstrings_of(tree: ast.AST) -> Iterator[Docstring]:
     """Docstrings, those under fields and constants included."""
-    for node in ast.walk(tree):
+    nodes = [tree]
+    for node in nodes:  # statements only: expressions have none
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            nodes += getattr(node, name, ())
         above: ast.AST = node
-        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+        for statement in getattr(node, "body", ()):
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield Docstring(above, statement.lineno, inspect.cleandoc(value.value))
@@ -155,9 +158,10 @@ def long_sentences(docstring: str) -> list[str]:
 
 def count_python(source: str) -> Counter[str]:
     """Counts of a file: habits of docstrings and comments, wrong beginnings and long sentences of docstrings."""
-    counted: Counter[str] = sum(map(habits, comments(source)), Counter())
-    for docstring in docstrings_of(ast.parse(source)):
-        counted += habits(docstring.text) + wrong_beginnings(docstring)
+    docstrings = list(docstrings_of(ast.parse(source)))
+    counted = habits("\n.\n".join([*comments(source), *(docstring.text for docstring in docstrings)]))
+    for docstring in docstrings:
+        counted.update(wrong_beginnings(docstring))
         counted["long"] += len(long_sentences(docstring.text))
     return counted
 

@@ -142,14 +142,17 @@ def check_crowd(family: str, lm: LM, model: PreTrainedModel, seeds: range) -> No
         assert own == tokens, run
 
 
-WAYS = [(family, "functions") for family in FAMILIES] + [
+WAYS = [
+    pytest.param(family, "functions", marks=[] if family in ("qwen3_vl", "llava") else GPU or pytest.mark.slow)
+    for family in FAMILIES
+] + [
     pytest.param(
         family, way, marks=GPU or ([] if way == "graphs" and family in ("qwen2_5_vl", "gemma3") else pytest.mark.slow)
     )
     for family in FAMILIES
     for way in ("tables", "graphs")
 ]
-"""Families and modes: on a CPU all by functions, and two with captured passes."""
+"""Families and modes: on a CPU two by functions, and two with captured passes."""
 
 
 @pytest.mark.parametrize(("family", "way"), WAYS)

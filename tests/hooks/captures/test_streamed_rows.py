@@ -73,6 +73,7 @@ def some_captures(rng: random.Random, lm: LM, patterns: bool) -> tuple[list[Capt
     return kept, [site for site in ("mlp_out.0", "mlp_out.1") if site in sites], sorted({"final_norm"} & sites)
 
 
+@pytest.mark.few("way", "functions", "graphs")  # the same kernels as in tables
 @pytest.mark.parametrize("way", ["functions", "tables", "graphs"])
 def test_rows_are_those_of_the_result_in_any_company(way: str, model_folder: Any) -> None:
     """Chunks, a small pool, several completions, other requests with ops and captures in the same steps."""

@@ -185,6 +185,7 @@ def firing(lm: Any, prompt: list[int], site: str, after: int, **more: Any) -> tu
     raise AssertionError("no probe found")
 
 
+@pytest.mark.few("way", "functions", "graphs")
 @pytest.mark.parametrize("way", ["functions", "tables", "graphs"])
 def test_ops_of_a_monitor_act_at_the_positions_after(way: str, model_folder: Any) -> None:
     with lms(way, model_folder) as load:

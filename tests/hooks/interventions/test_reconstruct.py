@@ -267,6 +267,7 @@ def cases(saes: dict[str, SAE]) -> list[list[Any]]:
 SLOW = pytest.mark.slow  # Triton's interpreter takes seconds for each
 
 
+@pytest.mark.thin(99)
 @pytest.mark.parametrize(
     ("way", "make"),
     [

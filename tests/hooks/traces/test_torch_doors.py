@@ -146,6 +146,7 @@ def weights_of(module: Any) -> list[str]:
     ] + ["input_layernorm", "post_attention_layernorm"]  # fmt: skip
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(
     "write", [in_place_copy, by_index, by_add, data_copy, data_index, data_assigned], ids=lambda f: f.__name__
 )
