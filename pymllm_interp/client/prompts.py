@@ -35,6 +35,8 @@ OUTPUTS = {
 
 def as_prompts(prompts: Any) -> list[Any]:
     """One prompt or a list of them, as a list. A list of whole numbers, or of messages, is one prompt."""
+    if type(prompts) is list and prompts and type(prompts[0]) is list:  # prompts of token ids, or conversations
+        return list(prompts)
     if isinstance(prompts, str | RenderedPrompt | BYTES) or is_conversation(prompts):
         return [prompts]
     if isinstance(prompts, Mapping) and is_of_both(prompts):
