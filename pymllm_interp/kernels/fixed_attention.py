@@ -3,7 +3,7 @@
 
 A tile has the query heads of one KV head for consecutive rows of a request. A decode row is a tile with one row; such tiles are
 small where that gives the same bits. Keys are divided at multiples of `SPAN`. Each part has its own softmax. Parts are merged in
-order, by the program that has all parts of a tile, or by the last one that ends. Hidden keys add zeros. So a row's bits depend on
+order, by the program with all parts of a tile, or by the last that ends. Hidden keys add zeros. So a row's bits depend on
 its own keys only.
 """
 
