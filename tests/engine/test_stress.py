@@ -216,7 +216,7 @@ SERVERS = [
 ]
 
 
-@pytest.mark.thin(99)
+@pytest.mark.few("server", SERVERS[0], SERVERS[3])
 @pytest.mark.parametrize("server", SERVERS, ids=lambda server: "-".join(map(str, server.values())))
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])  # beside ten seeds of four hundred
 def test_concurrent_traces_equal_their_solo_runs(lm_of, oracle, seed: int, server: dict[str, Any]) -> None:
