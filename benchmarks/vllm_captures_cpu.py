@@ -38,7 +38,7 @@ def rank(args: argparse.Namespace, key: bytes, pipe: Any) -> None:
     from pymllm_interp.hooks.interventions.vector_pool import VectorPool
     from pymllm_interp.utils.stage_times import TIMES
     from pymllm_interp.vllm_engine.settings import limits_of
-    from pymllm_interp.vllm_engine.worker.egress import Egress
+    from pymllm_interp.vllm_engine.worker.egress.egress import Egress
     from pymllm_interp.vllm_engine.worker.split_rows import SplitRows
     from pymllm_interp.vllm_engine.worker.stage import RankStage
 

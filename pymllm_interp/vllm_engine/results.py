@@ -1,6 +1,6 @@
 """Results of requests on their way from rank 0 to the client: a pickle, and its tensors.
 
-On one host the client maps the rank's results (`worker.result_arena`), and reads captured states from the ring's copies.
+On one host the client maps the rank's results (`worker.egress.result_arena`), and reads captured states from the ring's copies.
 Other tensors are in one block. Between hosts the block of all tensors follows the message.
 """
 
@@ -85,7 +85,7 @@ class Shared(NamedTuple):
 
 
 class Arena(Protocol):
-    """Results that the client maps (`worker.result_arena.ResultArena`)."""
+    """Results that the client maps (`worker.egress.result_arena.ResultArena`)."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate an uninitialised tensor."""

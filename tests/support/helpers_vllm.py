@@ -120,6 +120,11 @@ def ranks_of(lm: LM) -> list[Any]:
     return [psutil.Process(rank["pid"]) for rank in own.core.ranks]
 
 
+def engine_of(lm: LM) -> Any:
+    """The process (psutil) of vLLM's engine, above several ranks."""
+    return ranks_of(lm)[0].parent()
+
+
 def vector(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (WIDTH,)), generator=torch.Generator().manual_seed(seed))
 
@@ -191,7 +196,7 @@ def shared_files(lm: LM) -> set[Path]:
 
 
 def assert_ends_with_a_rank(lm: LM, handles: Sequence[Any], message: str, files: set[Path]) -> None:
-    """Requests end within 10 seconds with an error that names a rank, and so do later ones; nothing is left of the engine.
+    """Requests end within 10 seconds with an error that names a process, and so do later ones; nothing is left of the engine.
 
     Args:
         message: pattern of the error.
@@ -206,8 +211,9 @@ def assert_ends_with_a_rank(lm: LM, handles: Sequence[Any], message: str, files:
     with pytest.raises(EngineClosedError, match=message):
         lm.generate([[1, 2]], SamplingParams(max_tokens=1))
     own: Any = lm.backend
+    pids = list(own.core._watch._names)
     lm.shutdown()
-    pids, deadline = [rank["pid"] for rank in own.core.ranks], time.monotonic() + 30
+    deadline = time.monotonic() + 30
     while any(map(_runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(_runs, pids))

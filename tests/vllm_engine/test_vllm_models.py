@@ -158,6 +158,24 @@ def test_what_is_cached_is_never_anothers(engines: tuple[Case, LM, LM]) -> None:
     assert (hits > 0) == case.options.get("enable_prefix_caching", True)
 
 
+def test_rows_without_numbers_reach_no_other_request(engines: tuple[Case, LM, LM]) -> None:
+    """NaN of some requests, beside others and in the blocks of KV that these get after them."""
+    _, lm, oracle = engines
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
+    prompts = [prompt(length, 90 + length) for length in (1, 5, 31, 33, 60)]
+    wanted = oracle.generate(prompts, params)
+    ops: Any = [[Scale("resid_post.*", 1e20)], None, [Scale("resid_post.*", 1e20)], None]
+    batch = [prompt(100, 1), prompts[0], prompt(70, 2), prompts[3]]
+    for _ in range(3):  # all blocks of the pool
+        lm.reset_prefix_cache()
+        found = lm.generate(batch, params, interventions=ops, capture=[["resid_post.3"], None, None, None])
+        assert found[0].activations["resid_post.3"].isnan().any()
+        assert_close(found[1], wanted[0])
+        assert_close(found[3], wanted[3])
+        for one, other in zip(lm.generate(prompts, params), wanted, strict=True):
+            assert_close(one, other)
+
+
 def inner_ops(kinds: Sequence[str], width: int, last: int) -> list[list[Any]]:
     """For each prompt ops at some of these inner sites: whole rows, single heads, directions, positions and gates.
 

@@ -40,7 +40,7 @@ from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_b
 from pymllm_interp.vllm_engine.settings import additional_config, limits_of, server_config_of
 from pymllm_interp.vllm_engine.structures import structure_of
 from pymllm_interp.vllm_engine.worker.blocks.tree import refuse_weights
-from pymllm_interp.vllm_engine.worker.result_arena import ResultArena
+from pymllm_interp.vllm_engine.worker.egress.result_arena import ResultArena
 
 CONFIG = LlamaConfig(
     hidden_size=288, num_hidden_layers=2, num_attention_heads=4, vocab_size=50, max_position_embeddings=64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from helpers_vllm import (
     assert_close,
     assert_close_tensor,
     assert_ends_with_a_rank,
+    engine_of,
     needs_vllm,
     own_lm,
     prompt,
@@ -69,17 +71,20 @@ def oracle(folder: Path) -> Iterator[LM]:
 
 def engine(folder: Path, **options: Any) -> Iterator[LM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1|0|1" if options.get("tensor_parallel_size") == 2 else "0|1")
         with vllm_lm(folder, max_num_tokens=48, inner_sites=INNER, **options) as found:
             yield found
 
 
-@pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.slow)])
+GRID = "V1, two by two"
+
+
+@pytest.fixture(scope="module", params=["V1", *(pytest.param(one, marks=pytest.mark.slow) for one in ("V2", GRID))])
 def stages(request: pytest.FixtureRequest, folder: Path) -> Iterator[LM]:
-    """Two pipeline ranks, with two layers each."""
+    """Two pipeline stages, with two layers each; of one rank, or of two tensor-parallel ones."""
     if (request.param == "V2") != (os.environ.get(V2) == "1"):
         pytest.skip(f"vLLM asks for Triton when it is imported: .ci/vllm-tests runs this with {V2}=1")
-    yield from engine(folder, pipeline_parallel_size=2)
+    yield from engine(folder, pipeline_parallel_size=2, tensor_parallel_size=2 if request.param == GRID else 1)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,7 @@ def assert_same(lm: LM, oracle: LM) -> list[Any]:
 def test_stages_have_the_states_of_one_rank(stages: LM, oracle: LM) -> None:
     found = assert_same(stages, oracle)
     assert {mode for out in found if out.receipt for mode in out.receipt.steps} == {f"vllm {runner_of(stages)} none"}
-    assert "2 ranks" in stages.backend.facts.engine_name
+    assert f"{len(ranks_of(stages))} ranks" in stages.backend.facts.engine_name
 
 
 def test_captures_of_all_stages_stream(stages: LM, oracle: LM) -> None:
@@ -123,8 +128,54 @@ def test_captures_of_all_stages_stream(stages: LM, oracle: LM) -> None:
         assert_close_tensor(whole[site], wanted.activations[site], site)
 
 
+def monitors_of(oracle: LM) -> list[Any]:
+    """For each prompt two monitors, one of each stage. They record, stop, or begin ops in both stages; two prompts have none."""
+    ops = {0: [Steer("resid_post.2", vector(14), 4.0)], 3: [Ablate("mlp_out.0", vector(15)), Scale("attn_out.3", 0.3)]}
+    found: list[Any] = []
+    for i, out in enumerate(oracle.generate(PROMPTS, PARAMS, interventions=OPS, capture=["resid_post.{0,3}"])):
+        own = []
+        for layer, then in ops.items():
+            scores = sorted((out.activations[f"resid_post.{layer}"][-6:] @ vector(12)).tolist())
+            low, high = max(pairwise(scores), key=lambda gap: gap[1] - gap[0])
+            acts = {0: "record", 1: "stop" if layer else "record", 2: then, 5: then if layer else "stop"}.get(
+                i, "record"
+            )
+            own.append(Monitor(f"resid_post.{layer}", vector(12), (low + high) / 2, then=acts, name=f"layer {layer}"))
+        found.append(None if i in (3, 4) else own)
+    return found
+
+
+def assert_same_scores(found: Any, wanted: Any) -> None:
+    assert found.monitors.keys() == wanted.monitors.keys()
+    for name, own in wanted.monitors.items():
+        scores = found.monitors[name]
+        assert (scores.fired, scores.stopped) == (own.fired, own.stopped)
+        assert scores.positions.tolist() == own.positions.tolist()
+        torch.testing.assert_close(scores.scores, own.scores, rtol=1e-3, atol=1e-3)
+
+
+def test_monitors_of_all_stages_record_stop_and_act(stages: LM, oracle: LM) -> None:
+    monitors = monitors_of(oracle)
+    wanted = oracle.generate(PROMPTS, PARAMS, interventions=OPS, monitors=monitors, capture=CAPTURED)
+    assert {out.finish_reason for out in wanted} == {"monitor", "length"}
+    assert any(one.monitor and one.generated_rows for out in wanted for one in out.receipt.interventions)
+    for _ in range(2):
+        found = stages.generate(PROMPTS, PARAMS, interventions=OPS, monitors=monitors, capture=CAPTURED)
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+            assert one.finish_reason == other.finish_reason
+            assert_same_scores(one, other)
+    pieces = list(stages.stream(PROMPTS[1], PARAMS, interventions=OPS[1], monitors=monitors[1]))
+    assert [token for piece in pieces for token in piece.token_ids] == wanted[1].token_ids
+    assert_same_scores(pieces[-1], wanted[1])
+
+
 def test_an_abort_leaves_the_others_as_they_are(stages: LM, oracle: LM) -> None:
-    options = {"interventions": OPS[0], "capture": ["resid_post.*"]}
+    options: Any = {
+        "interventions": OPS[0],
+        "capture": ["resid_post.*"],
+        "monitors": [Monitor("resid_mid.3", vector(1))],
+    }
     ended = [stages.submit(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True), **options) for _ in range(2)]
     kept = stages.submit(PROMPTS[2], PARAMS, **options)
     for handle in ended:
@@ -140,14 +191,13 @@ def test_what_needs_several_stages_is_refused_by_name(stages: LM) -> None:
     crossing = Steer("resid_post.2", vector(8), when=Gate(vector(9), 0.0, site="resid_post.0"))
     for options, message in (
         ({"interventions": [crossing]}, "another pipeline rank"),
-        ({"monitors": [Monitor("resid_post.1", vector(1))]}, "no monitor is served"),
         ({"capture": [Capture("resid_post.1", reduce=Lens(top_k=2))]}, "other ranks have it"),
         (
             {"capture": [Capture("resid_post.{0,3}", reduce=Features(crosscoder, top_k=2))]},
             "a crosscoder reads all its sites",
         ),
     ):
-        with pytest.raises(ValueError, match=f"{message}|pipeline_parallel_size=2"):
+        with pytest.raises(ValueError, match=f"{message}|(pipeline|tensor)_parallel_size=2"):
             stages.generate([PROMPTS[0]], PARAMS, **options)
     with pytest.raises(VllmRefusalError, match="no pipeline ranks"), stages.trace(PROMPTS[0]):
         for i in range(3):  # a loop does not lower
@@ -176,15 +226,20 @@ def test_new_weights_reach_all_stages(stages: LM, oracle: LM, folder: Path) -> N
     assert_new_weights(stages, oracle, folder)
 
 
-def test_a_stopped_rank_is_named(stages: LM) -> None:
+def test_a_stopped_rank_or_killed_engine_is_named(stages: LM) -> None:
     """The last test of this engine."""
-    files, rank = shared_files(stages), ranks_of(stages)[1]
+    files, ranks = shared_files(stages), ranks_of(stages)
     handles = [
         stages.submit(ids, SamplingParams(max_tokens=70, ignore_eos=True), capture=["resid_post.*"])
         for ids in PROMPTS[:3]
     ]
-    rank.suspend()
-    assert_ends_with_a_rank(stages, handles, r"rank 1 of 2 \(process \d+\) is stopped \(SIGSTOP\)", files)
+    if len(ranks) == 2:
+        ranks[1].suspend()
+        message = r"rank 1 of 2 \(process \d+\) is stopped \(SIGSTOP\)"
+    else:
+        engine_of(stages).kill()
+        message = r"the process of engine 0 of 1, above its ranks, \(process \d+\) (was ended by SIGKILL|has ended)"
+    assert_ends_with_a_rank(stages, handles, message, files)
 
 
 def test_engines_share_the_requests(replicas: LM, oracle: LM) -> None:

@@ -41,9 +41,9 @@ from pymllm_interp.vllm_engine.client.ranks.rank_watch import RankWatch
 from pymllm_interp.vllm_engine.client.results_link import ResultsLink
 from pymllm_interp.vllm_engine.results import AskedRows, SharedResults, TensorBlock, host_name, pid_space, read_block
 from pymllm_interp.vllm_engine.settings import WITH_TABLES, limits_of
-from pymllm_interp.vllm_engine.worker import result_arena
-from pymllm_interp.vllm_engine.worker.egress import Egress
-from pymllm_interp.vllm_engine.worker.result_arena import ResultArena
+from pymllm_interp.vllm_engine.worker.egress import result_arena
+from pymllm_interp.vllm_engine.worker.egress.egress import Egress
+from pymllm_interp.vllm_engine.worker.egress.result_arena import ResultArena
 from pymllm_interp.vllm_engine.worker.split_rows import SplitRows
 from pymllm_interp.vllm_engine.worker.stage import RankStage
 
@@ -242,7 +242,7 @@ def test_the_end_of_ranks_leaves_the_memory_of_their_users_process() -> None:
                 "pid": os.getpid(),
                 "pid_space": "pid:[1]",
             }  # this number is another process's in a container
-            made = RankWatch([own, other], lambda what: None)
+            made = RankWatch([own, other], [], lambda what: None)
             made.close()
             return made
 

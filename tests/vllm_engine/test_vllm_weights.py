@@ -213,12 +213,21 @@ def test_a_sleeping_engine_takes_no_requests(
     running = lm.submit(PROMPTS[0], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     lm.sleep(drain=True)  # requests of a pause end, too
     assert len(running.result(1).outputs[0].token_ids) == 60 and lm.wake()
+    held = lm.submit(PROMPTS[0], GREEDY)
+    time.sleep(0.3)
+    assert lm.is_paused() and not held.done  # the pause outlives the sleep
+    lm.resume()
+    assert len(held.result(60).outputs[0].token_ids) == 6
+    for order, paused in ((lm.pause, True), (lm.resume, False)):
+        lm.sleep()
+        order()
+        assert lm.wake() and lm.is_paused() == paused
     lm.sleep(level=2)
     assert not lm.wake(["weights"])
     with pytest.raises(ValueError, match="only kv_cache sleeps"):
         lm.sleep()
     assert not lm.wake(["kv_cache"]) and lm.is_sleeping()
-    assert woken == [None, None, ["weights"], ["kv_cache"]]
+    assert woken == [None, None, None, None, ["weights"], ["kv_cache"]]
     with pytest.raises(WeightsError, match="missing"):
         lm.update_weights({"model.norm.weight": tensors(folders[0])["model.norm.weight"]})
     lm.update_weights(folders[0])

@@ -153,6 +153,11 @@ class AttachedLLM:
         return await self._called("remove_lora", number)
 
     @property
+    def engine_core(self) -> Any:
+        """vLLM's connection to its engine."""
+        return self._engine.engine_core
+
+    @property
     def errored(self) -> bool:
         """Whether vLLM's processes have ended."""
         return bool(getattr(getattr(self._engine.engine_core, "resources", None), "engine_dead", False))

@@ -113,12 +113,19 @@ class VllmCore:
             raise
 
     def watch(self, failed: Callable[[str], None]) -> None:
-        """Call a function on the loop, with the rank and the cause, when a rank is killed or stopped."""
+        """Call a function with the process and the cause, on the loop, when a rank or engine ends or stops."""
+        manager = getattr(getattr(self.llm.engine_core, "resources", None), "engine_manager", None)
+        engines = getattr(manager, "processes", ())  # Ray has actors
 
         async def begin() -> RankWatch:
-            return RankWatch(self.ranks, failed)
+            return RankWatch(self.ranks, engines, failed)
 
         self._watch = self.wait(begin())
+
+    def look(self) -> None:
+        """Have ended processes noticed now, on the loop: vLLM may be the first to see them."""
+        if self._watch is not None:
+            self._watch.look()
 
     async def _start(self, cls: Any) -> Any:
         found = cls.from_vllm_config(self.config, disable_log_stats=True)

@@ -84,11 +84,6 @@ class VllmDeclarations(Declarations):
                     f"{spec.name}: with engine='vllm' a monitor records, stops, or begins interventions: a function "
                     f"of this process (then={shown(spec.then)}) is not called. {OURS}"
                 )
-            if isinstance(spec, Monitor) and self._stages:
-                raise ValueError(
-                    f"{spec.name}: with pipeline_parallel_size={len(self._stages)} no monitor is served, as its scores are on "
-                    f"several ranks: raise tensor_parallel_size instead. {OURS}"
-                )
             if isinstance(spec, Knockout) and self._why_uncut:
                 raise ValueError(
                     f"{spec.name}: with engine='vllm' no edge of attention is cut {self._why_uncut}. {OURS}"
@@ -143,7 +138,7 @@ class VllmDeclarations(Declarations):
         for site, found in hooks.ops.items():
             stage = self._stage_of(site)
             for op in found:
-                read = op.flag is not None and flags.setdefault(op.flag.slot, stage) != stage
+                read = op.flag is not None and not op.flag.monitor and flags.setdefault(op.flag.slot, stage) != stage
                 if read or (op.read is not None and self._stage_of(op.read.site) != stage):
                     raise ValueError(
                         f"{op.spec.name} at {op.site}: it reads a site of another pipeline rank "

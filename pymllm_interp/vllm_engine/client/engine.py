@@ -277,6 +277,7 @@ class VllmRequestEngine:
     def _named(self, error: BaseException) -> BaseException:
         """Error of a request for its caller. The end of vLLM's engine becomes EngineClosedError."""
         if type(error).__name__ == "EngineDeadError":
+            self.core.look()
             if self.core.failure is not None:  # which names the rank
                 return self.core.failure
             told = EngineClosedError(

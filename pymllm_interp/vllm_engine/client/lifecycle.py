@@ -36,7 +36,12 @@ class VllmLifecycle:
         core, engine, weights: vLLM, its requests, and the state of its weights.
         make_update: an empty update of the served model.
         has_experts: whether the model has experts.
+
+    Attributes:
+        held: whether the engine is to be paused when it wakes: vLLM itself forgets a pause.
     """
+
+    held = False
 
     def __init__(
         self, core: VllmCore, engine: VllmRequestEngine, weights: VllmWeights, make_update: Callable[[], VllmUpdate],
@@ -62,11 +67,13 @@ class VllmLifecycle:
             late = self._stamps.is_late(stamp)
             if mode != "wait" and not late:
                 self._core.ask(self._core.llm.pause_generation(mode=mode, clear_cache=False))
+                self.held = True
         if mode == "wait" and late and not self.is_paused:
             raise RuntimeError(RESUMED)
         if mode == "wait" and not late:
             with self._draining:
                 self._drain()
+                self.held = True
         return not late or self.is_paused
 
     def _drain(self) -> None:
@@ -93,6 +100,7 @@ class VllmLifecycle:
         with self._one_order:
             if self._stamps.is_late(stamp):
                 return not self.is_paused
+            self.held = False
             self._core.ask(self._core.llm.resume_generation())
             if (drained := self._drained) is not None:
                 drained.cancel()
@@ -227,8 +235,10 @@ class VllmSleep:
                 raise ValueError(f"{live} requests are live: drain=True waits for them, lm.pause('abort') ends them")
             if mode == "abort":
                 self._engine.abort_all()
+            held = self._lifecycle.is_paused
             if mode == "wait":
                 self._lifecycle.resume()  # requests of a pause, too
+            self._lifecycle.held = held
             self._engine.wait_until_idle()
             self._core.ask(self._core.llm.sleep(level, "abort"))
             self._asleep, self._dropped, self._weights.asleep = {"weights", "kv_cache"}, level == 2, True
@@ -245,6 +255,8 @@ class VllmSleep:
             if "weights" in wanted:
                 self._weights.asleep, self.needs_weights = False, self._dropped
             self._asleep = self._asleep - wanted
+            if self._lifecycle.held and not self._asleep:
+                self._core.ask(self._core.llm.pause_generation(mode="keep", clear_cache=False))
         if self.needs_weights and tags is None:
             self._reload()
         self._open_if_whole()

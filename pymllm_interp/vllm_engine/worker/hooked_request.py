@@ -36,6 +36,8 @@ class HookedRequest:
     """Sites with an op or a capture. All ranks have the same ones, also after rank 0 has sent the results."""
     acting: RequestMonitors | None = None
     """Its monitors, if ops wait for one to fire: each rank decides for itself, by equal scores."""
+    num_scores: int = 0
+    """Dot products of its monitors for each row. All ranks have the same number."""
     cuts: bool = False
     """Cut edges of attention, or captured patterns: its passes are by modules."""
     failed: str = ""
@@ -59,7 +61,7 @@ class HookedRequest:
         self.declared = declared
         captured = () if declared.captures is None else declared.captures.layout.by_site
         self.sites = frozenset((*declared.hooks.ops, *captured))
-        self.cuts = declared.hooks.cuts_edges
+        self.cuts, self.num_scores = declared.hooks.cuts_edges, declared.hooks.num_scores
         monitors = declared.hooks.monitors
         if any(bound.flag is not None for bound in monitors):
             self.acting = RequestMonitors(monitors, self.request_id, self.prompt_len)

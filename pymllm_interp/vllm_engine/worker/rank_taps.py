@@ -18,7 +18,7 @@ from ...layers.edits.table import TableOps
 from ...runner.stages.declared_stage import DeclaredStage
 from ..settings import uses_tables
 from .batch import VllmStep
-from .result_arena import ResultArena
+from .egress.result_arena import ResultArena
 from .split_rows import SplitRows
 
 
@@ -122,6 +122,11 @@ class TappedStage(DeclaredStage):
     def has_tables(self) -> bool:
         """Whether passes read declared ops from device tables."""
         return uses_tables(torch.device(self.device).type)
+
+    def clear_scores(self, slots: int, tokens: int) -> None:
+        """Zero the scores of a pass that were taken: the next one writes only the scores of this rank's sites."""
+        if self.table_ops is not None:
+            self.table_ops.token_rows.scores[:slots, :tokens] = 0
 
     def logit_table_ops(self, rows: VllmStep, num_rows: int) -> TableOps | None:
         """The ops at the logits of a step."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .hooks_of import HooksOf
+from .stale_kv import clear_new_blocks
 
 
 class CpuNoise(torch.Generator):
@@ -48,6 +49,7 @@ class RowsOfV1:
 
     def _update_states(self, scheduler_output: Any) -> Any:
         if self.interp is not None:
+            clear_new_blocks(self, scheduler_output)
             known: Any = self.requests  # pyright: ignore[reportAttributeAccessIssue]
             self.interp.take(scheduler_output, lambda vllm_id: known[vllm_id].num_tokens)
         found = super()._update_states(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]

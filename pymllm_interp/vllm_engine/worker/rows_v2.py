@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .hooks_of import HooksOf
+from .stale_kv import clear_new_blocks
 
 
 class _NoGraphs:
@@ -37,6 +38,7 @@ class RowsOfV2:
 
     def finish_requests(self, scheduler_output: Any) -> Any:
         if self.interp is not None:
+            clear_new_blocks(self, scheduler_output)
             self.interp.take(scheduler_output)
         return super().finish_requests(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
 

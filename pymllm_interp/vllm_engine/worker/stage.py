@@ -26,15 +26,15 @@ from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.captures.streamed import StreamedRows
 from ...hooks.declared import Declared
 from ...kernels.edit_codes import TokenRows
-from ...runner.async_output import copy_to_host
 from ...utils.stage_times import TIMES
 from ...utils.upload import upload
-from ..results import AskedRows, SentScores
+from ..results import AskedRows
 from ..settings import limits_of, uses_tables
 from .batch import StepBatch, VllmStep, step_of
+from .egress.rank_scores import RankScores
+from .egress.result_arena import ResultArena
 from .hooked_request import HookedRequest, RankResult
 from .rank_taps import RankTaps, TappedStage
-from .result_arena import ResultArena
 from .row_buffers import VllmRowBuffers
 from .split_rows import SplitRows
 
@@ -76,7 +76,7 @@ class RankStage:
         own = self.buffers
         self.stage.make_tables(own.edited, TokenRows(own.op_rows, own.positions, own.blocks, own.flags, own.scores))
         self.taps = RankTaps(self.stage.table_ops, own.seen, split)
-        self.bindings = Bindings(model, self.stage.limits, readout)
+        self.bindings, self.scores = Bindings(model, self.stage.limits, readout), RankScores(self.stage)
         self.lock = threading.RLock()
         self.num_steps = 0
         self._logits_site = inner_site(model.num_hidden_layers, 0, LOGITS)
@@ -94,7 +94,6 @@ class RankStage:
         self._drafts = False  # some step had any
         self.whole: Container[str] = ()  # vLLM's ids of requests with blocks that read all logits
         self.by_modules = False  # the pass under way called no tap: its modules have met all rows
-        self.tell_scores: Callable[[SentScores], None] | None = None  # of the client, on rank 0
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -322,6 +321,7 @@ class RankStage:
             batch.asked = frozenset().union(*(self._known[one].sites for one in req_ids if one in self._known))
         if not batch.hooked:
             self.idle()
+        self.scores.begin(filter(None, map(self._known.get, req_ids)), int(starts[len(req_ids)]))
         self.taps.asked = batch.asked
         if not batch.hooked:
             return
@@ -439,7 +439,7 @@ class RankStage:
             with TIMES.of("step: send"):
                 self._ring.send()
         if step.batch.monitored:
-            self._take_scores(step)
+            self.scores.take(step)
         if self._stream is not None:
             self._launched = torch.cuda.Event()
             self._launched.record()
@@ -448,26 +448,6 @@ class RankStage:
         self.step, self.taps.ops = None, None
         self._let_go()
         self._mark()
-
-    def _take_scores(self, step: VllmStep) -> None:
-        """Send the scores to the client. If ops wait for a monitor to fire, wait for them: it may be before the next step."""
-        acting = {
-            one.request_id: one.acting for _, one in step.batch.hooked if one.acting is not None and one.acting.may_act
-        }
-        found = self.stage.scores(step) if acting or self.tell_scores is not None else None
-        if found is None:
-            return
-        first = {entry.request_id: entry.start for entry in step.entries}
-        if self.tell_scores is not None:
-            parts = [(request_id, first[request_id], start, stop) for request_id, start, stop in found.parts]
-            (values,), copied = copy_to_host([found.values])
-            self.tell_scores(SentScores(parts, values, copied))
-        if acting:
-            dots = found.values.cpu().numpy()
-            for request_id, start, stop in found.parts:
-                if (monitors := acting.get(request_id)) is not None:
-                    monitors.take(first[request_id], dots[:, start:stop])
-                    self.stage.note_fired(request_id, monitors.take_acted())
 
     def _hold(self) -> None:
         if not self._held:

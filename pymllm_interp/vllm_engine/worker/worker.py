@@ -31,7 +31,7 @@ from ..structures import structure_of
 from ..versions import installed_version
 from . import op
 from .blocks.traces import RankTraces
-from .egress import Egress
+from .egress.egress import Egress
 from .hooks_of import HooksOf
 from .readout import VllmReadout, head_of
 from .rows_v1 import RowsOfV1
@@ -113,8 +113,19 @@ class InterpWorker:
         drafts = config.speculative_config
         num_drafts = 0 if drafts is None else drafts.num_speculative_tokens
         sites = self._sites = structure.sites if several else None
+        if several:  # on the host: stages have different devices
+            stage.scores.add_up = lambda scores: torch.distributed.all_reduce(scores, group=_pipeline().cpu_group)
         self.model_runner.interp = HooksOf(stage, model, head, traces, num_drafts, sites)
         sys.setswitchinterval(SWITCH_SECONDS)
+        return found
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, then the monitors' scores of all stages: the next stage has got its input by then."""
+        found = super().execute_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if self._sites is not None:
+            stage = self._hooks.stage
+            with stage.lock:
+                stage.scores.join(stage.step)
         return found
 
     @property
@@ -131,7 +142,9 @@ class InterpWorker:
         own, model = self._hooks.stage, cast(Any, self.model_runner).get_model()
         if own.rank == 0 and self.egress is None:
             self.egress = Egress(key, own.finish, own.rows, own.arena)
-            own.tell_scores = self._hooks.traces.tell = self.egress.tell
+            self._hooks.traces.tell = self.egress.tell
+            if own.scores.add_up is None or _pipeline().is_first_rank:
+                own.scores.tell = self.egress.tell
         return {
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
             "pid_space": pid_space(),
@@ -212,6 +225,12 @@ def _tensor_parallel_group() -> Any:
     from vllm.distributed.parallel_state import get_tp_group  # pyright: ignore[reportMissingImports]
 
     return get_tp_group()
+
+
+def _pipeline() -> Any:
+    from vllm.distributed.parallel_state import get_pp_group  # pyright: ignore[reportMissingImports]
+
+    return get_pp_group()
 
 
 def _checksum_of(parameter: torch.Tensor) -> int:

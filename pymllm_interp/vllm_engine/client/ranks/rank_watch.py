@@ -1,4 +1,4 @@
-"""`RankWatch`: notices ranks that were killed or stopped. vLLM itself names none, and waits minutes for one that is stopped."""
+"""`RankWatch`: notices ranks and engines that were killed or stopped. vLLM names none, and waits minutes for a stopped one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from ...results import host_name, pid_space
 
 STOPPED_SECONDS = 4.0
-"""A rank that is stopped for this long has failed."""
+"""A process that is stopped for this long has failed."""
 LOOK_SECONDS = 1.0
 """Seconds between looks at whether a rank is stopped."""
 STOPPED, ENDED = "T", "ZX"
@@ -24,23 +24,30 @@ STOPPED, ENDED = "T", "ZX"
 
 
 class RankWatch:
-    """Watches the processes of ranks on this host, on the client's loop only. Other hosts and containers are left to vLLM.
+    """Watches the processes of this host, on the client's loop only. Other hosts and containers are left to vLLM.
 
     Args:
         ranks: answers of the ranks to `interp_open`.
-        failed: called once, with the rank and the cause.
+        engines: vLLM's processes of engines, above their ranks (`multiprocessing.Process`). One rank by itself is its engine's.
+        failed: called once, with the process and the cause.
     """
 
-    def __init__(self, ranks: Sequence[Mapping[str, Any]], failed: Callable[[str], None]) -> None:
+    def __init__(
+        self, ranks: Sequence[Mapping[str, Any]], engines: Sequence[Any], failed: Callable[[str], None]
+    ) -> None:
         self._failed: Callable[[str], None] | None = failed
         self._stopped: dict[int, float] = {}  # pid -> since when
         self._names: dict[int, str] = {}  # by pid
         self._files: dict[int, int] = {}  # pid -> pidfd: a number of a process may be given again
         for index, rank in enumerate(ranks):
             if (rank["host"], rank["pid_space"]) == (host_name(), pid_space()):
-                pid = rank["pid"]
-                self._names[pid] = f"rank {index} of {len(ranks)} (process {pid})"
-                with contextlib.suppress(OSError, AttributeError):  # it has ended already; Linux only
+                self._names[rank["pid"]] = f"rank {index} of {len(ranks)}"
+        self._engines = {one.pid: one for one in engines if one.pid not in self._names}
+        for index, pid in enumerate(self._engines):
+            self._names[pid] = f"the process of engine {index} of {len(self._engines)}, above its ranks,"
+        for pid in (*self._engines, *self._names):
+            with contextlib.suppress(OSError, AttributeError):  # it has ended already; Linux only
+                if pid not in self._files:
                     self._files[pid] = os.pidfd_open(pid)
         # Without the names of this process: it may be the parent, and processes that it forks have its memory.
         self._shared = {name for pid in self._files for name in (*_shared(pid), *_shared(_parent(pid)))} - _shared(
@@ -53,9 +60,19 @@ class RankWatch:
     def _has_ended(self, pid: int) -> None:
         asyncio.get_running_loop().remove_reader(self._files[pid])
         name = _signal_of(pid)
+        if (
+            not name and pid in self._engines and (code := self._engines[pid].exitcode or 0) < 0
+        ):  # vLLM has asked for it
+            name = signal.Signals(-code).name
         self._tell(
             pid, f"was ended by {name}" if name else "has ended: it was killed, or has failed, and its log says which"
         )
+
+    def look(self) -> None:
+        """Notice processes that have ended, engines first: an engine ends its ranks."""
+        for pid in self._files:
+            if self._failed is not None and _stat(pid)[:1] in ([], *map(list, ENDED)):
+                self._has_ended(pid)
 
     async def _look(self) -> None:
         while True:
@@ -69,7 +86,7 @@ class RankWatch:
     def _tell(self, pid: int, cause: str) -> None:
         failed, self._failed = self._failed, None
         if failed is not None:
-            failed(f"{self._names[pid]} {cause}")
+            failed(f"{self._names[pid]} (process {pid}) {cause}")
 
     def close(self) -> None:
         """Stop watching."""

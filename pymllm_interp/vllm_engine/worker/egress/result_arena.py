@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...hooks.captures.egress.result_memory import FRESH, SMALL, rounded
-from ...utils.stage_times import TIMES
-from ..results import Shared
+from ....hooks.captures.egress.result_memory import FRESH, SMALL, rounded
+from ....utils.stage_times import TIMES
+from ...results import Shared
 
 
 class ResultArena:

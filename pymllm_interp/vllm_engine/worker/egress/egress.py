@@ -17,12 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
-from ...core.step import RequestEnd
-from ...hooks.captures.streamed import StreamedRows
-from ...utils.stage_times import TIMES
-from ..blocks import StepEnds
-from ..results import SCORES, AskedRows, SentScores, TensorBlock, host_name, send_at_once
-from .hooked_request import RankResult
+from ....core.step import RequestEnd
+from ....hooks.captures.streamed import StreamedRows
+from ....utils.stage_times import TIMES
+from ...blocks import StepEnds
+from ...results import SCORES, AskedRows, SentScores, TensorBlock, host_name, send_at_once
+from ..hooked_request import RankResult
 from .result_arena import ResultArena
 
 logger = logging.getLogger(__name__)
