@@ -56,7 +56,7 @@ class KnownNames(NamedTuple):
         Raises:
             ValueError: an unknown name, a text that is not one token, or a vector that a spec refuses.
         """
-        made = {id(spec): self._known(spec) for specs in lists for spec in specs}
+        made = {key: self._known(spec) for key, spec in {id(spec): spec for specs in lists for spec in specs}.items()}
         return resolved([[made[id(spec)] for spec in specs] for specs in lists], self.vectors, self.facts.spec)
 
     def _known(self, spec: Any) -> Any:

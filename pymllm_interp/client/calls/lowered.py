@@ -76,6 +76,8 @@ class Ended(NamedTuple):
 def monitors_of(given: TraceInput | None) -> Sequence[Monitor]:
     """The monitors of a trace of one prompt. Raises ValueError for others."""
     assert given is not None, "an invoke without a prompt is not lowered"
+    if "monitors" not in given[1]:
+        return ()
     return cast(Any, declared_for_each_prompt({"monitors": given[1].get("monitors")}, 1)[0])
 
 

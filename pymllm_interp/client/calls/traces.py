@@ -98,6 +98,7 @@ class Running:
 
     def __init__(self, traces: Sequence[RequestTrace]) -> None:
         self.handles: list[RequestHandle] = []
+        self._waited = 0
         self._cancelled = False
         for trace in traces:
             trace.cancel = self.cancel
@@ -116,12 +117,13 @@ class Running:
 
     def wait(self, besides: int = 0, ahead: Sequence[RowsAhead] = ()) -> None:
         """Wait until all have ended except the last `besides`. Meanwhile, make tensors of rows that arrive."""
-        for handle in self.handles[: len(self.handles) - besides]:
+        for handle in self.handles[self._waited : max(len(self.handles) - besides, 0)]:
             while ahead and not handle.done:
                 found = [rows for rows in ahead if not handle.done and rows.advance() and not sleep(PAUSE_S)]
                 with suppress(TimeoutError):
                     handle.wait(0 if found else IDLE_S)
             handle.wait()
+            self._waited += 1
 
     def end(self) -> None:
         """Cancel them, and wait until they have ended."""
