@@ -7,9 +7,9 @@ are loaded at once, each in a process of its own, and run the same cases in turn
 with the other one.
 Only public names are used, which both trees have. A number is the median of the rounds; a ratio is the median of their ratios.
 
-- decode, steered, captured, one layer, eight layers, in the passes: milliseconds a decode step, the difference of a long and a
-  short generation. "captured" and "steered" are all `resid_post`; "one layer" and "eight layers" are lowered blocks; "in the
-  passes" is a block of one layer with `lower_traces="off"`.
+- decode, steered, captured, one layer, eight layers, in the passes, eight in the passes: milliseconds a decode step, the
+  difference of a long and a short generation. "captured" and "steered" are all `resid_post`; "one layer" and "eight layers" are
+  lowered blocks; "in the passes" is a block of one layer with `lower_traces="off"`, "eight in the passes" one of eight.
 - prefill, mix, sweep, harvest: milliseconds of the whole call.
 
 The model has random weights in the shape of Llama 3 8B. --tiny is a small one, for a CPU, where times are CPU seconds.
@@ -43,7 +43,7 @@ TINY = LARGE | {
     "vocab_size": 512,
 }
 SHORT = 8
-BY_STEP = ("decode", "steered", "captured", "one layer", "eight layers", "in the passes")
+BY_STEP = ("decode", "steered", "captured", "one layer", "eight layers", "in the passes", "eight in the passes")
 BY_CALL = ("prefill", "mix", "sweep", "harvest")
 
 
@@ -82,10 +82,10 @@ def worker(tiny: bool, steps: int) -> None:
                             kept.append(lm.model.layers[layer].output[0, -1])
         assert len(kept) == tokens * len(layers)
 
-    def in_the_passes(count: int, tokens: int) -> None:
+    def in_the_passes(count: int, tokens: int, layers: tuple[int, ...] = (15,)) -> None:
         lowered = lm.backend.lowered
         mode, lowered.mode = lowered.mode, "off"
-        block(count, tokens, (15,))
+        block(count, tokens, layers)
         lowered.mode = mode
 
     def sweep(count: int, tokens: int) -> None:
@@ -115,6 +115,7 @@ def worker(tiny: bool, steps: int) -> None:
         "one layer": lambda count, tokens: block(count, tokens, (15,)),
         "eight layers": lambda count, tokens: block(count, tokens, LAYERS),
         "in the passes": in_the_passes,
+        "eight in the passes": lambda count, tokens: in_the_passes(count, tokens, LAYERS),
         "prefill": lambda count, tokens: lm.generate(prompts(count, 2048), greedy(1)),
         "mix": lambda count, tokens: lm.generate(
             [prompts(1, length * scale)[0] for length, _ in mixed[:count]], [greedy(new) for _, new in mixed[:count]]
@@ -132,7 +133,7 @@ def worker(tiny: bool, steps: int) -> None:
     for line in sys.stdin:
         case, count = json.loads(line)
         if case in BY_STEP:
-            long = SHORT + (min(steps, 16) if case == "in the passes" else steps)
+            long = SHORT + (min(steps, 16) if "in the passes" in case else steps)
             ms = (seconds(case, count, long) - seconds(case, count, SHORT)) / (long - SHORT) * 1e3
         else:
             ms = seconds(case, count, 1) * 1e3
