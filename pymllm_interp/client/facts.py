@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,7 @@ class ModelFacts:
             "pooler": self.pooler.to_json(),
             "pooled_site": self.pooled_site,
             "inner_sites": sorted(self.inner_sites),
+            "cuts_edges": spec.cuts_edges,
             "eos_token_ids": sorted(defaults.eos_token_ids),
             "decoder_start_ids": list(self.decoder_start_ids),
             "seed": self.seed,
@@ -164,7 +165,8 @@ class ModelFacts:
             found.pop("max_source_len"),
         )  # fmt: skip
         return cls(
-            name=f"{info['model']} at {where}", model=info["model"], folder=None, spec=spec, hf_config=hf_config,
+            name=f"{info['model']} at {where}", model=info["model"], folder=None,
+            spec=replace(spec, cuts_edges=info["cuts_edges"]), hf_config=hf_config,
             impl=info["impl"], architecture=info["architecture"], tasks=tuple(info["tasks"]), dtype=DTYPES[info["dtype"]],
             device=info["device"], engine_name=info["engine"], inner_sites=frozenset(info["inner_sites"]),
             limits=limits, settings=found, hooks=info["hooks"],

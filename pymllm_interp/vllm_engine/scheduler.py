@@ -1,10 +1,10 @@
-"""Scheduler of vLLM that runs a prompt with a block in one step."""
+"""Scheduler of vLLM that runs a prompt with a block in one step, and schedules no drafts of some requests."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .settings import WHOLE
+from .settings import UNDRAFTED, WHOLE
 
 
 class _Config:
@@ -21,16 +21,33 @@ class _Config:
         """False for a request with blocks: it waits for a step that has room for its prompt."""
         queue = getattr(self._scheduler, "kv_holding_waiting", None) or self._scheduler.waiting
         request = queue.peek_request() if queue else None
-        extra = getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
-        return self._config.enable_chunked_prefill and not extra.get(WHOLE)
+        return self._config.enable_chunked_prefill and not _says(request, WHOLE)
 
 
-class WholePrompts:
+def _says(request: Any, name: str) -> bool:
+    """Whether a request's `extra_args` have a name."""
+    return name in (getattr(getattr(request, "sampling_params", None), "extra_args", None) or {})
+
+
+class OwnRequests:
     """A mixin in front of a scheduler's class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.scheduler_config: Any = _Config(self.scheduler_config, self)
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """Take drafts of `UNDRAFTED` requests out of the step: rows that are not accepted could not be taken back.
+
+        vLLM also pads a request that enters with one token, as if it had drafts.
+        """
+        known: Any = self.requests  # pyright: ignore[reportAttributeAccessIssue]
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for vllm_id in [one for one in drafts if _says(known[one], UNDRAFTED)]:
+            count = len(drafts.pop(vllm_id))
+            scheduler_output.num_scheduled_tokens[vllm_id] -= count
+            scheduler_output.total_num_scheduled_tokens -= count
+        super()._update_after_schedule(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def scheduler_name(config: Any) -> str:
@@ -46,5 +63,5 @@ def __getattr__(name: str) -> Any:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Base  # pyright: ignore[reportMissingImports]
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = type(name, (WholePrompts, Base), {"__module__": __name__})
+    globals()[name] = found = type(name, (OwnRequests, Base), {"__module__": __name__})
     return found

@@ -21,6 +21,8 @@ KEY = "pymllm_interp"
 """Name of this package in vLLM's `additional_config`, which is part of the key of its compile cache, and in `extra_args`."""
 WHOLE = "pymllm_interp_whole"
 """Name in `extra_args` of requests with a prompt that runs in one step."""
+UNDRAFTED = "pymllm_interp_undrafted"
+"""Name in `extra_args` of requests that no draft is scheduled for."""
 RANK_MODULE = "pymllm_interp.vllm_engine.worker.worker"
 SETTINGS = (
     "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes",

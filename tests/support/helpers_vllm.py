@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from helpers_server import CHAT_TEMPLATE
 from helpers_vision import PREPROCESSORS, QWEN, WORDS, vision_config, vision_model, vision_tokenizer
 from helpers_vllm_start import fork_engines
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.completion import RequestOutput
@@ -42,7 +45,22 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2": lambda: Gemma2Config(
         **SIZES, query_pre_attn_scalar=16, attn_logit_softcapping=4.0, final_logit_softcapping=12.0, sliding_window=24
     ),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=WIDTH, n_layer=3, n_head=3, n_positions=512, n_inner=128, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    ),
+}  # fmt: skip
+V2 = "VLLM_USE_V2_MODEL_RUNNER"
+"""Environment variable that .ci/vllm-tests sets for the V2 runner: vLLM asks for Triton when it is imported."""
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
 }
+LORA = {"enable_lora": True, "max_loras": 2}
 IMAGE_SIZES: dict[str, Any] = {
     "hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32,
 }  # fmt: skip
@@ -106,10 +124,32 @@ def own_lm(folder: Path | str) -> LM:
     return LM(folder, dtype="float32", device="cpu", max_model_len=128, kv_cache_tokens=2048, max_running_requests=8)
 
 
+def needs_runner(second: bool) -> None:
+    """Skip a test where the process has the other one of vLLM's runners."""
+    if second != (os.environ.get(V2) == "1"):
+        pytest.skip(f".ci/vllm-tests runs this with {V2}={int(second)}")
+
+
+@contextmanager
+def both_engines(
+    family: str, factory: pytest.TempPathFactory, environment: Mapping[str, str], **options: Any
+) -> Iterator[tuple[LM, LM]]:
+    """vLLM with these options, and our own engine over the same weights."""
+    folder = save_model(family, factory.mktemp(family))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setenv("VLLM_CACHE_ROOT", str(factory.mktemp("cache")))
+        two_ranks(patch, options)
+        with vllm_lm(folder, **options) as lm, own_lm(folder) as oracle:
+            yield lm, oracle
+
+
 def two_ranks(patch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Give each of two ranks a core, where `options` ask for them."""
-    if options.get("tensor_parallel_size") == 2:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    """Give ranks the two cores by turns, where `options` ask for several."""
+    ranks = math.prod(options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+    if ranks > 1:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(rank % 2) for rank in range(ranks)))
 
 
 def ranks_of(lm: LM) -> list[Any]:

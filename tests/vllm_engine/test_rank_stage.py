@@ -395,6 +395,7 @@ def test_steps_after_the_last_cut_edge_are_plain_again() -> None:
     )
     own.traces = cast(Any, SimpleNamespace(remove=lambda _: None, knows_any=False, whole=(), begin=lambda *_: None))
     own._kept, own._cut_ids, own._cutting = cast(Any, nothing), {"a"}, True
+    own.drafts = {}
     own.begin_blocks(["a", "b"], [1, 1], [3, 4])
     own.take(SimpleNamespace(
         scheduled_spec_decode_tokens={}, finished_req_ids={"a"}, preempted_req_ids=None, scheduled_new_reqs=[]

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import json
 import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import parity_scripts as scripts
 import pytest
 import torch
 from fuzz.traces import Traced
+from helpers_adapters import write_adapter
 from helpers_vllm import (
+    LORA,
+    NGRAM,
     WIDTH,
     assert_close,
     assert_close_tensor,
     assert_ends_with_a_rank,
+    both_engines,
     engine_of,
+    needs_runner,
     needs_vllm,
     own_lm,
     prompt,
@@ -29,6 +35,8 @@ from helpers_vllm import (
     vector,
     vllm_lm,
 )
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer
 from pymllm_interp.core.events import EngineClosedError
@@ -43,22 +51,21 @@ DIED = r"rank 1 of 2 \(process \d+\) (was ended by SIGKILL|has ended)"
 STOPPED = r"the process of engine 0 of 1, above its ranks, \(process \d+\) is stopped \(SIGSTOP\)"
 SHORT = 4.0
 """Seconds after which a block is ended, in one case."""
-TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "llama, chunks of 40": ("llama", {"max_num_tokens": 40, "trace_step_timeout": SHORT}, {}),
-    "qwen3, two ranks": ("qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2}, TWO_RANKS),
-    "mixtral, two ranks": ("mixtral", {"max_num_tokens": 64, "tensor_parallel_size": 2}, TWO_RANKS),
+    "llama, chunks of 40, adapters": ("llama", {"max_num_tokens": 40, "trace_step_timeout": SHORT, **LORA}, {}),
+    "qwen3, two ranks, drafts": ("qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2, **NGRAM}, {}),
+    "qwen3, two ranks, drafts, adapters": ("qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2, **NGRAM, **LORA}, {}),
+    "mixtral, two ranks": ("mixtral", {"max_num_tokens": 64, "tensor_parallel_size": 2}, {}),
     "gemma2, compiled": ("gemma2", {"disable_cuda_graph": False, "max_num_tokens": 64}, {}),
     "llama, device tables, in the norms": (
         "llama", {"max_num_tokens": 64}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
     ),
-    "llama, V2 runner": ("llama", {"max_num_tokens": 40}, {"TRITON_INTERPRET": "1"}),
+    "llama, V2 runner, adapters": ("llama", {"max_num_tokens": 40, **LORA}, {"TRITON_INTERPRET": "1"}),
 }  # fmt: skip
-V2 = "VLLM_USE_V2_MODEL_RUNNER"
 PROMPTS = [prompt(9, 1), prompt(33, 2), prompt(1, 3), prompt(17, 4)]
 
 
-NIGHTLY = {"mixtral, two ranks", "llama, device tables, in the norms"}
+NIGHTLY = {"mixtral, two ranks", "llama, device tables, in the norms", "qwen3, two ranks, drafts, adapters"}
 
 
 @pytest.fixture(
@@ -67,18 +74,10 @@ NIGHTLY = {"mixtral, two ranks", "llama, device tables, in the norms"}
 )
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LM, LM]]:
     """vLLM, whose blocks never run after their requests, and our own engine over the same weights."""
-    if ("V2" in request.param) != (os.environ.get(V2) == "1"):
-        pytest.skip(
-            f"vLLM asks for Triton when it is imported: make test-vllm runs this with {V2}={int('V2' in request.param)}"
-        )
+    needs_runner("V2" in request.param)
     family, options, environment = CASES[request.param]
-    folder = save_model(family, tmp_path_factory.mktemp("blocks"))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
-        with vllm_lm(folder, lower_traces="off", **options) as lm, own_lm(folder) as oracle:
-            yield lm, oracle
+    with both_engines(family, tmp_path_factory, environment, lower_traces="off", **options) as found:
+        yield found
 
 
 def same(found: Any, wanted: Any, what: str = "") -> None:
@@ -259,6 +258,162 @@ def test_many_requests_at_once_are_each_their_own(engines: tuple[LM, LM]) -> Non
     tokens = [out.outputs[0].token_ids for out in oracle.generate(PROMPTS, params)]
     for handle in plain:
         assert [out.outputs[0].token_ids for out in handle.result(300)] == tokens
+
+
+def adapted(lm: LM, ids: list[int], lora: str | None) -> Any:
+    """Parts of adapted products, calls of modules on rows of the block's own, edits, and what the generation becomes."""
+    layers, added = lm.model.layers, vector(7)
+    own = layers[1]
+    with lm.generate(ids, max_new_tokens=5, temperature=0, ignore_eos=True, lora=lora) as tracer:
+        found = list().save()
+        for step in tracer.iter[:]:
+            attention, mlp = own.self_attn, own.mlp
+            found.append([attention.q_proj.output, attention.k_proj.output, attention.v_proj.output])
+            found.append([attention.o_proj.input, attention.o_proj.output])
+            found.append([mlp.gate_proj.output, mlp.up_proj.output, mlp.down_proj.output])
+            found.append(own.mlp(own.output))
+            if step == 1:
+                layers[2].output[:] += added
+            found.append(lm.lm_head(lm.model.norm(layers[3].output))[:, -1])
+            found.append(lm.logits)
+        result = tracer.result.save()
+    return found, result
+
+
+def test_adapters_beside_blocks_are_our_engines(engines: tuple[LM, LM], tmp_path: Path) -> None:
+    """As many adapters as there are slots, and requests without, in the same steps; declared, with cut edges, and plain."""
+    lm, oracle = engines
+    backend: Any = lm.backend
+    if backend.core.config.lora_config is None:
+        pytest.skip("this engine has no adapters")
+    base = AutoModelForCausalLM.from_pretrained(oracle.backend.facts.folder)
+    for i, name in enumerate(("one", "two")):
+        folder = write_adapter(tmp_path / name, base, seed=i, rank=8)
+        lm.adapters.load(name, folder)
+        oracle.adapters.load(name, folder)
+    named: list[str | None] = ["one", None, "two", "one"]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    options: dict[str, Any] = {"interventions": CUT, "capture": READ, "lora": named}
+    jobs = [(ids, lora) for ids, lora in zip(PROMPTS[:3] * 2, [*named[:3], "two", "one", None], strict=True)]
+    wanted = [adapted(oracle, *job) for job in jobs]
+    assert not torch.allclose(wanted[0][0][1][1], wanted[3][0][1][1])  # adapters are not alike
+    with ThreadPoolExecutor(10) as pool:
+        declared = [pool.submit(lm.generate, PROMPTS, params, **options) for _ in range(2)]
+        plain = pool.submit(lm.generate, PROMPTS, params, lora=named)
+        found = [pool.submit(adapted, lm, *job) for job in jobs]
+        for one, other, job in zip(found, wanted, jobs, strict=True):
+            same(one.result(300), other, str(job[1]))
+    for handle in declared:
+        for one, other in zip(handle.result(300), oracle.generate(PROMPTS, params, **options), strict=True):
+            assert_close(one, other)
+    for one, other in zip(plain.result(300), oracle.generate(PROMPTS, params, lora=named), strict=True):
+        assert_close(one, other)
+    for name in ("one", "two"):
+        lm.adapters.unload(name)
+        oracle.adapters.unload(name)
+
+
+def test_a_request_with_a_block_has_no_drafts_and_others_have(engines: tuple[LM, LM]) -> None:
+    """A block meets each position once, with steps of its own; drafts of others are accepted in the same steps."""
+    lm, oracle = engines
+    if not lm.backend.facts.speculates:
+        pytest.skip("this engine has no drafts")
+    repeated = PROMPTS[0][:3] * 6
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
+    options: dict[str, Any] = {
+        "interventions": [Steer("resid_post.1", vector(5))],
+        "capture": ["resid_post.2", "logits"],
+    }
+
+    def long(model: LM) -> Any:
+        with model.generate(repeated, max_new_tokens=16, temperature=0, ignore_eos=True) as tracer:
+            states = list().save()
+            for _ in tracer.iter[:]:
+                states.append(model.model.layers[2].mlp.output)
+            result = tracer.result.save()
+        return tracer, (states, result)
+
+    with ThreadPoolExecutor(4) as pool:
+        beside = [pool.submit(lm.generate, [repeated], params, **options) for _ in range(2)]
+        tracer, found = long(lm)
+        same(found, long(oracle)[1])
+    assert sum(tracer.receipt.steps.values()) == 16
+    (wanted,) = oracle.generate([repeated], params, **options)
+    for handle in beside:
+        (one,) = handle.result(300)
+        assert_close(one, wanted)
+        assert sum(one.receipt.steps.values()) < 40, "no draft was accepted"
+    with pytest.raises(ValueError, match="cannot be taken back from cut edges"):
+        lm.generate(PROMPTS[3], replace(params, speculate=True), interventions=CUT[3])
+
+
+def save_eagle(folder: Path, target: Path) -> Path:
+    """A drafter of EAGLE (Li et al., 2024) with random weights: a layer over embeddings and the target's states."""
+    config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1}
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(target / "model.safetensors").items()
+        if ".layers.0." in name and "input_layernorm" not in name
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors | {"fc.weight": vector(31, WIDTH, 2 * WIDTH) / WIDTH**0.5}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_blocks_beside_drafts_of_a_model_are_our_engines(method: str, tmp_path: Path) -> None:
+    """Of the model itself, whose drafts are accepted, and of a random EAGLE, which reads states of the passes by modules."""
+    needs_runner(second=False)
+    folder = save_model("llama", tmp_path / "llama")
+    drafter = folder if method == "draft_model" else save_eagle(tmp_path / "eagle", folder)
+    config = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=1)
+    options: dict[str, Any] = {"interventions": CUT, "capture": READ}
+    with (
+        vllm_lm(folder, lower_traces="off", max_num_tokens=64, speculative_config=config) as lm,
+        own_lm(folder) as oracle,
+    ):
+        jobs = [(block, ids) for block in BLOCKS for ids in PROMPTS[:3]]
+        wanted = [block(oracle, ids) for block, ids in jobs]
+        for _ in range(2):
+            with ThreadPoolExecutor(10) as pool:
+                plain = pool.submit(lm.generate, PROMPTS, params, capture=["resid_post.1"])
+                cut = pool.submit(lm.generate, PROMPTS, params, **options)
+                found = [pool.submit(block, lm, ids) for block, ids in jobs]
+                for one, other, (block, _) in zip(found, wanted, jobs, strict=True):
+                    same(one.result(300), other, block.__name__)
+            for one, other in zip(cut.result(300), oracle.generate(PROMPTS, params, **options), strict=True):
+                assert_close(one, other)
+            for one, other in zip(
+                plain.result(300), oracle.generate(PROMPTS, params, capture=["resid_post.1"]), strict=True
+            ):
+                assert_close(one, other)
+                assert method == "eagle" or sum(one.receipt.steps.values()) < 30
+        with pytest.raises(VllmRefusalError, match="'eagle3' beside it"):
+            eagle3: Any = lm.backend
+            eagle3.core.config.speculative_config.method = "eagle3"
+            read(lm, PROMPTS[0])
+
+
+def test_a_module_behind_the_pass_is_called_by_one_rank_only(engines: tuple[LM, LM]) -> None:
+    lm, oracle = engines
+
+    def late(model: LM) -> Any:
+        with model.generate(PROMPTS[0], max_new_tokens=3, temperature=0, ignore_eos=True) as tracer:
+            found = list().save()
+            for _ in tracer.iter[:]:
+                state = model.model.layers[3].output
+                found.append((model.logits, model.model.layers[1].mlp(state)))
+        return found
+
+    if len(ranks_of(lm)) > 1:
+        with pytest.raises(RuntimeError, match="the other ranks do not take part"):
+            late(lm)
+        same(read(lm, PROMPTS[0]), read(oracle, PROMPTS[0]))
+    else:
+        same(late(lm), late(oracle))
 
 
 def test_invokes_of_one_with_and_what_is_saved_above_them(engines: tuple[LM, LM]) -> None:

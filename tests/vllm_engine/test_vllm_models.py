@@ -5,7 +5,6 @@ Each engine also has something that moves rows: prompts in chunks, a small KV po
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -17,10 +16,14 @@ import torch
 from helpers_adapters import write_adapter
 from helpers_vllm import (
     LAYERS,
+    LORA,
+    NGRAM,
     WIDTH,
     assert_close,
     assert_close_tensor,
     assert_ends_with_a_rank,
+    both_engines,
+    needs_runner,
     needs_vllm,
     own_lm,
     prompt,
@@ -39,19 +42,9 @@ from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 
 pytestmark = needs_vllm
-V2 = "VLLM_USE_V2_MODEL_RUNNER"
 EMBEDS = "enable_prompt_embeds"
 QKVZ = ("q", "k", "v", "z")
 DENSE = {"inner_sites": (*QKVZ, "mlp_act")}
-NGRAM = {
-    "speculative_config": {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-    }
-}
-LORA = {"enable_lora": True, **DENSE}
 SPARSE = {"inner_sites": (*QKVZ, "router", "experts")}
 
 
@@ -78,13 +71,12 @@ CASES = {
     ),
     "mixtral, two ranks, chunks of 20": Case(
         "mixtral", "vllm V1 none", {"max_num_tokens": 20, "tensor_parallel_size": 2, EMBEDS: True, **SPARSE},
-        {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ),
     "gemma2, compiled": Case(
         "gemma2", "vllm V1 none", {"disable_cuda_graph": False, "max_num_tokens": 64, EMBEDS: True, **DENSE}
     ),
     "llama, device tables, in the norms": Case(
-        "llama", "vllm V1 none", {"max_num_tokens": 24, **LORA}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
+        "llama", "vllm V1 none", {"max_num_tokens": 24, **LORA, **DENSE}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
     ),
     "llama, drafts": Case("llama", "vllm V1 none", {"max_num_tokens": 48, "kv_cache_tokens": 384, **NGRAM, **DENSE}, preempts=True),
     "llama, V2 runner": Case(
@@ -97,18 +89,9 @@ CASES = {
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Case, LM, LM]]:
     """A case, its LM, and our own engine over the same weights."""
     case = CASES[request.param]
-    if ("V2" in case.steps) != (os.environ.get(V2) == "1"):
-        pytest.skip(
-            f"vLLM asks for Triton when it is imported: make test-vllm runs this with {V2}={int('V2' in case.steps)}"
-        )
-    folder = save_model(case.family, tmp_path_factory.mktemp(case.family))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in case.environment.items():
-            patch.setenv(name, value)
-        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
-        with vllm_lm(folder, **case.options) as lm:
-            with own_lm(folder) as oracle:
-                yield case, lm, oracle
+    needs_runner("V2" in case.steps)
+    with both_engines(case.family, tmp_path_factory, case.environment, **case.options) as (lm, oracle):
+        yield case, lm, oracle
 
 
 PROMPTS = [prompt(30, 1), prompt(45, 2), prompt(17, 3), prompt(52, 4), prompt(6, 5), prompt(33, 6)]
@@ -220,11 +203,10 @@ def test_inner_sites_are_our_engines(engines: tuple[Case, LM, LM]) -> None:
         )
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other)
-    if "speculative_config" not in case.options:
-        monitors = [Monitor("z.1", vector(29, 128), 0.0)]
-        one, other = (model.generate(PROMPTS[:1], params, monitors=monitors)[0] for model in (lm, oracle))
-        (scores,), (own,) = one.monitors.values(), other.monitors.values()
-        torch.testing.assert_close(scores.scores, own.scores, rtol=1e-3, atol=1e-3)
+    monitors = [Monitor("z.1", vector(29, 128), 0.0)]
+    one, other = (model.generate(PROMPTS[:1], params, monitors=monitors)[0] for model in (lm, oracle))
+    (scores,), (own,) = one.monitors.values(), other.monitors.values()
+    torch.testing.assert_close(scores.scores, own.scores, rtol=1e-3, atol=1e-3)
     missing = next(kind for kind in ("q", "mlp_act", "router") if kind not in kinds)
     with pytest.raises(ValueError, match=missing):
         lm.generate(PROMPTS[:1], params, capture=[f"{missing}.0"])
@@ -266,8 +248,7 @@ def test_rows_of_drafts_are_neither_counted_nor_delivered(engines: tuple[Case, L
 @pytest.mark.slow
 def test_rows_of_a_models_drafts_are_neither_counted_nor_delivered(tmp_path: Path) -> None:
     """All drafts of the model itself are accepted, where nothing is edited."""
-    if os.environ.get(V2) == "1":
-        pytest.skip("vLLM's V2 runner has no drafts here")
+    needs_runner(second=False)  # the other has no drafts here
     folder = save_model("llama", tmp_path / "llama")
     drafter = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
@@ -352,10 +333,10 @@ def test_monitors_record_stop_and_act_as_in_our_engine(engines: tuple[Case, LM, 
     """In chunks, with preemptions, behind cached prefixes and on two ranks; all at once, and in streams."""
     case, lm, oracle = engines
     params = SamplingParams(temperature=0, max_tokens=30 if case.preempts else 9, ignore_eos=True, logprobs=1)
-    if "speculative_config" in case.options:
+    if "speculative_config" in case.options:  # such requests have no drafts
         with pytest.raises(ValueError, match="rows of drafts cannot be taken back from monitors"):
-            lm.generate(PROMPTS[:1], params, monitors=[Monitor("resid_post.1", vector(1))])
-        return
+            monitors = [Monitor("resid_post.1", vector(1))]
+            lm.generate(PROMPTS[:1], replace(params, speculate=True), monitors=monitors)
     monitors = monitors_of(oracle, params)
     wanted = oracle.generate(PROMPTS, params, interventions=OPS, monitors=monitors)
     assert {out.finish_reason for out in wanted} == {"monitor", "length"}
@@ -401,10 +382,6 @@ def test_monitors_record_stop_and_act_as_in_our_engine(engines: tuple[Case, LM, 
 
 def test_captured_rows_stream_and_are_those_of_the_result(engines: tuple[Case, LM, LM]) -> None:
     """All at once, behind chunks and preemptions; one request is ended by a monitor, and one does not stream."""
-    if "speculative_config" in engines[0].options:
-        with pytest.raises(ValueError, match="rows of drafts cannot be taken back from streamed captures"):
-            next(iter(engines[1].stream(PROMPTS[0], capture=[Capture("resid_post.1", stream=True)])))
-        return
     case, lm, oracle = engines
     params = SamplingParams(temperature=0, max_tokens=20 if case.preempts else 7, ignore_eos=True)
     captures = [
@@ -454,7 +431,11 @@ def test_prompts_of_embeddings_are_our_engines(engines: tuple[Case, LM, LM]) -> 
     if EMBEDS not in case.options:
         with pytest.raises(PromptError, match="enable_prompt_embeds=True"):
             lm.generate(prompts, params)
+        assert "pattern.*" in lm.sites and lm.capabilities["cuts_edges"]
         return
+    with pytest.raises(ValueError, match="no attention pattern is captured beside embeddings"):
+        lm.generate(PROMPTS[:1], params, capture=["pattern.1"])
+    assert "pattern.*" not in lm.sites and not lm.capabilities["cuts_edges"]
     options: dict[str, Any] = {
         "interventions": [OPS[0], None, None, None, [Steer("embed", vector(6), 0.3, positions="all")]],
         "capture": ["embed", "resid_post.*"],

@@ -274,11 +274,17 @@ def source(folder: Path | None = Path("/somewhere")) -> ModelSource:
 
 def test_our_settings_become_vllms() -> None:
     server = ServerConfig(
-        max_running_requests=8, max_num_tokens=64, kv_cache_tokens=100, disable_cuda_graph=True, max_model_len=32
+        max_running_requests=8,
+        max_num_tokens=64,
+        kv_cache_tokens=100,
+        disable_cuda_graph=True,
+        max_model_len=32,
+        kv_cache_dtype="fp8",
     )
     found = engine_arguments(ModelConfig(model="m", dtype="bf16"), server, source(), {"tensor_parallel_size": 4})
     assert (found["max_num_seqs"], found["max_num_batched_tokens"], found["max_model_len"]) == (8, 64, 32)
     assert found["num_gpu_blocks_override"] * found["block_size"] == 128 and found["enforce_eager"]
+    assert found["kv_cache_dtype"] == "fp8"
     assert found["dtype"] == torch.bfloat16 and found["tensor_parallel_size"] == 4 and found["model"] == "/somewhere"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import VOCAB
-from helpers_vllm import assert_close, needs_vllm, own_lm, prompt, save_config, vector, vllm_lm
-from transformers import FalconConfig, GPT2Config, GPTJConfig, OPTConfig, PretrainedConfig, StableLmConfig
+from helpers_vllm import FAMILIES, assert_close, needs_vllm, own_lm, prompt, save_config, vector, vllm_lm
+from transformers import FalconConfig, GPTJConfig, OPTConfig, PretrainedConfig, StableLmConfig
 
 from pymllm_interp import Ablate, Capture, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.interventions import Knockout
@@ -24,7 +24,7 @@ COMMON: dict[str, Any] = {
     **NO_IDS,
 }
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "gpt2": lambda: GPT2Config(vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=3, n_positions=512, n_inner=128, **NO_IDS),
+    "gpt2": FAMILIES["gpt2"],
     "opt": lambda: OPTConfig(**COMMON, ffn_dim=128, max_position_embeddings=512, word_embed_proj_dim=96, dropout=0.0),
     "gptj": lambda: GPTJConfig(
         vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=3, n_inner=128, rotary_dim=16, n_positions=512, **NO_IDS
@@ -75,6 +75,7 @@ def test_all_sites_of_such_layers_are_our_engines(family: str, tmp_path: Path) -
                 assert_close(one, other)
         with pytest.raises(ValueError, match="no edge of attention is cut in this model"):
             lm.generate(PROMPTS[:1], PARAMS, interventions=[Knockout(1, from_=[-1], to=[0])])
+        assert "pattern.*" not in lm.sites and not lm.capabilities["cuts_edges"]
         if family in ("gpt2", "opt"):
             with pytest.raises(ValueError, match="embed"):
                 lm.generate(PROMPTS[:1], PARAMS, capture=["embed"])

@@ -12,8 +12,6 @@ import torch
 from conftest import tiny_tokenizer
 from helpers_vllm import (
     FAMILIES,
-    SIZES,
-    WIDTH,
     assert_close_tensor,
     assert_equal_pooled,
     needs_vllm,
@@ -27,7 +25,6 @@ from helpers_vllm import (
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    GPT2Config,
     LlamaModel,
     PretrainedConfig,
     PreTrainedModel,
@@ -139,13 +136,7 @@ def test_rewards_of_other_engines_are_transformers(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two_ranks(monkeypatch, options)
-    gpt2 = {name: SIZES[name] for name in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")}
-    config = (
-        GPT2Config(**gpt2, n_embd=WIDTH, n_layer=3, n_head=3, n_positions=512)
-        if family == "gpt2"
-        else FAMILIES[family]()
-    )
-    model = save_classifier(config, 1, tmp_path)
+    model = save_classifier(FAMILIES[family](), 1, tmp_path)
     with vllm_lm(tmp_path, max_num_tokens=24, **options) as lm:
         expected = torch.tensor([float(logits(model, ids)) for ids in PROMPTS])
         assert_close_tensor(torch.tensor(lm.score(PROMPTS)), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +18,14 @@ from helpers_vllm import (
     assert_close_tensor,
     assert_ends_with_a_rank,
     engine_of,
+    needs_runner,
     needs_vllm,
     own_lm,
     prompt,
     ranks_of,
     save_model,
     shared_files,
+    two_ranks,
     vector,
     vllm_lm,
 )
@@ -36,7 +37,6 @@ from pymllm_interp.interventions import Generated, Monitor
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 
 pytestmark = needs_vllm
-V2 = "VLLM_USE_V2_MODEL_RUNNER"
 INNER = ("q", "k", "v", "z", "mlp_act")
 PROMPTS = [prompt(30, 1), prompt(45, 2), prompt(17, 3), prompt(52, 4), prompt(1, 5), prompt(33, 6)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
@@ -71,7 +71,7 @@ def oracle(folder: Path) -> Iterator[LM]:
 
 def engine(folder: Path, **options: Any) -> Iterator[LM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1|0|1" if options.get("tensor_parallel_size") == 2 else "0|1")
+        two_ranks(patch, options)
         with vllm_lm(folder, max_num_tokens=48, inner_sites=INNER, **options) as found:
             yield found
 
@@ -82,8 +82,7 @@ GRID = "V1, two by two"
 @pytest.fixture(scope="module", params=["V1", *(pytest.param(one, marks=pytest.mark.slow) for one in ("V2", GRID))])
 def stages(request: pytest.FixtureRequest, folder: Path) -> Iterator[LM]:
     """Two pipeline stages, with two layers each; of one rank, or of two tensor-parallel ones."""
-    if (request.param == "V2") != (os.environ.get(V2) == "1"):
-        pytest.skip(f"vLLM asks for Triton when it is imported: .ci/vllm-tests runs this with {V2}=1")
+    needs_runner(request.param == "V2")
     yield from engine(folder, pipeline_parallel_size=2, tensor_parallel_size=2 if request.param == GRID else 1)
 
 

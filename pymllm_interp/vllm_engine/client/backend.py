@@ -36,6 +36,7 @@ from ...models.weights.source import ModelSource, load_tokenizer, resolve_model
 from ..architectures import check_architecture
 from ..blocks import payload_of
 from ..refusals import VllmRefusalError
+from ..scheduler import scheduler_name
 from ..settings import OURS, RANK_MODULE, limits_of, served_spec, server_config_of, uses_tables
 from ..versions import installed_version
 from .adapters import VllmAdapters
@@ -119,13 +120,15 @@ class VllmBackend(FactoryBackend):
         config = core.config
         dtype, hf_config = config.model_config.dtype, source.hf_config
         device = "cuda" if core.on_cuda else "cpu"
-        spec, limits = served_spec(hf_config, dtype), limits_of(server, device)
+        limits, why_cuts = limits_of(server, device), why_uncut(hf_config, config)
+        spec = served_spec(hf_config, dtype)
+        spec = replace(spec, cuts_edges=spec.cuts_edges and not why_cuts)
         scheduler = config.scheduler_config
         ring = server.capture_ring_bytes if uses_tables(device) else None
         declarations = VllmDeclarations(
             limits, spec, config.parallel_config.tensor_parallel_size, core.stages, scheduler.max_num_batched_tokens, ring,
-            config.speculative_config is not None,
-            why_uncut(hf_config, config), lambda: core.wait(core.uplink.send_traces(payload_of([]))),
+            "" if config.speculative_config is None else "all" if scheduler.scheduler_cls != scheduler_name(config) else "chosen",
+            why_cuts, lambda: core.wait(core.uplink.send_traces(payload_of([]))),
         )  # fmt: skip
         weights, saes = VllmWeights(hf_config, partial(core.call, "interp_checksum")), SAERegistry(spec, "cpu")
         for name, sae in model.saes.items():

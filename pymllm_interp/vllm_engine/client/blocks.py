@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...client.facts import ModelFacts
+from ...config import DTYPE_NAMES
 from ...core.request import Request
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.pass_options import NONE
@@ -40,8 +41,10 @@ def check_blocks(facts: ModelFacts, traces: Sequence[RequestTrace], config: Any)
             config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe,
             "data parallel engines with experts, which wait for each other in all layers: data_parallel_size is to be 1",
         ),
-        (config.speculative_config is not None, "drafts beside it: leave out speculative_config"),
-        (config.lora_config is not None, "adapters beside it: leave out enable_lora"),
+        (
+            getattr(config.speculative_config, "method", "") == "eagle3",
+            "drafts of the method 'eagle3' beside it, whose drafter reads states inside of the model: take 'eagle'",
+        ),
         (
             config.scheduler_config.scheduler_cls != scheduler_name(config),
             "scheduler of vLLM's own, which may cut its prompt: start vLLM by LM(model, engine='vllm')",
@@ -80,9 +83,19 @@ def why_uncut(hf_config: Any, config: Any) -> str:
             config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe,
             "in data parallel engines with experts: data_parallel_size is to be 1",
         ),
-        (config.speculative_config is not None, "beside drafts: leave out speculative_config"),
-        (config.lora_config is not None, "beside adapters: leave out enable_lora"),
+        (
+            getattr(config.speculative_config, "method", "") == "eagle3",
+            "beside drafts of the method 'eagle3', whose drafter reads states inside of the model: take 'eagle'",
+        ),
+        (
+            config.speculative_config is not None and config.scheduler_config.scheduler_cls != scheduler_name(config),
+            "beside drafts of an attached vLLM: leave out speculative_config",
+        ),
         (config.model_config.enable_prompt_embeds, "beside embeddings: leave out enable_prompt_embeds"),
+        (
+            config.cache_config.cache_dtype not in ("auto", *DTYPE_NAMES),
+            "beside a quantised KV cache, which their own K and V would not be: leave out kv_cache_dtype",
+        ),
     ):
         if holds:
             return what

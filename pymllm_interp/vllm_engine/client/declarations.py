@@ -19,6 +19,7 @@ from ...hooks.monitors.monitor import Monitor
 from ...hooks.site import Site
 from ...utils.arguments import shown
 from ..settings import OURS, VllmLimits
+from .sampling import why_kept
 
 MAX_BATCHED = "max_num_batched_tokens"
 
@@ -44,7 +45,7 @@ class VllmDeclarations(Declarations):
         stages: sites of each pipeline stage, by number; empty with one stage.
         step_tokens: most token rows of a step.
         ring_bytes: bytes of rank 0's ring; None if captures do not use one.
-        speculates: whether vLLM proposes drafts.
+        drafts: "" without drafts; "chosen" if the scheduler leaves requests without, and "all" if it is vLLM's own.
         why_uncut: reason that edges of attention are not cut, nor patterns captured; "" for none.
         prepare: makes the ranks ready for passes with cut edges, before the first one.
     """
@@ -57,13 +58,13 @@ class VllmDeclarations(Declarations):
         stages: Sequence[Container[int]],
         step_tokens: int,
         ring_bytes: int | None,
-        speculates: bool = False,
+        drafts: str = "",
         why_uncut: str = "",
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(limits, model, NoReadout(), only_captures=False)
         self._ranks, self._step_tokens, self._ring_bytes = ranks, step_tokens, ring_bytes
-        self._stages, self._speculates, self._why_uncut, self._prepare = stages, speculates, why_uncut, cache(prepare)
+        self._stages, self._drafts, self._why_uncut, self._prepare = stages, drafts, why_uncut, cache(prepare)
 
     def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
         """Check and bind a request's hooks, see `Declarations.declare`.
@@ -126,11 +127,8 @@ class VllmDeclarations(Declarations):
         self._check_ring(request)
         if self._stages and request.hooks is not None and request.hooks.bound is not None:
             self._check_stages(request.hooks.bound.hooks)
-        if self._speculates and request.declared is not None:
-            streamed = request.stream and any(spec.stream for spec in captures)
-            why = "streamed captures" if streamed else request.declared.why_undrafted
-            if why := "monitors" if request.monitors is not None else why:
-                raise ValueError(f"with speculative_config, rows of drafts cannot be taken back from {why}. {OURS}")
+        if (self._drafts == "all" or (self._drafts and request.params.speculate)) and (why := why_kept(request)):
+            raise ValueError(f"with speculative_config, rows of drafts cannot be taken back from {why}. {OURS}")
 
     def _check_stages(self, hooks: BoundHooks) -> None:
         """Refuse ops at a site of one pipeline stage that read a site of another."""

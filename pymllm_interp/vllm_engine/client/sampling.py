@@ -11,11 +11,12 @@ import numpy as np
 from ...core.events import Logprob
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
+from ...engine.drafts import why_undrafted
 from ...hooks.declared import Declared
 from ...hooks.monitors.monitor import ScoreRead
 from ...utils.arguments import PromptError
 from ..images import VllmImages
-from ..settings import KEY, OURS, WHOLE
+from ..settings import KEY, OURS, UNDRAFTED, WHOLE
 
 MASK = "prompt_is_token_ids"
 """vLLM's field of a prompt of token ids and embeddings."""
@@ -85,6 +86,17 @@ def follows(request: Request) -> bool:
     )
 
 
+def why_kept(request: Request) -> str:
+    """Reason that rows of drafts cannot be taken back from a request's interventions and captures, or ""."""
+    if request.declared is None or request.hooks is None:
+        return ""
+    if request.hooks.bound.hooks.cuts_edges:
+        return "cut edges of attention, or attention patterns"
+    if request.monitors is not None:
+        return "monitors"
+    return "streamed captures" if request.num_streamed is not None else request.declared.why_undrafted
+
+
 def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: Any) -> Any:
     """vLLM's sampling parameters of one request.
 
@@ -96,6 +108,11 @@ def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: 
     params = request.params
     seed = None if params.greedy or params.seed is None else _seed_of(request)
     allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
+    extra: dict[str, Any] = {} if hooks is None else {KEY: hooks}
+    if request.trace is not None:
+        extra[WHOLE] = True
+    if why_kept(request) or why_undrafted(request):
+        extra[UNDRAFTED] = True
     made = kinds.SamplingParams(
         n=1, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0), min_p=params.min_p,
         repetition_penalty=params.repetition_penalty, frequency_penalty=params.frequency_penalty,
@@ -105,7 +122,7 @@ def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: 
         logit_bias=params.logit_bias, allowed_token_ids=allowed,
         output_kind=kinds.RequestOutputKind.DELTA if follows(request) else kinds.RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=True if params.skip_reading_prefix_cache or not read_cache else None,
-        extra_args=None if hooks is None else {KEY: hooks} | ({WHOLE: True} if request.trace is not None else {}),
+        extra_args=extra or None,
     )  # fmt: skip
     if request.bad_words:
         made._bad_words_token_ids = [list(word) for word in request.bad_words]

@@ -49,6 +49,7 @@ class HooksOf:
     ) -> None:  # fmt: skip
         self.stage, self.traces, self._num_drafts, self._sites = stage, traces, num_drafts, sites
         self.hidden: Any = None
+        self._whole: Any = None  # the same, until the next step
         self.expects_pass = False
         self.drafts: Mapping[str, Sequence[int]] = {}
         self.tensors: dict[TensorKey, Any] = {}
@@ -64,6 +65,8 @@ class HooksOf:
         model.forward = self._forward
         self._kept, self._cut_ids, self._cutting = KeptKV(stage.model, stage.device), set[str](), False
         self._logit_counts: list[int] = []
+        # Rows of the logits that each request samples from: its last, and one for each draft.
+        self._sampled: list[int] = []
         self._starts = np.zeros(1, dtype=np.int32)
         stage.whole = traces.whole
 
@@ -153,9 +156,10 @@ class HooksOf:
             counts, first: token rows, and first position, of each.
         """
         whole = self.traces.whole
+        self._sampled = [1 + len(self.drafts.get(vllm_id, ())) for vllm_id in ids]
         self._logit_counts = [
-            count if vllm_id in whole or self.stage.reads_all_logits(vllm_id) else 1
-            for vllm_id, count in zip(ids, counts, strict=True)
+            count if vllm_id in whole or self.stage.reads_all_logits(vllm_id) else sampled
+            for vllm_id, count, sampled in zip(ids, counts, self._sampled, strict=True)
         ]
         self._cutting = any(map(self.stage.cuts, ids))
         self.traces.begin(ids, counts, first, self._logit_counts, self._cutting)
@@ -208,7 +212,7 @@ class HooksOf:
 
     def idle(self) -> None:
         """The next pass is a dummy one."""
-        self.hidden = None
+        self.hidden = self._whole = None
         self.stage.idle()
 
     def graph_mode(self) -> str:
@@ -222,7 +226,9 @@ class HooksOf:
         logits = self.traces.logits
         if logits is None:
             return sampled.new_zeros(len(sampled), self.stage.model.num_logits)
-        rows = logits[torch.from_numpy(np.cumsum(self._logit_counts) - 1).to(logits.device)]
+        stops = np.cumsum(self._logit_counts).tolist()
+        of_samples = [row for stop, n in zip(stops, self._sampled, strict=True) for row in range(stop - n, stop)]
+        rows = logits[torch.tensor(of_samples, device=logits.device)]
         if (step := self.stage.step) is not None and step.batch.touches_logits:
             self.stage.stage.capture_logits(step, logits, rows)
         return rows
@@ -231,15 +237,27 @@ class HooksOf:
         """vLLM's pooler, after the ops and captures at the labels. Only these are read of its outcome."""
         if self.stage.step is not None:
             last = torch.from_numpy(self._starts[1:] - 1).to(hidden_states.device)
-            self.stage.logits(self._compute, hidden_states, hidden_states[last])
+            self.stage.logits(lambda rows, _: self._compute(rows), hidden_states, hidden_states[last])
         return self._pool(hidden_states=hidden_states, pooling_metadata=pooling_metadata)
 
+    def _tokens_of(self, rows: Any) -> slice | None:
+        """The token rows of a slice of the step's states, which vLLM takes for log probabilities of prompts."""
+        whole = self._whole
+        if whole is None or whole.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():
+            return None
+        first = (rows.storage_offset() - whole.storage_offset()) // whole.stride(0)
+        return slice(first, first + len(rows))
+
     def _logits(self, sampled: Any, *args: Any, **kwargs: Any) -> Any:
+        def compute(rows: Any, tokens: Any) -> Any:
+            return self.traces.adapters.head(lambda rows: self._compute(rows, *args, **kwargs), rows, tokens)
+
         hidden, self.hidden = self.hidden, None
         if hidden is None:
-            return self._compute(sampled, *args, **kwargs)
+            return compute(sampled, self._tokens_of(sampled))
+        self._whole = hidden if self.traces.adapters.on else None
         if self.traces.ran:
             logits = self._logits_of_modules(sampled)
         else:
-            logits = self.stage.logits(lambda rows: self._compute(rows, *args, **kwargs), hidden, sampled)
-        return logits if logits is None else self.traces.sample_from(logits)
+            logits = self.stage.logits(compute, hidden, sampled)
+        return logits if logits is None else self.traces.sample_from(logits, self._sampled)

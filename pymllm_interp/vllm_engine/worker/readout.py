@@ -36,6 +36,15 @@ def head_of(model: Any, config: Any) -> Callable[..., Any]:
     return labels
 
 
+def without_adapters(model: Any, head: Callable[..., Any]) -> Callable[..., Any]:
+    """The head without LoRA. vLLM's kernels know the adapters of a step's rows, and rows of readouts are others."""
+    base = getattr(getattr(model, "logits_processor", None), "base_layer", None)
+    if base is None:
+        return head
+    own = getattr(model, "lm_head", None) or model.model.embed_tokens
+    return lambda rows: base(getattr(own, "base_layer", own), rows)
+
+
 class VllmReadout:
     """Norm and head of vLLM's model (`hooks.captures.reductions.reduction.Readout`).
 

@@ -95,7 +95,7 @@ class RowsOfV1:
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._sample(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if self.interp is not None and self.interp.traces.decides:
-            found.sampled_token_ids = self.interp.traces.sampled(found.sampled_token_ids[:, 0])[:, None]
+            found.sampled_token_ids = self.interp.traces.sampled(found.sampled_token_ids)
         return found
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

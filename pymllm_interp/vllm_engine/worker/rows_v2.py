@@ -104,8 +104,7 @@ class RowsOfV2:
         try:
             found = run(hidden_states, *args, **kwargs)
             if own.traces.decides:
-                sampled = found[0].sampled_token_ids
-                sampled[:, 0] = own.traces.sampled(sampled[:, 0])
+                found[0].sampled_token_ids[:] = own.traces.sampled(found[0].sampled_token_ids)
             return found
         finally:
             own.end()

@@ -409,16 +409,17 @@ class RankStage:
         """The logits that tokens are sampled from, after ops and captures.
 
         Args:
-            compute: the model's `compute_logits`.
+            compute: the logits of rows, and the token rows that they are; None: those that are sampled from.
             hidden: [tokens, hidden] of all token rows.
             sampled: [reqs, hidden], the rows that are sampled from.
         """
         step = self.step
         if step is None or not step.batch.touches_logits:
-            return compute(sampled)
-        if not step.samples_only:
-            sampled = hidden[torch.from_numpy(step.logit_token_rows()).to(hidden.device)]
-        logits = compute(sampled)
+            return compute(sampled, None)
+        tokens = None if step.samples_only else step.logit_token_rows()
+        if tokens is not None:
+            sampled = hidden[torch.from_numpy(tokens).to(hidden.device)]
+        logits = compute(sampled, tokens)
         if logits is None:  # the head's rows are gathered on another rank
             return None
         if self.taps.ops is not None:

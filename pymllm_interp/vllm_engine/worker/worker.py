@@ -30,10 +30,11 @@ from ..settings import KEY, served_spec, server_config_of
 from ..structures import structure_of
 from ..versions import installed_version
 from . import op
+from .blocks.row_adapters import keep_rows_plain
 from .blocks.traces import RankTraces
 from .egress.egress import Egress
 from .hooks_of import HooksOf
-from .readout import VllmReadout, head_of
+from .readout import VllmReadout, head_of, without_adapters
 from .rows_v1 import RowsOfV1
 from .rows_v2 import RowsOfV2
 from .split_rows import SplitRows
@@ -96,7 +97,7 @@ class InterpWorker:
         parallel = config.parallel_config
         tensor_ranks, several = parallel.tensor_parallel_size, parallel.pipeline_parallel_size > 1
         head = head_of(model, config.model_config.hf_config)
-        readout = VllmReadout(head, structure, tensor_ranks)
+        readout = VllmReadout(without_adapters(model, head), structure, tensor_ranks)
         tokens, rows = scheduler.max_num_batched_tokens + PADDING, scheduler.max_num_seqs + SPARE_ROWS
         device = torch.device(self.device)
         split = SplitRows(spec, tensor_ranks, self.rank % tensor_ranks)
@@ -106,9 +107,13 @@ class InterpWorker:
             put_taps(structure, handle := op.register(stage.taps), within)
             stage.num_taps += put_inner_taps(structure, spec, stage.stage.limits.inner_sites, split, handle)
         named = ModelConfig(model=config.model_config.model, load_format="dummy")
+        adapters = None if config.lora_config is None else self.model_runner.lora_manager._adapter_manager
+        if adapters is not None and device.type == "cpu":
+            keep_rows_plain(adapters)
         traces = RankTraces(
             model, config.model_config.hf_config, spec, device, _tensor_parallel_group, settings,
             lambda: load_tokenizer(resolve_model(named, quantised=True)),
+            (adapters, scheduler.max_num_batched_tokens),
         )  # fmt: skip
         drafts = config.speculative_config
         num_drafts = 0 if drafts is None else drafts.num_speculative_tokens

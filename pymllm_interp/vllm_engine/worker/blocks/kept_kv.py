@@ -17,7 +17,7 @@ SPARE = 1 << 30
 
 
 class KeptKV:
-    """K and V on rank 0, whole and rotated, beside vLLM's. It has the methods of a pass's KV pool that `PassCuts` calls.
+    """K and V on rank 0, whole and rotated, beside vLLM's.
 
     A position that is computed again, as after a preemption, is written again.
 
@@ -93,10 +93,6 @@ class KeptKV:
         """K and V [positions, kv_heads, head_dim] of the pass's requests, one behind the other."""
         k, v = (torch.cat([kept[i, layer, :stop] for kept, _, _, stop in self._rows]) for i in range(2))
         return k, v
-
-    def scales(self, layer: int) -> tuple[float, float]:
-        """Scales of K and V: none."""
-        return 1.0, 1.0
 
     def forget(self, vllm_id: str) -> None:
         """vLLM has removed a request."""

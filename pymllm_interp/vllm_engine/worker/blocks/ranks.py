@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 Function = Callable[..., torch.Tensor]
-"""Whole tensors -> a whole tensor. Each rank computes its own part."""
+"""Whole tensors, and perhaps a number -> a whole tensor. Each rank computes its own part."""
 END = -1
 
 
@@ -25,7 +25,7 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self.group, self.size, self.rank = group, group.world_size, group.rank_in_group
-        self.calls = 0
+        self.followed = False  # others wait for rank 0's calls
         self._functions: list[Function] = []
 
     def add(self, function: Function) -> Function:
@@ -33,12 +33,18 @@ class Ranks:
         self._functions.append(function)
         return function if self.size == 1 else partial(self._call, len(self._functions) - 1)
 
-    def _call(self, index: int, *inputs: torch.Tensor) -> torch.Tensor:
+    def _call(self, index: int, *inputs: Any) -> torch.Tensor:
+        if not self.followed:
+            raise RuntimeError(
+                "with several ranks a block calls modules while it waits for one: behind the pass, at `lm.logits` or `lm.samples`, "
+                "the other ranks do not take part"
+            )
         self._tell(index, inputs)
         return self._functions[index](*inputs)
 
-    def _tell(self, index: int, inputs: tuple[torch.Tensor, ...] = ()) -> None:
-        told: dict[str, Any] = {"function": index} | {str(i): one.contiguous() for i, one in enumerate(inputs)}
+    def _tell(self, index: int, inputs: tuple[Any, ...] = ()) -> None:
+        contiguous = (one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
+        told: dict[str, Any] = {"function": index} | {str(i): one for i, one in enumerate(contiguous)}
         self.group.broadcast_tensor_dict(told, src=0)
 
     def follow(self) -> bool:
@@ -52,6 +58,7 @@ class Ranks:
 
     def end(self, failed: bool = False) -> None:
         """Let the other ranks leave `follow`."""
+        self.followed = False
         if self.size > 1:
             self._tell(END - failed)
 

@@ -35,6 +35,7 @@ from ....wire.trace_payload import Sources
 from ...blocks import StepEnds, TraceOnWire, TraceResult, packed, traces_of
 from .kept_kv import KeptKV
 from .ranks import Ranks
+from .row_adapters import RowAdapters
 from .tree import BlockTree, refuse_weights
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class RankTraces:
     Args:
         model, config, spec, device: vLLM's model, its config, spec and device.
         ranks, tokenizer: make the tensor-parallel ranks, and the model's tokenizer, once they are needed.
+        adapters: vLLM's `LoRAModelManager`, or None, and the most rows of a step.
 
     Attributes:
         own_pass: the step's pass calls the modules of the tree: a block waits for one.
@@ -74,12 +76,13 @@ class RankTraces:
         mode: execution mode of the pass, for receipts.
         logits: [logit rows, vocab] of such a pass, on rank 0.
         whole: vLLM's ids of requests with logits of all positions.
+        adapters: adapters of the rows of products.
         tell: tells the client which requests have failed, or were stopped.
     """
 
     def __init__(
         self, model: Any, config: Any, spec: Any, device: torch.device, ranks: Callable[[], Any], server: ServerConfig,
-        tokenizer: Callable[[], Any],
+        tokenizer: Callable[[], Any], adapters: tuple[Any, int] = (None, 0),
     ) -> None:  # fmt: skip
         self._model, self._config, self._spec, self._device = model, config, spec, device
         self._make_ranks, self._server, self._tokenizer = ranks, server, tokenizer
@@ -97,6 +100,9 @@ class RankTraces:
         self._tree: BlockTree | None = None
         self._root: ClientModel | None = None
         self._ranks: Ranks | None = None
+        self.adapters = RowAdapters(
+            *adapters, lambda: self._stage is not None and self._stage.interleaver.blocks.serving is not None
+        )
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -109,7 +115,7 @@ class RankTraces:
         """
         if self._ranks is None:
             ranks = Ranks(self._make_ranks())
-            tree = BlockTree(self._model, self._config, self._spec, self._device, ranks)
+            tree = BlockTree(self._model, self._config, self._spec, self._device, ranks, self.adapters)
             if not ranks.rank:
                 self._begin_serving(tree.module)
             self._ranks, self._tree = ranks, tree  # else the next call raises, too
@@ -271,6 +277,16 @@ class RankTraces:
         Returns:
             None if the pass has failed: its blocks have ended, and the model is to run without them.
         """
+        self.adapters.begin(len(input_ids), logit_tokens)
+        try:
+            return self._run_pass(input_ids, positions, starts, site_ops, logit_tokens, cuts, kept)
+        finally:
+            self.adapters.end()
+
+    def _run_pass(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, starts: np.ndarray, site_ops: SiteOps | None,
+        logit_tokens: np.ndarray, cuts: PassCuts | None, kept: KeptKV | None,
+    ) -> torch.Tensor | None:  # fmt: skip
         ranks, tree = self._ranks, self._tree
         assert ranks is not None and tree is not None
         if ranks.rank:
@@ -284,8 +300,8 @@ class RankTraces:
         batch = _batch_of(ids, positions, np.diff(starts), tree.attention, site_ops)
         if len(logit_tokens) < len(input_ids):
             batch.logits_indices = torch.from_numpy(logit_tokens).to(self._device)
-        pool: Any = kept
-        batch.attention_cuts, batch.token_to_kv_pool = cuts, pool
+        tree.attention.cuts, tree.attention.kept = cuts, kept
+        ranks.followed = True
         try:
             self.logits = self._run(batch)
         except Exception as error:
@@ -328,26 +344,40 @@ class RankTraces:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def sample_from(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [requests, vocab] that tokens are sampled from, after the blocks."""
+    def sample_from(self, logits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The logits that tokens are sampled from, after the blocks. Requests with blocks have no drafts, and so one row each.
+
+        Args:
+            logits: [rows, vocab].
+            counts: rows of each request: its last, and one for each draft.
+        """
         if not self.busy or self._stage is None:
             return logits
         rows: Any = SimpleNamespace(sampling=self._entries)
-        return self._stage.sample_from(rows, logits, logits.clone() if logits.is_inference() else logits)
+        if len(logits) == len(counts):
+            return self._stage.sample_from(rows, logits, logits.clone() if logits.is_inference() else logits)
+        last = torch.from_numpy(np.cumsum(counts) - 1).to(logits.device)
+        logits, own = logits.clone(), logits[last]
+        logits[last] = self._stage.sample_from(rows, own, own)
+        return logits
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def sampled(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The tokens [requests] that the generations continue with, after the blocks; rank 0's on all ranks."""
+        """The tokens that the generations continue with, after the blocks; rank 0's on all ranks.
+
+        Args:
+            token_ids: [requests, columns], a token and accepted drafts in front of it; -1 for drafts that were not accepted.
+        """
         if not self.decides:
             return token_ids
         assert self._ranks is not None
         if self._stage is not None and self.busy:
             rows: Any = SimpleNamespace(sampling=self._entries)
-            token_ids = self._stage.sampled(rows, token_ids)
-        chosen: list[int] = self._ranks.agreed(token_ids.tolist())
-        for one, token in zip(self._found or [None] * len(chosen), chosen, strict=True):
-            if one is not None and token in one.wire.stops and one.passes >= one.wire.min_tokens:
+            token_ids = torch.cat([self._stage.sampled(rows, token_ids[:, 0])[:, None], token_ids[:, 1:]], 1)
+        chosen: list[list[int]] = self._ranks.agreed(token_ids.tolist())
+        for one, tokens in zip(self._found or [None] * len(chosen), chosen, strict=True):
+            if one is not None and tokens[0] in one.wire.stops and one.passes >= one.wire.min_tokens:
                 one.over = True
         return torch.tensor(chosen, dtype=token_ids.dtype, device=token_ids.device)
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ....attention.attention_backend import AttentionBackend, RadixAttention
+from ....attention.cut_edges import PassCuts
 from ....core.forward_batch import ForwardBatch
 from ....core.model_spec import ModelSpec
 from ....layers.linear import Embedding, Linear, MergedLinear, Projection
@@ -22,7 +23,9 @@ from ....layers.norm import NormModule
 from ....layers.seal import Weight
 from ....models.registry import NATIVE, architecture_of
 from ...settings import OURS
+from .kept_kv import KeptKV
 from .ranks import Ranks
+from .row_adapters import RowAdapters
 
 MERGED = {"_qkv": "qkv_proj", "_gate_up": "gate_up_proj"}
 """Attribute with a merged product -> vLLM's module."""
@@ -64,9 +67,17 @@ def refuse_weights(module: nn.Module) -> None:
 class VllmAttention(AttentionBackend):
     """Attention of a pass over vLLM's KV cache, laid out by vLLM's forward context.
 
+    Cut edges and patterns are computed here. Kernels would write to a pool of the pass by another layout.
+
     Args:
         layers: attention of each layer: q, k and v [tokens, heads * head_dim] -> the same as q.
+
+    Attributes:
+        cuts, kept: cut edges and captured patterns of the pass, and K and V of their requests; None without.
     """
+
+    cuts: PassCuts | None = None
+    kept: KeptKV | None = None
 
     def __init__(self, layers: list[Callable[..., torch.Tensor]]) -> None:
         self._layers = layers
@@ -79,10 +90,12 @@ class VllmAttention(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """Attention [tokens, heads * head_dim] in fresh memory."""
-        kept: Any = forward_batch.token_to_kv_pool
-        if kept is not None:
-            kept.add(layer.layer_id, k, v)
-        return self._layers[layer.layer_id](q.flatten(1), k.flatten(1), v.flatten(1))
+        out = self._layers[layer.layer_id](q.flatten(1), k.flatten(1), v.flatten(1))
+        if self.kept is not None:
+            self.kept.add(layer.layer_id, k, v)
+            if self.cuts is not None:
+                out = self.cuts.apply(out, q, *self.kept.get_kv(layer.layer_id), layer, forward_batch)
+        return out
 
 
 class BlockTree:
@@ -91,6 +104,7 @@ class BlockTree:
     Args:
         model: vLLM's.
         ranks: tensor-parallel ranks.
+        adapters: adapters of the rows of products.
 
     Attributes:
         module: the tree's root, a `CausalLM`.
@@ -100,8 +114,10 @@ class BlockTree:
         NotImplementedError: a part of the tree has no counterpart in vLLM's model. The message names it.
     """
 
-    def __init__(self, model: Any, config: Any, spec: ModelSpec, device: torch.device, ranks: Ranks) -> None:
-        self._model, self._spec, self._ranks = model, spec, ranks
+    def __init__(
+        self, model: Any, config: Any, spec: ModelSpec, device: torch.device, ranks: Ranks, adapters: RowAdapters
+    ) -> None:  # fmt: skip
+        self._model, self._spec, self._ranks, self._adapters = model, spec, ranks, adapters
         cls = NATIVE[architecture_of(config)]
         self.module: Any = cls(config, spec, "meta", 1)
         decoder: Any = getattr(self.module, self.module.decoder_name)
@@ -129,13 +145,13 @@ class BlockTree:
         if isinstance(own, Embedding):
             own.look_up = self._rows_of_ids(self._theirs(path))
         elif path == "lm_head":
-            own.gemm = self._rows(self._head())
+            own.gemm = self._rows(self._head(), of_logits=True)
         elif isinstance(own, Linear):
             own.gemm = self._rows(self._row_parallel(self._theirs(path)))
         elif isinstance(own, TopKRouter):
             own._gemm = self._rows(_product(self._theirs(path)))  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(own, Experts):
-            own.elsewhere = self._ranks.add(partial(_through_experts, self._theirs(path), own.num_experts))
+            own.elsewhere = self._called(partial(_through_experts, self._theirs(path), own.num_experts))
         else:
             return set()
         return {id(p) for p in own.parameters(recurse=False)}
@@ -148,9 +164,14 @@ class BlockTree:
                 continue
         raise NotImplementedError(f"vLLM's {type(self._model).__name__} has no module {path}. {OURS}")
 
-    def _rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """A product [..., in] -> [..., out] of one of rows [n, in]. With several ranks, rank 0 calls the others."""
-        called = self._ranks.add(function)
+    def _called(self, function: Callable[..., torch.Tensor], of_logits: bool = False) -> Callable[..., torch.Tensor]:
+        """A function of rows [n, ...] with their adapters. With several ranks, rank 0 calls the others."""
+        called, adapters = self._ranks.add(self._adapters.around(function)), self._adapters
+        return lambda *inputs: called(*inputs, *adapters.of(len(inputs[0]), of_logits))
+
+    def _rows(self, function: Callable[[torch.Tensor], torch.Tensor], of_logits: bool = False) -> Any:
+        """A product [..., in] -> [..., out] of one of rows [n, in]."""
+        called = self._called(function, of_logits)
 
         def product(x: torch.Tensor) -> torch.Tensor:
             out = called(x.reshape(-1, x.shape[-1]))
@@ -159,7 +180,7 @@ class BlockTree:
         return product
 
     def _rows_of_ids(self, theirs: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        look_up = self._ranks.add(lambda ids: theirs(ids))
+        look_up = self._called(lambda ids: theirs(ids))
         return lambda ids: look_up(ids.reshape(-1)).view(*ids.shape, -1)
 
     def _merged(self, own: MergedLinear, theirs: Any, attention: bool) -> None:
