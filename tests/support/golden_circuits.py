@@ -1,4 +1,4 @@
-"""circuit-tracer's graphs of tiny models with random transcoders, as a safetensors file.
+"""circuit-tracer's graphs of tiny models with random transcoders, as a safetensors file; one of Llama's as its own JSON, too.
 
 Runs where circuit-tracer is installed, which needs an older transformers than this package:
 
@@ -10,9 +10,12 @@ Runs where circuit-tracer is installed, which needs an older transformers than t
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -150,9 +153,29 @@ def graphs_of(folder: Path, family: str, kind: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def file_of(folder: Path, family: str) -> str:
+    """The JSON file that circuit-tracer writes for its viewer and Neuronpedia's.
+
+    An error's name there is that of a feature of layer 0 with the error's layer as number. Such features are not active here.
+    """
+    from circuit_tracer.attribution.attribute import attribute
+
+    files = importlib.import_module("circuit_tracer.utils.create_graph_files")
+    model = tracer_model(folder, family, "mlp")
+    model.tokenizer = Tokenizer()
+    model.transcoders[0].b_enc.data[: model.cfg.n_layers] = -1e4
+    files.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: Tokenizer())
+    graph = attribute(torch.tensor(PROMPT), model, max_feature_nodes=None, batch_size=4)
+    with tempfile.TemporaryDirectory() as made:
+        files.create_graph_files(graph, "tiny", made, scan="tiny-set", node_threshold=0.99, edge_threshold=0.999)
+        return json.dumps(json.loads(Path(made, "tiny.json").read_text()))
+
+
 def main(folder: Path, family: str, out: Path) -> None:
     from safetensors.torch import save_file
 
+    if family == "llama":
+        out.with_suffix(".json").write_text(file_of(folder, family))
     found = {name: value for kind in KINDS for name, value in graphs_of(folder, family, kind).items()}
     found = {name: value.detach().contiguous() for name, value in found.items()}
     save_file(found, out, metadata={"made_by": "circuit-tracer 0.5.0", "kinds": json.dumps(KINDS)})

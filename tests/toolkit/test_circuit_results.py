@@ -19,7 +19,7 @@ from pymllm_interp import SamplingParams
 from pymllm_interp.interventions import SetFeature
 from pymllm_interp.toolkit import Circuit
 from pymllm_interp.toolkit.circuits import memory, pruning
-from pymllm_interp.toolkit.circuits.files import EMBEDDING, FEATURE, LOGIT
+from pymllm_interp.toolkit.circuits.files import EMBEDDING, ERROR, FEATURE, LOGIT
 from pymllm_interp.toolkit.circuits.interventions import CircuitEffects
 
 
@@ -101,6 +101,53 @@ def test_graphs_are_circuit_tracers_files(lm_of, tmp_path):
     ]
     with pytest.raises(ValueError, match="from a file"):
         again.intervene({again.nodes[0]: 1.0})
+
+
+@pytest.mark.parametrize("form", ["circuit-tracer", "neuronpedia"])
+def test_circuit_tracers_own_files_are_read(form, lm_of, tmp_path):
+    """Written by its `create_graph_files` (golden_circuits.py), and with what Neuronpedia adds: as the circuit made here."""
+    lm, source = lm_of("llama"), json.loads((golden_path("llama").with_suffix(".json")).read_text())
+    if form == "neuronpedia":
+        source["metadata"] |= {
+            "info": {"creator_name": "x"}, "generation_settings": {"max_n_logits": 10},
+            "feature_details": {"neuronpedia_source_set": "y"},
+            "pruning_settings": {"node_threshold": 0.99, "edge_threshold": 0.999},
+        }  # fmt: skip
+        first = source["nodes"][0]["node_id"]
+        source["qParams"] |= {"pinnedIds": [first], "supernodes": [["one", first]], "clickedId": first}
+        for node in source["nodes"]:
+            node |= {"nodeId": node["node_id"], "isTargetLogit": node.pop("is_target_logit"), "remoteClerp": "a label"}
+            del node["run_idx"], node["reverse_ctx_idx"]
+            if node["activation"] is None:
+                del node["activation"]
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(source))
+    found, coders = Circuit.load(path), transcoders_of("mlp", lm)
+    coders[0].b_enc[: lm.num_layers] = -1e4
+    wanted = lm.circuit(golden.PROMPT, coders, max_features=None, node_threshold=0.99, edge_threshold=0.999)
+
+    def edges_of(circuit: Circuit) -> dict[Any, float]:
+        token = [target.token for target in circuit.targets]
+        return {
+            tuple(
+                (*end[:3], token[end.feature] if end.kind == "logit" else end.feature) for end in edge[:2]
+            ): edge.weight
+            for edge in circuit.edges
+        }
+
+    ours, theirs = edges_of(wanted), edges_of(found)
+    assert len(ours) == len(wanted.edges) == len(theirs) and ours == pytest.approx(theirs, abs=1e-4)
+    values = {node.key: node.value for node in wanted.nodes if node.kind == "feature"}
+    assert values == pytest.approx({n.key: n.value for n in found.nodes if n.kind == "feature"}, abs=1e-4) and values
+    shares = [target.weight for target in found.targets]
+    assert shares == pytest.approx([target.weight for target in wanted.targets], abs=1e-4)
+    again = json.loads(json.dumps(found.to_json()))
+    assert len(again["links"]) == len(source["links"]) and edges_of(Circuit.load(again)) == theirs
+    error = next(node for node in source["nodes"] if node["feature_type"] == ERROR)
+    feature = next(node for node in source["nodes"] if node["feature_type"] == FEATURE)
+    feature["node_id"] = error["node_id"]
+    with pytest.raises(ValueError, match=f"2 nodes have the name {error['node_id']}"):
+        Circuit.load(source)
 
 
 def golden_path(family: str) -> Any:

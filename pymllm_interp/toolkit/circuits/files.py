@@ -6,6 +6,7 @@ whole circuit by parts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -200,6 +201,9 @@ def _graph_of(kind: Any, source: dict[str, Any]) -> Any:
     by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in (FEATURE, ERROR, EMBEDDING, LOGIT)}
     for node in source["nodes"]:
         by_kind[node["feature_type"]].append(node)
+    (name, count) = Counter(node["node_id"] for node in source["nodes"]).most_common(1)[0]
+    if count > 1:  # as circuit-tracer names an error and a feature of layer 0 alike
+        raise KeyError(f"{count} nodes have the name {name}, and links do not tell which")
     tokens = [str(token) for token in source["metadata"]["prompt_tokens"]]
     layers = int(by_kind[LOGIT][0]["layer"]) - 1
     keys = sorted(
