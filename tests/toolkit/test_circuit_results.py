@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_circuits import CLOSE, ids, small_sae, transcoder, transcoders_of
 from torch import Tensor
 
-from pymllm_interp import SamplingParams
+from pymllm_interp import SamplingParams, Steer
 from pymllm_interp.interventions import SetFeature
 from pymllm_interp.toolkit import Circuit
 from pymllm_interp.toolkit.circuits import memory, pruning
@@ -49,6 +49,30 @@ def test_measured_effects_are_those_of_set_feature(family, lm_of):
         values.append(torch.stack((logits[3] - logits.mean(), logits[7] - logits[11])))
     torch.testing.assert_close(found.measured, torch.stack(values)[1:] - values[0], **CLOSE)
     assert found.predicted.shape == (2, 2) and torch.isfinite(found.predicted).all()
+
+
+@pytest.mark.parametrize("kind", ["cross", "skip"])
+def test_effects_of_cross_layer_and_skip_transcoders_are_steers(kind, lm_of):
+    """A feature's change adds its decoder rows to the MLPs that it writes. Predictions stand beside."""
+    lm = lm_of("llama")
+    circuit = lm.circuit(golden.PROMPT, transcoders_of(kind, lm), target=[(7, 11)], max_features=None)
+    chosen = [node for node in map(circuit.node, range(len(circuit.features))) if node.layer < 2][::5][:4]
+    found = circuit.intervene([{node: node.value + 0.5} for node in chosen])
+    runs: list[Any] = [[]]
+    for node in chosen:
+        rows = circuit.saes[node.layer].W_dec[node.feature].split(lm.hidden_size)
+        runs.append(
+            [Steer(f"mlp_out.{node.layer + i}", 0.5 * row, positions=[node.position]) for i, row in enumerate(rows)]
+        )
+    assert {len(run) for run in runs[1:]} <= ({2, 3} if kind == "cross" else {1}) and len(runs) > 3
+    outs = lm.generate(
+        [golden.PROMPT] * len(runs), SamplingParams(max_tokens=1, temperature=0), interventions=runs, capture=["logits"]
+    )
+    gaps = torch.stack([out.activations["logits"][-1].float() for out in outs])
+    gaps = gaps[:, 7] - gaps[:, 11]
+    torch.testing.assert_close(found.measured[:, 0], gaps[1:] - gaps[0], **CLOSE)
+    assert found.measured.abs().max() > 1e-3 and found.predicted.shape == found.measured.shape
+    assert math.isfinite(found.faithfulness)
 
 
 def test_predicted_effects_are_exact_where_the_model_is_linear(lm_of):
