@@ -262,40 +262,49 @@ def dense_graph(weights: Tensor, row_nodes: Tensor, of_nodes: Tensor, features: 
             return found, nodes, edges[row_nodes]
 
 
+FEATURES, ERRORS, TARGETS = 30, 21, 3
+
+
+def random_graph(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights, nodes and levels of rows, and weights of targets: some without effects, magnitudes over many orders."""
+    generator, nodes = torch.Generator().manual_seed(seed), FEATURES + ERRORS + TARGETS
+    levels = torch.cat((torch.randint(6, (FEATURES,), generator=generator).sort().values, torch.full((TARGETS,), 6)))
+    row_nodes = torch.cat((torch.arange(FEATURES), torch.arange(nodes - TARGETS, nodes)))
+    weights = torch.randn(len(row_nodes), nodes, generator=generator)
+    weights *= 10 ** torch.randint(-6, 3, weights.shape, generator=generator)
+    weights[torch.rand(weights.shape, generator=generator) < 0.3] = 0
+    weights[:, :FEATURES] *= levels[:FEATURES] < levels[:, None]
+    weights[:, nodes - TARGETS :] = 0
+    weights[7] = 0
+    of_nodes = torch.zeros(nodes)
+    of_nodes[-TARGETS:] = torch.tensor([0.5, 0.3, 0.1])
+    return weights, row_nodes, levels, of_nodes
+
+
 @pytest.mark.parametrize("cells", [1, 100, 1 << 20])
 def test_pruning_by_parts_is_that_of_whole_matrices(cells, monkeypatch):
-    """Of random graphs: levels of several features, some without effects, and magnitudes over many orders."""
     monkeypatch.setattr(pruning, "CELLS", cells)
-    for seed in range(8):
-        generator = torch.Generator().manual_seed(seed)
-        features, errors, targets = 30, 21, 3
-        nodes = features + errors + targets
-        levels = torch.cat(
-            (torch.randint(6, (features,), generator=generator).sort().values, torch.full((targets,), 6))
-        )
-        row_nodes = torch.cat((torch.arange(features), torch.arange(nodes - targets, nodes)))
-        weights = torch.randn(len(row_nodes), nodes, generator=generator)
-        weights *= 10 ** torch.randint(-6, 3, weights.shape, generator=generator)
-        weights[torch.rand(weights.shape, generator=generator) < 0.3] = 0
-        weights[:, :features] *= levels[:features] < levels[:, None]
-        weights[:, nodes - targets :] = 0
-        weights[7] = 0
-        of_nodes = torch.zeros(nodes)
-        of_nodes[-targets:] = torch.tensor([0.5, 0.3, 0.1])
-        order = torch.randperm(len(row_nodes), generator=generator)  # rows come in any order
+    sizes = FEATURES, FEATURES + ERRORS
+    for seed in range(4):
+        weights, row_nodes, levels, of_nodes = random_graph(seed)
+        order = torch.randperm(len(row_nodes), generator=torch.Generator().manual_seed(seed))  # rows come in any order
+        given = weights[order], row_nodes[order], levels[order], of_nodes
         for shares in ((0.8, 0.98), (0.3, 0.5), (0.999, 0.999), (0.0, 0.0)):
-            given = weights[order], row_nodes[order], levels[order], of_nodes
-            found = pruning.prune(*given, features, features + errors, *shares)
-            influence, kept, edges = dense_graph(weights, row_nodes, of_nodes, features, features + errors, shares)
+            found = pruning.prune(*given, *sizes, *shares)
+            influence, kept, edges = dense_graph(weights, row_nodes, of_nodes, *sizes, shares)
             assert torch.equal(found.nodes, kept) and torch.equal(found.edges, edges[order])
             torch.testing.assert_close(pruning.influence(*given).double(), influence, **CLOSE)
-    weights[0, 20] = 1.0  # back to its own level or above it
+
+
+def test_cycles_nan_and_graphs_without_effects():
+    weights, *others = random_graph(0)
+    none = pruning.prune(torch.zeros_like(weights), *others, FEATURES, FEATURES + ERRORS, 0.8, 0.98)
+    assert not none.edges.any() and none.nodes.tolist() == [False] * (FEATURES + ERRORS) + [True] * TARGETS
+    assert none.scores.isfinite().all()
+    weights[0, 20] = 1.0  # to its own level, or from one above it
     for wrong in (weights, torch.full_like(weights, torch.nan)):
         with pytest.raises(ValueError, match="a NaN, or the graph has a cycle"):
-            pruning.influence(wrong, row_nodes, levels, of_nodes)
-    none = pruning.prune(torch.zeros_like(weights), row_nodes, levels, of_nodes, features, features + errors, 0.8, 0.98)
-    assert not none.edges.any() and none.nodes.tolist() == [False] * (features + errors) + [True] * targets
-    assert none.scores.isfinite().all()
+            pruning.influence(wrong, *others)
 
 
 def test_effects_of_edited_weights_are_refused(lm_of):
