@@ -68,8 +68,8 @@ ALL_TRACE_PASSES := pass-segments pass-passes pass-remote pass-remote-lowered
 .PHONY: test-all ways $(PASSES) $(ALL_TRACE_PASSES)
 
 # Two workers share the tests. A third lane runs beside them, one step after the other: lint, then the tests of servers and clusters,
-# which wait for processes, sockets and a browser while others compute, and the traces' passes; then it is a worker, too. All are
-# forked from one process that has imported torch and transformers (tests/support/lanes.py). What fails keeps nothing else from running.
+# which wait for processes, sockets and a browser while others compute, and the traces' passes. All are forked from one process that
+# has imported torch and transformers (tests/support/lanes.py). What fails keeps nothing else from running.
 BESIDE ?= $(if $(filter tests,$(TESTS)),$(PASSES))
 
 test: $(STAMP)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import report
 from helpers_docs import ROOT, script_of
+from helpers_forks import forking
 
 import pymllm_interp
 from pymllm_interp import LM, SAE
@@ -56,7 +57,8 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path
         pytest.skip(f"{', '.join(missing)} not installed: pip install -e '.[dev]'")
     script = tmp_path / f"{page.stem}.py"
     script.write_text(script_of(page))
-    runpy.run_path(str(script), run_name="__main__")
+    with forking():
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def test_the_readme_counts_the_native_families() -> None:

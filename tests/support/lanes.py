@@ -2,8 +2,8 @@
 
     python tests/support/lanes.py --beside 'tests/server' --beside 'make lint' -- --ignore=tests/server tests
 
-Workers share the tests, file by file, as each has time for one. Beside them, the sessions of `--beside` run one after the other;
-then their lane is a worker, too. The first worker shows its progress, and the others' output comes whole when they end.
+Workers share the tests, file by file, as each has time for one. Beside them, the sessions of `--beside` run one after the other.
+The first worker shows its progress, and the others' output comes whole when they end.
 """
 
 from __future__ import annotations
@@ -143,14 +143,13 @@ def main() -> None:
 
     def worker(number: int, output: int | None) -> int:
         # As xdist's own: they share the devices (gpu_workers.py).
-        shared = {"PYTEST_XDIST_WORKER_COUNT": str(asked.workers), "PYTEST_XDIST_WORKER": f"gw{number % asked.workers}"}
+        shared = {"PYTEST_XDIST_WORKER_COUNT": str(asked.workers), "PYTEST_XDIST_WORKER": f"gw{number}"}
         options = ["-o", "console_output_style=classic", "--durations-json", str(records / f"{number}.json")]
         return session([*options, *asked.arguments], [Claims(claimed)], shared, output)
 
     pids = [worker(i, outputs[i].fileno() if i else None) for i in range(asked.workers)]
     if asked.beside and not (lane := os.fork()):
-        well = beside(asked.beside, outputs[-1].fileno(), records)
-        os._exit(status_of(worker(asked.workers, outputs[-1].fileno())) or not well)
+        os._exit(not beside(asked.beside, outputs[-1].fileno(), records))
     elif asked.beside:
         pids.append(lane)
     try:
