@@ -45,5 +45,6 @@ def _new_blocks(scheduled: Any, sizes: list[int]) -> Iterator[int]:
         for blocks, size in zip(new.block_ids, sizes, strict=True):
             yield from blocks[new.num_computed_tokens // size :]
     for one, groups, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-        for blocks, size in zip(groups or (), sizes, strict=False):
-            yield from blocks[computed // size :] if one in cached.resumed_req_ids else blocks
+        if groups is not None:
+            for blocks, size in zip(groups, sizes, strict=True):
+                yield from blocks[computed // size :] if one in cached.resumed_req_ids else blocks

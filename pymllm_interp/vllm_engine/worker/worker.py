@@ -118,8 +118,8 @@ class InterpWorker:
         drafts = config.speculative_config
         num_drafts = 0 if drafts is None else drafts.num_speculative_tokens
         sites = self._sites = structure.sites if several else None
-        if several:  # on the host: stages have different devices
-            stage.scores.add_up = lambda scores: torch.distributed.all_reduce(scores, group=_pipeline().cpu_group)
+        if several:
+            stage.scores.add_up = _add_up
         self.model_runner.interp = HooksOf(stage, model, head, traces, num_drafts, sites)
         sys.setswitchinterval(SWITCH_SECONDS)
         return found
@@ -236,6 +236,11 @@ def _pipeline() -> Any:
     from vllm.distributed.parallel_state import get_pp_group  # pyright: ignore[reportMissingImports]
 
     return get_pp_group()
+
+
+def _add_up(scores: torch.Tensor) -> None:
+    """Add a tensor up over the pipeline stages, on their hosts: each has a device of its own."""
+    torch.distributed.all_reduce(scores, group=_pipeline().cpu_group)
 
 
 def _checksum_of(parameter: torch.Tensor) -> int:
