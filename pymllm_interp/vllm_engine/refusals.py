@@ -12,6 +12,9 @@ from .structures import IMAGES
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
 """Methods of speculation that are served."""
 
+NORMALIZES = "mm_device_do_normalize"
+"""vLLM's setting by which a vision tower normalises pixels. Here they come normalised."""
+
 
 class VllmRefusalError(NotImplementedError):
     """vLLM can run it, and hooks cannot be served with it."""
@@ -120,6 +123,10 @@ def _of_settings(config: Any) -> Iterator[tuple[bool, str]]:
         (
             _is_multimodal(model) and not IMAGES.keys() & set(getattr(model, "architectures", None) or ()),
             f"multimodal models other than {', '.join(IMAGES)}: their language model by itself is served",
+        ),
+        (
+            _is_multimodal(model) and getattr(model.multimodal_config, NORMALIZES, False),
+            f"{NORMALIZES}, as images come normalised: {NORMALIZES}=False",
         ),
         (_is_multimodal(model) and drafts is not None, "speculative_config for a model with images: leave it out"),
         (

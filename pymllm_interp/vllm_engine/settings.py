@@ -15,6 +15,7 @@ from ..core.model_spec import ModelSpec
 from ..hooks.bind import DeclaredLimits
 from ..hooks.site import NORMED, Site
 from ..models.registry import architecture_of, spec_of
+from .refusals import NORMALIZES
 from .structures import SITES, TAPPED, why_without_blocks
 
 KEY = "pymllm_interp"
@@ -121,11 +122,15 @@ def llm_arguments(quantization: str | None = None, **settings: Any) -> dict[str,
 
 
 def rank_arguments(config: ServerConfig, quantization: str | None = None) -> dict[str, Any]:
-    """Arguments of vLLM for an engine with hooks: the class of its ranks, and their settings."""
+    """Arguments of vLLM for an engine with hooks: the class of its ranks, and their settings. Images come normalised."""
+    from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     worker = f"{RANK_MODULE}.Interp{'GPU' if current_platform.is_cuda() else 'CPU'}Worker"
-    return {"worker_cls": worker, "additional_config": additional_config(config, quantization)}
+    found = {"worker_cls": worker, "additional_config": additional_config(config, quantization)}
+    if hasattr(AsyncEngineArgs, NORMALIZES):  # not in vLLM 0.26
+        found[NORMALIZES] = False
+    return found
 
 
 def server_config_of(additional: Mapping[str, Any] | None) -> ServerConfig:

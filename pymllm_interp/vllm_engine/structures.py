@@ -207,9 +207,7 @@ def _with_layers(model: Any) -> tuple[nn.ModuleList, nn.Module] | None:
             found = getattr(model, layers, None), getattr(model, norm, None)
             if isinstance(found[0], nn.ModuleList) and isinstance(found[1], nn.Module):
                 return found[0], found[1]
-        inner = (
-            getattr(model, name, None) for name in ("model", "language_model", "text_model", "transformer", "decoder")
-        )
+        inner = (getattr(model, name, None) for name in ("model", "language_model", "transformer", "decoder"))
         model = next((one for one in inner if one is not None), None)
     return None
 

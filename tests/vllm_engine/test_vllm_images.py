@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers_images import prompt_of
+from helpers_server import serving
 from helpers_vision import encoded, picture, placed
 from helpers_vllm import (
     WIDTH,
@@ -17,6 +19,7 @@ from helpers_vllm import (
     own_lm,
     prompt,
     save_image_model,
+    two_ranks,
     vector,
     vllm_lm,
 )
@@ -160,3 +163,44 @@ def test_what_is_not_served_is_refused_by_name_and_the_engine_lives(engines: Eng
         with lm.trace(text, images=images):
             lm.model.language_model.layers[1].self_attn.q_proj.output.save()
     assert assert_equal(lm, oracle, [good])[0].token_ids == before.token_ids
+
+
+@pytest.mark.slow
+def test_two_ranks_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**OPTIONS, "tensor_parallel_size": 2, "inner_sites": ()}
+    two_ranks(monkeypatch, options)
+    folder = save_image_model("llava", tmp_path / "llava", num_attention_heads=4, num_key_value_heads=2)
+    prompts: list[Any] = [prompt_of("llava", [5, 6, 7], 0, [8, 9], 1), prompt(9, 1), prompt_of("llava", 0, [4])]
+    steer = Steer("resid_post.1", vector(1), 2.0, positions=["image", -1], missing="skip")
+    with vllm_lm(folder, **options) as lm, own_lm(folder) as oracle:
+        for ops in (None, [steer]):
+            assert_equal(lm, oracle, prompts, interventions=ops, capture=["resid_post.*", "logits"])
+
+
+@pytest.mark.slow
+def test_a_client_of_a_server_gets_our_engines_results(tmp_path: Path) -> None:
+    folder = save_image_model("llava", tmp_path / "llava")
+    options = [
+        "--engine", "vllm", "--dtype", "float32", "--option", "max_model_len=128", "--option", "kv_cache_tokens=2048", "--option",
+        "disable_cuda_graph=True", "--option", "gpu_memory_utilization=0.05", "--limit-mm-per-prompt", '{"image": 2}',
+    ]  # fmt: skip
+    text, images = placed("llava", "a ", picture(20, 16), " b")
+    ask = {"prompt": text, "multi_modal_data": {"image": images}}
+    said = [{"role": "user", "content": [{"type": "image", "image": images[0]}, {"type": "text", "text": "what?"}]}]
+    with serving(folder, *options, keys=None) as server, LM.connect(server.url) as lm, own_lm(folder) as oracle:
+        assert_equal(lm, oracle, [ask], capture=[Capture("resid_post.*", positions="image")])
+        assert_close(*(model.chat(said, GREEDY)[0] for model in (lm, oracle)))
+        with pytest.raises(PromptError, match="at most 2"):
+            lm.generate({**ask, "multi_modal_data": {"image": images * 3}}, GREEDY)
+
+
+@pytest.mark.slow
+def test_new_weights_forget_the_towers_states(tmp_path: Path) -> None:
+    first, second = (save_image_model("llava", tmp_path / name, seed=i) for i, name in enumerate("ab"))
+    ask = prompt_of("llava", prompt(30, 1), 0, [8, 9])
+    with vllm_lm(first, **OPTIONS) as lm, own_lm(first) as oracle:
+        assert_equal(lm, oracle, [ask], capture=["resid_post.*"])
+        for model in (lm, oracle):
+            model.update_weights(second)
+        assert_equal(lm, oracle, [ask])
+        assert_equal(lm, oracle, [ask], capture=["resid_post.*"])

@@ -12,6 +12,7 @@ from ...core.model_spec import has_images
 from ...core.sampling_params import MAX_LOGPROBS
 from ...models.weights.source import ModelSource
 from ...utils.device import DTYPES
+from ..refusals import NORMALIZES
 
 TAKEN = {
     "device", "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "kv_cache_dtype", "page_size",
@@ -21,7 +22,7 @@ TAKEN = {
     "inner_sites", "max_loras", "max_lora_rank", "limit_mm_per_prompt", "mm_processor_cache_gb",
 }  # fmt: skip
 """Fields of `ServerConfig` that mean something to this engine. Others must have their defaults."""
-OWN = ("model", "worker_cls", "additional_config", "tokenizer", "worker_extension_cls")
+OWN = ("model", "worker_cls", "additional_config", "tokenizer", "worker_extension_cls", NORMALIZES)
 """Arguments of vLLM that this package sets."""
 
 
