@@ -64,6 +64,27 @@ def _absorb(best, total, value, scores, v):
     return peak, total * fade + tl.sum(weights, 1), value * fade[:, None] + added
 
 
+@triton.jit
+def _keep(at, dim, real, DIM: tl.constexpr, best, total, value):
+    """Store a part's softmax at `at` [rows]: values [DIM], maximum, sum."""
+    tl.store(at[:, None] + dim[None, :], value, mask=real[:, None] & (dim[None, :] < DIM))
+    tl.store(at + DIM, best, mask=real)
+    tl.store(at + DIM + 1, total, mask=real)
+
+
+@triton.jit
+def _joined(place, first_part, stop_part, dim, real, DIM: tl.constexpr, best, total, value):
+    """A softmax with those that `_keep` stored, in their order."""
+    known = real[:, None] & (dim[None, :] < DIM)
+    for part in range(first_part, stop_part):
+        at = place + part * (DIM + 2)
+        part_value = tl.load(at[:, None] + dim[None, :], mask=known, other=0.0, cache_modifier=".cg")
+        part_best = tl.load(at + DIM, mask=real, other=float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(at + DIM + 1, mask=real, other=0.0, cache_modifier=".cg")
+        best, total, value = _join(best, total, value, part_best, part_total, part_value)
+    return best, total, value
+
+
 @triton.jit(do_not_specialize=["width", "q_stride", "scale", "cap", "v_scale", "parts"])
 def _attend(
     q, k_cache, v_cache, firsts, counts, owners, lens, table, out, kept, ended, sinks, width, q_stride, scale, cap, v_scale, parts,
@@ -95,20 +116,17 @@ def _attend(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(tl.min(length) - WINDOW, 0)
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    best, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     value = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
     if SINKS:
         best = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     offset = kv_head * DIM + dim
     first_part, stop_part = begin // PART, tl.cdiv(longest, PART)
-    # Programs with parts. The first one takes part in any case.
     programs = tl.maximum(tl.minimum(stop_part - first_part, parts), 1)
-    if tl.program_id(2) >= programs:
+    if tl.program_id(2) >= programs:  # without parts; the first program always takes part
         return
-    most = tl.cdiv(width, PART)
-    place = kept + (row * HEADS + head) * most * (DIM + 2)  # [rows, heads, parts of the row, dim + 2]
+    place = kept + (row * HEADS + head) * tl.cdiv(width, PART) * (DIM + 2)  # [rows, heads, parts of the row, dim + 2]
     first_best, first_total = best, total
     for part in range(first_part + tl.program_id(2), stop_part, parts):
         part_best = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -129,10 +147,7 @@ def _attend(
             part_best, part_total, part_value = _absorb(part_best, part_total, part_value, scores, v)
         if SPLIT:
             if programs > 1:
-                at_part = place + part * (DIM + 2)
-                tl.store(at_part[:, None] + dim[None, :], part_value, mask=real[:, None] & known_dim)
-                tl.store(at_part + DIM, part_best, mask=real)
-                tl.store(at_part + DIM + 1, part_total, mask=real)
+                _keep(place + part * (DIM + 2), dim, real, DIM, part_best, part_total, part_value)
         best, total, value = _join(best, total, value, part_best, part_total, part_value)
     last = programs > 0
     if SPLIT:
@@ -142,14 +157,10 @@ def _attend(
             last = tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1
             if last:
                 tl.store(counter, 0)
-                best, total, value = first_best, first_total, tl.zeros((ROWS, DIM_BLOCK), tl.float32)
-                for part in range(first_part, stop_part):
-                    at_part = place + part * (DIM + 2)
-                    known = real[:, None] & known_dim
-                    part_value = tl.load(at_part[:, None] + dim[None, :], mask=known, other=0.0, cache_modifier=".cg")
-                    part_best = tl.load(at_part + DIM, mask=real, other=float("-inf"), cache_modifier=".cg")
-                    part_total = tl.load(at_part + DIM + 1, mask=real, other=0.0, cache_modifier=".cg")
-                    best, total, value = _join(best, total, value, part_best, part_total, part_value)
+                value = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
+                best, total, value = _joined(
+                    place, first_part, stop_part, dim, real, DIM, first_best, first_total, value
+                )
     if last:
         target = out + (row[:, None] * HEADS + head[:, None]) * DIM + dim[None, :]
         result = (value / total[:, None] * v_scale).to(out.dtype.element_ty)
