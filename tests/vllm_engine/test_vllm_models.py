@@ -143,7 +143,9 @@ def test_what_is_cached_is_never_anothers(engines: tuple[Case, LM, LM]) -> None:
 
 def test_rows_without_numbers_reach_no_other_request(engines: tuple[Case, LM, LM]) -> None:
     """NaN of some requests, beside others and in the blocks of KV that these get after them."""
-    _, lm, oracle = engines
+    case, lm, oracle = engines
+    if not case.preempts:
+        pytest.skip("the blocks of a larger pool do not come again here")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
     prompts = [prompt(length, 90 + length) for length in (1, 5, 31, 33, 60)]
     wanted = oracle.generate(prompts, params)
