@@ -99,7 +99,7 @@ def test_an_invoke_takes_few_calls(lm_of) -> None:
 
 
 def test_what_a_visit_reads_is_in_no_dict() -> None:
-    """A dict for each of hundreds of blocks is out of the processor's caches at each visit: twice the time of a read."""
+    """Blocks and traces keep what each visit reads in slots."""
     block = Block(compile("", "block", "exec"), {}, {})
     assert vars(block).keys().isdisjoint({"pending", "iteration", "worker", "transform", "interleaver", "target_visit"})
     trace = RequestTrace(None, [])

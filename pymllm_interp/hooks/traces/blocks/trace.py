@@ -37,7 +37,7 @@ def _nothing() -> None:
 class Block(Mediator):
     """One block of a request: a mediator that counts its own request's passes, and not the engine's.
 
-    What each visit reads has a slot. With hundreds of blocks, their dicts would not stay in the processor's caches.
+    What each visit reads has a slot.
 
     Attributes:
         target_visit: the visit of the current pass that the block waits for, if it waits for a location.
