@@ -30,7 +30,7 @@ NAME = "test-forks"
 """Name of a process that forks others, in /proc/PID/comm."""
 PYTHON = sys.executable
 """The interpreter whose processes are forked. A test may name another one for its engines, by `sys.executable` of its server."""
-PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 IMPORTS = (
     "pymllm_interp.lm", "pymllm_interp.server.process.engine_process", "pymllm_interp.server.serve",
     "pymllm_interp.server.engines.replicas_door", "pymllm_interp.server.engines.process_door", "pymllm_interp.models.registry",
@@ -45,6 +45,12 @@ _fork_exec: Callable[..., int] = subprocess._fork_exec  # pyright: ignore
 
 def prctl(option: int, value: Any) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """End this process when the one that forked it ends, however that ends."""
+    if sys.platform == "linux":
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def children_of(pid: int) -> list[int]:

@@ -15,7 +15,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -81,6 +80,7 @@ def session(arguments: Sequence[str], plugins: Sequence[Any], environment: dict[
     sys.stdout.flush()
     if pid := os.fork():
         return pid
+    helpers_forks.end_with_parent()
     os.environ.update(environment)
     if output is not None:
         os.dup2(output, 1)
@@ -92,8 +92,10 @@ def session(arguments: Sequence[str], plugins: Sequence[Any], environment: dict[
     os._exit(code)  # without freeing its modules one by one, for seconds
 
 
-def status_of(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def status_of(pid: int, record: Path | None = None) -> int:
+    """The status that a process ends with. A session without its record has failed: a test may have called ``os._exit(0)``."""
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return 1 if not status and record is not None and not record.exists() else status
 
 
 def beside(steps: Sequence[str], output: int, records: Path) -> bool:
@@ -104,8 +106,8 @@ def beside(steps: Sequence[str], output: int, records: Path) -> bool:
         if step.startswith("make "):
             status = subprocess.run(shlex.split(step), stdout=output, stderr=output, check=False).returncode
         else:
-            options = ["--durations-json", str(records / f"beside-{number}.json")]
-            status = status_of(session([*options, *shlex.split(step)], (), {}, output))
+            record = records / f"beside-{number}.json"
+            status = status_of(session(["--durations-json", str(record), *shlex.split(step)], (), {}, output), record)
         failed += [f"{step}: status {status}"] * bool(status)
     os.write(output, "".join(f"FAILED: {line}\n" for line in failed).encode())
     return not failed
@@ -114,6 +116,7 @@ def beside(steps: Sequence[str], output: int, records: Path) -> bool:
 def import_all() -> None:
     """What tests/conftest.py and most engines import."""
     gc.disable()  # imports make half a million objects, none of them garbage
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that asked CUDA itself has no forks with a device
     import torch
 
     if not torch.cuda.is_available():
@@ -137,6 +140,9 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*", help="arguments of the workers' sessions")
     asked = parser.parse_args()
     import_all()
+    import helpers_durations
+    import helpers_forks
+
     # Not as contexts: processes that are forked leave them, too.
     claimed, records = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
     outputs = [tempfile.TemporaryFile() for _ in range(asked.workers + bool(asked.beside))]
@@ -149,27 +155,23 @@ def main() -> None:
 
     pids = [worker(i, outputs[i].fileno() if i else None) for i in range(asked.workers)]
     if asked.beside and not (lane := os.fork()):
+        helpers_forks.end_with_parent()
         os._exit(not beside(asked.beside, outputs[-1].fileno(), records))
     elif asked.beside:
         pids.append(lane)
-    try:
-        found = [status_of(pid) for pid in pids]
-    except KeyboardInterrupt:
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
-        raise
-    for number, (status, output) in enumerate(zip(found, outputs, strict=True)):
+    found = [status_of(pid, records / f"{i}.json" if i < asked.workers else None) for i, pid in enumerate(pids)]
+    for output in outputs:
         output.seek(0)
         sys.stdout.write(output.read().decode(errors="replace"))
-        if status:
-            print(f"lane {number} ended with status {status}")
-    import helpers_durations
-
     seconds = Counter[str]()
     for record in records.glob("*.json"):
         seconds.update(json.loads(record.read_text()))
     helpers_durations.write(asked.json, seconds)
     print(*helpers_durations.summary(seconds), f"{len(seconds)} tests", sep="\n")
+    print(
+        *(f"FAILED: lane {number} ended with status {status}\n" for number, status in enumerate(found) if status),
+        sep="",
+    )
     shutil.rmtree(claimed)
     shutil.rmtree(records)
     sys.exit(max(map(abs, found)))

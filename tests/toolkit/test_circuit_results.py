@@ -301,10 +301,19 @@ def test_cycles_nan_and_graphs_without_effects():
     none = pruning.prune(torch.zeros_like(weights), *others, FEATURES, FEATURES + ERRORS, 0.8, 0.98)
     assert not none.edges.any() and none.nodes.tolist() == [False] * (FEATURES + ERRORS) + [True] * TARGETS
     assert none.scores.isfinite().all()
+    infinite = weights.clone()
+    infinite[3, FEATURES + 2] = torch.inf  # of an error, which has no row
     weights[0, 20] = 1.0  # to its own level, or from one above it
-    for wrong in (weights, torch.full_like(weights, torch.nan)):
+    for wrong in (weights, torch.full_like(weights, torch.nan), infinite):
         with pytest.raises(ValueError, match="a NaN, or the graph has a cycle"):
             pruning.influence(wrong, *others)
+
+
+def test_shares_of_a_million_equal_scores():
+    """Three quarters are of the large ones; sums in float32 would have 0.748."""
+    parts = [torch.full((1 << 10, 1 << 10), size) for size in (0.3, 0.1)]
+    for share, wanted in ((0.749, 0.3), (0.751, 0.1)):
+        assert pruning.threshold_of(lambda: parts, share) == pytest.approx(wanted, abs=1e-7)
 
 
 def test_effects_of_edited_weights_are_refused(lm_of):

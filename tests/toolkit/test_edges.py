@@ -268,6 +268,9 @@ def test_equal_metrics_have_no_faithfulness(lm_of):
         ValueError, match=r"the clean and the corrupted runs have the same metric, .* Choose other prompts"
     ):
         scores.faithfulness([3])
+    scores = lm.edge_attribution(*prompts(4), metric=lambda logits: (logits[..., METRIC[0]] - 1e9).sqrt())
+    with pytest.raises(ValueError, match=r"runs have no finite metrics, nan and nan: faithfulness is a share"):
+        scores.faithfulness([3])
 
 
 def test_outputs_beyond_the_memory_are_refused_by_name(lm_of, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -143,10 +144,12 @@ class EdgeScores:
         kept = [self._names.mask(choose(each) if is_whole(each) else each) for each in circuits]
         if not kept:
             raise ValueError("circuits is empty: give numbers of edges, lists of edges or masks")
-        if not self.clean - self.corrupted:
+        difference = self.clean - self.corrupted
+        if not difference or not math.isfinite(difference):
+            what = "no finite metrics" if difference else "the same metric"
             raise ValueError(
-                f"the clean and the corrupted runs have the same metric, {self.clean:.6g}: faithfulness is a share of their "
-                "difference. Choose other prompts, or another metric"
+                f"the clean and the corrupted runs have {what}, {self.clean:.6g} and {self.corrupted:.6g}: faithfulness is a "
+                "share of their difference. Choose other prompts, or another metric"
             )
         masks = torch.stack(kept)
         model, pairs = self._source
@@ -155,7 +158,7 @@ class EdgeScores:
             raise RuntimeError("the weights of the model were edited after these scores: make the scores again")
         values = torch.tensor([measured(model, pair, self.real & ~masks) for pair in pairs])
         metric = values.mean(0)
-        return EdgeFaithfulness(masks.sum((1, 2)), metric, (metric - self.corrupted) / (self.clean - self.corrupted))
+        return EdgeFaithfulness(masks.sum((1, 2)), metric, (metric - self.corrupted) / difference)
 
     # -- files ---------------------------------------------------------------------------------
 

@@ -169,6 +169,33 @@ def test_rows_of_large_steps_are_found_once_for_many_steps(monkeypatch: Any) -> 
     ring.close()
 
 
+@pytest.mark.parametrize("memory", ["a block", "no block"])
+def test_steps_of_the_same_requests_may_go_back_or_ahead(memory: str, monkeypatch: Any) -> None:
+    """Rows of a held step are where its positions are, whichever step of the same requests came before."""
+    if memory == "no block":
+        monkeypatch.setattr(copier, "MAX_BYTES", 0)
+    ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
+    ring.open()
+    owns: list[Own] = []
+    for _ in range(2):
+        captures = captures_of(SPECS["whole"](), 2, 12)
+        owns.append((captures, {site: torch.randn(12, INFO.hidden_size) for site in captures.layout.by_site}))
+    captures, states = owns[1]
+    run_step(ring, [(own, 0, 2) for own in owns])
+    for firsts in ((2, 2), (3, 3), (4, 3), (5, 4), (8, 7), (9, 8)):
+        if firsts == (4, 3):  # its last position is taken back, and comes again with other states
+            captures.settle(3)
+            for own in states.values():
+                own[3:] = torch.randn(9, INFO.hidden_size)
+        assert run_step(ring, [(own, first, 1) for own, first in zip(owns, firsts, strict=True)])
+    ring.wait()
+    for (captures, states), sent in zip(owns, ([*range(6), 8, 9], [*range(5), 7, 8]), strict=True):
+        found = captures.result(range(sent[-1] + 1))
+        for site, (group, column) in captures.layout.by_site.items():
+            assert torch.equal(found[str(group.names[column])][sent], states[site][sent])
+    ring.close()
+
+
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_a_block_of_one_step_holds_no_results_after_a_request_ends() -> None:
     ring = CaptureRing(1 << 20, torch.float32, "cpu", "block")
