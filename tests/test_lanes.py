@@ -94,11 +94,15 @@ ENDS = {
     "exits early": ("sys.exit(0)", "pass", 3),
 }
 """Name -> code of a file of tests, code of a test, and the status of a run that has it."""
+BESIDE = ("leaves", "crashes")
 RUNS = """
 import os, signal, sys
 sys.path[:0] = [{support!r}]
 import lanes
 import pytest
+from _pytest.config import default_plugins
+for name in default_plugins:
+    __import__("_pytest." + name)
 lanes.import_all = lambda: None  # its seconds, in each run
 for folder, lane in {runs!r}:
     if not (pid := os.fork()):
@@ -111,7 +115,7 @@ for folder, lane in {runs!r}:
 """
 
 
-def tests_in(folder: Path, before: str, code: str) -> str:
+def file_of(folder: Path, before: str, code: str) -> str:
     """A file of three tests, of which the second one runs `code`."""
     folder.mkdir()
     lines = [f"import os, signal, sys, time\n{before}"]
@@ -122,23 +126,24 @@ def tests_in(folder: Path, before: str, code: str) -> str:
 
 def test_a_session_that_ends_in_any_way_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(RECORDS)
-    folders = {name: tests_in(tmp_path / name.replace(" ", "_"), *code[:2]) for name, code in ENDS.items()}
-    runs = [(folders[name], lane) for lane in (False, True) for name in ENDS]
+    folders = {name: file_of(tmp_path / name.replace(" ", "_"), *code[:2]) for name, code in ENDS.items()}
+    runs = [*((folder, False) for folder in folders.values()), *((folders[name], True) for name in BESIDE)]
     script = RUNS.format(support=SUPPORT, runs=runs, root=str(tmp_path), fine=folders["fine"])
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT
     )
     statuses = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("status ")]
     wanted = [status for *_, status in ENDS.values()]
-    assert statuses == [*wanted, *map(bool, wanted)], done.stdout + done.stderr
-    assert done.stdout.count("FAILED: lane 0 ended with status") == len(wanted) - 1
+    assert statuses == [*wanted, *(1 for _ in BESIDE)], done.stdout + done.stderr
+    for lane, count in ((0, len(ENDS) - 1), (1, len(BESIDE))):
+        assert done.stdout.count(f"FAILED: lane {lane} ended with status") == count
 
 
 def test_sessions_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(RECORDS)
     pids = tmp_path / "pids"
     code = f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(120)"
-    folder = tests_in(tmp_path / "long", "", code)
+    folder = file_of(tmp_path / "long", "", code)
     script = RUNS.format(support=SUPPORT, runs=[(folder, True)], root=str(tmp_path), fine=folder)
     script = script.replace("if not (pid := os.fork()):", "if True:")
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, env=ENVIRONMENT) as run:
