@@ -391,6 +391,9 @@ def test_captured_rows_stream_and_are_those_of_the_result(engines: tuple[Case, L
         Capture("resid_mid.2", reduce=Project(vector(11, 3, WIDTH)), stream=True), Capture("final_norm"),
         Capture("attn_out.0", reduce="mean", stream=True), Capture("logits", positions="generated", stream=True),
     ]  # fmt: skip
+    if "speculative_config" in case.options:  # such requests have no drafts
+        with pytest.raises(ValueError, match="rows of drafts cannot be taken back from streamed captures"):
+            next(iter(lm.stream(PROMPTS[0], replace(params, speculate=True), capture=captures[:1])))
     stop = [m for m in monitors_of(oracle, params)[1] if m.name == "stop"]
     asked: list[dict[str, Any]] = [
         {"capture": captures, "interventions": OPS[i], "monitors": stop if i == 1 else None} for i in range(4)
