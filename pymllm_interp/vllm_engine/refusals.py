@@ -128,6 +128,10 @@ def _of_settings(config: Any) -> Iterator[tuple[bool, str]]:
             _is_multimodal(model) and getattr(model.multimodal_config, NORMALIZES, False),
             f"{NORMALIZES}, as images come normalised: {NORMALIZES}=False",
         ),
+        (
+            _is_multimodal(model) and getattr(model.multimodal_config, "mm_processor_cache_gb", 0) > 0,
+            "mm_processor_cache_gb above 0, as vLLM would lose a user's images beside those of an LM: mm_processor_cache_gb=0",
+        ),
         (_is_multimodal(model) and drafts is not None, "speculative_config for a model with images: leave it out"),
         (
             _is_multimodal(model) and getattr(config, "lora_config", None) is not None,

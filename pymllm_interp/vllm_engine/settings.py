@@ -122,12 +122,16 @@ def llm_arguments(quantization: str | None = None, **settings: Any) -> dict[str,
 
 
 def rank_arguments(config: ServerConfig, quantization: str | None = None) -> dict[str, Any]:
-    """Arguments of vLLM for an engine with hooks: the class of its ranks, and their settings. Images come normalised."""
+    """Arguments of vLLM for an engine with hooks: the class of its ranks, and their settings.
+
+    Images come normalised, and vLLM keeps none: those of an `LM` would push out those of an attached `LLM`'s user.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     worker = f"{RANK_MODULE}.Interp{'GPU' if current_platform.is_cuda() else 'CPU'}Worker"
-    found = {"worker_cls": worker, "additional_config": additional_config(config, quantization)}
+    settings = additional_config(config, quantization)
+    found = {"worker_cls": worker, "additional_config": settings, "mm_processor_cache_gb": 0}
     if hasattr(AsyncEngineArgs, NORMALIZES):  # not in vLLM 0.26
         found[NORMALIZES] = False
     return found

@@ -28,7 +28,8 @@ from transformers import AutoImageProcessor
 from pymllm_interp import LM, Ablate, Capture, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.interventions import Knockout, Monitor
 from pymllm_interp.utils.arguments import PromptError
-from pymllm_interp.vllm_engine.refusals import VllmRefusalError
+from pymllm_interp.vllm_engine import llm_arguments
+from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
 
 pytestmark = needs_vllm
 FAMILIES = ("llava",)
@@ -163,6 +164,23 @@ def test_what_is_not_served_is_refused_by_name_and_the_engine_lives(engines: Eng
         with lm.trace(text, images=images):
             lm.model.language_model.layers[1].self_attn.q_proj.output.save()
     assert assert_equal(lm, oracle, [good])[0].token_ids == before.token_ids
+
+
+def test_settings_without_images_are_refused_before_the_load(tmp_path: Path) -> None:
+    """vLLM's cache of processed images, too: those of an attached LM would push out its user's, who then gets no tokens."""
+    folder = save_image_model("llava", tmp_path / "llava")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    for options in (
+        {"enable_lora": True}, {"enable_prompt_embeds": True}, {"pipeline_parallel_size": 2}, {"speculative_config": drafts},
+    ):  # fmt: skip
+        with pytest.raises(VllmRefusalError, match=f"{next(iter(options))}.* for a model with images"):
+            vllm_lm(folder, **options)
+    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+
+    own = {"model": str(folder), "dtype": "float32", "max_model_len": 128, **llm_arguments()}
+    refuse_config(EngineArgs(**own).create_engine_config())
+    with pytest.raises(VllmRefusalError, match="mm_processor_cache_gb above 0"):
+        refuse_config(EngineArgs(**{**own, "mm_processor_cache_gb": 1}).create_engine_config())
 
 
 @pytest.mark.slow

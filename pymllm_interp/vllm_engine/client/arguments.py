@@ -63,7 +63,7 @@ def engine_arguments(
     if num_labels_of(source.hf_config) is not None:
         found["runner"], found["convert"] = "pooling", "embed" if lacks_head(source.hf_config) else "classify"
     if has_images(source.hf_config):  # vLLM's processors want a tokenizer; images come to vLLM as they were read here
-        found["skip_tokenizer_init"], found["mm_processor_cache_gb"] = False, 0
+        found["skip_tokenizer_init"] = False
         found["limit_mm_per_prompt"] = {"image": max_images(server), "video": 0}
         if source.tokenizer_path is not None:
             found["tokenizer"] = str(source.tokenizer_path)
