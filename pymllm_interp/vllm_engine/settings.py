@@ -124,7 +124,7 @@ def llm_arguments(quantization: str | None = None, **settings: Any) -> dict[str,
 def rank_arguments(config: ServerConfig, quantization: str | None = None) -> dict[str, Any]:
     """Arguments of vLLM for an engine with hooks: the class of its ranks, and their settings.
 
-    Images come normalised, and vLLM keeps none: those of an `LM` would push out those of an attached `LLM`'s user.
+    Images come normalised, and vLLM keeps none: an attached `LM` would push the images of the engine's user out.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
