@@ -38,7 +38,8 @@ class Applied(_Brief):
     generated_rows: int = 0
     """Rows of generated tokens, likewise."""
     gate_fires: int | None = None
-    """Rows on which the gate fired; rows computed again count again. None without a gate."""
+    """Rows on which the gate fired. Rows computed again count again, and so may a row that was launched before the request's
+    end was known. None without a gate."""
     missing: int = 0
     """Positions that the prompt does not have, left out by `missing="skip"`."""
     monitor: str = ""

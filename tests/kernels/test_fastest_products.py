@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -67,11 +69,14 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     assert found is not None and found.code[0] == 3
 
 
-def test_without_room_for_copies_torch_multiplies_and_nothing_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError("cuBLASLt answered 7")])
+def test_where_nothing_can_be_measured_torch_multiplies_and_nothing_is_kept(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without room for copies, or by a library that knows less: a pass does not fail for it."""
+
     def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError
+        raise error
 
     shape, weight = fastest.Shape(0, 8, 8, 64, torch.bfloat16), torch.zeros(8, 8)
     kept: dict[str, library.Algorithm | None] = {}
@@ -83,6 +88,44 @@ def test_without_room_for_copies_torch_multiplies_and_nothing_is_kept(
     found = fastest._kept_or_measured(shape, weight)
     assert found is not None and found is kept[shape.name] and found.code[0] == 5
     assert fastest.read(tmp_path / "products.json").keys() == {shape.name}
+
+
+def test_processes_that_write_at_once_keep_all_decisions(tmp_path: Path) -> None:
+    """Replicas measure the same shapes at the same time."""
+    path, threads = tmp_path / "products-0123456789abcdef.json", 8
+    begin = Barrier(threads)
+
+    def write(number: int) -> list[library.Algorithm | None]:
+        begin.wait()
+        return [fastest.write(path, name, algorithm(number)) for i in range(12) for name in (f"{number} {i}", f"all {i}")]
+
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(write, range(threads)))
+    kept = fastest.read(path)
+    assert len(kept) == 12 * (threads + 1)
+    for i, decisions in enumerate(zip(*(own[1::2] for own in found), strict=True)):
+        holds = kept[f"all {i}"]
+        assert holds is not None and {one.code[0] for one in decisions if one is not None} == {holds.code[0]}
+
+
+def test_a_measurement_leaves_torchs_random_numbers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that seeds them gets the same noise whether or not its pass was the first on the machine."""
+    weight, found = torch.randn(8, 16), [algorithm(1), algorithm(2)]
+
+    def run(one: library.Algorithm, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+        torch.mm(x, weight.t(), out=out)
+        return one.code[0] == 2
+
+    monkeypatch.setattr(library, "run", run)
+    monkeypatch.setattr(fastest, "microseconds", lambda call, weights: 9.0 if hasattr(call, "args") else 10.0)
+    monkeypatch.setattr(fastest, "rotating", lambda weight: [weight])
+    torch.manual_seed(3)
+    wanted = torch.randn(4)
+    torch.manual_seed(3)
+    assert fastest._measured(fastest.Shape(-1, 8, 16, 48, torch.float32), weight, found) is found[1]
+    assert torch.equal(torch.randn(4), wanted)
+    with pytest.raises(RuntimeError, match="not finite"):  # such weights tell nothing: the next model's may be numbers
+        fastest._measured(fastest.Shape(-1, 8, 16, 48, torch.float32), weight / 0, found)
 
 
 @pytest.fixture

@@ -360,6 +360,10 @@ def test_an_event_of_a_stream_is_one_line_of_ascii(text: str) -> None:
     """Clients that split texts into lines end one at U+2028 and U+0085, too."""
     event = openai_routes._data({"choices": [{"text": text, "logprobs": None, "index": 0}], "value": 1.5})
     assert event.isascii() and len(event.decode().splitlines()) == 2
+    infinite = openai_routes._data({"text": text, "logprob": float("-inf"), "score": float("nan")})
+    assert json.loads(infinite.removeprefix(b"data: "), parse_constant=pytest.fail) == {
+        "text": text, "logprob": None, "score": None,
+    }  # fmt: skip
     assert json.loads(event.removeprefix(b"data: ")) == {
         "choices": [{"text": text, "logprobs": None, "index": 0}], "value": 1.5,
     }  # fmt: skip

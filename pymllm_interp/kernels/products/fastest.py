@@ -9,13 +9,17 @@ have the same bits.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
+import logging
+import os
 import statistics
 import tempfile
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +28,8 @@ import torch
 
 from ...utils.files.cache_folder import default_cache_dir
 from . import library
+
+logger = logging.getLogger(__name__)
 
 FEWEST, RANGES, MOST = 33, tuple(range(48, 257, 16)), 256
 """Least rows that are measured. Most rows of each range, which are measured, and of the last range."""
@@ -69,7 +75,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     try:
         algorithm = _chosen[shape]
     except KeyError:
-        algorithm = _algorithm_for(shape, x, weight)
+        algorithm = _algorithm_for(shape, weight)
     if algorithm is None or not _fits(x, weight):
         return torch.mm(x, weight.t())
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
@@ -81,24 +87,24 @@ def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_contiguous() and weight.is_contiguous() and not (x.data_ptr() | weight.data_ptr()) % 16
 
 
-def _algorithm_for(shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> library.Algorithm | None:
+def _algorithm_for(shape: Shape, weight: torch.Tensor) -> library.Algorithm | None:
     """A first product's algorithm, by the file or by a measurement. None: `torch.mm`, for good if it is a capture's first."""
     with _lock:
         if shape not in _chosen:
-            measurable = _fits(x, weight) and not torch.cuda.is_current_stream_capturing()
+            measurable = _fits(weight, weight) and not torch.cuda.is_current_stream_capturing()
             _chosen[shape] = _kept_or_measured(shape, weight) if measurable else None
         return _chosen[shape]
 
 
 def _kept_or_measured(shape: Shape, weight: torch.Tensor) -> library.Algorithm | None:
-    kept = _kept(shape.device)
-    if shape.name not in kept:
-        try:
-            found = measured(shape, weight)
-        except torch.OutOfMemoryError:  # no room for copies of the weight: the next process may have it
-            return None
-        kept[shape.name] = write(_path(shape.device), shape.name, found)
-    return kept[shape.name]
+    try:
+        kept = _kept(shape.device)
+        if shape.name not in kept:
+            kept[shape.name] = write(_path(shape.device), shape.name, measured(shape, weight))
+        return kept[shape.name]
+    except RuntimeError as error:  # no room for copies of the weight, which the next process may have; or no folder
+        logger.info("torch multiplies %s: %s", shape.name, error)
+        return None
 
 
 # -- the measurement --------------------------------------------------------------------------
@@ -109,6 +115,7 @@ def measured(shape: Shape, weight: torch.Tensor) -> library.Algorithm | None:
 
     Raises:
         torch.OutOfMemoryError: no room for copies of the weight.
+        RuntimeError: cuBLASLt proposes nothing by an error, or the weight has numbers that tell nothing.
     """
     if shape.n % 8 or shape.k % 8:
         return None
@@ -119,8 +126,11 @@ def measured(shape: Shape, weight: torch.Tensor) -> library.Algorithm | None:
 
 
 def _measured(shape: Shape, weight: torch.Tensor, found: list[library.Algorithm]) -> library.Algorithm | None:
-    x = torch.randn(shape.most, shape.k, dtype=shape.dtype, device=weight.device)
+    noise = torch.Generator(weight.device).manual_seed(0)  # blocks may have seeded torch's own
+    x = torch.randn(shape.most, shape.k, dtype=shape.dtype, device=weight.device, generator=noise)
     wanted, out = torch.mm(x, weight.t()), torch.empty(shape.most, shape.n, dtype=shape.dtype, device=weight.device)
+    if not wanted.isfinite().all():
+        raise RuntimeError("products by its weight are not finite")
 
     def by_torch(one: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, one.t(), out=out)
@@ -208,14 +218,26 @@ def read(path: Path) -> dict[str, library.Algorithm | None]:
 
 def write(path: Path, name: str, algorithm: library.Algorithm | None) -> library.Algorithm | None:
     """Add a decision to a file, at once: other processes write it, too. Returns the decision that holds, which is the first."""
-    entries = {name: algorithm} | read(path)
-    numbers = {own: None if one is None else [*one.code, one.workspace] for own, one in entries.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with _alone(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            entries = {name: algorithm} | read(path)
+            numbers = {own: None if one is None else [*one.code, one.workspace] for own, one in entries.items()}
             made = Path(folder) / path.name
             made.write_text(json.dumps(numbers, indent=1) + "\n")
             made.replace(path)
     except OSError:  # a folder that cannot be written: later processes measure again
         return algorithm
     return entries[name]
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other writers of a folder out: of two that read a file and then write it, the later one would drop an entry."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)

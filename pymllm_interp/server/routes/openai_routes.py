@@ -427,4 +427,6 @@ class Work:
 def _data(value: dict[str, Any]) -> bytes:
     """Data of one server-sent event, in ASCII: some clients end a line at U+2028."""
     data = msgspec.json.encode(value)
-    return b"data: " + (data if data.isascii() else json.dumps(value, separators=(",", ":")).encode()) + b"\n\n"
+    if not data.isascii():  # from the JSON: an infinite number is null in all events
+        data = json.dumps(msgspec.json.decode(data), separators=(",", ":")).encode()
+    return b"data: " + data + b"\n\n"
