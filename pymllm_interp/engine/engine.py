@@ -411,13 +411,13 @@ class Engine:
             self.runner.constrain(masks)
 
     def sync_previous_step(self) -> None:
-        """Collect the previous step during a pass: blocks of requests that end with it must not be served.
-
-        The events that follow are sent when the rest of the pass has been launched: the device waits for it.
+        """Collect the previous step during a pass: blocks of requests that end with it must not be served. Its events are sent when
+        the rest of the pass has been launched: the device waits for it.
         """
         before, self._in_flight = self._in_flight, None
         if before is not None:
-            self._collect(*before)
+            with torch.enable_grad():  # as between passes: blocks run to their end
+                self._collect(*before)
             self.runner.drop_finished(self.scheduler.finished_req_ids)
 
     def _deliver(self) -> None:

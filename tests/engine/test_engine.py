@@ -225,6 +225,24 @@ def test_tokens_arrive_while_a_long_pass_is_launched(lm_of: LmOf, monkeypatch: p
     assert_idle(late)
 
 
+@pytest.mark.parametrize("ends", ["stop", "length"])
+def test_a_block_that_ends_during_a_long_pass_may_use_gradients(
+    ends: str, lm_of: LmOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour's pass, which has none, does not turn them off."""
+    monkeypatch.setattr(model_runner, "LONG_PASS", 1)
+    late, (prompt, other) = lm_of("llama", async_scheduling=True), prompts_of([5, 9], seed=1)
+    ids = late.generate([prompt], greedy(max_tokens=12))[0].token_ids
+    stop = next(i for i in range(2, 12) if ids[i] not in ids[:i])
+    end = {"stop_token_ids": [ids[stop]], "max_new_tokens": 12} if ends == "stop" else {"max_new_tokens": stop + 1}
+    neighbour = late.submit(other, greedy(max_tokens=40))
+    with late.generate(prompt, **end) as tracer:
+        found = tracer.result.save()
+        modes = list((torch.is_grad_enabled(), torch.is_inference_mode_enabled())).save()
+    assert found[0, 5:].tolist() == ids[: stop + 1] and modes == [True, False]
+    assert len(neighbour.result(WAIT).token_ids) == 40
+
+
 def test_requests_that_end_while_their_next_step_is_under_way_leave_nothing_behind(lm_of: LmOf) -> None:
     late = lm_of("qwen3", async_scheduling=True)
     prompts = prompts_of([3, 9, 17], seed=12)
