@@ -238,7 +238,7 @@ def test_a_block_that_ends_during_a_long_pass_may_use_gradients(
     neighbour = late.submit(other, greedy(max_tokens=40))
     with late.generate(prompt, **end) as tracer:
         found = tracer.result.save()
-        modes = list((torch.is_grad_enabled(), torch.is_inference_mode_enabled())).save()
+        modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()].save()
     assert found[0, 5:].tolist() == ids[: stop + 1] and modes == [True, False]
     assert len(neighbour.result(WAIT).token_ids) == 40
 

@@ -97,7 +97,9 @@ def test_processes_that_write_at_once_keep_all_decisions(tmp_path: Path) -> None
 
     def write(number: int) -> list[library.Algorithm | None]:
         begin.wait()
-        return [fastest.write(path, name, algorithm(number)) for i in range(12) for name in (f"{number} {i}", f"all {i}")]
+        return [
+            fastest.write(path, name, algorithm(number)) for i in range(12) for name in (f"{number} {i}", f"all {i}")
+        ]
 
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(write, range(threads)))

@@ -233,7 +233,7 @@ def write(path: Path, name: str, algorithm: library.Algorithm | None) -> library
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other writers of a folder out: of two that read a file and then write it, the later one would drop an entry."""
+    """Keep other writers of a folder out. Of two that read a file and both write it, one would drop an entry."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
