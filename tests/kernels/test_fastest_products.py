@@ -10,6 +10,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pymllm_interp.kernels.products import fastest, library
 from pymllm_interp.layers.gemm import Gemm
@@ -108,6 +109,22 @@ def test_processes_that_write_at_once_keep_all_decisions(tmp_path: Path) -> None
     for i, decisions in enumerate(zip(*(own[1::2] for own in found), strict=True)):
         holds = kept[f"all {i}"]
         assert holds is not None and {one.code[0] for one in decisions if one is not None} == {holds.code[0]}
+
+
+def test_tensors_without_an_address_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block may map a module over its rows; and fake tensors have shapes only."""
+    monkeypatch.setattr(fastest, "SMALLEST", 1)
+    monkeypatch.setattr(fastest, "_algorithm_for", lambda *_: pytest.fail("it asks for an algorithm"))
+    weight, rows, seen = torch.ones(8, 16), torch.ones(3, 4, 16), list[bool]()
+
+    def module(x: torch.Tensor) -> torch.Tensor:
+        seen.append(fastest._fits(x, weight))
+        return x @ weight.t()
+
+    assert torch.equal(torch.vmap(module)(rows), module(rows))
+    assert seen == [False, True]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert fastest.product(torch.ones(40, 16), weight).shape == (40, 8)
 
 
 def test_a_measurement_leaves_torchs_random_numbers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

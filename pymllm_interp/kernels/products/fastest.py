@@ -69,7 +69,8 @@ _lock = threading.Lock()
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x @ weight.T`` by the fastest algorithm: x [rows, k] and weight [n, k] of one dtype in half precision -> [rows, n]."""
     rows, (n, k) = len(x), weight.shape
-    if not FEWEST <= rows <= MOST or n * k < SMALLEST or torch.compiler.is_compiling():
+    known = type(x) is torch.Tensor and not torch.compiler.is_compiling()  # else it may be fake
+    if not (known and FEWEST <= rows <= MOST) or n * k < SMALLEST:
         return torch.mm(x, weight.t())
     shape = Shape(x.get_device(), n, k, RANGES[bisect_left(RANGES, rows)], x.dtype)
     try:
@@ -83,8 +84,11 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether cuBLASLt's algorithms take the tensors as they lie in memory."""
-    return x.is_contiguous() and weight.is_contiguous() and not (x.data_ptr() | weight.data_ptr()) % 16
+    """Whether cuBLASLt's algorithms take the tensors as they lie in memory. Inside `torch.vmap` a tensor has no address."""
+    try:
+        return x.is_contiguous() and weight.is_contiguous() and not (x.data_ptr() | weight.data_ptr()) % 16
+    except RuntimeError:
+        return False
 
 
 def _algorithm_for(shape: Shape, weight: torch.Tensor) -> library.Algorithm | None:
