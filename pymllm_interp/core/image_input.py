@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..utils.upload import flat_bytes
+
 
 class ImageError(ValueError):
     """An image that the model's vision tower cannot read.
@@ -42,7 +44,7 @@ class ImageInput:
         digest = hashlib.sha256()
         for name, tensor in found.items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(flat_bytes(tensor).numpy().data)
         return cls(torch.as_tensor(positions, dtype=torch.int64), found, digest.digest())
 
     @property

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ..utils.upload import flat_bytes
+
 
 class AttentionCuts(Protocol):
     """Edges of attention that requests of a pass cut, and patterns that they capture (attention/cut_edges.py)."""
@@ -200,7 +202,7 @@ class PromptEmbeds:
         offsets, vectors = self.within(start, stop)
         found = hashlib.sha256(offsets.tobytes())
         if self._keys is None:
-            found.update(vectors.reshape(-1).view(torch.uint8).numpy().data)
+            found.update(flat_bytes(vectors).numpy().data)
         else:
             first = np.searchsorted(self.positions, start)
             found.update(b"keys" + self._keys[first : first + len(offsets)].tobytes())
@@ -254,7 +256,7 @@ class EncoderInput:
         """The input of these values."""
         values = values.contiguous()
         digest = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
-        digest.update(values.view(-1).view(torch.uint8).numpy().data)
+        digest.update(flat_bytes(values).numpy().data)
         return cls(values, length, digest.digest())
 
     @property

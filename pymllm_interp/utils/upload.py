@@ -1,4 +1,4 @@
-"""Host values to the device without waiting for it."""
+"""Host values to the device without waiting for it, and as bytes."""
 
 from __future__ import annotations
 
@@ -34,3 +34,10 @@ def upload(device: torch.device | str, *host: np.ndarray | torch.Tensor) -> tupl
         return flat if tensor.ndim == 1 else flat.view(tensor.shape)
 
     return tuple(found(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's numbers in row order as bytes, [nbytes] uint8: a view where they lie so."""
+    flat = tensor.contiguous()
+    # A tensor of one number may have a stride of zero, as `expand` makes it. It is contiguous, and `view(dtype)` refuses it.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..utils.upload import flat_bytes
+
 LEAST_BYTES = 1024
 """Smaller tensors stay in the payload."""
 TensorKey = bytes
@@ -71,7 +73,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """A tensor's numbers, in row order."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return flat_bytes(tensor.detach().cpu()).numpy().tobytes()
 
 
 def packed_tensor(key: TensorKey, tensor: torch.Tensor) -> PackedTensor:

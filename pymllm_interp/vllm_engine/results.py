@@ -24,6 +24,7 @@ import torch
 
 from ..hooks.captures.activations import Activations
 from ..hooks.captures.streamed import StreamedRows
+from ..utils.upload import flat_bytes
 from .payloads import loaded
 
 ALIGNMENT = 64
@@ -162,7 +163,7 @@ class TensorBlock:
     def _written(self, into: torch.Tensor) -> None:
         offset = 0
         for tensor in self.tensors:
-            flat = tensor.reshape(-1).view(torch.uint8)
+            flat = flat_bytes(tensor)
             into[offset : offset + len(flat)].copy_(flat)
             offset += -(-len(flat) // ALIGNMENT) * ALIGNMENT
 

@@ -34,6 +34,7 @@ from ..hooks.spec import Argument, Spec, arguments_of, as_argument
 from ..hooks.vectors.by_layer import LayerVectors
 from ..hooks.vectors.files import Source
 from ..utils.arguments import PromptError, shown
+from ..utils.upload import flat_bytes
 
 WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """Dtypes of inline vectors."""
@@ -90,8 +91,8 @@ def tag_of(cls: type[Spec]) -> dict[str, str] | None:
 
 def vector_to_json(tensor: torch.Tensor) -> dict[str, Any]:
     """A tensor as ``{"dtype", "shape", "data"}``; data is base64 of its bytes, little-endian, in row order."""
-    tensor = tensor.detach().cpu().contiguous()
-    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    tensor = tensor.detach().cpu()
+    raw = flat_bytes(tensor).numpy().tobytes()
     return {"dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape), "data": base64.b64encode(raw).decode()}
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..models.weights.loading import WeightsError
+from ..utils.upload import flat_bytes
 
 FOLDER = Path("/dev/shm")
 SEGMENT = re.compile(r"pymllm-interp-weights-[0-9a-f]{32}")
@@ -89,7 +90,7 @@ class SentWeights:
             for tensor in self._kept:
                 offsets.append(end)
                 file.seek(end)
-                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                file.write(flat_bytes(tensor).numpy().data)
                 end = -(-(end + tensor.nbytes) // ALIGNED) * ALIGNED
             file.truncate(end)
         return offsets

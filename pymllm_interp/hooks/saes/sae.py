@@ -33,6 +33,7 @@ from torch import Tensor
 from ...layers.invariant import batch_invariant, invariant_device, product
 from ...utils.arguments import check_names
 from ...utils.cached_properties import version_of, versioned_property
+from ...utils.upload import flat_bytes
 from ..site import Site, canonical, is_several
 from .configurations import NORMALIZATIONS, SAEFile
 from .formats import read_fields
@@ -213,7 +214,7 @@ class SAE:
                 continue
             if isinstance(value, Tensor):
                 digest.update(f"|{part.name}={tuple(value.shape)}, {value.dtype}".encode())
-                digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+                digest.update(flat_bytes(value.detach().cpu()).numpy().data)
             else:
                 digest.update(f"|{part.name}={value!r}".encode())
         return digest.hexdigest()

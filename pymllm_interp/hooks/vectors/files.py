@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...utils.files.checked_files import MAX_VALUES, check_gguf, check_safetensors, check_zip
+from ...utils.upload import flat_bytes
 from ..by_name import listed, nearest
 
 Source = Annotated[Any, "vector"]
@@ -71,8 +72,7 @@ def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tens
 
 def content_hash(tensor: Tensor) -> bytes:
     """SHA-256 of the bytes of a tensor's numbers, of any dtype and on any device."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
+    return hashlib.sha256(flat_bytes(tensor.detach().cpu()).numpy().data).digest()
 
 
 def _as_tensor(source: Any) -> Tensor:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ...utils.files.checked_files import check_safetensors
+from ...utils.upload import flat_bytes
 from ..base import CausalLM
 from ..registry import architecture_of
 from .peft_config import MERGE, AdapterError, PeftConfig
@@ -145,7 +146,7 @@ def _digest(weights: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
     for module, pair in sorted(weights.items()):
         digest.update(f"|{module} {pair[0].shape[0]}".encode())
         for tensor in pair:
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(flat_bytes(tensor).numpy().tobytes())
     return digest.hexdigest()
 
 
