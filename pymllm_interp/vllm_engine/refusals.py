@@ -12,6 +12,9 @@ from .structures import IMAGES
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
 """Methods of speculation that are served."""
 
+PRECISIONS = ("float32", "float16", "bfloat16")
+"""Values of vLLM's `cache_dtype` that are dtypes of models, too."""
+
 NORMALIZES = "mm_device_do_normalize"
 """vLLM's setting by which a vision tower normalises pixels. Here they come normalised."""
 
@@ -98,6 +101,12 @@ def _of_settings(config: Any) -> Iterator[tuple[bool, str]]:
         (
             drafts is not None and config.scheduler_config.async_scheduling,
             "speculative_config with async_scheduling, where a step begins before drafts are accepted: leave async_scheduling out",
+        ),
+        (
+            str(getattr(cache, "cache_dtype", "auto")) in PRECISIONS
+            and f"torch.{cache.cache_dtype}" != str(getattr(model, "dtype", "")),
+            "kv_cache_dtype with another precision than the model's, by which vLLM's kernels read the cache: leave it out, or "
+            "set dtype, too",
         ),
         (getattr(config, "kv_transfer_config", None) is not None, "kv_transfer_config: leave it out"),
         (

@@ -347,6 +347,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("parallel_config.use_sequence_parallel_moe", True, "sequence-parallel MoE"),
     ("speculative_config", SimpleNamespace(method="medusa"), "speculative_config with method 'medusa': ngram"),
     ("scheduler_config.async_scheduling", True, "speculative_config with async_scheduling"),
+    ("cache_config.cache_dtype", "bfloat16", "kv_cache_dtype with another precision"),
     ("kv_transfer_config", object(), "kv_transfer_config"),
     ("cache_config.kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
     ("compilation_config.pass_config.enable_sp", True, "enable_sp"),
