@@ -151,6 +151,20 @@ def test_a_resume_counts_during_a_wait_of_a_paused_engine(call: Callable[[LM], N
     assert handle.result(20).outputs[0].finish_reason == "length"
 
 
+def test_a_request_that_the_engine_has_not_taken_yet_ends_before_a_sleep(lm: LM):
+    """It was submitted before, and the engine's thread is elsewhere."""
+    entered, go, pool = threading.Event(), threading.Event(), ThreadPoolExecutor(2)
+    pool.submit(lm.engine.call, lambda: (entered.set(), go.wait(20)))
+    assert entered.wait(20)
+    handle = lm.submit(PROMPTS[0], LONG)
+    sleeper = pool.submit(lm.sleep, drain=True)
+    until(lambda: len(lm.engine._inbox) > 1 or lm.engine.intake.why_closed is not None)
+    go.set()
+    sleeper.result(20)
+    lm.wake()
+    assert handle.result(20).outputs[0].finish_reason == "length"
+
+
 def test_a_pause_stays_when_a_sleep_waits_for_the_same_requests(lm: LM):
     running(lm, PROMPTS[0])
     with ThreadPoolExecutor(2) as pool:

@@ -7,6 +7,7 @@ another address: CUDA graphs are captured anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -153,16 +154,19 @@ class EngineSleep:
             raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
         tags, engine = _checked(tags), self._engine
         try:
-            if mode != "keep":
-                self._close_intake()
             if mode == "wait":
                 paused = engine.intake.paused or engine.intake.held is not None
-                wait_for_requests(engine)
+                wait_for_requests(engine, self._drain)
                 engine.intake.paused = paused
             engine.call(partial(self._sleep, level, tags, mode == "abort"))
         finally:
             if not self.is_sleeping:
                 engine.intake.why_closed = None
+
+    def _drain(self) -> Future[None]:
+        """Refuse new requests, and wait for the others. On the engine's thread, behind those that were submitted before."""
+        self._close_intake()
+        return self._engine.intake.drain()
 
     def _close_intake(self) -> None:
         self._engine.intake.why_closed = EngineSleepingError("the engine sleeps: lm.wake() (POST /wake_up) wakes it")
@@ -171,6 +175,7 @@ class EngineSleep:
         engine, runner = self._engine, self._engine.runner
         engine.sync_previous_step()
         if abort:
+            self._close_intake()
             engine.intake.end_all()
         if live := len(engine.scheduler.live) + len(engine.intake.held or ()):
             raise ValueError(f"{live} requests are live: drain=True waits for them, lm.pause('abort') ends them")
