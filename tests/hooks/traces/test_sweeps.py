@@ -58,7 +58,9 @@ def test_a_prompt_that_runs_into_its_timeout_costs_the_others_nothing(lms):
                     rows.append(lm.model.layers[1].output[0, -1])
         found.append(rows)
     assert len(found[0]) == len(PROMPTS) - 1
-    assert_equal_without_order(*found)
+    # The prompt is in the company of the others, or not: last bits depend on it.
+    ours, theirs = (sorted(rows, key=lambda row: row.tolist()) for rows in found)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert not left_behind(lms[0])
 
 
