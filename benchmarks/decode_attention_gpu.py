@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from graph_times import microseconds
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 BANDWIDTH = 4.54e12
@@ -197,29 +198,6 @@ def vllm_fa3(case: Case, folder: Path) -> Callable[[], Any]:
 # -- times ----------------------------------------------------------------------------------------
 
 
-def microseconds(call: Callable[[], Any], calls: int = 12, repeats: int = 7) -> float:
-    """Median microseconds of a call inside a CUDA graph of several."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(repeats + 1):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / calls)
-    return sorted(times[1:])[repeats // 2]
-
-
 def row_of(case: Case, name: str, make: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
     """Times of one way, or why there are none."""
     row: dict[str, Any] = {"case": case.name, "way": name, "kv": str(case.k.dtype).removeprefix("torch.")}
@@ -229,7 +207,7 @@ def row_of(case: Case, name: str, make: Callable[[], Callable[[], Any]]) -> dict
         call()
         torch.cuda.synchronize()
         row["error"] = float((case.out[: len(case.wanted)].float() - case.wanted).abs().max())
-        row["us"] = microseconds(call)
+        row["us"] = microseconds([call])
         row["gb_s"] = case.bytes / row["us"] / 1e3
         row["of_limit"] = row["gb_s"] * 1e9 / BANDWIDTH
     except Exception as error:  # a library that is missing, or that refuses the shape, is a line of the table

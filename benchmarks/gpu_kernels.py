@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
 from pymllm_interp.bench import describe_machine
@@ -45,30 +45,6 @@ SKINNY = [
     (64, 128, 2, 4, 4), (64, 256, 2, 3, 4), (128, 128, 2, 4, 4), (64, 128, 4, 4, 4), (128, 128, 4, 4, 8),
 ]  # fmt: skip
 """skinny: block_n, block_k, parts of K, stages, warps."""
-
-
-def microseconds(calls: list[Callable[[], Any]], repeats: int = 7) -> float:
-    """GPU microseconds of one of `calls`, captured in sequence."""
-    calls = calls * max(1, 20 // len(calls))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[2:])
 
 
 def randn(*shape: int) -> torch.Tensor:

@@ -13,10 +13,12 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from graph_times import microseconds
 
 from pymllm_interp.kernels.products import fastest, fixed
 from pymllm_interp.kernels.products.library import proposals, run
@@ -33,28 +35,6 @@ Call = Callable[[torch.Tensor], Any]
 """A product by a weight."""
 
 
-def graph_us(run: Call, weights: list[torch.Tensor], repeats: int) -> float:
-    """Median microseconds of a product, from replays of a graph that has one for each weight."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for weight in weights[:2]:
-            run(weight)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for weight in weights:
-            run(weight)
-    times = []
-    for _ in range(repeats + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / len(weights) * 1e3)
-    return sorted(times[1:])[repeats // 2]
-
-
 def best(calls: Iterable[tuple[Any, Call]], weights: list[torch.Tensor], wanted: torch.Tensor) -> tuple[float, Any]:
     """The least microseconds of products that are right, and which it is. A call returns the product, or None if it is refused."""
     times = []
@@ -62,7 +42,7 @@ def best(calls: Iterable[tuple[Any, Call]], weights: list[torch.Tensor], wanted:
         try:
             found = call(weights[0])
             if found is not None and (found.float() - wanted).norm() / wanted.norm() < 1e-2:
-                times.append((graph_us(call, weights, 4), name))
+                times.append((microseconds([partial(call, weight) for weight in weights], 4), name))
         except (RuntimeError, ValueError) as error:  # such as a tiling with too much shared memory
             print(f"      {name}: {str(error).splitlines()[0][:90]}")
     return min(times, default=(float("nan"), None))

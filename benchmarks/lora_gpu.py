@@ -17,10 +17,12 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from graph_times import microseconds
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -178,27 +180,6 @@ TILINGS: tuple[dict[str, int], ...] = (
 """Constants of kernels/products/lora.py in place of its own."""
 
 
-def graph_us(call: Callable[[], Any], repeats: int = 7) -> float:
-    """Median microseconds of a captured call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    times = []
-    for _ in range(repeats + 1):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return sorted(times[1:])[repeats // 2]
-
-
 class AdaptedProduct:
     """A product with adapters, in `copies` that together exceed the L2 cache."""
 
@@ -233,9 +214,7 @@ class AdaptedProduct:
             "shrink": lambda i: lora.shrink(self.x, self.slots[i]._a, tiles, memory),
             "expand": lambda i: lora.expand(out, h, self.slots[i]._b, self.sizes, tiles, True),
         }
-        return {
-            name: graph_us(lambda call=call: [call(i) for i in range(copies)]) / copies for name, call in calls.items()
-        }
+        return {name: microseconds([partial(call, i) for i in range(copies)]) for name, call in calls.items()}
 
 
 @torch.inference_mode()
