@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,17 +39,23 @@ def profile_suite(model: Model) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def profile_decode(lm: LM, batch: int, settings: BenchSettings, layers: list[int] | None = None) -> dict[str, Any]:
+def profile_decode(
+    lm: LM, batch: int, settings: BenchSettings, layers: list[int] | None = None, options: Sequence[Any] = ()
+) -> dict[str, Any]:
     """Profile of some decode steps.
 
     Args:
+        options: options of each request, such as its adapter; without `layers`.
         layers: that the first request reads at each step; None: no request reads.
     """
     profile, engine = StepProfile(lm), lm.engine
     params = greedy(settings.longest - settings.prompt_tokens)
     prompts = random_prompts(lm, batch, settings.prompt_tokens)
     plain = prompts if layers is None else prompts[1:]
-    handles: list[RequestHandle] = engine.call(lambda: [lm.submit(prompt, params) for prompt in plain])
+    given = options or [{}] * len(plain)
+    handles: list[RequestHandle] = engine.call(
+        lambda: [lm.submit(prompt, params, **own) for prompt, own in zip(plain, given, strict=True)]
+    )
 
     def advance() -> None:
         """Start once all plain requests decode, and stop after some steps or at the first end. On the engine's thread."""
@@ -137,13 +143,15 @@ class StepProfile:
         self._profiler.stop()
 
     def result(self) -> dict[str, Any]:
-        """Microseconds a step: elapsed, busy, and by kernel. Concurrent kernels may add up to more than the busy time.
+        """Microseconds a step: elapsed, busy, and by kernel; and the kernels of about the last step, in order.
+
+        Concurrent kernels may add up to more than the busy time.
 
         Raises:
             RuntimeError: no step ran between start and stop.
         """
-        (started, first), (stopped, last) = self._marks
-        steps = last - first
+        (started, before), (stopped, behind) = self._marks
+        steps = behind - before
         if steps < 1:
             raise RuntimeError("nothing ran while it was profiled: the requests ended before it began")
         time_of = "self_device_time_total" if self._cuda else "self_cpu_time_total"
@@ -153,12 +161,17 @@ class StepProfile:
             if getattr(event, time_of)
         ]
         found.sort(key=lambda entry: -entry["us"])
+        timed = sorted(
+            (event for event in self._profiler.events() or () if getattr(event, time_of)),
+            key=lambda e: e.time_range.start,
+        )
+        last = timed[-(len(timed) // steps) :]
         return {
             "steps": steps,
             "us": (stopped - started) / steps * 1e6,
-            "busy_us": covered([event.time_range for event in self._profiler.events() or () if getattr(event, time_of)])
-            / steps,
+            "busy_us": covered([event.time_range for event in timed]) / steps,
             "kernels": found[:KERNELS],
+            "last_step": [(event.key[:60], getattr(event, time_of)) for event in last],
         }
 
     def _mark(self) -> None:
