@@ -25,6 +25,7 @@ from ...hooks.traces.lowering.appends import append_rows
 from ...hooks.traces.lowering.plan import BlockPlan, LoweringModel, NotLowered, points_of
 from ...hooks.traces.lowering.replay import Replay, replay
 from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
+from ...hooks.traces.saves.save_transfer import SaveTransfer
 from ...hooks.traces.syntax.pass_options import NONE
 from ...hooks.traces.syntax.tracer import TraceInput
 from ...models.native.decoder import DecoderForCausalLM
@@ -183,13 +184,15 @@ class Lowered:
                 self._known[key] = found
         return found[0]
 
-    def ahead(self, plans: Sequence[BlockPlan], handles: Sequence[RequestHandle]) -> list[RowsAhead | None]:
+    def ahead(
+        self, plans: Sequence[BlockPlan], handles: Sequence[RequestHandle], transfer: SaveTransfer
+    ) -> list[RowsAhead | None]:
         """Makers of tensors while requests run, for the loops of many blocks over rows that stay where they arrive."""
         if len(plans) < FEWEST_SHARED:
             return [None] * len(plans)
         requests = (handle.requests[0] for handle in handles)
         moved = [self._device_of(plan) is not None for plan in plans]
-        return [None if m else RowsAhead.of(p, request) for m, p, request in zip(moved, plans, requests, strict=True)]
+        return [None if m else RowsAhead.of(p, r, transfer) for m, p, r in zip(moved, plans, requests, strict=True)]
 
     def replay(self, ended: Sequence[Ended]) -> None:
         """Run the blocks of requests that have ended. Blocks that fill a list of their ``with`` run together."""

@@ -31,8 +31,8 @@ from .traced_prompts import TracedPrompt, traced_prompt
 
 MADE_TOGETHER = 128
 """Most requests of a trace that are submitted together. The first ones run while others are made."""
-PAUSE_S, IDLE_S = 2e-4, 5e-2
-"""Seconds between two requests, in which the engine gets the GIL, and until rows are looked for again."""
+PAUSE_S, IDLE_S, MADE_AT_ONCE = 2e-4, 5e-3, 128
+"""Seconds in which the engine gets the GIL, after so many new tensors, and seconds until rows are looked for again."""
 TOO_MUCH = (413, 429)
 """Statuses of a server that has no room for the requests. A trace of many invokes counts as one."""
 
@@ -67,8 +67,9 @@ def run(
     running = Running(traces)
     try:
         refused = _submit(backend, mode, traces, inputs, plans, running)
-        ahead = [None] * len(plans) if refused is not None else lowered.ahead(plans, running.handles)
-        running.wait(ahead=[rows for rows in ahead if rows is not None])
+        transfer = traces[0].saves.transfer
+        ahead = [None] * len(plans) if refused is not None else lowered.ahead(plans, running.handles, transfer)
+        running.wait(ahead=ahead)
     except BaseException:
         running.end()
         raise
@@ -115,13 +116,15 @@ class Running:
         for handle in list(self.handles):
             handle.cancel()
 
-    def wait(self, besides: int = 0, ahead: Sequence[RowsAhead] = ()) -> None:
-        """Wait until all have ended except the last `besides`. Meanwhile, make tensors of rows that arrive."""
+    def wait(self, besides: int = 0, ahead: Sequence[RowsAhead | None] = ()) -> None:
+        """Wait until all have ended except the last `besides`. Meanwhile, make tensors of rows that arrive, by request."""
         for handle in self.handles[self._waited : max(len(self.handles) - besides, 0)]:
-            while ahead and not handle.done:
-                found = [rows for rows in ahead if not handle.done and rows.advance() and not sleep(PAUSE_S)]
+            own = ahead[self._waited] if ahead else None
+            while own is not None and not handle.done:
+                if own.advance():  # rows of other requests arrive with these
+                    _make_ahead(handle, ahead)
                 with suppress(TimeoutError):
-                    handle.wait(0 if found else IDLE_S)
+                    handle.wait(IDLE_S)
             handle.wait()
             self._waited += 1
 
@@ -130,6 +133,18 @@ class Running:
         for handle in self.handles:
             handle.cancel()
         self.wait()
+
+
+def _make_ahead(handle: RequestHandle, ahead: Sequence[RowsAhead | None]) -> None:
+    """Make tensors of all rows that have arrived, until the handle is done."""
+    found = 0
+    for rows in ahead:
+        if handle.done:
+            break
+        found += 0 if rows is None else rows.advance()
+        if found >= MADE_AT_ONCE:  # a pause after each request would take longer than the steps that its rows are of
+            found = 0
+            sleep(PAUSE_S)
 
 
 def serve(backend: Any, traces: Sequence[RequestTrace], requests: Sequence[Request]) -> None:

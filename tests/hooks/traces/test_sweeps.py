@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 from dataclasses import FrozenInstanceError
@@ -207,6 +208,35 @@ def test_python_calls_after_requests_do_not_grow_with_their_steps(lms, monkeypat
     for steps in (10, 10, 60):
         kept_steps(lms[0], [steps] * len(PROMPTS), (0, 1, 2))
     assert found[2] < found[1] + 25 and found[2] < 900
+
+
+def test_the_collector_does_not_look_at_rows_that_are_dropped(lms):
+    """Collections of Python's garbage while a thousand rows live would look at each of them, and free none."""
+    seen = []
+
+    def look(phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            seen.append(sum(type(one) is torch.Tensor for one in gc.get_objects(generation=0)))
+
+    def drop(steps: int) -> int:
+        with lms[0].generate(max_new_tokens=steps, ignore_eos=True) as tracer:
+            for prompt in PROMPTS:
+                with tracer.invoke(prompt):
+                    kept = list().save()
+                    for _ in tracer.iter[:]:
+                        for layer in (0, 1, 2):
+                            kept.append(lms[0].model.layers[layer].output[0, -1])
+        return len(kept)
+
+    drop(60)
+    gc.callbacks.append(look)
+    try:
+        rows = drop(60)
+        assert rows == 180
+        gc.collect()
+    finally:
+        gc.callbacks.remove(look)
+    assert max(seen) < len(PROMPTS) * rows / 4, seen
 
 
 def test_variables_of_a_block_are_names_that_are_no_attributes():

@@ -85,7 +85,8 @@ class SaveTransfer:
                 raise_threshold(tensors)
 
     def close(self) -> None:
-        """End the transfer: every save was delivered, or none will be."""
+        """End the transfer: every save was delivered, or none will be. It lets go of them, before the collector would look."""
+        self._delivered, self._queued_containers = {}, {}
         with self._lock:
             if self._gc_objects is not None:
                 lower_threshold(self._gc_objects)

@@ -83,6 +83,7 @@ class EngineTracer(InterleavingTracer):
         self.captures: list[Activations] = []
         self.scores: list[Mapping[str, Any]] = []
         self.served: list[RequestTrace] = []
+        self._transfers: list[SaveTransfer] = []
         self.barriers = 0
         self._invocations: list[Invocation] = []
 
@@ -168,6 +169,8 @@ class EngineTracer(InterleavingTracer):
             for trace in served:  # an error, or Ctrl-C, left them: their blocks hold the caller's model
                 trace.release_blocks()
             clear_shared_locals()
+            while self._transfers:  # now that nothing holds the blocks, whose tensors the collector would look at
+                self._transfers.pop().close()
             lower_threshold(invokes * OBJECTS)
 
     def _serve(self, code: CodeType) -> None:
@@ -176,21 +179,19 @@ class EngineTracer(InterleavingTracer):
         traces, inputs = self._traces()
         self.served = traces
         transfer = traces[0].saves.transfer
-        try:
-            self.plans = self._model._run_traces(self.mode, traces, inputs)
-            self.receipts = [trace.receipt for trace in traces]
-            self.captures = [found for trace in traces for found in trace.activations]
-            self.scores = [found for trace in traces for found in trace.scores]
-            for trace in traces:
-                trace.saves.queue()
-            transfer.flush()
-            delivered: dict[int, Any] = {}
-            names: dict[str, Any] = {}
-            for trace in traces:
-                names |= _pushed(trace.saves.deliver(delivered))
-            transfer.finish(delivered.values())
-        finally:
-            transfer.close()
+        self._transfers.append(transfer)
+        self.plans = self._model._run_traces(self.mode, traces, inputs)
+        self.receipts = [trace.receipt for trace in traces]
+        self.captures = [found for trace in traces for found in trace.activations]
+        self.scores = [found for trace in traces for found in trace.scores]
+        for trace in traces:
+            trace.saves.queue()
+        transfer.flush()
+        delivered: dict[int, Any] = {}
+        names: dict[str, Any] = {}
+        for trace in traces:
+            names |= _pushed(trace.saves.deliver(delivered))
+        transfer.finish(delivered.values())
         push_result(frame, names)
         if transfer.device is not None and all(trace.unsaved_names() and trace.error is None for trace in traces):
             self.warn([NOTHING_SAVED.format(", ".join(traces[0].unsaved_names()))])
