@@ -1,5 +1,8 @@
 """Traces of many invokes with one code: what is found once for all of them, and rows that are put into lists without a block."""
 
+# pyright: reportMissingImports=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportOptionalMemberAccess=false
+
 from __future__ import annotations
 
 import gc
