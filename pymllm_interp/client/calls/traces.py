@@ -32,7 +32,7 @@ from .traced_prompts import TracedPrompt, traced_prompt
 MADE_TOGETHER = 128
 """Most requests of a trace that are submitted together. The first ones run while others are made."""
 PAUSE_S, IDLE_S, MADE_AT_ONCE = 2e-4, 5e-3, 128
-"""Seconds in which the engine gets the GIL, after so many new tensors, and seconds until rows are looked for again."""
+"""Seconds in which the engine gets the GIL, seconds between two searches for rows, and new tensors between two pauses."""
 TOO_MUCH = (413, 429)
 """Statuses of a server that has no room for the requests. A trace of many invokes counts as one."""
 
@@ -142,7 +142,7 @@ def _make_ahead(handle: RequestHandle, ahead: Sequence[RowsAhead | None]) -> Non
         if handle.done:
             break
         found += 0 if rows is None else rows.advance()
-        if found >= MADE_AT_ONCE:  # a pause after each request would take longer than the steps that its rows are of
+        if found >= MADE_AT_ONCE:  # a pause after each request would take more time than the steps of its rows
             found = 0
             sleep(PAUSE_S)
 

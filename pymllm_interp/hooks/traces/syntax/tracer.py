@@ -169,7 +169,7 @@ class EngineTracer(InterleavingTracer):
             for trace in served:  # an error, or Ctrl-C, left them: their blocks hold the caller's model
                 trace.release_blocks()
             clear_shared_locals()
-            while self._transfers:  # now that nothing holds the blocks, whose tensors the collector would look at
+            while self._transfers:  # nothing holds the blocks now: the collector does not look at their tensors
                 self._transfers.pop().close()
             lower_threshold(invokes * OBJECTS)
 
