@@ -248,30 +248,39 @@ def test_requests_that_keep_coming_do_not_keep_an_engine_awake(
 ):
     """From the order on they are refused, also those whose caller looked before it."""
     with load(folder) as lm:
-        expected, stop, ends = lm.generate(PROMPTS, GREEDY)[0].token_ids, threading.Event(), list[str]()
+        expected, stop = lm.generate(PROMPTS, GREEDY)[0].token_ids, threading.Event()
+        ends = [list[str]() for _ in range(3)]
 
-        def client() -> None:
+        def client(own: list[str]) -> None:
             while not stop.is_set():
                 try:
-                    ends.append(lm.generate([[1]], GREEDY)[0].outputs[0].finish_reason or "")
+                    own.append(lm.generate([[1]], GREEDY)[0].outputs[0].finish_reason or "")
                 except (EngineSleepingError, RuntimeError) as error:
                     assert "the engine sleeps" in str(error)
-                    ends.append("refused")
+                    own.append("refused")
+
+        def of_two_more() -> set[str]:
+            """How the second request of each client from now on ends: it begins after this call."""
+            wanted = [len(own) + 2 for own in ends]
+            while any(len(own) < count for own, count in zip(ends, wanted, strict=True)):
+                [one.result() for one in clients if one.done()]  # raises its error
+                time.sleep(0.002)
+            return {own[count - 1] for own, count in zip(ends, wanted, strict=True)}
 
         with monkeypatch.context() as patched, ThreadPoolExecutor(3) as pool:
             patched.setattr(lm.engine, "_check_awake", lambda: None)  # all looked before
-            clients = [pool.submit(client) for _ in range(3)]
+            clients = [pool.submit(client, own) for own in ends]
             try:
                 for _ in range(5):
-                    served = len(ends) + 6
-                    while len(ends) < served:
-                        time.sleep(0.002)
+                    assert of_two_more() == {"length"}
                     lm.backend.control("sleep", mode=mode)
-                    assert lm.is_sleeping() and lm.wake() and not lm.is_paused()
+                    assert lm.is_sleeping() and of_two_more() == {"refused"}
+                    assert lm.wake() and not lm.is_paused()
             finally:
                 stop.set()
             [one.result(30) for one in clients]
-        assert {"refused", "length"} <= {*ends} <= {"refused", "length", *(["abort"] if mode == "abort" else [])}
+        found = {end for own in ends for end in own}
+        assert found <= {"refused", "length", *(["abort"] if mode == "abort" else [])}
         with pytest.raises(ValueError, match="mode='later': expected one of"):
             lm.backend.control("sleep", mode="later")
         assert lm.generate(PROMPTS, GREEDY)[0].token_ids == expected
