@@ -14,7 +14,7 @@ from ..read_prompts import ReadPrompt
 from ..wavefront import Wavefront
 from .circuit import Circuit
 from .frozen import FAMILIES
-from .memory import check_memory
+from .memory import check_memory, device_of_rows
 from .passes import CircuitPasses
 from .pruning import influence
 from .replacement import Replacement, replacements_of
@@ -130,8 +130,9 @@ class _Rows:
         self._first_target = self._active + (layers + 1) * len(plan.token_ids)
         nodes = self._first_target + len(targets)
         check_memory(plan, self._active)
-        self._weights = torch.zeros(self.count, nodes)
-        self._bias = torch.zeros(self.count)
+        self._device = device_of_rows(plan, self._active, self.count * nodes)
+        self._weights = torch.zeros(self.count, nodes, device=self._device)
+        self._bias, self._sums = torch.zeros(2, self.count)
         self._row_nodes = torch.zeros(self.count, dtype=torch.int64)
         self._depth_of_targets = 4 * layers
 
@@ -168,18 +169,19 @@ class _Rows:
         weights[self._first_target :] = torch.tensor([target.weight for target in self._targets])
         nodes = self._row_nodes[:done]
         levels = torch.cat((self._layers, torch.tensor([self._depth_of_targets])))[nodes.clamp(max=self._active)]
-        found = influence(self._weights[:done], nodes, levels, weights, 1e-8)[: self._active]
+        nodes, levels, weights, sums = (each.to(self._device) for each in (nodes, levels, weights, self._sums[:done]))
+        found = influence(self._weights[:done], nodes, levels, weights, 1e-8, sums=sums)[: self._active].cpu()
         order = found.masked_fill(visited, -1.0).argsort(descending=True)
         return order[: min(UPDATE_BATCHES * self._plan.batch, self.count - done)]
 
     def _put(self, done: int, nodes: Tensor, depth: int) -> int:
-        rows, bias = self._passes.rows_from(depth)
+        rows, bias = self._passes.rows_from(depth, self._device.type == "cuda")
         stop = done + len(nodes)
-        self._weights[done:stop, : self._first_target], self._bias[done:stop], self._row_nodes[done:stop] = (
-            rows,
-            bias,
+        self._weights[done:stop, : self._first_target], self._bias[done:stop] = rows, bias
+        self._sums[done:stop], self._row_nodes[done:stop] = (
+            torch.linalg.vector_norm(rows, 1, 1).cpu(),
             nodes,
-        )
+        )  # waits for copies, too
         return stop
 
     def circuit(self) -> Circuit:
@@ -188,6 +190,7 @@ class _Rows:
         columns = torch.cat((kept, torch.arange(self._active, self._weights.shape[1])))
         rest = self._weights[:, : self._active].sum(1, dtype=torch.float64)
         rest -= self._weights[:, kept].sum(1, dtype=torch.float64)
+        rest = rest.cpu()
         rows = self._row_nodes.argsort()
         bias = self._bias[rows]
         bias[: self._kept] += self._passes.call("constants")[kept]
@@ -196,7 +199,7 @@ class _Rows:
         return Circuit(
             token_ids=plan.token_ids, tokens=texts, layers=lm.model_spec.num_hidden_layers, features=self._features[kept],
             activations=self._values[kept], active=self._active, targets=self._targets, target_values=self._target_values,
-            weights=self._weights[rows[:, None], columns], bias=bias, rest=rest[rows].float(),
+            weights=self._weights[rows[:, None], columns].cpu(), bias=bias, rest=rest[rows].float(),
             node_threshold=plan.node_threshold, edge_threshold=plan.edge_threshold,
             softcap=self._passes.call("softcap"), source=(lm, {made.layer: made.sae for made in plan.replacements}),
             plan=plan,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+import torch
+
 from ...runner.device_memory import free_bytes
 from .frozen import QUERY_ROWS
 from .pruning import CELL_BYTES, CELLS, SUMS_BYTES
@@ -71,6 +73,20 @@ class CircuitMemory(NamedTuple):
 def host_bytes() -> int:
     """Memory of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_of_rows(plan: Any, active: int, cells: int) -> torch.device:
+    """The model's device where it has twice the memory of a circuit's rows, else the host's: 4,096 features take gigabytes.
+
+    Args:
+        active: number of active features.
+        cells: entries of the rows.
+    """
+    device = next(plan.lm._module.parameters()).device
+    if device.type == "cpu":
+        return device
+    wanted = 2 * (4 * cells + CELL_BYTES * CELLS) + CircuitMemory.of(plan, active).device(plan.batch)
+    return device if wanted <= free_bytes(str(device)) else torch.device("cpu")
 
 
 def check_memory(plan: Any, active: int | None = None) -> None:

@@ -104,8 +104,8 @@ class CircuitPasses:
             raise RuntimeError("the weights of the model were edited since this circuit began: make the circuit again")
         return found
 
-    def rows_from(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Rows and constants of a pass that has begun, with reads up to a depth."""
+    def rows_from(self, depth: int, on_device: bool = False) -> tuple[Tensor, Tensor]:
+        """Rows and constants of a pass that has begun, with reads up to a depth. Constants are on the CPU, and rows unless asked."""
         for layer in reversed(range((depth - 1) // 4 + 1)):
             self.call("back_layer", layer)
-        return self.call("rows")
+        return self.call("rows", on_device)

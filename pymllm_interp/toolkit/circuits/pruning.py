@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CELLS = 1 << 20
+CELLS = 1 << 23
 """Entries of weights at once."""
 CELL_BYTES = 32
 """Most bytes for each of them."""
@@ -53,11 +53,13 @@ def parts_of(
 
 
 def influence(
-    weights: Tensor, row_nodes: Tensor, levels: Tensor, of_nodes: Tensor, least: float = 1e-10, nodes: Tensor | None = None
+    weights: Tensor, row_nodes: Tensor, levels: Tensor, of_nodes: Tensor, least: float = 1e-10, nodes: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Influence [nodes] along all paths that end at weighted nodes.
 
-    Effects go from lower to higher levels. So all that reaches a level is known when those above it are done.
+    Effects go from lower to higher levels. So what reaches the rows of a level is known when those above it are done. Then one
+    product over all rows gives the other nodes.
 
     Args:
         weights: [rows, nodes], direct effects.
@@ -66,20 +68,33 @@ def influence(
         of_nodes: [nodes], the weights.
         least: least sum of a row.
         nodes: [nodes] bool, nodes of the graph; None: all.
+        sums: [rows], sums of the rows' magnitudes over these nodes; None: they are computed.
 
     Raises:
         ValueError: NaN or infinite effects, or a graph with a cycle.
     """
-    found, passed = of_nodes.clone(), torch.zeros(len(weights))
-    kept = torch.ones(len(weights), dtype=torch.bool) if nodes is None else nodes[row_nodes]
-    for level in levels.unique().flip(0).tolist():
-        rows = ((levels == level) & kept).nonzero()[:, 0]
-        passed[rows] = found[row_nodes[rows]]
-        for part, sizes, sums in parts_of(weights, rows, nodes, least):
-            found += (passed[part] / sums) @ sizes
-    if not torch.equal(passed[kept], found[row_nodes[kept]]) or not found.isfinite().all():
+    kept = torch.arange(len(weights), device=weights.device) if nodes is None else nodes[row_nodes].nonzero()[:, 0]
+    if sums is None:
+        sums = torch.zeros_like(weights[:, 0])
+        for part, _, of_part in parts_of(weights, kept, nodes, 0.0):
+            sums[part] = of_part
+    sums = sums.clamp(min=least)
+    shares = torch.zeros_like(sums)
+    shares[kept] = of_nodes[row_nodes[kept]]
+    inner, inner_levels = row_nodes[kept], levels[kept]
+    for level in inner_levels.unique().flip(0).tolist():
+        for part in kept[inner_levels == level].split(max(1, CELLS // max(1, len(kept)))):
+            effects = weights[part[:, None], inner].abs_()
+            if effects[:, inner_levels >= level].any():
+                raise ValueError("effects that come back to their own level: they have a NaN, or the graph has a cycle")
+            shares[part] /= sums[part]
+            shares[kept] += shares[part] @ effects
+    found = torch.cat([shares @ columns.abs() for columns in weights.split(max(1, CELLS // max(1, len(weights))), 1)])
+    if nodes is not None:
+        found *= nodes
+    if not found.isfinite().all():
         raise ValueError("effects that come back to their own level: they have a NaN, or the graph has a cycle")
-    return found - of_nodes
+    return found
 
 
 def prune(
