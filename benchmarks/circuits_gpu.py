@@ -101,7 +101,7 @@ def main() -> None:
     pool = -(-given.tokens // 64) * 64 + 256
     with LM(
         "circuit", hf_config=config, load_format="dummy", dtype=dtype, device=device, kv_cache_tokens=pool,
-        max_num_tokens=2048, max_running_requests=4,
+        max_num_tokens=2048, max_running_requests=4, attention_backend="torch",  # circuits have their own attention
     ) as lm:  # fmt: skip
         coders = random_transcoders(config, given.transcoder, given.active, device, dtype)
         prompt = torch.randint(config.vocab_size, (given.tokens,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -105,7 +105,7 @@ class CircuitPasses:
         return found
 
     def rows_from(self, depth: int, on_device: bool = False) -> tuple[Tensor, Tensor]:
-        """Rows and constants of a pass that has begun, with reads up to a depth. Constants are on the CPU, and rows unless asked."""
+        """Rows, on the CPU unless asked, and constants of a pass that has begun, with reads up to a depth."""
         for layer in reversed(range((depth - 1) // 4 + 1)):
             self.call("back_layer", layer)
         return self.call("rows", on_device)
