@@ -20,7 +20,7 @@ CONV_BLOCK, CONV_WARPS = 256, 4
 """Channels and warps per program of a convolution."""
 CONV_ROWS = 16
 """Rows per program of a prompt's convolution."""
-VALUE_BLOCK, STEP_WARPS = 32, 4
+VALUE_BLOCK, STEP_WARPS, SCAN_WARPS = 32, 8, 4
 """Columns of a head's state, and warps, per program of `delta_step`."""
 GATE_BLOCK, GATE_WARPS = 1024, 4
 
@@ -289,7 +289,7 @@ def delta_scan(
         constants = (*sizes, triton.next_power_of_2(key_dim), block)
         tensors = (qkv, b.contiguous(), a.contiguous(), decay, bias, state, slots if starts is None else starts, slots)
         tensors = (*tensors, slots if continued is None else continued, out)
-        _delta_scan_launch((len(slots), heads, -(-dim // block)), tensors, (), constants, STEP_WARPS)
+        _delta_scan_launch((len(slots), heads, -(-dim // block)), tensors, (), constants, SCAN_WARPS)
     return out
 
 

@@ -202,3 +202,31 @@ def test_states_of_the_run_are_not_counted_twice(lm_of, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: formula.device(8) - formula.states - 1)
     with pytest.raises(ValueError, match="batch=8: passes over 60 tokens"):
         memory.check_memory(plan._replace(lm=there), 5)
+
+
+@pytest.mark.gpu
+def test_rows_on_the_device_are_those_on_the_host(monkeypatch):
+    """A device without room for the rows leaves them to the host: the circuit is the same."""
+    config, made = SHAPES["gemma2"], []
+    with LM(
+        "circuit", hf_config=config, load_format="dummy", dtype=torch.bfloat16, device="cuda", kv_cache_tokens=512,
+        max_num_tokens=512, max_running_requests=4, attention_backend="torch",
+    ) as lm:  # fmt: skip
+        coders = random_transcoders(config, 512, 8, "cuda", torch.bfloat16)
+        for free, device in ((memory.free_bytes, "cuda"), (lambda _: 0, "cpu")):
+            chosen = build.device_of_rows
+
+            def seen(*given: Any, free: Any = free, device: str = device, chosen: Any = chosen) -> torch.device:
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(memory, "free_bytes", free)
+                    found = chosen(*given)
+                assert found.type == device
+                return found
+
+            with monkeypatch.context() as patched:
+                patched.setattr(build, "device_of_rows", seen)
+                made.append(lm.circuit(ids(1, 60), coders, max_features=100, batch=16, progress=False))
+    on_device, on_host = made
+    assert on_device.features.equal(on_host.features) and on_device.graph.nodes.equal(on_host.graph.nodes)
+    torch.testing.assert_close(on_device.weights, on_host.weights)
+    torch.testing.assert_close(on_device.rest, on_host.rest)

@@ -181,7 +181,7 @@ class _Rows:
         self._sums[done:stop], self._row_nodes[done:stop] = (
             torch.linalg.vector_norm(rows, 1, 1).cpu(),
             nodes,
-        )  # waits for copies, too
+        )  # synchronizes
         return stop
 
     def circuit(self) -> Circuit:

@@ -76,7 +76,7 @@ def host_bytes() -> int:
 
 
 def device_of_rows(plan: Any, active: int, cells: int) -> torch.device:
-    """The model's device where it has twice the memory of a circuit's rows, else the host's: 4,096 features take gigabytes.
+    """The model's device if twice the memory of a circuit's rows is free, else the CPU.
 
     Args:
         active: number of active features.
@@ -86,7 +86,8 @@ def device_of_rows(plan: Any, active: int, cells: int) -> torch.device:
     if device.type == "cpu":
         return device
     wanted = 2 * (4 * cells + CELL_BYTES * CELLS) + CircuitMemory.of(plan, active).device(plan.batch)
-    return device if wanted <= free_bytes(str(device)) else torch.device("cpu")
+    room = free_bytes(str(device))
+    return device if wanted <= (room if plan.max_bytes is None else min(room, plan.max_bytes)) else torch.device("cpu")
 
 
 def check_memory(plan: Any, active: int | None = None) -> None:

@@ -58,8 +58,7 @@ def influence(
 ) -> Tensor:  # fmt: skip
     """Influence [nodes] along all paths that end at weighted nodes.
 
-    Effects go from lower to higher levels. So what reaches the rows of a level is known when those above it are done. Then one
-    product over all rows gives the other nodes.
+    Effects go from lower to higher levels, so levels are computed from the top. One product over all rows gives the other nodes.
 
     Args:
         weights: [rows, nodes], direct effects.

@@ -288,14 +288,14 @@ class CircuitRun:
         self._bias += torch.einsum("bth,th->b", grad[:, : len(sink)].float(), sink)
 
     def rows(self, on_device: bool = False) -> tuple[Tensor, Tensor]:
-        """Direct effects [batch, columns] of a pass that has come to the embeddings, and of all constants, [batch]; on the CPU.
+        """Direct effects of a finished pass [batch, columns], and of all constants [batch], on the CPU.
 
         Args:
-            on_device: the effects stay on the device. They are computed when this returns.
+            on_device: the effects stay on the device.
         """
         self._join(self._grad, 0)
         count, first = self._grad.shape[1], self._starts[-1] + len(self._layers) * len(self._h)
         self._rows[:, first : first + count] = torch.einsum("bth,th->bt", self._grad, self._embedded[:count]).float()
-        found = self._rows if on_device else self._rows.cpu(), self._bias.cpu()  # which waits for both
+        found = self._rows if on_device else self._rows.cpu(), self._bias.cpu()  # synchronizes
         del self._rows, self._grad
         return found
