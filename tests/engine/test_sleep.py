@@ -261,9 +261,10 @@ def test_requests_that_keep_coming_do_not_keep_an_engine_awake(
 
         def of_two_more() -> set[str]:
             """How the second request of each client from now on ends: it begins after this call."""
-            wanted = [len(own) + 2 for own in ends]
+            wanted, until = [len(own) + 2 for own in ends], time.monotonic() + 120
             while any(len(own) < count for own, count in zip(ends, wanted, strict=True)):
                 [one.result() for one in clients if one.done()]  # raises its error
+                assert time.monotonic() < until, "a request does not end"
                 time.sleep(0.002)
             return {own[count - 1] for own, count in zip(ends, wanted, strict=True)}
 

@@ -178,10 +178,8 @@ class _Rows:
         rows, bias = self._passes.rows_from(depth, self._device.type == "cuda")
         stop = done + len(nodes)
         self._weights[done:stop, : self._first_target], self._bias[done:stop] = rows, bias
-        self._sums[done:stop], self._row_nodes[done:stop] = (
-            torch.linalg.vector_norm(rows, 1, 1).cpu(),
-            nodes,
-        )  # synchronizes
+        self._row_nodes[done:stop] = nodes
+        self._sums[done:stop] = torch.linalg.vector_norm(rows, 1, 1).cpu()  # synchronizes: the rows' memory is reused
         return stop
 
     def circuit(self) -> Circuit:
