@@ -85,7 +85,12 @@ def test_a_socket_in_a_folder_with_a_long_path_is_reached_by_another_process(tmp
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     folder = OwnedFolder()
     address = folder.address("requests-1")
-    code = "import sys, zmq; socket = zmq.Context().socket(zmq.PUSH); socket.connect(sys.argv[1]); socket.send(b'seen')"
+    code = (  # a context that is not ended may drop the message when its process ends
+        "import sys, zmq\n"
+        "with zmq.Context() as context, context.socket(zmq.PUSH) as socket:\n"
+        "    socket.connect(sys.argv[1])\n"
+        "    socket.send(b'seen')\n"
+    )
     with zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.bind(address)
         assert (folder.path / "requests-1").is_socket()
