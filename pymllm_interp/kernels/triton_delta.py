@@ -21,7 +21,7 @@ CONV_BLOCK, CONV_WARPS = 256, 4
 CONV_ROWS = 16
 """Rows per program of a prompt's convolution."""
 VALUE_BLOCK, STEP_WARPS, SCAN_WARPS = 32, 8, 4
-"""Columns of a head's state, and warps, per program of `delta_step`."""
+"""Columns of a head's state per program of `delta_step` and `delta_scan`, and warps of each."""
 GATE_BLOCK, GATE_WARPS = 1024, 4
 
 

@@ -80,18 +80,17 @@ def influence(
     sums = sums.clamp(min=least)
     shares = torch.zeros_like(sums)
     shares[kept] = of_nodes[row_nodes[kept]]
-    inner, inner_levels = row_nodes[kept], levels[kept]
+    inner, inner_levels, cycle = row_nodes[kept], levels[kept], False
     for level in inner_levels.unique().flip(0).tolist():
         for part in kept[inner_levels == level].split(max(1, CELLS // max(1, len(kept)))):
             effects = weights[part[:, None], inner].abs_()
-            if effects[:, inner_levels >= level].any():
-                raise ValueError("effects that come back to their own level: they have a NaN, or the graph has a cycle")
+            cycle |= bool(effects[:, inner_levels >= level].any())
             shares[part] /= sums[part]
             shares[kept] += shares[part] @ effects
     found = torch.cat([shares @ columns.abs() for columns in weights.split(max(1, CELLS // max(1, len(weights))), 1)])
     if nodes is not None:
         found *= nodes
-    if not found.isfinite().all():
+    if cycle or not found.isfinite().all():
         raise ValueError("effects that come back to their own level: they have a NaN, or the graph has a cycle")
     return found
 

@@ -49,15 +49,13 @@ class RowsAhead:
         transfer: knows of the tensors, for the garbage collector.
     """
 
-    def __init__(
-        self, captured: weakref.ref[CapturedRows], sites: frozenset[str], transfer: SaveTransfer | None = None
-    ) -> None:
+    def __init__(self, captured: weakref.ref[CapturedRows], sites: frozenset[str], transfer: SaveTransfer) -> None:
         self._captured, self._sites, self._transfer = captured, sites, transfer
         self._made: dict[int, _Made] = {}
         self._places: dict[str, tuple[int, int]] = {}  # site -> (group, column)
 
     @classmethod
-    def of(cls, plan: BlockPlan, request: Request, transfer: SaveTransfer | None = None) -> RowsAhead | None:
+    def of(cls, plan: BlockPlan, request: Request, transfer: SaveTransfer) -> RowsAhead | None:
         """The maker for a request. None if the loop keeps parts of rows, or if its rows are in another process."""
         captured = None if request.declared is None else request.declared.rows
         sites = frozenset() if plan.loop is None else frozenset(row.site for row in plan.loop.rows if row.is_whole)
@@ -89,8 +87,7 @@ class RowsAhead:
     def _extend(self, made: _Made, stop: int, dtype: torch.dtype) -> int:
         """Make tensors of the rows before `stop`, of all columns by one call. Returns their number."""
         lines = made.lines[len(made.tensors) : (stop - made.first) * made.columns]
-        if self._transfer is not None:
-            self._transfer.raise_gc_threshold(len(lines))
+        self._transfer.raise_gc_threshold(len(lines))
         made.tensors.extend(each_line(lines, dtype))
         return len(lines)
 
