@@ -8,8 +8,8 @@ with the other one.
 Only public names are used, which both trees have. A number is the median of the rounds; a ratio is the median of their ratios.
 
 - decode, steered, captured, one layer, eight layers, in the passes, eight in the passes: milliseconds a decode step, the
-  difference of a long and a short generation. "captured" and "steered" are all `resid_post`; "one layer" and "eight layers" are
-  lowered blocks; "in the passes" is a block of one layer with `lower_traces="off"`, "eight in the passes" one of eight.
+  difference of a long and a short generation. "captured" and "steered" are all `resid_post`, captured of generated tokens
+  only; "one layer" and "eight layers" are lowered blocks; "in the passes" is a block of one layer with `lower_traces="off"`, "eight in the passes" one of eight.
 - prefill, mix, sweep, harvest: milliseconds of the whole call.
 
 The model has random weights in the shape of Llama 3 8B. --tiny is a small one, for a CPU, where times are CPU seconds.
@@ -52,7 +52,7 @@ def worker(tiny: bool, steps: int) -> None:
     import torch
     from transformers import LlamaConfig
 
-    from pymllm_interp import LM, SamplingParams, Steer
+    from pymllm_interp import LM, Capture, SamplingParams, Steer
 
     cuda = torch.cuda.is_available()
     scale = 1 if cuda and not tiny else 16
@@ -111,7 +111,9 @@ def worker(tiny: bool, steps: int) -> None:
         "steered": lambda count, tokens: lm.generate(
             prompts(count), greedy(tokens), interventions=[Steer("resid_post.*", vector)]
         ),
-        "captured": lambda count, tokens: lm.generate(prompts(count), greedy(tokens), capture=["resid_post.*"]),
+        "captured": lambda count, tokens: lm.generate(
+            prompts(count), greedy(tokens), capture=[Capture("resid_post.*", positions="generated")]
+        ),
         "one layer": lambda count, tokens: block(count, tokens, (15,)),
         "eight layers": lambda count, tokens: block(count, tokens, LAYERS),
         "in the passes": in_the_passes,
@@ -162,7 +164,7 @@ class Side:
     def ms(self, case: str, batch: int) -> float:
         assert self._process.stdin is not None
         print(json.dumps([case, batch]), file=self._process.stdin, flush=True)
-        while not (line := self._line()).replace(".", "").replace("e-", "").isdigit():
+        while not (line := self._line()).replace(".", "").replace("e-", "").lstrip("-").isdigit():
             print(line, file=sys.stderr)
         return float(line)
 

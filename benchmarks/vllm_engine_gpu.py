@@ -238,42 +238,58 @@ class Engine:
             self._process.kill()
 
 
-def measured(args: argparse.Namespace, ours: list[str], gpus: str | None, options: list[str]) -> dict[str, Any]:
-    """Plain vLLM and `ours` ("front", "norm") in turns: seconds, and ratios of tokens a second."""
-    engines = {which: Engine(which, gpus, options) for which in ("plain", *(f"ours {taps}" for taps in ours))}
-    found: dict[str, Any] = {"loads": {}, "seconds": {}, "steps": {}}
-    start = time.perf_counter()
-    try:
-        for which, engine in list(engines.items()):
+class Side:
+    """Plain vLLM and `ours` ("front", "norm") on the same GPUs, loaded at once."""
+
+    def __init__(self, ours: list[str], gpus: str | None, options: list[str]) -> None:
+        start = time.perf_counter()
+        self.engines = {which: Engine(which, gpus, options) for which in ("plain", *(f"ours {taps}" for taps in ours))}
+        self.found: dict[str, Any] = {"loads": {}, "seconds": {}, "steps": {}}
+        for which, engine in list(self.engines.items()):
             ready = engine.answer(max(1.0, LOAD_SECONDS - (time.perf_counter() - start)))
-            found["loads"][which] = ready
+            self.found["loads"][which] = ready
             if "error" in ready:
                 print(which, ready["error"], flush=True)
-                engines.pop(which).close()
-        found["loaded after"] = time.perf_counter() - start
-        for turn in range(-1, args.rounds):  # the first is not counted
-            for batch in args.batches:
-                for which, case in turns_of(engines, turn):
-                    ran = engines[which].run(case, batch)
-                    what = f"{which}, {case}"
-                    if "error" in ran:
-                        found.setdefault("errors", {})[f"{what}, {batch}"] = ran["error"]
-                    elif turn >= 0:
-                        found["seconds"].setdefault(what, {}).setdefault(str(batch), []).append(ran["seconds"])
-                        found["steps"][f"{what}, {batch}"] = ran.get("steps")
-                        if "stages" in ran:
-                            found.setdefault("stages", {})[f"{what}, {batch}"] = ran["stages"]
-                            print_stages(f"{what}, batch {batch}: {ran['seconds']:.3f} s", ran["stages"])
-                        if "captured bytes" in ran:
-                            found["captured bytes"] = found.get("captured bytes", {}) | {batch: ran["captured bytes"]}
-            told = json.dumps(ratios_of(found["seconds"]))  # engines may take long to end
-            print(f"round {turn} after {time.perf_counter() - start:.0f} s: {told}", flush=True)
-    finally:
-        for engine in engines.values():
-            engine.close()
-    found["ratios"] = ratios_of(found["seconds"])
-    found["took"] = time.perf_counter() - start
-    return found
+                self.engines.pop(which).close()
+        self.found["loaded after"] = time.perf_counter() - start
+
+    def measured(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Seconds in turns, and ratios of tokens a second. The engines end."""
+        start, found = time.perf_counter(), self.found
+        try:
+            for turn in range(-1, args.rounds):  # the first is not counted
+                for batch in args.batches:
+                    for which, case in turns_of(self.engines, turn):
+                        self._ran(which, case, batch, turn)
+                told = json.dumps(ratios_of(found["seconds"]))  # engines may take long to end
+                print(f"round {turn} after {time.perf_counter() - start:.0f} s: {told}", flush=True)
+        finally:
+            self.close()
+        found["ratios"] = ratios_of(found["seconds"])
+        found["took"] = time.perf_counter() - start
+        return found
+
+    def _ran(self, which: str, case: str, batch: int, turn: int) -> None:
+        found, what = self.found, f"{which}, {case}"
+        ran = self.engines[which].run(case, batch)
+        if "error" in ran:
+            found.setdefault("errors", {})[f"{what}, {batch}"] = ran["error"]
+        elif turn >= 0:
+            found["seconds"].setdefault(what, {}).setdefault(str(batch), []).append(ran["seconds"])
+            found["steps"][f"{what}, {batch}"] = ran.get("steps")
+            if "stages" in ran:
+                found.setdefault("stages", {})[f"{what}, {batch}"] = ran["stages"]
+                print_stages(f"{what}, batch {batch}: {ran['seconds']:.3f} s", ran["stages"])
+            if "captured bytes" in ran:
+                found["captured bytes"] = found.get("captured bytes", {}) | {batch: ran["captured bytes"]}
+
+    def close(self) -> None:
+        """End the engines, all at once."""
+        threads = [threading.Thread(target=engine.close) for engine in self.engines.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def print_stages(what: str, stages: dict[str, dict[str, dict[str, float]]]) -> None:
@@ -326,10 +342,10 @@ def part(name: str, args: argparse.Namespace, gpus: str | None, folder: Path) ->
     both = ["front", "norm"] if args.taps == "both" else [args.taps]
     taps = both if name in ("bf16", "fp8") else both[-1:]
     if len(taps) > 1 and not args.eager and torch.cuda.get_device_properties(0).total_memory < MEMORY_OF_THREE:
-        found = {f"hooks: {one}": measured(args, [one], gpus, options) for one in taps}
+        found = {f"hooks: {one}": Side([one], gpus, options).measured(args) for one in taps}
         found["ratios"] = {one: each["ratios"] for one, each in found.items()}
     else:
-        found = measured(args, taps, gpus, options)
+        found = Side(taps, gpus, options).measured(args)
     return found
 
 

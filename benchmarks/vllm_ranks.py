@@ -6,7 +6,8 @@
 "values": a batch with ops and captures, and with tensor parallelism a block. "worst" is the largest error of a row of a site by the
 engine with one rank, as a share of the site's rows (2-norms; of rows, the root mean square). "eplb" forces a move of experts after
 every few steps, and runs the batch three times. "experts" is the share of rows with the same experts as with one rank.
-"speed": see vllm_engine_gpu.py; "idle", "one site", "all layers" and "captured" by plain vLLM, in turns.
+"speed": see vllm_engine_gpu.py; "idle", "one site", "all layers" and "captured" by plain vLLM, in turns. Engines of all ways are
+loaded at once, and measured one way after the other.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm_engine_check import MOE, NO_MULTICAST, TINY, block, environment_of, prompts_of, saved_model
-from vllm_engine_gpu import DENSE, measured
+from vllm_engine_gpu import DENSE, Side
 from vllm_engine_gpu import MOE as LARGE_MOE
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -61,7 +63,7 @@ def values(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
         options |= {"compilation_config": NO_MULTICAST} | ({"moe_backend": "triton"} if moe else {})
     with LM(
         folder, engine="vllm", dtype=args.dtype, max_model_len=512, max_running_requests=16, kv_cache_tokens=8192,
-        gpu_memory_utilization=0.05 if args.cpu else 0.2, inner_sites=(kinds[-1],), enable_prefix_caching=False, **options,
+        gpu_memory_utilization=0.05 if args.cpu else 0.1, inner_sites=(kinds[-1],), enable_prefix_caching=False, **options,
     ) as lm:  # fmt: skip
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         calls = [
@@ -133,15 +135,15 @@ def compared(found: dict[str, Any], wanted: dict[str, Any], dtype: str) -> dict[
     return result
 
 
-def speed(way: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Plain vLLM with these ranks, and an LM over it, in turns."""
+def side(way: str, folder: Path, args: argparse.Namespace) -> Side:
+    """Plain vLLM with these ranks, and an LM over it."""
     options = [
         f"--batches={','.join(map(str, args.batches))}", f"--prompt={args.prompt}", f"--new={args.new}", f"--dtype={args.dtype}",
         f"--kv-bytes={4 << 30}", f"--ring={2 << 30}", "--vocab=1000", f"--vllm={json.dumps(WAYS[way])}",
         f"--config={args.config or (folder if way in OF_EXPERTS else DENSE)}",
     ]  # fmt: skip
     options += ["--eager"] * args.cpu + ["--moe-backend=triton"] * (way in OF_EXPERTS and not args.cpu)
-    return measured(args, ["norm"], None, options)
+    return Side(["norm"], None, options)
 
 
 def main() -> None:
@@ -186,18 +188,20 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         if "values" in args.parts:
-            for experts, shape in ((False, MODEL), (True, FEW)):
-                if own := [way for way in ways if (way in OF_EXPERTS) == experts]:
-                    model = saved_model(Path(folder, "moe" if experts else "dense"), shape)
-                    one = child("one", model, args, None if args.cpu else "0")
-                    for way in own:
-                        done("values", way, compared(child(way, model, args, None), one, args.dtype))
+            models = [saved_model(Path(folder, name), shape) for name, shape in (("dense", MODEL), ("moe", FEW))]
+            with ThreadPoolExecutor(1 if args.cpu else len(ways) + len(models)) as pool:  # all at once on the GPUs
+                alone = [pool.submit(child, "one", model, args, None if args.cpu else "0") for model in models]
+                running = {way: pool.submit(child, way, models[way in OF_EXPERTS], args, None) for way in ways}
+                for way, future in running.items():
+                    done("values", way, compared(future.result(), alone[way in OF_EXPERTS].result(), args.dtype))
         if "speed" in args.parts:
             large = Path(folder, "large")
             large.mkdir()
             (large / "config.json").write_text(json.dumps(LARGE_MOE))
-            for way in ways:
-                done("speed", way, speed(way, large, args))
+            with ThreadPoolExecutor(len(ways)) as pool:
+                sides = dict(zip(ways, pool.map(lambda way: side(way, large, args), ways), strict=True))
+            for way, engines in sides.items():
+                done("speed", way, engines.measured(args))
     sys.exit(any(not result.get("ok") for result in found["values"].values()))
 
 
