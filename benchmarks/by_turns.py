@@ -9,7 +9,8 @@ Only public names are used, which both trees have. A number is the median of the
 
 - decode, steered, captured, one layer, eight layers, in the passes, eight in the passes: milliseconds a decode step, the
   difference of a long and a short generation. "captured" and "steered" are all `resid_post`, captured of generated tokens
-  only; "one layer" and "eight layers" are lowered blocks; "in the passes" is a block of one layer with `lower_traces="off"`, "eight in the passes" one of eight.
+  only; "one layer" and "eight layers" are lowered blocks; "in the passes" is a block of one layer with `lower_traces="off"`,
+  "eight in the passes" one of eight.
 - prefill, mix, sweep, harvest: milliseconds of the whole call.
 
 The model has random weights in the shape of Llama 3 8B. --tiny is a small one, for a CPU, where times are CPU seconds.

@@ -104,12 +104,14 @@ def _checked(way: str, process: Any, out: Any, err: Any) -> dict[str, Any]:
 
 def block(lm: Any, ids: list[int], added: torch.Tensor) -> list[torch.Tensor]:
     """Values of a block that does not lower: a part of a product, a branch after an edit, and the logits."""
-    with lm.trace(ids):
+    with lm.trace(ids) as tracer:
         q = lm.model.layers[0].self_attn.q_proj.output.save()
         h = lm.model.layers[1].output
         lm.model.layers[1].output = h + added.to(h.device, h.dtype)
         branch = lm.model.layers[2].mlp.output.save()
         logits = lm.output.logits.save()
+    if not any("modules" in mode for mode in tracer.receipt.steps):
+        raise RuntimeError(f"the block did not run in the passes: {tracer.receipt}")
     return [q[0], branch[0], logits[0]]
 
 

@@ -35,13 +35,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "tp": TWO, "pp": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "dp": {"data_parallel_size": 2},
     "ep": TWO | {"enable_expert_parallel": True},
     "eplb": TWO | {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": MOVES},
-    "dcp": TWO | {"decode_context_parallel_size": 2},
+    "dcp": TWO | {"decode_context_parallel_size": 2}, "tp of gemma3": TWO,
 }  # fmt: skip
 OF_EXPERTS = ("ep", "eplb")
 CHILD_SECONDS = 300
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.04}
 MODEL = TINY | {"num_key_value_heads": 1}  # decode context parallelism is for fewer KV heads than ranks
-FEW = MOE | {"num_experts_per_tok": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": MODEL, "moe": MOE | {"num_experts_per_tok": 2},
+    "gemma3": TINY | {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 64,
+    },
+}  # fmt: skip
+SHAPE_OF = {"ep": "moe", "eplb": "moe", "tp of gemma3": "gemma3"}
+"""Model of the values; "dense" else."""
 
 
 def values(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -58,12 +66,15 @@ def values(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
     kinds = ["attn_out", "resid_mid", "mlp_out", "resid_post", *(["experts"] if moe else ["z"])]
     options: dict[str, Any] = dict(WAYS.get(way, {}))
     if args.cpu:
-        options |= {"disable_cuda_graph": True}
+        options |= {"disable_cuda_graph": True, "kv_cache_tokens": 8192}
     else:
-        options |= {"compilation_config": NO_MULTICAST} | ({"moe_backend": "triton"} if moe else {})
+        # Memory that is given in bytes is not profiled: engines that start at once would disturb each other's profiles.
+        options |= {"compilation_config": NO_MULTICAST, "kv_cache_memory_bytes": 1 << 28} | (
+            {"moe_backend": "triton"} if moe else {}
+        )
     with LM(
-        folder, engine="vllm", dtype=args.dtype, max_model_len=512, max_running_requests=16, kv_cache_tokens=8192,
-        gpu_memory_utilization=0.05 if args.cpu else 0.1, inner_sites=(kinds[-1],), enable_prefix_caching=False, **options,
+        folder, engine="vllm", dtype=args.dtype, max_model_len=512, max_running_requests=16,
+        gpu_memory_utilization=0.05, inner_sites=(kinds[-1],), enable_prefix_caching=False, **options,
     ) as lm:  # fmt: skip
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         calls = [
@@ -77,7 +88,7 @@ def values(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
             for i, out in enumerate(outs)
             for site, states in out.outputs[0].activations.items()
         }
-        if way in ("one", "tp", "dp") and not moe:
+        if way in ("one", "tp", "dp", "tp of gemma3") and not moe:
             found |= {f"block {i}": value.float().cpu() for i, value in enumerate(block(lm, prompts[0], vector(10)))}
         steps = sorted({mode for out in calls[-1] if out.receipt for mode in out.receipt.steps})
         return {"values": found, "name": lm.backend.facts.engine_name, "steps": steps}
@@ -109,7 +120,7 @@ def child(way: str, folder: Path, args: argparse.Namespace, gpus: str | None) ->
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
         log.seek(0)
-        return {"error": log.read()[-3000:]}
+        return {"error": log.read()[-6000:]}
 
 
 def compared(found: dict[str, Any], wanted: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -188,12 +199,21 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         if "values" in args.parts:
-            models = [saved_model(Path(folder, name), shape) for name, shape in (("dense", MODEL), ("moe", FEW))]
+            models = {
+                name: saved_model(Path(folder, name), shape)
+                for name, shape in SHAPES.items()
+                if any(SHAPE_OF.get(way, "dense") == name for way in ways)
+            }
             with ThreadPoolExecutor(1 if args.cpu else len(ways) + len(models)) as pool:  # all at once on the GPUs
-                alone = [pool.submit(child, "one", model, args, None if args.cpu else "0") for model in models]
-                running = {way: pool.submit(child, way, models[way in OF_EXPERTS], args, None) for way in ways}
+                alone = {
+                    name: pool.submit(child, "one", model, args, None if args.cpu else "0")
+                    for name, model in models.items()
+                }
+                running = {way: pool.submit(child, way, models[SHAPE_OF.get(way, "dense")], args, None) for way in ways}
                 for way, future in running.items():
-                    done("values", way, compared(future.result(), alone[way in OF_EXPERTS].result(), args.dtype))
+                    done(
+                        "values", way, compared(future.result(), alone[SHAPE_OF.get(way, "dense")].result(), args.dtype)
+                    )
         if "speed" in args.parts:
             large = Path(folder, "large")
             large.mkdir()
