@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,15 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    return found
+
+
+def pidfds() -> int:
+    """Number of this process's open files of processes (`os.pidfd_open`)."""
+    found = 0
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the folder's own
+            found += os.readlink(f"/proc/self/fd/{file}") == "anon_inode:[pidfd]"
     return found
 
 

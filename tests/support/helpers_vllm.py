@@ -134,7 +134,7 @@ def needs_runner(second: bool) -> None:
 def both_engines(
     family: str, factory: pytest.TempPathFactory, environment: Mapping[str, str], **options: Any
 ) -> Iterator[tuple[LM, LM]]:
-    """vLLM with these options, and our own engine over the same weights."""
+    """vLLM with these options, and our own engine over the same weights. The end of vLLM leaves no shared memory."""
     folder = save_model(family, factory.mktemp(family))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
@@ -142,7 +142,9 @@ def both_engines(
         patch.setenv("VLLM_CACHE_ROOT", str(factory.mktemp("cache")))
         two_ranks(patch, options)
         with vllm_lm(folder, **options) as lm, own_lm(folder) as oracle:
+            files = shared_files(lm)
             yield lm, oracle
+        assert not [file for file in files if file.exists()]
 
 
 def two_ranks(patch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers_processes import pidfds
 from helpers_vllm import assert_close, needs_vllm, own_lm, prompt, save_model, vector
 from helpers_vllm_start import fork_engines
 
@@ -37,7 +38,9 @@ def test_an_llm_with_hooks_serves_its_user_and_an_lm(tmp_path: Path) -> None:
     def tokens() -> list[list[int]]:
         return [list(out.outputs[0].token_ids) for out in llm.generate(given, params, use_tqdm=False)]
 
-    before = tokens()
+    before, files = tokens(), pidfds()
+    LM.attach(llm).shutdown()
+    assert pidfds() == files
     lm = LM.attach(llm)
     with own_lm(folder) as oracle:
         wanted = oracle.generate(PROMPTS, PARAMS, interventions=OPS, capture=["resid_post.*", "z.1"])
@@ -56,8 +59,11 @@ def test_an_llm_with_hooks_serves_its_user_and_an_lm(tmp_path: Path) -> None:
     handle = lm.submit(PROMPTS[0], SamplingParams(max_tokens=90, ignore_eos=True))
     handle.cancel()
     assert handle.result(60).finish_reason in ("abort", "length")
+    with pytest.raises(ValueError, match="another LM is attached"):
+        LM.attach(llm)
+    assert lm.generate(PROMPTS[:1], PARAMS)[0].token_ids == before[0] and pidfds() > files
     lm.shutdown()
-    assert tokens() == before
+    assert tokens() == before and pidfds() == files
     llm.llm_engine.vllm_config.parallel_config.worker_cls = "auto"
     with pytest.raises(VllmRefusalError, match=r"vllm.LLM\(model, \*\*llm_arguments\(\)\)"):
         LM.attach(llm)

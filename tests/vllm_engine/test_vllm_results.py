@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers_processes import pidfds
 from transformers import LlamaConfig
 
 from pymllm_interp import Capture
@@ -226,14 +227,17 @@ def test_rows_of_a_running_request_are_copies_of_its_result(rank: tuple[RankStag
 
 def test_the_end_of_ranks_leaves_the_memory_of_their_users_process() -> None:
     """The one rank of an engine is a child of the user's process, whose segments of shared memory are its own."""
+    reduced = f"vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0"  # as vLLM's ranks on CPUs name it
     script = (
         "import sys; from multiprocessing.shared_memory import SharedMemory as S; s = S(create=True, size=64); "
-        "print(s.name, flush=True); sys.stdin.read()"
+        "t = S(sys.argv[1], create=True, size=64); print(s.name, flush=True); sys.stdin.read()"
     )
+    before = pidfds()
     mine = SharedMemory(create=True, size=64)
-    rank = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", script, reduced]
+    rank = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
-    theirs = Path("/dev/shm") / rank.stdout.readline().strip()
+    theirs = [Path("/dev/shm") / name for name in (rank.stdout.readline().strip(), reduced)]
     try:
 
         async def watched() -> RankWatch:
@@ -246,9 +250,11 @@ def test_the_end_of_ranks_leaves_the_memory_of_their_users_process() -> None:
             made.close()
             return made
 
-        assert theirs.exists()
+        assert all(file.exists() for file in theirs)
+        asyncio.run(watched()).release()
+        assert pidfds() == before and rank.poll() is None and all(file.exists() for file in theirs)
         asyncio.run(watched()).kill()
-        assert rank.wait(10) == -9 and not theirs.exists()
+        assert rank.wait(10) == -9 and not [file for file in theirs if file.exists()] and pidfds() == before
         SharedMemory(mine.name).close()
     finally:
         rank.kill()

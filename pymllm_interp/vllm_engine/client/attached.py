@@ -25,10 +25,15 @@ class AttachedLLM:
     Args:
         llm: the `vllm.LLM`.
         loop: loop of the `VllmCore`.
+
+    Raises:
+        ValueError: it has an LM, which was not shut down.
     """
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine, self._loop = llm.llm_engine, loop
+        if "step" in vars(self._engine):
+            raise ValueError("LM.attach(llm): another LM is attached to llm: shut that one down first")
         self._orders: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._others: queue.SimpleQueue[Any] = queue.SimpleQueue()  # outputs of the user's requests, or an error
         self._lock = threading.Lock()  # of a step and what became of its outputs

@@ -244,8 +244,8 @@ class VllmCore:
                 self.wait(self._shut_down(llm), 60)
             except Exception:  # too slow, or psutil's of a process that has ended meanwhile: the ranks are killed then
                 logging.getLogger(__name__).warning("vLLM's shutdown has failed", exc_info=True)
-        if watch is not None and not self.attached:
-            watch.kill()
+        if watch is not None:
+            (watch.release if self.attached else watch.kill)()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         if not self._thread.is_alive():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import pickle
+import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
@@ -60,6 +63,8 @@ class ResultsLink:
     def close(self) -> None:
         """End the connection; open requests get an error."""
         self._closed = True
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)  # a closed file alone would stay open while its reader waits
         self._connection.close()
         self._soon(self._fail)
 

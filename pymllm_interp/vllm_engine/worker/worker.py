@@ -150,6 +150,8 @@ class InterpWorker:
             self._hooks.traces.tell = self.egress.tell
             if own.scores.add_up is None or _pipeline().is_first_rank:
                 own.scores.tell = self.egress.tell
+        if self.egress is not None:
+            self.egress.key = key
         return {
             "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(), "pid": os.getpid(),
             "pid_space": pid_space(),

@@ -21,6 +21,8 @@ LOOK_SECONDS = 1.0
 """Seconds between looks at whether a rank is stopped."""
 STOPPED, ENDED = "T", "ZX"
 """States of a process in /proc."""
+SHARED = re.compile(r" /dev/shm/(psm_\w+|vllm_dist_\S+-cpushm_\d+)$", re.MULTILINE)
+"""Segments that vLLM makes, in a line of /proc/PID/maps. It makes all of them before its ranks answer."""
 
 
 class RankWatch:
@@ -89,22 +91,28 @@ class RankWatch:
             failed(f"{self._names[pid]} (process {pid}) {cause}")
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching. `release` or `kill` comes next."""
         self._failed = None
         self._task.cancel()
         for file in self._files.values():
             asyncio.get_running_loop().remove_reader(file)
 
+    def release(self) -> None:
+        """Close the files of the processes, which go on: they are a user's. Called last, on any thread."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
     def kill(self) -> None:
         """Kill ranks that have not ended with the engine, as one that is stopped. Called last, on any thread.
 
-        A killed process leaves its queues of vLLM in shared memory. They are removed, too.
+        A killed process leaves its queues of vLLM in shared memory. Ranks on CPUs leave what they reduce by at every end.
+        Both are removed.
         """
         for file in self._files.values():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(file, signal.SIGKILL)
-            os.close(file)
-        self._files.clear()
+        self.release()
         for name in self._shared:
             with contextlib.suppress(FileNotFoundError):
                 left = SharedMemory(name)
@@ -126,9 +134,9 @@ def _parent(pid: int) -> int:
 
 
 def _shared(pid: int) -> set[str]:
-    """Names of the shared memory of Python that a process has mapped."""
+    """Names of the shared memory of Python, and of vLLM's ranks on CPUs, that a process has mapped."""
     with contextlib.suppress(OSError):
-        return set(re.findall(r" /dev/shm/(psm_\w+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
+        return set(SHARED.findall(Path(f"/proc/{pid}/maps").read_text()))
     return set()
 
 

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from ....core.step import RequestEnd
@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 class Egress:
     """Listens for the client, and answers the ends of requests, each when its results have arrived on the host.
 
+    One client at a time: the next one waits until the last one has left.
+
     Args:
-        key: key that the client must present.
+        key: key that the client must present. It may change before the next one (`LM.attach` once more).
         finish: `RankStage.finish`.
         rows: `RankStage.rows`.
         arena: arena of the results.
@@ -45,9 +47,10 @@ class Egress:
         rows: Callable[[AskedRows], Future[StreamedRows | None]],
         arena: ResultArena,
     ) -> None:
+        self.key = key
         self._finish, self._rows, self._arena = finish, rows, arena
         self._clients: list[_Answers] = []
-        self._listener = Listener((_own_address(), 0), backlog=4, authkey=key)
+        self._listener = Listener((_own_address(), 0), backlog=4)
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._accept, name="pymllm-interp-egress", daemon=True).start()
 
@@ -66,10 +69,14 @@ class Egress:
                 connection = self._listener.accept()
             except OSError:
                 return
+            try:
+                deliver_challenge(connection, self.key)
+                answer_challenge(connection, self.key)
             except Exception:  # a stranger, without the key
                 logger.warning("a client of the egress was refused", exc_info=True)
+                connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="pymllm-interp-egress", daemon=True).start()
+            self._serve(connection)
 
     def _serve(self, connection: Connection) -> None:
         try:
