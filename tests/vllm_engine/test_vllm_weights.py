@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -233,6 +235,51 @@ def test_a_sleeping_engine_takes_no_requests(
     lm.update_weights(folders[0])
     assert not lm.is_sleeping()
     assert_equal_models(lm, oracle)
+
+
+@needs_vllm
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_sleep_that_fails_leaves_a_pause_as_it_was(lm: LM, monkeypatch: pytest.MonkeyPatch, paused: bool) -> None:
+    """vLLM's own sleep fails after it has paused, or Ctrl-C comes before it or meanwhile."""
+    backend: Any = lm.backend
+    llm, long = backend.core.llm, SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
+    monkeypatch.setattr(backend.core.config.model_config, "enable_sleep_mode", True)
+    sleep = llm.sleep
+
+    async def fails(level: int, mode: str) -> None:
+        await sleep(0, mode)  # pauses, and no more
+        await sleep(level, "no mode of vLLM's")
+
+    async def is_slow(level: int, mode: str) -> None:
+        await asyncio.sleep(0.2)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.2)
+        await sleep(level, mode)
+
+    if paused:
+        lm.pause("keep")
+    monkeypatch.setattr(llm, "sleep", fails)
+    for drain in (False, True):
+        with pytest.raises(Exception, match="no mode of vLLM's"):
+            lm.sleep(drain=drain)
+        assert not lm.is_sleeping() and lm.is_paused() == paused
+    running = lm.submit(PROMPTS[0], long)
+    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        lm.sleep(drain=True)
+    timer.join()
+    assert not lm.is_sleeping() and lm.is_paused() == paused and not running.done
+    lm.resume()
+    assert len(running.result(60).outputs[0].token_ids) == 110
+    if paused:
+        lm.pause("keep")
+    monkeypatch.setattr(llm, "sleep", is_slow)
+    with pytest.raises(KeyboardInterrupt):
+        lm.sleep()
+    assert lm.is_sleeping() and lm.wake() and lm.is_paused() == paused
+    lm.resume()
+    assert lm.generate(PROMPTS[:1], GREEDY)
 
 
 @needs_vllm

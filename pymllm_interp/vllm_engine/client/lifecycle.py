@@ -78,17 +78,15 @@ class VllmLifecycle:
 
     def _drain(self) -> None:
         """Pause when all requests have ended. An interrupted wait, as by Ctrl-C, leaves the engine as it was."""
-        llm, paused = self._core.llm, self.is_paused
-        self._drained = self._core.start(self._core.answered(llm.pause_generation(mode="wait", clear_cache=False)))
+        waiting = self._core.llm.pause_generation(mode="wait", clear_cache=False)
+        self._drained = self._core.start(self._core.answered(waiting))
         try:
             self._drained.result()
         except CancelledError:  # by `resume`: vLLM itself would answer when it is idle
             raise RuntimeError(RESUMED) from None
         except BaseException:
             self._drained.cancel()
-            undo = llm.pause_generation(mode="keep", clear_cache=False) if paused else llm.resume_generation()
-            with suppress(Exception):
-                self._core.ask(undo)
+            self.as_held()
             raise
         finally:
             self._drained = None
@@ -101,10 +99,22 @@ class VllmLifecycle:
             if self._stamps.is_late(stamp):
                 return not self.is_paused
             self.held = False
-            self._core.ask(self._core.llm.resume_generation())
-            if (drained := self._drained) is not None:
-                drained.cancel()
+            self.let_run()
             return True
+
+    def let_run(self) -> None:
+        """Let requests of a pause run, for good only by `resume`."""
+        self._core.ask(self._core.llm.resume_generation())
+        if (drained := self._drained) is not None:
+            drained.cancel()
+
+    def as_held(self) -> None:
+        """Have vLLM paused or not by `held`, after an order that has failed."""
+        with suppress(Exception):
+            llm = self._core.llm
+            self._core.ask(
+                llm.pause_generation(mode="keep", clear_cache=False) if self.held else llm.resume_generation()
+            )
 
     def new_update(self, draft: bool = False) -> VllmUpdate:
         """Update of the model. Raises VllmRefusalError: of the draft model."""
@@ -235,15 +245,26 @@ class VllmSleep:
                 raise ValueError(f"{live} requests are live: drain=True waits for them, lm.pause('abort') ends them")
             if mode == "abort":
                 self._engine.abort_all()
-            held = self._lifecycle.is_paused
-            if mode == "wait":
-                self._lifecycle.resume()  # requests of a pause, too
-            self._lifecycle.held = held
-            self._engine.wait_until_idle()
-            self._core.ask(self._core.llm.sleep(level, "abort"))
-            self._asleep, self._dropped, self._weights.asleep = {"weights", "kv_cache"}, level == 2, True
+            self._lifecycle.held = self._lifecycle.is_paused
+            try:
+                if mode == "wait":
+                    self._lifecycle.let_run()  # requests of a pause, too
+                self._engine.wait_until_idle()
+                self._fall_asleep(level)
+            except BaseException:
+                if not self._asleep:
+                    self._lifecycle.as_held()
+                raise
         finally:
             self._open_if_whole()
+
+    def _fall_asleep(self, level: int) -> None:
+        falling = self._core.start(self._core.answered(self._core.llm.sleep(level, "abort")))
+        try:
+            falling.result()
+        finally:  # after an interrupt, as by Ctrl-C, vLLM falls asleep all the same
+            if falling.exception() is None:
+                self._asleep, self._dropped, self._weights.asleep = {"weights", "kv_cache"}, level == 2, True
 
     def wake(self, tags: Sequence[str] | None = None, all_graphs: bool = False) -> bool:
         """Take memory again, see `LM.wake`. Returns whether the engine is awake. vLLM keeps its graphs."""
