@@ -445,9 +445,7 @@ class VllmRequestEngine:
         found = self.core.firsts(await self.core.call_async("interp_end_trace", told))[one.engine]
         if found is None:
             if request.error is None and request.finish_reason in ("stop", "length"):
-                request.error = RuntimeError(
-                    f"rank 0 of engine {one.engine} has ended its block before the request ended"
-                )
+                request.error = RuntimeError(f"rank 0 of engine {one.engine} has ended its block before the request")
             return
         result = unpacked(found, None if self.core.tree is None else self.core.tree())
         if result.error is not None and request.error is None:

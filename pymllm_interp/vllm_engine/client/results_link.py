@@ -64,7 +64,7 @@ class ResultsLink:
         """End the connection; open requests get an error."""
         self._closed = True
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)  # a closed file alone would stay open while its reader waits
+            same.shutdown(socket.SHUT_RDWR)  # without it, a file that is closed stays open while its reader waits
         self._connection.close()
         self._soon(self._fail)
 

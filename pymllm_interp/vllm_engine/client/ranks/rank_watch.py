@@ -98,7 +98,7 @@ class RankWatch:
             asyncio.get_running_loop().remove_reader(file)
 
     def release(self) -> None:
-        """Close the files of the processes, which go on: they are a user's. Called last, on any thread."""
+        """Close the files of the processes, which are a user's, and run. Called last, on any thread."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()
@@ -106,7 +106,7 @@ class RankWatch:
     def kill(self) -> None:
         """Kill ranks that have not ended with the engine, as one that is stopped. Called last, on any thread.
 
-        A killed process leaves its queues of vLLM in shared memory. Ranks on CPUs leave what they reduce by at every end.
+        A killed process leaves its queues of vLLM in shared memory. Ranks on CPUs leave their memory of reductions at every end.
         Both are removed.
         """
         for file in self._files.values():
