@@ -136,9 +136,7 @@ def shared_device() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """What is there before a file's tests lives on after them, and the end of each engine looks for garbage: not among that.
-    A capture of real CUDA graphs lets go of it.
-    """
+    """What is there before a file's tests lives on after them, and the end of each engine looks for garbage: not among that."""
     gc.collect()
     gc.freeze()
 

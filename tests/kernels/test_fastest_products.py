@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -153,6 +154,22 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fastest._chosen.clear()
     fastest._kept.cache_clear()
     return tmp_path
+
+
+def test_another_driver_measures_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    monkeypatch.setattr(library, "version", lambda device: 1)
+    paths = list[Path]()
+    for version in ("570.1", "570.2", "570.1"):
+        monkeypatch.setattr(fastest, "driver_version", lambda own=version: own)
+        paths.append(fastest._path(0))
+    assert paths[0] == paths[2] != paths[1]
+
+
+@pytest.mark.gpu
+@GPU
+def test_the_driver_tells_its_version() -> None:
+    assert re.fullmatch(r"\d+(\.\d+)+", fastest.driver_version())
 
 
 @pytest.mark.gpu

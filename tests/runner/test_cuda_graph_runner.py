@@ -191,9 +191,19 @@ def test_g02_during_a_capture_traces_wait_and_traced_passes_are_refused_on_that_
 def test_g03_the_collector_is_frozen_within_the_block_only(unfrozen):
     """G3."""
     with suppress(KeyError), freeze_gc():
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > 0 and not gc.isenabled()
         raise KeyError
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == 0 and gc.isenabled()
+
+
+def test_g03_what_a_server_has_frozen_stays_frozen(unfrozen):
+    """A load of adapters captures once more, in a server that runs. All that it froze would be looked through again."""
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with freeze_gc():
+        assert not gc.isenabled()
+    assert gc.isenabled() and 0.9 * before < gc.get_freeze_count() <= before
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize(

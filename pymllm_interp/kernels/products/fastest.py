@@ -2,8 +2,8 @@
 
 `torch.mm` takes cuBLAS's first proposal. On an H200 the best proposals take 4 to 6 % less for the products of an 8B model's layer.
 The first product of a shape in a range of rows times all of them. The fastest ones take turns with `torch.mm`, and one that saves
-1 % is taken. A file of the cache keeps decisions, by device and versions. So later processes take the same ones, and their products
-have the same bits.
+1 % is taken. A file of the cache keeps decisions, by device, driver and versions. So later processes take the same ones, and their
+products have the same bits.
 """
 
 from __future__ import annotations
@@ -197,8 +197,22 @@ def _kept(device: int) -> dict[str, library.Algorithm | None]:
 
 
 def _path(device: int) -> Path:
-    versions = LAYOUT, RANGES, torch.cuda.get_device_name(device), torch.__version__, library.version(device)
+    versions = (
+        LAYOUT, RANGES, torch.cuda.get_device_name(device), torch.__version__, library.version(device), driver_version()
+    )  # fmt: skip
     return default_cache_dir() / f"products-{hashlib.sha256(repr(versions).encode()).hexdigest()[:16]}.json"
+
+
+@cache
+def driver_version() -> str:
+    """Version of NVIDIA's driver; "" where it is not told."""
+    with suppress(OSError, AttributeError):
+        calls, told = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.create_string_buffer(80)
+        if calls.nvmlInit_v2() == 0:
+            calls.nvmlSystemGetDriverVersion(told, len(told))
+            calls.nvmlShutdown()
+            return told.value.decode()
+    return ""
 
 
 def read(path: Path) -> dict[str, library.Algorithm | None]:

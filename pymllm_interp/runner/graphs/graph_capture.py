@@ -77,13 +77,16 @@ def memory_pool(device: str) -> tuple | None:
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """Keep the garbage collector from freeing device memory in the middle of a capture."""
+    """Keep the garbage collector from freeing device memory in the middle of a capture. Objects that are frozen stay so."""
     gc.collect()
-    gc.freeze()
+    if not (kept := gc.get_freeze_count()):  # by a server: it cannot be frozen again without the garbage of the capture
+        gc.freeze()
     try:
-        yield
+        with without_gc():
+            yield
     finally:
-        gc.unfreeze()
+        if not kept:
+            gc.unfreeze()
         gc.collect()
 
 
