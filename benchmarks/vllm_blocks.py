@@ -55,13 +55,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dummy", action="store_true", help="random weights")
+    parser.add_argument("--eager", action="store_true", help="without graphs and compiler, and without blocks")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     options: dict[str, Any] = {"load_format": "dummy"} if args.dummy else {}
-    cases = {"no block": None, "a block in one step": one_step, "a block in every step": every_step}
+    cases: dict[str, Any] = {"no block": None}
+    cases |= {} if args.eager else {"a block in one step": one_step, "a block in every step": every_step}
     found: dict[str, Any] = {}
     with LM(
-        args.model, engine="vllm", lower_traces="off", tensor_parallel_size=args.tensor_parallel_size, **options
+        args.model,
+        engine="vllm",
+        lower_traces="off",
+        disable_cuda_graph=args.eager,
+        tensor_parallel_size=args.tensor_parallel_size,
+        **options,
     ) as lm:
         for batch in args.batch:
             times: dict[str, list[float]] = {name: [] for name in cases}
@@ -74,7 +81,9 @@ def main() -> None:
             found[str(batch)] = {
                 name: {"ms_a_step": round(median(own), 3), "steps": steps[name]} for name, own in times.items()
             }
-    text = json.dumps({"model": str(args.model), "ranks": args.tensor_parallel_size, "batches": found}, indent=1)
+    text = json.dumps(
+        {"model": str(args.model), "eager": args.eager, "ranks": args.tensor_parallel_size, "batches": found}, indent=1
+    )
     print(text)
     if args.out is not None:
         args.out.write_text(text + "\n")

@@ -43,6 +43,7 @@ from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.hooks.traces.blocks.errors import EditError, TraceTimeoutError
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
 from pymllm_interp.interventions import Knockout
+from pymllm_interp.vllm_engine.payloads import HookedOnWire
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
 
@@ -542,6 +543,17 @@ def test_an_error_of_a_block_is_its_requests_alone(engines: tuple[LM, LM]) -> No
                 pool.submit(failing).result(300)
         for one in beside:
             same(one.result(300), wanted)
+
+
+def test_a_block_that_meets_no_step_is_an_error(engines: tuple[LM, LM], monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, _ = engines
+    with monkeypatch.context() as patch:  # the request does not name its trace, as if the rank had never begun it
+        patch.setattr(
+            "pymllm_interp.vllm_engine.client.uplink.HookedOnWire", lambda *told: HookedOnWire(*told[:-1], None)
+        )
+        with pytest.raises(RuntimeError, match="met no step"), lm.trace(PROMPTS[1]):
+            lm.model.layers[1].output.save()
+    read(lm, PROMPTS[0])
 
 
 def test_a_block_that_overruns_is_ended(engines: tuple[LM, LM]) -> None:

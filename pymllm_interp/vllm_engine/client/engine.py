@@ -443,13 +443,16 @@ class VllmRequestEngine:
         end = request.ending()
         told = pickle.dumps(replace(end, hooks=RequestHooks(trace_key=trace.key)))
         found = self.core.firsts(await self.core.call_async("interp_end_trace", told))[one.engine]
-        if found is None:
-            if request.error is None and request.finish_reason in ("stop", "length"):
-                request.error = RuntimeError(f"rank 0 of engine {one.engine} has ended its block before the request")
+        result = None if found is None else unpacked(found, None if self.core.tree is None else self.core.tree())
+        if result is not None and result.error is not None:
+            request.error = request.error or exception_of(result.error)
+        ran = result is not None and result.receipt.steps
+        if not ran and request.error is None and request.finish_reason in ("stop", "length"):
+            request.error = RuntimeError(
+                f"its block met no step on rank 0 of engine {one.engine}. This is a bug: report it"
+            )
+        if result is None:
             return
-        result = unpacked(found, None if self.core.tree is None else self.core.tree())
-        if result.error is not None and request.error is None:
-            request.error = exception_of(result.error)
         request.saves = {trace.key: result.saves}
         take_outer(trace, result.outer)
         for name in ("steps", "reads", "edits", "nan_edits"):

@@ -45,6 +45,9 @@ class RowsOfV1:
         interp: the rank's hooks; None before the model is loaded.
     """
 
+    OWN = ()
+    """Methods that the runner does not have."""
+
     interp: HooksOf | None = None
 
     def _update_states(self, scheduler_output: Any) -> Any:

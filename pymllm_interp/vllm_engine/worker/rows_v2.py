@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from .hooks_of import HooksOf
@@ -32,9 +33,13 @@ class RowsOfV2:
         interp: the rank's hooks; None before the model is loaded.
     """
 
+    OWN = ("_sorted", "_take_graphs_back")
+    """Methods that the runner does not have."""
+
     interp: HooksOf | None = None
     cudagraph_manager: Any
     _graphs: Any = None
+    _ids: list[str] | None = None  # of a step with blocks
 
     def finish_requests(self, scheduler_output: Any) -> Any:
         if self.interp is not None:
@@ -42,18 +47,29 @@ class RowsOfV2:
             self.interp.take(scheduler_output)
         return super().finish_requests(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def gather_batch_req_state(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        found = super().gather_batch_req_state(scheduler_output, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        own, state = self.interp, found[0]
-        if own is not None and own.has_modules and state is not None:
-            counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+    def update_requests(self, scheduler_output: Any) -> None:
+        super().update_requests(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
+        own, counts = self.interp, scheduler_output.num_scheduled_tokens
+        self._ids = None
+        if own is not None and own.has_modules and counts:
+            cached = scheduler_output.scheduled_cached_reqs
             first = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             first |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-            ids = list(state.req_ids)
+            ids = self._ids = self._sorted(scheduler_output)
             own.begin_blocks(ids, [counts[one] for one in ids], [first[one] for one in ids])
             if own.traces.own_pass:
                 self._graphs, self.cudagraph_manager = self.cudagraph_manager, _NoGraphs(self.cudagraph_manager)
-        return found
+
+    def _sorted(self, scheduler_output: Any) -> list[str]:
+        """The step's requests in the order of the batch. Versions of vLLM differ in what the order depends on."""
+        from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids  # pyright: ignore[reportMissingImports]
+
+        known = {
+            "num_tokens_per_req": scheduler_output.num_scheduled_tokens,
+            "draft_tokens": scheduler_output.scheduled_spec_decode_tokens,
+            "decode_query_len": self.decode_query_len,  # pyright: ignore[reportAttributeAccessIssue]
+        }
+        return list(sort_batch_req_ids(**{name: known[name] for name in signature(sort_batch_req_ids).parameters}))
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         self._take_graphs_back()
@@ -63,6 +79,10 @@ class RowsOfV2:
             given = (*args, *kwargs.values())
             mode = next((name for one in given if (name := getattr(getattr(one, "cg_mode", None), "name", ""))), "NONE")
             count = len(batch.req_ids)
+            if self._ids not in (None, list(batch.req_ids)):
+                raise RuntimeError(
+                    f"blocks were begun in another order than the batch's: {self._ids}, {batch.req_ids}. This is a bug"
+                )
             mode = f"vllm V2 {'modules' if own.traces.own_pass else mode.lower()}"
             own.begin(batch.req_ids, batch.query_start_loc_np[: count + 1], batch.num_computed_tokens_np, mode)
         return batch

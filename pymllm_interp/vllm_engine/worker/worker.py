@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,6 +81,12 @@ class InterpWorker:
         runner = self.model_runner
         second = any(cls.__module__ == "vllm.v1.worker.gpu.model_runner" for cls in type(runner).__mro__)
         mixin = RowsOfV2 if second else RowsOfV1
+        if missing := [
+            n for n, own in vars(mixin).items() if isfunction(own) and n not in mixin.OWN and not hasattr(runner, n)
+        ]:
+            raise NotImplementedError(
+                f"the runner of this version of vLLM has no {', '.join(missing)}: hooks would not run"
+            )
         runner.__class__ = type(f"Interp{type(runner).__name__}", (mixin, type(runner)), {})
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:

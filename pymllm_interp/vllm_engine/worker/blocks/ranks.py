@@ -30,6 +30,7 @@ class Ranks:
 
     def add(self, function: Function) -> Function:
         """The function as rank 0 calls it: all ranks compute it."""
+        function = in_inference_mode(function)
         self._functions.append(function)
         return function if self.size == 1 else partial(self._call, len(self._functions) - 1)
 
@@ -89,3 +90,17 @@ class Ranks:
         found = self.group.all_gather(own.contiguous(), -1)
         step = 1 if parts is None else self.size // parts
         return found if step == 1 else torch.cat(found.split(own.shape[-1], -1)[::step], -1)
+
+
+def in_inference_mode(function: Function) -> Function:
+    """A function of vLLM as vLLM calls it: its kernels write to tensors that were made in inference mode.
+
+    The outcome is another tensor, which a block may edit.
+    """
+
+    def call(*inputs: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            out = function(*inputs)
+        return out.clone() if isinstance(out, torch.Tensor) and out.is_inference() else out
+
+    return call
