@@ -263,6 +263,18 @@ def hooks_in_vllm() -> str:
         "fp8-efc4656": ("fp8", "FP8"),
     }  # fmt: skip
     ratios = {shown: read(f"h100-vllm-engine-{name}.json")[part]["ratios"] for name, (part, shown) in records.items()}
+    return _by_case(ratios)
+
+
+@table_of("vllm-ranks-h200")
+def hooks_in_ranks_of_vllm() -> str:
+    """Throughput with hooks on two ranks by plain vLLM's with the same ranks."""
+    speed = read("h200x2-vllm-ranks-ee63df92.json")["speed"]
+    names = {"tp": "tensor", "pp": "pipeline", "dp": "data", "ep": "experts, a MoE shape"}
+    return _by_case({shown: speed[name]["ratios"] for name, shown in names.items()})
+
+
+def _by_case(ratios: dict[str, Any]) -> str:
     cases = {
         "plain, plain again": "plain vLLM again", "ours norm, idle": "nothing declared", "ours norm, one site": "one site steered",
         "ours norm, all layers": "all layers steered", "ours norm, captured": "`resid_post` of all layers captured",

@@ -440,17 +440,14 @@ class VllmRequestEngine:
     async def _take_saves(self, one: Live) -> None:
         """End the blocks of a request on rank 0, and fetch their saves."""
         request, trace = one.request, one.request.trace
-        end = request.ending()
-        told = pickle.dumps(replace(end, hooks=RequestHooks(trace_key=trace.key)))
+        told = pickle.dumps(replace(request.ending(), hooks=RequestHooks(trace_key=trace.key)))
         found = self.core.firsts(await self.core.call_async("interp_end_trace", told))[one.engine]
         result = None if found is None else unpacked(found, None if self.core.tree is None else self.core.tree())
         if result is not None and result.error is not None:
             request.error = request.error or exception_of(result.error)
-        ran = result is not None and result.receipt.steps
-        if not ran and request.error is None and request.finish_reason in ("stop", "length"):
-            request.error = RuntimeError(
-                f"its block met no step on rank 0 of engine {one.engine}. This is a bug: report it"
-            )
+        ended = request.error is None and request.finish_reason in ("stop", "length")
+        if ended and not (result and result.receipt.steps):
+            request.error = RuntimeError(f"its block met no step on engine {one.engine}. This is a bug: report it")
         if result is None:
             return
         request.saves = {trace.key: result.saves}

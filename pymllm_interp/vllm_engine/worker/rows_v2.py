@@ -61,7 +61,7 @@ class RowsOfV2:
                 self._graphs, self.cudagraph_manager = self.cudagraph_manager, _NoGraphs(self.cudagraph_manager)
 
     def _sorted(self, scheduler_output: Any) -> list[str]:
-        """The step's requests in the order of the batch. Versions of vLLM differ in what the order depends on."""
+        """The step's requests in the order of the batch. Versions of vLLM differ in its arguments."""
         from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids  # pyright: ignore[reportMissingImports]
 
         known = {

@@ -81,11 +81,10 @@ class InterpWorker:
         runner = self.model_runner
         second = any(cls.__module__ == "vllm.v1.worker.gpu.model_runner" for cls in type(runner).__mro__)
         mixin = RowsOfV2 if second else RowsOfV1
-        if missing := [
-            n for n, own in vars(mixin).items() if isfunction(own) and n not in mixin.OWN and not hasattr(runner, n)
-        ]:
+        own = (name for name, method in vars(mixin).items() if isfunction(method) and name not in mixin.OWN)
+        if missing := [name for name in own if not hasattr(runner, name)]:
             raise NotImplementedError(
-                f"the runner of this version of vLLM has no {', '.join(missing)}: hooks would not run"
+                f"hooks need {', '.join(missing)} of vLLM's runner, which this version does not have"
             )
         runner.__class__ = type(f"Interp{type(runner).__name__}", (mixin, type(runner)), {})
 
