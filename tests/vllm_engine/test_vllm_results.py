@@ -10,7 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from multiprocessing.connection import Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,16 @@ def test_no_message_waits_for_another_to_be_acknowledged(monkeypatch: pytest.Mon
             assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     assert len(ends) == 1
     link.close()
+    egress.close()
+
+
+def test_strangers_keep_no_client_waiting() -> None:
+    egress = Egress(b"key", lambda ends: [Future() for _ in ends], lambda _: Future(), ResultArena(0, 1 << 20))
+    with socket.create_connection(egress.address):  # and never answers
+        with pytest.raises(AuthenticationError):
+            Client(egress.address, authkey=b"another key")
+        for _ in range(2):  # one client after the other
+            ResultsLink(egress.address, b"key", lambda function, *given: function(*given)).close()
     egress.close()
 
 

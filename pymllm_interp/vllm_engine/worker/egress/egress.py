@@ -50,6 +50,7 @@ class Egress:
         self.key = key
         self._finish, self._rows, self._arena = finish, rows, arena
         self._clients: list[_Answers] = []
+        self._serving = threading.Lock()
         self._listener = Listener((_own_address(), 0), backlog=4)
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._accept, name="pymllm-interp-egress", daemon=True).start()
@@ -69,13 +70,18 @@ class Egress:
                 connection = self._listener.accept()
             except OSError:
                 return
-            try:
-                deliver_challenge(connection, self.key)
-                answer_challenge(connection, self.key)
-            except Exception:  # a stranger, without the key
-                logger.warning("a client of the egress was refused", exc_info=True)
-                connection.close()
-                continue
+            # By itself: a stranger may never answer.
+            threading.Thread(target=self._welcome, args=(connection,), name="pymllm-interp-egress", daemon=True).start()
+
+    def _welcome(self, connection: Connection) -> None:
+        try:
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+        except Exception:  # a stranger, without the key
+            logger.warning("a client of the egress was refused", exc_info=True)
+            connection.close()
+            return
+        with self._serving:
             self._serve(connection)
 
     def _serve(self, connection: Connection) -> None:
@@ -98,6 +104,8 @@ class Egress:
                         answers.put(end.request_id, future)
                 answers.flush()
         except (EOFError, OSError):
+            pass
+        finally:
             connection.close()
             self._clients = []
             self._arena.take_back()
