@@ -20,16 +20,30 @@ from conftest import VOCAB, random_model, tiny_tokenizer
 from helpers_server import CHAT_TEMPLATE
 from helpers_vision import PREPROCESSORS, QWEN, WORDS, vision_config, vision_model, vision_tokenizer
 from helpers_vllm_start import fork_engines
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.completion import RequestOutput
 from pymllm_interp.core.events import EngineClosedError
+from pymllm_interp.vllm_engine.versions import installed_version
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make test-vllm has one")
 """For tests that start vLLM."""
+
+
+def is_since(first: str) -> bool:
+    """Whether vLLM has this version or a later one."""
+    return HAS_VLLM and Version(installed_version()) >= Version(first)
+
+
+def since(first: str, why: str) -> pytest.MarkDecorator:
+    """Skips tests with versions of vLLM before this one. Any version that is accepted runs the others (`VLLM_CPU_VERSION`)."""
+    return pytest.mark.skipif(HAS_VLLM and not is_since(first), reason=f"vLLM before {first}: {why}")
+
+
 WIDTH, LAYERS = 96, 4
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4,

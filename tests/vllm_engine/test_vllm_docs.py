@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers_vllm import needs_vllm
+from helpers_vllm import needs_vllm, since
 
 from pymllm_interp import LM
 from pymllm_interp.cli import main
@@ -13,8 +13,10 @@ from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine" / "vllm.md"
 pytestmark = needs_vllm
+newest = since("0.32", "the page names models of the newest one")
 
 
+@newest
 def test_the_table_of_models_is_that_of_vllms_sources() -> None:
     from pymllm_interp.vllm_engine.architectures import table
 
@@ -23,6 +25,7 @@ def test_the_table_of_models_is_that_of_vllms_sources() -> None:
     assert not missing, "\n".join(table())
 
 
+@newest
 def test_a_model_with_other_layers_is_refused_before_it_is_loaded(
     model_folder, capsys: pytest.CaptureFixture[str]
 ) -> None:

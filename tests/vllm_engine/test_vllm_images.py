@@ -19,6 +19,7 @@ from helpers_vllm import (
     own_lm,
     prompt,
     save_image_model,
+    since,
     two_ranks,
     vector,
     vllm_lm,
@@ -31,7 +32,7 @@ from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.vllm_engine import llm_arguments
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, since("0.31", "its LLaVA imports a class that transformers has no more")]
 FAMILIES = ("llava",)
 OPTIONS: dict[str, Any] = {"max_num_tokens": 24, "inner_sites": ("z",), "limit_mm_per_prompt": {"image": 3}}
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)

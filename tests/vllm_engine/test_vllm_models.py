@@ -23,6 +23,7 @@ from helpers_vllm import (
     assert_close_tensor,
     assert_ends_with_a_rank,
     both_engines,
+    is_since,
     needs_runner,
     needs_vllm,
     own_lm,
@@ -45,7 +46,8 @@ pytestmark = needs_vllm
 EMBEDS = "enable_prompt_embeds"
 QKVZ = ("q", "k", "v", "z")
 DENSE = {"inner_sites": (*QKVZ, "mlp_act")}
-SPARSE = {"inner_sites": (*QKVZ, "router", "experts")}
+# Before, vLLM's kernel for CPUs chooses experts by itself.
+SPARSE = {"inner_sites": (*QKVZ, "router", *(["experts"] if is_since("0.30") else []))}
 
 
 @dataclass(frozen=True)

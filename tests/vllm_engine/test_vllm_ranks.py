@@ -25,6 +25,7 @@ from helpers_vllm import (
     ranks_of,
     save_model,
     shared_files,
+    since,
     two_ranks,
     vector,
     vllm_lm,
@@ -277,6 +278,7 @@ def test_new_weights_reach_all_engines(replicas: LM, oracle: LM, folder: Path) -
     assert_new_weights(replicas, oracle, folder)
 
 
+@since("0.30", "its kernel for CPUs chooses experts by itself")
 def test_experts_that_move_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With EPLB, which runs on GPUs only, a router ends with the numbers of copies. `experts.i` has those of the model."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter  # pyright: ignore[reportMissingImports]

@@ -159,7 +159,7 @@ def test_strangers_keep_no_client_waiting() -> None:
     with socket.create_connection(egress.address):  # and never answers
         with pytest.raises(AuthenticationError):
             Client(egress.address, authkey=b"another key")
-        for _ in range(2):  # one client after the other
+        for _ in range(50):  # one client after the other, whose files have the same number
             ResultsLink(egress.address, b"key", lambda function, *given: function(*given)).close()
     egress.close()
 
@@ -238,17 +238,17 @@ def test_rows_of_a_running_request_are_copies_of_its_result(rank: tuple[RankStag
 
 def test_the_end_of_ranks_leaves_the_memory_of_their_users_process() -> None:
     """The one rank of an engine is a child of the user's process, whose segments of shared memory are its own."""
-    reduced = f"vllm_dist_{os.getpid()}-tp:0-[0-1]-cpushm_0"  # as vLLM's ranks on CPUs name it
+    reduced = [f"{name}-tp:0-[0-1]-cpushm_0" for name in (f"vllm_dist_{os.getpid()}", os.getpid())]  # by ranks on CPUs
     script = (
         "import sys; from multiprocessing.shared_memory import SharedMemory as S; s = S(create=True, size=64); "
-        "t = S(sys.argv[1], create=True, size=64); print(s.name, flush=True); sys.stdin.read()"
+        "t = [S(name, create=True, size=64) for name in sys.argv[1:]]; print(s.name, flush=True); sys.stdin.read()"
     )
     before = pidfds()
     mine = SharedMemory(create=True, size=64)
-    command = [sys.executable, "-c", script, reduced]
+    command = [sys.executable, "-c", script, *reduced]
     rank = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
-    theirs = [Path("/dev/shm") / name for name in (rank.stdout.readline().strip(), reduced)]
+    theirs = [Path("/dev/shm") / name for name in (rank.stdout.readline().strip(), *reduced)]
     try:
 
         async def watched() -> RankWatch:

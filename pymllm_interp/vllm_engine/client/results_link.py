@@ -17,6 +17,7 @@ from ...utils.stage_times import TIMES
 from ..results import SCORES, AskedRows, SentScores, SharedResults, host_name, read_block, send_at_once
 
 logger = logging.getLogger(__name__)
+CLOSE_SECONDS = 5
 LOST = "the connection to rank 0 of vLLM ended before the request's results had arrived"
 
 
@@ -38,13 +39,16 @@ class ResultsLink:
         send_at_once(self._connection)
         self._soon = soon
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._end = socket.socket(fileno=os.dup(self._connection.fileno()))
         self._asked: list[RequestEnd | AskedRows] = []
         self._waiting: dict[str, Callable[[Any], None]] = {}
         self._closed = False
         self._connection.send(host_name())
         self._shared = SharedResults(self._connection.recv(), lambda: soon(self._send))
         self._connection.send(self._shared.mapped)
-        threading.Thread(target=self._read, name="pymllm-interp-vllm-results", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="pymllm-interp-vllm-results", daemon=True)
+        self._reader.start()
 
     def ask(self, question: RequestEnd | AskedRows, arrived: Callable[[Any], None]) -> None:
         """Have `arrived` called with a `RankResult`, None if the rank never met the request, or an exception.
@@ -61,12 +65,11 @@ class ResultsLink:
             self._soon(self._send)
 
     def close(self) -> None:
-        """End the connection; open requests get an error."""
-        self._closed = True
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)  # without it, a file that is closed stays open while its reader waits
-        self._connection.close()
-        self._soon(self._fail)
+        """End the connection; open requests get an error. Its reader closes the file: the number may be another's then."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+        self._reader.join(CLOSE_SECONDS)
 
     def _send(self) -> None:
         with self._lock:
@@ -75,9 +78,9 @@ class ResultsLink:
         if not asked and not freed:
             return
         try:
-            if self._closed:
-                raise OSError(LOST)
-            with TIMES.of("client: ask for results"):
+            with self._sending, TIMES.of("client: ask for results"):
+                if self._closed:
+                    raise OSError("it is closed")
                 self._connection.send_bytes(pickle.dumps((asked, freed), protocol=5))
         except (OSError, ValueError) as error:
             self._pass_on([(key_of(one), RuntimeError(f"{LOST}: {error}")) for one in asked])
@@ -91,7 +94,9 @@ class ResultsLink:
                 self._soon(self._pass_on, outcomes)
                 del pickled, sent, outcomes  # else they live until the next message
         except (EOFError, OSError, TypeError, ValueError):
-            self._closed = True
+            with self._sending:
+                self._closed = True
+                self._connection.close()
             self._soon(self._fail)
 
     def _pass_on(self, outcomes: list[tuple[str, Any]]) -> None:

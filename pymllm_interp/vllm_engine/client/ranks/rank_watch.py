@@ -21,7 +21,7 @@ LOOK_SECONDS = 1.0
 """Seconds between looks at whether a rank is stopped."""
 STOPPED, ENDED = "T", "ZX"
 """States of a process in /proc."""
-SHARED = re.compile(r" /dev/shm/(psm_\w+|vllm_dist_\S+-cpushm_\d+)$", re.MULTILINE)
+SHARED = re.compile(r" /dev/shm/(psm_\w+|\S+-cpushm_\d+)$", re.MULTILINE)
 """Segments that vLLM makes, in a line of /proc/PID/maps. It makes all of them before its ranks answer."""
 
 

@@ -85,6 +85,7 @@ class Egress:
             self._serve(connection)
 
     def _serve(self, connection: Connection) -> None:
+        answers = None
         try:
             send_at_once(connection)
             same_host = connection.recv() == host_name()
@@ -106,8 +107,10 @@ class Egress:
         except (EOFError, OSError):
             pass
         finally:
-            connection.close()
             self._clients = []
+            if answers is not None:
+                answers.close()
+            connection.close()
             self._arena.take_back()
 
 
@@ -133,7 +136,7 @@ class _Answers:
 
     def tell(self, found: SentScores | StepEnds) -> None:
         """Send the findings of a step, before the results of requests that end after it."""
-        self._writer.submit(self._send_found, found)
+        self._soon(self._send_found, found)
 
     def _send_found(self, found: SentScores | StepEnds) -> None:
         if isinstance(found, SentScores):
@@ -147,7 +150,15 @@ class _Answers:
 
     def flush(self) -> None:
         """Send arrived results, from a separate thread."""
-        self._writer.submit(self._send)
+        self._soon(self._send)
+
+    def close(self) -> None:
+        """Send nothing more. The connection is closed after that only: its file may get another one's number."""
+        self._writer.shutdown(cancel_futures=True)
+
+    def _soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the client is gone
+            self._writer.submit(function, *arguments)
 
     def _send(self) -> None:
         arrived: list[tuple[str, Any]] = []
