@@ -238,7 +238,16 @@ def test_a_sleeping_engine_takes_no_requests(
     assert_equal_models(lm, oracle)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts: a shell has processes in its background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @needs_vllm
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_sleep_that_fails_leaves_a_pause_as_it_was(lm: LM, monkeypatch: pytest.MonkeyPatch, paused: bool) -> None:
     """vLLM's own sleep fails after it has paused, or Ctrl-C comes before it or meanwhile."""
