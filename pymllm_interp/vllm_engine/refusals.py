@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..core.families import num_labels_of
+from .recurrent import on_cpu, refused_states
 from .structures import IMAGES
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
@@ -35,7 +36,7 @@ def refuse_config(config: Any) -> None:
 
 
 def _refused(config: Any) -> Iterator[str]:
-    for holds, what in (*_of_ranks(config), *_of_settings(config)):
+    for holds, what in (*_of_ranks(config), *_of_settings(config), *refused_states(config)):
         if holds:
             yield what
 
@@ -43,7 +44,7 @@ def _refused(config: Any) -> Iterator[str]:
 def _of_ranks(config: Any) -> Iterator[tuple[bool, str]]:
     """(whether it holds, reason) of each refusal of ranks."""
     parallel, model, drafts = config.parallel_config, config.model_config, config.speculative_config
-    on_cpu = getattr(getattr(config, "device_config", None), "device_type", "") == "cpu"
+    cpu = on_cpu(config)
     yield from (
         (
             parallel.pipeline_parallel_size > 1 and drafts is not None,
@@ -59,7 +60,7 @@ def _of_ranks(config: Any) -> Iterator[tuple[bool, str]]:
             "data_parallel_external_lb and data_parallel_hybrid_lb, where other clients have the other engines: leave them out",
         ),
         (
-            on_cpu and parallel.data_parallel_size > 1 and getattr(model, "is_moe", False),
+            cpu and parallel.data_parallel_size > 1 and getattr(model, "is_moe", False),
             "data_parallel_size above 1 for a model with experts on a CPU, where vLLM's engines did not start: leave it out",
         ),
         (
@@ -68,7 +69,7 @@ def _of_ranks(config: Any) -> Iterator[tuple[bool, str]]:
         ),
         (getattr(parallel, "enable_elastic_ep", False), "enable_elastic_ep: ranks would come and go; leave it out"),
         (
-            on_cpu and getattr(parallel, "enable_expert_parallel", False),
+            cpu and getattr(parallel, "enable_expert_parallel", False),
             "enable_expert_parallel on a CPU, where vLLM's kernels read one rank's experts by the numbers of all, and end with a "
             "segmentation fault: leave it out",
         ),
@@ -77,7 +78,7 @@ def _of_ranks(config: Any) -> Iterator[tuple[bool, str]]:
             "prefill_context_parallel_size above 1: leave it out",
         ),
         (
-            on_cpu and getattr(parallel, "decode_context_parallel_size", 1) > 1,
+            cpu and getattr(parallel, "decode_context_parallel_size", 1) > 1,
             "decode_context_parallel_size above 1 on a CPU, where vLLM's attention returns no sums of its softmax: leave it out",
         ),
     )

@@ -1,7 +1,7 @@
 """Norms of a vLLM model, at which hooks read and change the residual stream, and modules with its inner sites.
 
 Most decoder layers of vLLM hand each of their norms a pair: the last block's output, and the stream. `structure_of` finds the
-two norms of each layer that take such a pair, and the norm after the last layer. Other layers (`PLAIN`) add what attention and MLP
+norms of each layer that take such a pair, and the norm after the last layer. Other layers (`PLAIN`) add what attention and MLP
 return to the stream themselves.
 """
 
@@ -27,6 +27,11 @@ from ..core.model_spec import (
 from ..models.registry import architecture_of, is_native
 
 INPUT_NORM = "input_layernorm"
+MIXERS = (
+    "Mamba2DecoderLayer", "MambaDecoderLayer", "NemotronHAttentionDecoderLayer", "NemotronHMLPDecoderLayer",
+    "NemotronHMambaDecoderLayer", "NemotronHMoEDecoderLayer",
+)  # fmt: skip
+"""Decoder layers that are one norm and one module, `mixer`: its output is `attn_out`."""
 LAYERS = {
     "LlamaDecoderLayer": "post_attention_layernorm",
     "Llama4DecoderLayer": "post_attention_layernorm",
@@ -50,8 +55,19 @@ LAYERS = {
     "Gemma2DecoderLayer": "pre_feedforward_layernorm",
     "Gemma3DecoderLayer": "pre_feedforward_layernorm",
     "Rnj1DecoderLayer": "pre_feedforward_layernorm",
+    "Qwen3NextDecoderLayer": "post_attention_layernorm",
+    "Qwen3_5DecoderLayer": "post_attention_layernorm",
+    "JambaAttentionDecoderLayer": "pre_ff_layernorm",
+    "JambaMambaDecoderLayer": "pre_ff_layernorm",
+    "Lfm2AttentionDecoderLayer": "ffn_norm",
+    "Lfm2ShortConvDecoderLayer": "ffn_norm",
+    "Lfm2MoeAttentionDecoderLayer": "ffn_norm",
+    "Lfm2MoeShortConvDecoderLayer": "ffn_norm",
+    **dict.fromkeys(MIXERS),
 }
-"""Decoder layers of vLLM that call their two norms with a pair -> the norm in front of the MLP."""
+"""Decoder layers of vLLM that call their norms with a pair -> the norm in front of the MLP; None: one of `MIXERS`."""
+FIRST = {name: "operator_norm" for name in LAYERS if name.startswith("Lfm2")} | dict.fromkeys(MIXERS, "norm")
+"""Decoder layers with another norm in front of attention than `INPUT_NORM` -> that norm."""
 WITH_BLOCKS = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"}
 )
@@ -64,13 +80,20 @@ PLAIN = {
     "GPTJBlock": ("ln_1", "attn", "", "mlp"),
     "StablelmDecoderLayer": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
     "FalconDecoderLayer": ("ln_attn", "self_attention", "", "mlp"),
+    "FalconH1ParallelHybrid": ("input_layernorm", "", "pre_ff_layernorm", "feed_forward"),
+    "GraniteMoeHybridAttentionDecoderLayer": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "GraniteMoeHybridMambaDecoderLayer": ("input_layernorm", "", "post_attention_layernorm", ""),
 }
 """Decoder layers of vLLM that add to the stream themselves -> attention's norm, attention, the MLP's norm, MLP.
 
-The second norm is "" where attention and MLP read the same stream."""
+The second norm is "" where attention and MLP read the same stream, and a module where the layer scales what it adds."""
 ELSEWHERE = "PPMissingLayer"
 """Class of vLLM's placeholders for modules of another pipeline rank."""
-ENDS = (("layers", "norm"), ("layers", "final_layer_norm"), ("h", "ln_f"))
+ENDS = (
+    ("layers", "norm"),
+    *(("layers", name) for name in ("final_layer_norm", "final_layernorm", "embedding_norm", "norm_f")),
+    ("h", "ln_f"),
+)
 """Names of the list of decoder layers, and of the norm behind it."""
 SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm", "logits")
 """Kinds of sites that such a model serves."""
@@ -94,33 +117,31 @@ class Structure:
         layers: (norm in front of attention, norm in front of the MLP or None) of each layer.
         last: the norm behind the last layer; None on another pipeline rank.
         blocks: the decoder layers.
-        summands: (attention, MLP) of each layer of `PLAIN`; empty for layers with pairs.
+        summands: number of a site -> the module whose output it is, where no norm gets it in a pair.
+        is_plain: whether norms get the stream alone, from layers of `PLAIN`.
     """
 
     count: int
     layers: dict[int, tuple[nn.Module, nn.Module | None]]
     last: nn.Module | None
     blocks: dict[int, nn.Module]
-    summands: dict[int, tuple[nn.Module, nn.Module]]
+    summands: dict[int, nn.Module]
+    is_plain: bool
 
     @property
     def taps(self) -> int:
         """Calls of the op in one pass: one for each norm and summand, and another one at the last norm."""
         norms = [norm for pair in self.layers.values() for norm in pair if norm is not None]
-        return len(norms) + 2 * len(self.summands) + 2 * (self.last is not None)
+        return len(norms) + len(self.summands) + 2 * (self.last is not None)
 
     @property
     def sites(self) -> frozenset[int]:
         """Numbers of the sites that this rank's modules compute. At a stage's border, the next stage adds the last MLP's output."""
-        found: set[int] = set()
+        found = set(self.summands)
         for layer in self.layers:
-            pair = not self.summands
-            found |= {
-                residual_site(input_add(layer)),
-                residual_site(attention_add(layer)),
-                delta_site(attention_add(layer)),
-            }
-            found.add(delta_site(input_add(layer) if pair else mlp_add(layer)))
+            found |= {residual_site(input_add(layer)), residual_site(attention_add(layer))}
+            if not self.is_plain:
+                found |= {delta_site(input_add(layer)), delta_site(attention_add(layer))}
             found |= {inner_site(self.count, layer, kind) for kind in INNER_SITES}
         if self.last is not None:
             found |= {
@@ -128,7 +149,7 @@ class Structure:
                 final_norm_site(self.count),
                 inner_site(self.count, 0, LOGITS),
             }
-            if not self.summands:
+            if not self.is_plain:
                 found.add(delta_site(input_add(self.count)))
         return frozenset(found)
 
@@ -147,24 +168,32 @@ def structure_of(model: Any) -> Structure:
         )
     blocks, last = inner
     found: dict[int, tuple[nn.Module, nn.Module | None]] = {}
-    summands: dict[int, tuple[nn.Module, nn.Module]] = {}
+    summands: dict[int, nn.Module] = {}
     own = {i: layer for i, layer in enumerate(blocks) if type(layer).__name__ != ELSEWHERE}
     for i, layer in own.items():
-        name = type(layer).__name__
-        if name in PLAIN:
-            _check_plain(layer)
-            first, attention, middle, mlp = PLAIN[name]
-            first = first if hasattr(layer, first) else INPUT_NORM
-            found[i] = getattr(layer, first), getattr(layer, middle) if middle else None
-            summands[i] = getattr(layer, attention), getattr(layer, mlp)
-            continue
-        if name not in LAYERS:
-            raise NotImplementedError(
-                f"vLLM's {name} is not known to hand its norms a pair of delta and stream; layers that are: "
-                f"{', '.join((*LAYERS, *PLAIN))}. Use LM(model), whose engine is our own"
-            )
-        found[i] = getattr(layer, INPUT_NORM), getattr(layer, LAYERS[name])
-    return Structure(len(blocks), found, None if type(last).__name__ == ELSEWHERE else last, own, summands)
+        first, attention, middle, mlp = _parts_of(layer)
+        found[i] = getattr(layer, first), getattr(layer, middle) if middle else None
+        outputs = {delta_site(attention_add(i)): attention, delta_site(mlp_add(i)): mlp}
+        summands |= {site: getattr(layer, name) for site, name in outputs.items() if name}
+    plain = any(type(layer).__name__ in PLAIN for layer in own.values())
+    # Some models have the norm on all pipeline ranks, and call it on the last.
+    ends_here = len(blocks) - 1 in own and type(last).__name__ != ELSEWHERE
+    return Structure(len(blocks), found, last if ends_here else None, own, summands, plain)
+
+
+def _parts_of(layer: Any) -> tuple[str, str, str, str]:
+    """Names of attention's norm, attention, the MLP's norm and MLP, as in `PLAIN`; modules with a norm's pair are ""."""
+    name = type(layer).__name__
+    if name in PLAIN:
+        _check_plain(layer)
+        first, *others = PLAIN[name]
+        return first if hasattr(layer, first) else INPUT_NORM, *others
+    if name not in LAYERS:
+        raise NotImplementedError(
+            f"vLLM's {name} is not known to hand its norms a pair of delta and stream; layers that are: "
+            f"{', '.join((*LAYERS, *PLAIN))}. Use LM(model), whose engine is our own"
+        )
+    return FIRST.get(name, INPUT_NORM), "mixer" if name in MIXERS else "", LAYERS[name] or "", ""
 
 
 def _check_plain(layer: Any) -> None:
@@ -183,7 +212,10 @@ def inner_modules(block: nn.Module) -> dict[str, Any]:
     module, so that the site has the adapter's part.
     """
     found: dict[str, Any] = {}
+    recurrent = {id(part) for module in block.modules() if hasattr(module, "mamba_type") for part in module.modules()}
     for module in block.modules():
+        if id(module) in recurrent:  # its projections are no attention's and no MLP's
+            continue
         children = {} if hasattr(module, "base_layer") else dict(module.named_children())
         kinds = {_class_of(child): child for child in children.values()}
         if "QKVParallelLinear" in kinds and "qkv" not in found:
@@ -207,7 +239,9 @@ def _with_layers(model: Any) -> tuple[nn.ModuleList, nn.Module] | None:
             found = getattr(model, layers, None), getattr(model, norm, None)
             if isinstance(found[0], nn.ModuleList) and isinstance(found[1], nn.Module):
                 return found[0], found[1]
-        inner = (getattr(model, name, None) for name in ("model", "language_model", "transformer", "decoder"))
+        inner = (
+            getattr(model, name, None) for name in ("model", "language_model", "transformer", "decoder", "backbone")
+        )
         model = next((one for one in inner if one is not None), None)
     return None
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from pymllm_interp import LM, Capture, Clamp, SamplingParams, Steer
 from pymllm_interp.config import ModelConfig, ServerConfig
-from pymllm_interp.core.model_spec import ModelSpec, attention_add, input_add, residual_site
+from pymllm_interp.core.model_spec import ModelSpec, attention_add, delta_site, input_add, residual_site
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.step import RequestHooks
 from pymllm_interp.hooks.bound_hooks import Bindings, BoundHooks
@@ -35,6 +35,7 @@ from pymllm_interp.vllm_engine.client.backend import VllmBackend
 from pymllm_interp.vllm_engine.client.core import VllmCore
 from pymllm_interp.vllm_engine.client.sampling import salt_of
 from pymllm_interp.vllm_engine.client.uplink import Uplink
+from pymllm_interp.vllm_engine.recurrent import ROTARY, rotate_by_torch
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
 from pymllm_interp.vllm_engine.results import SharedResults, TensorBlock, read_block
 from pymllm_interp.vllm_engine.settings import additional_config, limits_of, server_config_of
@@ -365,6 +366,43 @@ def test_what_hooks_cannot_be_served_with_is_refused_by_name(path: str, value: A
         refuse_config(vllm_config(**{path: value}))
 
 
+STATES: list[tuple[str, dict[str, Any], str]] = [
+    ("Lfm2ForCausalLM", {"speculative_config": SimpleNamespace(method="ngram")}, "speculative_config for a model with short"),
+    ("Lfm2ForCausalLM", {"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size above 1 for a model with short"),
+    ("Lfm2ForCausalLM", {"compilation_config.custom_ops": ["all"]}, "custom_ops': \\['all', '-rotary_embedding'\\]"),
+    ("JambaForCausalLM", {}, "Mamba layers on a CPU.*selective_scan_fwd"),
+    ("Qwen3NextForCausalLM", {}, "gated delta rules on a CPU.*dtype='bfloat16'"),
+    ("FalconH1ForCausalLM", {"cache_config.enable_prefix_caching": True}, "with Mamba-2 on a CPU.*enable_prefix_caching=False"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), STATES)
+def test_what_is_not_right_behind_recurrent_states_is_refused_by_name(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    base: dict[str, Any] = {"speculative_config": None, "model_config.architectures": [name]}
+    with pytest.raises(VllmRefusalError, match=message):
+        refuse_config(vllm_config(**base | changes))
+    on_cuda = vllm_config(**base | changes | {"device_config.device_type": "cuda"})
+    if {"speculative_config", "parallel_config.pipeline_parallel_size"} & changes.keys():
+        with pytest.raises(VllmRefusalError, match=message):
+            refuse_config(on_cuda)
+    else:
+        refuse_config(on_cuda)
+
+
+@pytest.mark.parametrize(("ops", "left"), [(["all"], ["all", ROTARY]), (["none"], ["none"]), (["all", ROTARY],) * 2])
+def test_lfm2_is_rotated_by_torch_on_a_cpu(ops: list[str], left: list[str]) -> None:
+    fields = {"speculative_config": None, "model_config.architectures": ["Lfm2ForCausalLM"]}
+    for device, wanted in (("cpu", left), ("cuda", ops)):
+        config = vllm_config(
+            **fields, **{"device_config.device_type": device, "compilation_config.custom_ops": list(ops)}
+        )
+        rotate_by_torch(config)
+        refuse_config(config)
+        assert config.compilation_config.custom_ops == wanted
+
+
 def test_on_gpus_more_ranks_are_served() -> None:
     names = ("data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel", "enable_eplb")
     refuse_config(
@@ -420,6 +458,10 @@ class Made(nn.Module):
 def test_norms_are_found_by_the_layers_class_and_others_are_refused() -> None:
     found = structure_of(Made("LlamaDecoderLayer", 3))
     assert len(found.layers) == 3 and found.taps == 8
+    mixers = structure_of(Made("Mamba2DecoderLayer", 3, ("norm", "mixer")))
+    assert mixers.taps == 8 and set(mixers.summands) == {delta_site(attention_add(layer)) for layer in range(3)}
+    scaled = structure_of(Made("GraniteMoeHybridMambaDecoderLayer", 3))
+    assert scaled.taps == 8 and scaled.is_plain and not scaled.summands
     with pytest.raises(NotImplementedError, match="BloomBlock is not known"):
         structure_of(Made("BloomBlock"))
     with pytest.raises(NotImplementedError, match="no list of decoder layers"):

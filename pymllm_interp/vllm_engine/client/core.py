@@ -17,6 +17,7 @@ from ...core.families import lacks_head
 from ..faults import with_causes
 from ..images import VllmImages
 from ..payloads import Sealer
+from ..recurrent import rotate_by_torch
 from ..refusals import VllmRefusalError, refuse_config
 from ..scheduler import scheduler_name
 from ..settings import rank_arguments
@@ -81,6 +82,7 @@ class VllmCore:
         if attached is None:
             own = rank_arguments(config, arguments.get("quantization"))
             self.config: Any = AsyncEngineArgs(**arguments, **own).create_engine_config()
+            rotate_by_torch(self.config)
             if self.config.scheduler_config.scheduler_cls is None:
                 self.config.scheduler_config.scheduler_cls = scheduler_name(self.config)
         else:

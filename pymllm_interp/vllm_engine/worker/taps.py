@@ -17,11 +17,9 @@ from ...core.model_spec import (
     EMBED_SITE,
     ModelSpec,
     attention_add,
-    delta_site,
     final_norm_site,
     inner_site,
     input_add,
-    mlp_add,
     residual_site,
 )
 from ..structures import INNER_MODULES, Structure, inner_modules
@@ -86,24 +84,24 @@ def put_taps(structure: Structure, handle: int, within: bool = False) -> None:
     Args:
         within: whether this package's kernels replace norms that they can compute. Else the ops are in front of vLLM's.
     """
-    if structure.summands:
+    for site, module in structure.summands.items():
+        _tap_plain(module, handle, after=site)
+    if structure.is_plain:
         _put_plain_taps(structure, handle)
         return
     for layer, (first, middle) in structure.layers.items():
         _tap(first, input_add(layer), handle, within)
-        _tap(middle, attention_add(layer), handle, within)
+        if middle is not None:
+            _tap(middle, attention_add(layer), handle, within)
     if structure.last is not None:
         _tap(structure.last, input_add(structure.count), handle, within, final_norm_site(structure.count))
 
 
 def _put_plain_taps(structure: Structure, handle: int) -> None:
     for layer, (first, middle) in structure.layers.items():
-        attention, mlp = structure.summands[layer]
         _tap_plain(first, handle, before=residual_site(input_add(layer)))
-        _tap_plain(attention, handle, after=delta_site(attention_add(layer)))
         if middle is not None:
             _tap_plain(middle, handle, before=residual_site(attention_add(layer)))
-        _tap_plain(mlp, handle, after=delta_site(mlp_add(layer)))
     if (last := structure.last) is not None:
         stream, normed = residual_site(input_add(structure.count)), final_norm_site(structure.count)
         _tap_plain(last, handle, before=stream, after=normed)
