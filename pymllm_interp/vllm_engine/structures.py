@@ -186,8 +186,8 @@ def _parts_of(layer: Any) -> tuple[str, str, str, str]:
     name = type(layer).__name__
     if name in PLAIN:
         _check_plain(layer)
-        first, *others = PLAIN[name]
-        return first if hasattr(layer, first) else INPUT_NORM, *others
+        first, attention, middle, mlp = PLAIN[name]
+        return first if hasattr(layer, first) else INPUT_NORM, attention, middle, mlp
     if name not in LAYERS:
         raise NotImplementedError(
             f"vLLM's {name} is not known to hand its norms a pair of delta and stream; layers that are: "
