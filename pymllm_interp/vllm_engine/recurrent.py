@@ -1,6 +1,6 @@
-"""Models of vLLM with recurrent states: short convolutions, state-space layers and delta rules, alone or between attention layers.
+"""Models of vLLM with recurrent states: short convolutions, state-space layers and delta rules.
 
-vLLM keeps a request's states in blocks of its KV pool. What of this is not right on a CPU, or was not tested, is refused.
+vLLM keeps a request's states in blocks of its KV pool. Settings that are wrong on a CPU, or were not tested, are refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ RECURRENT = {
     "Qwen3_5ForCausalLM": DELTA,
     "Qwen3_5MoeForCausalLM": DELTA,
 }
-"""Architecture of vLLM -> what has its states."""
+"""Architecture of vLLM -> the kind of layers with states."""
 ROTARY = "-rotary_embedding"
 """Entry of vLLM's `custom_ops` that has it rotate by torch."""
 
 
 def kind_of(config: Any) -> str | None:
-    """What has the recurrent states of the model of a `VllmConfig`; None: it has none."""
+    """The kind of layers with states in the model of a `VllmConfig`; None: it has no states."""
     named = getattr(config.model_config, "architectures", None) or ()
     return next((RECURRENT[name] for name in named if name in RECURRENT), None)
 
@@ -47,7 +47,7 @@ def rotate_by_torch(config: Any) -> None:
 
 
 def _rotates_wrongly(config: Any) -> bool:
-    """Whether q and k are rotated by a kernel that takes them by token, from layers that hand them over by token and head.
+    """Whether a kernel rotates q and k of another shape than it takes.
 
     vLLM's kernel for CPUs takes the last dimension but one as tokens. LFM2 hands over [tokens, heads, head_dim].
     """

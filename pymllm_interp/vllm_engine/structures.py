@@ -1,8 +1,8 @@
 """Norms of a vLLM model, at which hooks read and change the residual stream, and modules with its inner sites.
 
 Most decoder layers of vLLM hand each of their norms a pair: the last block's output, and the stream. `structure_of` finds the
-norms of each layer that take such a pair, and the norm after the last layer. Other layers (`PLAIN`) add what attention and MLP
-return to the stream themselves.
+norms of each layer that take such a pair, and the norm after the last layer. Other layers (`PLAIN`) add the outputs of attention
+and MLP to the stream themselves.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ PLAIN = {
 }
 """Decoder layers of vLLM that add to the stream themselves -> attention's norm, attention, the MLP's norm, MLP.
 
-The second norm is "" where attention and MLP read the same stream, and a module where the layer scales what it adds."""
+The second norm is "" where attention and MLP read the same stream. A module is "" where the layer scales its output."""
 ELSEWHERE = "PPMissingLayer"
 """Class of vLLM's placeholders for modules of another pipeline rank."""
 ENDS = (
@@ -117,8 +117,8 @@ class Structure:
         layers: (norm in front of attention, norm in front of the MLP or None) of each layer.
         last: the norm behind the last layer; None on another pipeline rank.
         blocks: the decoder layers.
-        summands: number of a site -> the module whose output it is, where no norm gets it in a pair.
-        is_plain: whether norms get the stream alone, from layers of `PLAIN`.
+        summands: number of a site -> the module with this output, where no norm gets it in a pair.
+        is_plain: whether norms get the stream only, from layers of `PLAIN`.
     """
 
     count: int
