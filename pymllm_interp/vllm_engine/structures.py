@@ -65,7 +65,7 @@ LAYERS = {
     "Lfm2MoeShortConvDecoderLayer": "ffn_norm",
     **dict.fromkeys(MIXERS),
 }
-"""Decoder layers of vLLM that call their norms with a pair -> the norm in front of the MLP; None: one of `MIXERS`."""
+"""Decoder layers with pairs -> the norm in front of the MLP; None: one of `MIXERS`."""
 FIRST = {name: "operator_norm" for name in LAYERS if name.startswith("Lfm2")} | dict.fromkeys(MIXERS, "norm")
 """Decoder layers with another norm in front of attention than `INPUT_NORM` -> that norm."""
 WITH_BLOCKS = frozenset(
