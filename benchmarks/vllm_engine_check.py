@@ -3,10 +3,10 @@
     python benchmarks/vllm_engine_check.py --ways v2-full-norm,v2-full-front,v2-piecewise,v2-eager,v1-full,v1-eager --out FILE
 
 A way is runner-graphs, then any of: the hooks in "front" of vLLM's norms or in the "norm"; "moe", a Qwen3-MoE in place of a llama;
-"fp8", weights and rows in FP8. The runner is V2 or V1. Graphs are "full", "piecewise" or "eager". "worst" is the largest error of a
-row of a site, as a share of the site's rows (2-norms; of rows, the root mean square). FP8 rounds by up to 6 %, and is compared with
-the unrounded engine: our own engine in FP8 is off by 0.3 there. Tokens of the Qwen3-MoE go to all experts: of fewer, rounding would
-choose others.
+"fp8", weights and rows in FP8; "lfm2", "falcon", "nemotron" or "qwen35", a model with recurrent states. The runner is V2 or V1.
+Graphs are "full", "piecewise" or "eager". "worst" is the largest error of a row of a site, as a share of the site's rows (2-norms;
+of rows, the root mean square). FP8 rounds by up to 6 %, and is compared with the unrounded engine: our own engine in FP8 is off by
+0.3 there. Tokens of the Qwen3-MoE go to all experts: of fewer, rounding would choose others.
 """
 
 from __future__ import annotations
@@ -36,6 +36,29 @@ MOE = TINY | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 256, "num_experts": 8,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+_SHAPE = {
+    name: value
+    for name, value in TINY.items()
+    if name not in ("architectures", "model_type", "rms_norm_eps", "hidden_act")
+}
+_SSM = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 64}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": _SHAPE | {
+        "model_type": "lfm2", "tie_word_embeddings": True, "layer_types": ["conv", "full_attention"] * 2, "conv_dim": 512,
+        "block_auto_adjust_ff_dim": False,
+        "block_dim": 512, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0,
+    },
+    "falcon": _SHAPE | _SSM | {"model_type": "falcon_h1", "mamba_d_ssm": 1024, "mamba_expand": 2},
+    "nemotron": _SHAPE | {
+        "model_type": "nemotron_h", "layer_types": ["mamba", "mlp", "attention", "mamba"], "ssm_state_size": 64,
+        "mamba_num_heads": 16, "mamba_head_dim": 64, "n_groups": 1, "chunk_size": 64,
+    },
+    "qwen35": _SHAPE | {
+        "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    },
+}  # fmt: skip
+"""Models with recurrent states. No block runs in their passes."""
 TOLERANCE, TOLERANCE_FP8 = 0.04, 0.4
 """Of a row in bfloat16, and in FP8. A row that was not steered, or another token's, is off by about 1."""
 NO_MULTICAST: dict[str, Any] = {"pass_config": {"fuse_allreduce_rms": False}}
@@ -63,7 +86,7 @@ def saved_model(folder: Path, shape: dict[str, Any]) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape["model_type"], **values), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.mul_(1 if "norm" in name else 3)
+            parameter.mul_(1 if "norm" in name or parameter.dim() < 2 else 3)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -78,8 +101,10 @@ def check(ways: list[str], gpus: str | None = None, ranks: int = 1) -> dict[str,
             environment = environment_of(gpus) | {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
             for taps in {"front", "norm"} & set(more):
                 environment["PYMLLM_INTERP_VLLM_TAPS"] = taps
-            model = models["moe" if "moe" in more else "dense"]
-            command = [sys.executable, __file__, "--one", graphs, "--folder", str(model), f"--ranks={ranks}"]
+            kind = next((word for word in ("moe", *HYBRIDS) if word in more), "dense")
+            if kind not in models:
+                models[kind] = saved_model(Path(folder, kind), HYBRIDS[kind])
+            command = [sys.executable, __file__, "--one", graphs, "--folder", str(models[kind]), f"--ranks={ranks}"]
             command += ["--fp8"] * ("fp8" in more)
             # To files: a full pipe would stop the process.
             out, err = (Path(folder, f"{way}.{name}").open("w+") for name in ("out", "err"))
@@ -117,9 +142,13 @@ def block(lm: Any, ids: list[int], added: torch.Tensor) -> list[torch.Tensor]:
 
 def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]:
     """Ops and captures of one engine against our own engine on the CPU, in float32 over the same weights."""
+    from transformers import AutoConfig
+
     from pymllm_interp import LM, Ablate, Capture, Gate, Patch, SamplingParams, Steer
     from pymllm_interp.captures import Project
     from pymllm_interp.interventions import Generated
+    from pymllm_interp.vllm_engine.settings import served_spec
+    from pymllm_interp.vllm_engine.structures import why_without_blocks
 
     width = TINY["hidden_size"]
     vector = lambda seed, *shape: torch.randn(*(shape or (width,)), generator=torch.Generator().manual_seed(seed))  # noqa: E731
@@ -128,19 +157,25 @@ def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]
         "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
         "full": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
     }
-    kinds = ("attn_out", "resid_mid", "mlp_out", "resid_post")
+    known = served_spec(AutoConfig.from_pretrained(folder), torch.bfloat16).family.points
+    kinds = [kind for kind in ("attn_out", "resid_mid", "mlp_out", "resid_post") if kind in known]
+    middle, delta = (
+        ("resid_mid" if "resid_mid" in known else "resid_pre"),
+        kinds[0] if "mlp_out" not in known else "mlp_out",
+    )
+    first = "embed" if "embed" in known else "resid_pre.0"
     prompts = [*prompts_of(3, 40, TINY["vocab_size"]), *prompts_of(3, 7, TINY["vocab_size"])]
     ops = [
         [Steer("resid_post.1", vector(1), 3.0)],
         None,
-        [Ablate("resid_mid.2", vector(2, 2, width)), Steer("mlp_out.0", vector(3), positions="generated")],
+        [Ablate(f"{middle}.2", vector(2, 2, width)), Steer(f"{delta}.0", vector(3), positions="generated")],
         [Patch("resid_post.0", vector(4, 2, width), positions=[0, -1])],
         [Steer("resid_post.2", vector(5), 2.0, when=Gate(vector(6), 0.0, site="resid_post.0"))],
-        [Steer("embed", vector(7), 0.5), Steer("final_norm", vector(8), positions=Generated(1, 5, 2))],
+        [Steer(first, vector(7), 0.5), Steer("final_norm", vector(8), positions=Generated(1, 5, 2))],
     ]
     captures = [
         [f"{kind}.*" for kind in kinds], None, ["resid_post.*"], [Capture("resid_post.*", reduce=Project(vector(9, 3, width)))],
-        [Capture("resid_post.*", reduce="mean")], ["embed", "final_norm", "logits"],
+        [Capture("resid_post.*", reduce="mean")], [first, "final_norm", "logits"],
     ]  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     options = modes[graphs] | ({"quantization": "fp8"} if fp8 else {})
@@ -160,12 +195,16 @@ def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]
         outs = lm.generate(prompts, params, interventions=ops, capture=captures)
         again = lm.generate(prompts, params, interventions=ops, capture=captures)
         plain = lm.generate([prompts[0]], params, capture=["resid_post.1"])[0]
-        read = block(lm, prompts[0], vector(10))
+        blocks = why_without_blocks(lm.backend.facts.hf_config) is None
+        read = block(lm, prompts[0], vector(10)) if blocks else []
         name = lm.backend.facts.engine_name
     with LM(folder, dtype="float32", device="cpu", max_model_len=512) as own:
         worst: dict[str, float] = {}
         for name_of, found, theirs in zip(
-            ("q_proj", "mlp", "logits"), read, block(own, prompts[0], vector(10)), strict=True
+            ("q_proj", "mlp", "logits") if blocks else (),
+            read,
+            block(own, prompts[0], vector(10)) if blocks else [],
+            strict=True,
         ):
             off = (found.float() - theirs).norm(dim=-1).max() / theirs.norm(dim=-1).square().mean().sqrt()
             worst[f"block {name_of}"] = float(off)

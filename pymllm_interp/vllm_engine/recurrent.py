@@ -72,6 +72,10 @@ def refused_states(config: Any) -> Iterator[tuple[bool, str]]:
             f"pipeline_parallel_size above 1 for a model with {kind}, which was not tested: raise tensor_parallel_size",
         ),
         (
+            kind == SHORT_CONV and not getattr(getattr(model, "hf_config", None), "tie_word_embeddings", True),
+            "LFM2 with a head of its own (tie_word_embeddings=False), which vLLM does not read: LM(model), whose engine is our own",
+        ),
+        (
             cpu and kind == MAMBA,
             "Mamba layers on a CPU, where vLLM has no kernel for them (selective_scan_fwd): LM(model), whose engine is our own",
         ),

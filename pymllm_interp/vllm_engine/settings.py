@@ -34,8 +34,8 @@ WITH_TABLES = "PYMLLM_INTERP_VLLM_TABLES"
 """Environment variable for tests. "1" gives ranks on a CPU device tables and a ring. Triton's interpreter runs the kernels."""
 TAPS = "PYMLLM_INTERP_VLLM_TAPS"
 """Environment variable with the location of hooks on CUDA: "front" of vLLM's norms, or "norm", in kernels that replace them."""
-BEGINS_LATER = ("GPT2LMHeadModel", "OPTForCausalLM")
-"""Architectures with a stream that begins behind the embedding of positions."""
+BEGINS_LATER = ("FalconH1ForCausalLM", "GPT2LMHeadModel", "GraniteMoeHybridForCausalLM", "OPTForCausalLM")
+"""Architectures with a stream that begins behind the embedding of positions, or with scaled embeddings."""
 OURS = "LM(model), whose engine is our own, has it"
 
 

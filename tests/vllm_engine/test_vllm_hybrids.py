@@ -37,6 +37,7 @@ from pymllm_interp import LM, Ablate, Capture, Gate, Patch, SamplingParams, Scal
 from pymllm_interp.captures import Project
 from pymllm_interp.core.families import STREAM_SITES
 from pymllm_interp.interventions import Generated, Monitor
+from pymllm_interp.vllm_engine.settings import served_spec
 
 pytestmark = needs_vllm
 WIDTH = 128
@@ -75,6 +76,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 }  # fmt: skip
 CACHING = ("lfm2_moe",)
 """Families with prefixes: vLLM's kernel of Mamba-2 has none on a CPU."""
+NEURONS = ("falcon_h1",)
+"""Families with the MLP's neurons in all layers."""
 PROMPTS = [prompt(length, length) for length in (30, 45, 1, 52, 17, 33)]
 PARAMS = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=1)
 
@@ -121,15 +124,21 @@ def test_all_sites_of_models_with_states_are_our_engines(
 ) -> None:
     """In chunks, with too little memory for all at once, beside and behind requests whose states have no numbers."""
     folder = save_config(CONFIGS[family](), tmp_path / family)
-    options = {
+    kinds = set(served_spec(CONFIGS[family](), torch.float32).family.points)
+    ops, captures = declared(kinds)
+    options: dict[str, Any] = {
         "max_num_tokens": 40,
         "kv_cache_tokens": 512,
         "enable_prefix_caching": family in CACHING,
         "tensor_parallel_size": ranks,
     }
+    if family in NEURONS:
+        options["inner_sites"] = ("mlp_act",)
+        captures[0].append("mlp_act.*")
+        ops[4].append(Steer("mlp_act.2", vector(11), positions=slice(0, None, 3)))
     two_ranks(monkeypatch, options)
     with own_lm(folder) as oracle, vllm_lm(folder, **options) as lm:
-        ops, captures = declared(set(oracle.backend.facts.spec.family.points))
+        assert ("embed" in lm.sites) == ("embed" in oracle.sites)
         for specs, kept in ((ops, captures), (None, captures), (ops, None)):
             assert_same(lm, oracle, PARAMS, interventions=specs, capture=kept)
         long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)

@@ -85,13 +85,17 @@ CASES = {
         "lfm2", "vllm V1 none",
         {"max_num_tokens": 40, "kv_cache_tokens": 512, "enable_lora": True, EMBEDS: True}, preempts=True,
     ),
+    "lfm2, V2 runner": Case("lfm2", "vllm V2 none", {"max_num_tokens": 40}, {"TRITON_INTERPRET": "1"}),
     "llama, V2 runner": Case(
         "llama", "vllm V2 none", {"max_num_tokens": 32, EMBEDS: True, "inner_sites": ("z", "mlp_act")}, {"TRITON_INTERPRET": "1"}
     ),
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=CASES)
+SLOW = ("lfm2, V2 runner",)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in CASES])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Case, LM, LM]]:
     """A case, its LM, and our own engine over the same weights."""
     case = CASES[request.param]

@@ -370,6 +370,7 @@ STATES: list[tuple[str, dict[str, Any], str]] = [
     ("Lfm2ForCausalLM", {"speculative_config": SimpleNamespace(method="ngram")}, "speculative_config for a model with short"),
     ("Lfm2ForCausalLM", {"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size above 1 for a model with short"),
     ("Lfm2ForCausalLM", {"compilation_config.custom_ops": ["all"]}, "custom_ops': \\['all', '-rotary_embedding'\\]"),
+    ("Lfm2MoeForCausalLM", {"model_config.hf_config": SimpleNamespace(tie_word_embeddings=False)}, "LFM2 with a head of its own"),
     ("JambaForCausalLM", {}, "Mamba layers on a CPU.*selective_scan_fwd"),
     ("Qwen3NextForCausalLM", {}, "gated delta rules on a CPU.*dtype='bfloat16'"),
     ("FalconH1ForCausalLM", {"cache_config.enable_prefix_caching": True}, "with Mamba-2 on a CPU.*enable_prefix_caching=False"),
@@ -384,7 +385,8 @@ def test_what_is_not_right_behind_recurrent_states_is_refused_by_name(
     with pytest.raises(VllmRefusalError, match=message):
         refuse_config(vllm_config(**base | changes))
     on_cuda = vllm_config(**base | changes | {"device_config.device_type": "cuda"})
-    if {"speculative_config", "parallel_config.pipeline_parallel_size"} & changes.keys():
+    anywhere = {"speculative_config", "parallel_config.pipeline_parallel_size", "model_config.hf_config"}
+    if anywhere & changes.keys():
         with pytest.raises(VllmRefusalError, match=message):
             refuse_config(on_cuda)
     else:
