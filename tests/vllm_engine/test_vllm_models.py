@@ -85,7 +85,7 @@ CASES = {
         "lfm2", "vllm V1 none",
         {"max_num_tokens": 40, "kv_cache_tokens": 512, "enable_lora": True, EMBEDS: True}, preempts=True,
     ),
-    "lfm2, V2 runner": Case("lfm2", "vllm V2 none", {"max_num_tokens": 40}, {"TRITON_INTERPRET": "1"}),
+    "lfm2, V2 runner": Case("lfm2", "vllm V2 none", {"max_num_tokens": 40, EMBEDS: True}, {"TRITON_INTERPRET": "1"}),
     "llama, V2 runner": Case(
         "llama", "vllm V2 none", {"max_num_tokens": 32, EMBEDS: True, "inner_sites": ("z", "mlp_act")}, {"TRITON_INTERPRET": "1"}
     ),
