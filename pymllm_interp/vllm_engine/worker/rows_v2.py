@@ -79,9 +79,9 @@ class RowsOfV2:
             given = (*args, *kwargs.values())
             mode = next((name for one in given if (name := getattr(getattr(one, "cg_mode", None), "name", ""))), "NONE")
             count = len(batch.req_ids)
-            if self._ids not in (None, list(batch.req_ids)):
+            if (own.has_modules or self._ids) and self._ids != list(batch.req_ids):
                 raise RuntimeError(
-                    f"blocks were begun in another order than the batch's: {self._ids}, {batch.req_ids}. This is a bug"
+                    f"blocks were begun for {self._ids}, and the batch has {batch.req_ids}. This is a bug"
                 )
             mode = f"vllm V2 {'modules' if own.traces.own_pass else mode.lower()}"
             own.begin(batch.req_ids, batch.query_start_loc_np[: count + 1], batch.num_computed_tokens_np, mode)
