@@ -48,8 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 64,
     },
 }  # fmt: skip
-SHAPE_OF = {"ep": "moe", "eplb": "moe", "tp of gemma3": "gemma3"}
-"""Model of the values; "dense" else."""
+SHAPE_OF = dict.fromkeys(WAYS, "dense") | {"ep": "moe", "eplb": "moe", "tp of gemma3": "gemma3"}
+"""Model of the values."""
 
 
 def values(way: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -202,18 +202,16 @@ def main() -> None:
             models = {
                 name: saved_model(Path(folder, name), shape)
                 for name, shape in SHAPES.items()
-                if any(SHAPE_OF.get(way, "dense") == name for way in ways)
+                if name in {SHAPE_OF[way] for way in ways}
             }
             with ThreadPoolExecutor(1 if args.cpu else len(ways) + len(models)) as pool:  # all at once on the GPUs
                 alone = {
                     name: pool.submit(child, "one", model, args, None if args.cpu else "0")
                     for name, model in models.items()
                 }
-                running = {way: pool.submit(child, way, models[SHAPE_OF.get(way, "dense")], args, None) for way in ways}
+                running = {way: pool.submit(child, way, models[SHAPE_OF[way]], args, None) for way in ways}
                 for way, future in running.items():
-                    done(
-                        "values", way, compared(future.result(), alone[SHAPE_OF.get(way, "dense")].result(), args.dtype)
-                    )
+                    done("values", way, compared(future.result(), alone[SHAPE_OF[way]].result(), args.dtype))
         if "speed" in args.parts:
             large = Path(folder, "large")
             large.mkdir()
