@@ -46,6 +46,8 @@ pytestmark = needs_vllm
 EMBEDS = "enable_prompt_embeds"
 QKVZ = ("q", "k", "v", "z")
 DENSE = {"inner_sites": (*QKVZ, "mlp_act")}
+# Before, vLLM's V2 runner takes no embeddings.
+V2_EMBEDS = {EMBEDS: True} if is_since("0.32") else {}
 # Before, vLLM's kernel for CPUs chooses experts by itself.
 SPARSE = {"inner_sites": (*QKVZ, "router", *(["experts"] if is_since("0.30") else []))}
 
@@ -85,9 +87,9 @@ CASES = {
         "lfm2", "vllm V1 none",
         {"max_num_tokens": 40, "kv_cache_tokens": 512, "enable_lora": True, EMBEDS: True}, preempts=True,
     ),
-    "lfm2, V2 runner": Case("lfm2", "vllm V2 none", {"max_num_tokens": 40, EMBEDS: True}, {"TRITON_INTERPRET": "1"}),
+    "lfm2, V2 runner": Case("lfm2", "vllm V2 none", {"max_num_tokens": 40, **V2_EMBEDS}, {"TRITON_INTERPRET": "1"}),
     "llama, V2 runner": Case(
-        "llama", "vllm V2 none", {"max_num_tokens": 32, EMBEDS: True, "inner_sites": ("z", "mlp_act")}, {"TRITON_INTERPRET": "1"}
+        "llama", "vllm V2 none", {"max_num_tokens": 32, "inner_sites": ("z", "mlp_act"), **V2_EMBEDS}, {"TRITON_INTERPRET": "1"}
     ),
 }  # fmt: skip
 

