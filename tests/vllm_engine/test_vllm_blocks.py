@@ -512,6 +512,18 @@ def test_end_of_sequence_is_the_last_step_that_a_block_sees(engines: tuple[LM, L
     same(*found)
 
 
+def test_a_block_that_has_finished_does_not_count_the_step_behind_the_last_token(engines: tuple[LM, LM]) -> None:
+    """Steps wait for no tokens once a block has finished, so that vLLM runs one step too many."""
+    _, oracle = engines
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    tokens = oracle.generate(PROMPTS[1], params)[0].outputs[0].token_ids
+    for model in engines:
+        with model.generate(PROMPTS[1], max_new_tokens=20, temperature=0, stop_token_ids=[tokens[4]]) as tracer:
+            for _ in tracer.iter[:1]:
+                model.model.layers[1].output.save()
+        assert sum(tracer.receipt.steps.values()) == tokens.index(tokens[4]) + 1
+
+
 def test_an_error_of_a_block_is_its_requests_alone(engines: tuple[LM, LM]) -> None:
     lm, _ = engines
     wanted = read(engines[1], PROMPTS[0])

@@ -49,7 +49,7 @@ class TracedRequest:
     Attributes:
         computed: positions that its passes have computed.
         passes: number of its passes.
-        over: no further pass is one of its generation: it has sampled a token that ends it.
+        over: no further pass is one of its blocks': they have ended, or its generation has.
     """
 
     request_id: str
@@ -86,8 +86,9 @@ class RankTraces:
     ) -> None:  # fmt: skip
         self._model, self._config, self._spec, self._device = model, config, spec, device
         self._make_ranks, self._server, self._tokenizer = ranks, server, tokenizer
-        self.own_pass = self.ran = False
+        self.own_pass = self.ran = self._unfinished = False
         self.mode = ""
+        self._last_modes: dict[str, str] = {}  # by request id
         self.logits: torch.Tensor | None = None
         self.tell: Callable[[StepEnds], None] | None = None
         self.whole: set[str] = set()
@@ -167,6 +168,7 @@ class RankTraces:
             stage.interleaver.leave(trace)
         stage.helper.process_finished_reqs([end])
         self._told.discard(end.request_id)
+        self._forget_passes(trace, end)
         error, trace.error = trace.error, None
         result = TraceResult(
             trace.saves.saved_names(), trace.saves.outer, trace.result, trace.receipt, trace.warnings,
@@ -179,6 +181,18 @@ class RankTraces:
             return packed(result._replace(saves={}, outer={}, result=None, error=result.error or failed))
         finally:
             trace.release_blocks()
+
+    def _forget_passes(self, trace: RequestTrace, end: RequestEnd) -> None:
+        """Take the passes behind a token that ended the generation out of the receipt.
+
+        vLLM schedules the next step before it knows the tokens. Where all blocks have finished, `sampled` does not wait for them.
+        """
+        mode, steps = self._last_modes.pop(end.request_id, ""), trace.receipt.steps
+        behind = 0 if trace.single else sum(steps.values()) - len(end.output_token_ids)
+        if mode and behind > 0:
+            steps[mode] -= behind
+            if steps[mode] <= 0:
+                del steps[mode]
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -210,18 +224,27 @@ class RankTraces:
             cuts: the pass is by modules, as requests cut edges of attention.
         """
         self.own_pass, self.ran, self.logits = cuts, False, None
-        self._found = [self._known.get(vllm_id) for vllm_id in ids]
+        known = [self._known.get(vllm_id) for vllm_id in ids]
+        self._found = [None if one is None or one.over else one for one in known]
         if not self.busy:
             self._found = []
             return
-        assert self._ranks is not None, "`open` comes before"
-        waits = self._ranks.agreed(None if self._ranks.rank else self._begin(counts, first, logit_rows))
-        self.own_pass = cuts or bool(waits)
+        ranks = self._ranks
+        assert ranks is not None, "`open` comes before"
+        begun: tuple[bool, bool, list[int]] = ranks.agreed(
+            None if ranks.rank else self._begin(counts, first, logit_rows)
+        )
+        waits, self._unfinished, over = begun
+        for i in over:
+            if (one := self._found[i]) is not None:
+                one.over, self._found[i] = True, None
+        self.own_pass = cuts or waits
 
-    def _begin(self, counts: Sequence[int], first: Sequence[int], logit_rows: Sequence[int]) -> bool:
-        stage, new, entries = self._stage, list[NewRequest](), list[ScheduledRequest]()
+    def _begin(self, counts: Sequence[int], first: Sequence[int], logit_rows: Sequence[int]) -> tuple[bool, bool, list[int]]:
+        """Whether a block waits for a module; whether one has more to do; the requests that no block sees any more."""
+        stage, new, entries, over = self._stage, list[NewRequest](), list[ScheduledRequest](), list[int]()
         assert stage is not None
-        for one, count, start, rows in zip(self._found, counts, first, logit_rows, strict=True):
+        for i, (one, count, start, rows) in enumerate(zip(self._found, counts, first, logit_rows, strict=True)):
             name = ""
             if one is not None:
                 if not one.entered:
@@ -230,15 +253,19 @@ class RankTraces:
                     stage.helper.enter(new[-1:])
                 if self._follows(one, int(start), int(count)):
                     name = one.request_id
+                else:
+                    over.append(i)
             entries.append(ScheduledRequest(name, 0, int(count), int(start), True, int(count) == 1, rows))
         self._entries, demands = entries, PassDemands()
         stage.begin(SchedulerOutput(scheduled=entries), demands)
-        return demands.num_hooked > 0 or any(trace.single for trace in stage.interleaver.traces)
+        traces = stage.interleaver.traces
+        waits = demands.num_hooked > 0 or any(trace.single for trace in traces)
+        return waits, any(map(_is_unfinished, traces)), over
 
     def _follows(self, one: TracedRequest, start: int, count: int) -> bool:
         """Whether the step is the next pass of a request. A request that was cut, or begins again, fails."""
         trace = self._trace_of(one)
-        if one.over or trace is None or trace.ended or one.passes >= max(one.wire.max_tokens, 1):
+        if trace is None or trace.ended or one.passes >= max(one.wire.max_tokens, 1):
             return False
         wanted = (0, one.prompt_len) if not one.passes else (one.computed, 1)
         if (start, count) != wanted:
@@ -371,6 +398,10 @@ class RankTraces:
         """
         if not self.decides:
             return token_ids
+        if not self._needs_tokens():
+            if self._stage is not None and self.busy:
+                self._stage.interleaver.pass_token()
+            return token_ids
         assert self._ranks is not None
         if self._stage is not None and self.busy:
             rows: Any = SimpleNamespace(sampling=self._entries)
@@ -381,6 +412,15 @@ class RankTraces:
                 one.over = True
         return torch.tensor(chosen, dtype=token_ids.dtype, device=token_ids.device)
 
+    def _needs_tokens(self) -> bool:
+        """Whether the host is to know the step's tokens, for which it waits."""
+        assert self._ranks is not None
+        if self._ranks.size > 1:
+            return self.ran or self._unfinished
+        if self._stage is not None and self.busy and self._stage.interleaver.awaits_token():
+            return True
+        return self._unfinished and any(one is not None and one.wire.stops for one in self._found)
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def end(self) -> None:
@@ -390,6 +430,7 @@ class RankTraces:
         if stage is not None and stage.interleaver.busy:
             traces = list(stage.interleaver.traces)
             stage.end(ModelRunnerOutput(execution=self.mode))
+            self._last_modes |= {rid: self.mode for trace in traces for rid in trace.request_ids}
             self._report(traces)
 
     def _report(self, traces: Sequence[RequestTrace]) -> None:
@@ -399,6 +440,11 @@ class RankTraces:
             self._told.update(trace.request_id for trace in ended)
             failed = [trace.request_id for trace in ended if not trace.stopped]
             self.tell(StepEnds(failed, [trace.request_id for trace in ended if trace.stopped]))
+
+
+def _is_unfinished(trace: RequestTrace) -> bool:
+    """Whether a further pass is of use to the trace."""
+    return trace.on_step is not None or any(block.alive or block.caches for block in trace.blocks)
 
 
 def _entering(one: TracedRequest) -> NewRequest:
