@@ -78,6 +78,8 @@ NGRAM = {
         "prompt_lookup_max": 3,
     }
 }
+V2_DRAFTS = since("0.32", "its V2 runner has neither n-grams nor draft models")
+"""Skips cases of such drafts with the V2 runner."""
 LORA = {"enable_lora": True, "max_loras": 2}
 IMAGE_SIZES: dict[str, Any] = {
     "hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32,

@@ -399,7 +399,7 @@ def test_steps_after_the_last_cut_edge_are_plain_again() -> None:
     own.begin_blocks(["a", "b"], [1, 1], [3, 4])
     own.take(SimpleNamespace(
         scheduled_spec_decode_tokens={}, finished_req_ids={"a"}, preempted_req_ids=None, scheduled_new_reqs=[]
-    ))  # fmt: skip
+    ), len)  # fmt: skip
     assert own.has_modules  # the next step tells so
     own.begin_blocks(["b"], [1], [5])
     assert not own.has_modules

@@ -19,6 +19,7 @@ from helpers_adapters import write_adapter
 from helpers_vllm import (
     LORA,
     NGRAM,
+    V2_DRAFTS,
     WIDTH,
     assert_close,
     assert_close_tensor,
@@ -61,17 +62,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "llama, device tables, in the norms": (
         "llama", {"max_num_tokens": 64}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
     ),
+    "qwen3, V2 runner, two ranks, drafts": (
+        "qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2, **NGRAM}, {"TRITON_INTERPRET": "1"}
+    ),
     "llama, V2 runner, adapters": ("llama", {"max_num_tokens": 40, **LORA}, {"TRITON_INTERPRET": "1"}),
 }  # fmt: skip
 PROMPTS = [prompt(9, 1), prompt(33, 2), prompt(1, 3), prompt(17, 4)]
 
 
-NIGHTLY = {"mixtral, two ranks", "llama, device tables, in the norms", "qwen3, two ranks, drafts, adapters"}
+NIGHTLY = ("mixtral, two ranks", "llama, device tables, in the norms", "qwen3, two ranks, drafts, adapters")
+MARKS = {**dict.fromkeys(NIGHTLY, pytest.mark.slow), "qwen3, V2 runner, two ranks, drafts": V2_DRAFTS}
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if name in NIGHTLY else ()) for name in CASES],
+    params=[pytest.param(name, marks=MARKS.get(name, ())) for name in CASES],
 )
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LM, LM]]:
     """vLLM, whose blocks never run after their requests, and our own engine over the same weights."""
@@ -363,10 +368,13 @@ def save_eagle(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_blocks_beside_drafts_of_a_model_are_our_engines(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "runner"),
+    [("draft_model", "V1"), pytest.param("draft_model", "V2", marks=V2_DRAFTS), ("eagle", "V1"), ("eagle", "V2")],
+)
+def test_blocks_beside_drafts_of_a_model_are_our_engines(method: str, runner: str, tmp_path: Path) -> None:
     """Of the model itself, whose drafts are accepted, and of a random EAGLE, which reads states of the passes by modules."""
-    needs_runner(second=False)
+    needs_runner(runner == "V2")
     folder = save_model("llama", tmp_path / "llama")
     drafter = folder if method == "draft_model" else save_eagle(tmp_path / "eagle", folder)
     config = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}

@@ -18,6 +18,7 @@ from helpers_vllm import (
     LAYERS,
     LORA,
     NGRAM,
+    V2_DRAFTS,
     WIDTH,
     assert_close,
     assert_close_tensor,
@@ -91,13 +92,17 @@ CASES = {
     "llama, V2 runner": Case(
         "llama", "vllm V2 none", {"max_num_tokens": 32, "inner_sites": ("z", "mlp_act"), **V2_EMBEDS}, {"TRITON_INTERPRET": "1"}
     ),
+    "llama, V2 runner, drafts": Case(
+        "llama", "vllm V2 none", {"max_num_tokens": 48, "kv_cache_tokens": 384, **NGRAM, **DENSE}, {"TRITON_INTERPRET": "1"},
+        preempts=True,
+    ),
 }  # fmt: skip
 
 
-SLOW = ("lfm2, V2 runner",)
+MARKS = {"lfm2, V2 runner": pytest.mark.slow, "llama, V2 runner, drafts": V2_DRAFTS}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in CASES])
+@pytest.fixture(scope="module", params=[pytest.param(one, marks=MARKS.get(one, ())) for one in CASES])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Case, LM, LM]]:
     """A case, its LM, and our own engine over the same weights."""
     case = CASES[request.param]
@@ -261,9 +266,10 @@ def test_rows_of_drafts_are_neither_counted_nor_delivered(engines: tuple[Case, L
 
 
 @pytest.mark.slow
-def test_rows_of_a_models_drafts_are_neither_counted_nor_delivered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runner", ["V1", pytest.param("V2", marks=V2_DRAFTS)])
+def test_rows_of_a_models_drafts_are_neither_counted_nor_delivered(runner: str, tmp_path: Path) -> None:
     """All drafts of the model itself are accepted, where nothing is edited."""
-    needs_runner(second=False)  # the other has no drafts here
+    needs_runner(runner == "V2")
     folder = save_model("llama", tmp_path / "llama")
     drafter = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)

@@ -375,9 +375,8 @@ class VllmRequestEngine:
         if output.num_cached_tokens is not None and not request.output_token_ids:
             request.num_cached_tokens = output.num_cached_tokens
         if request.prompt_logprobs is not None and output.prompt_logprobs:
-            request.prompt_logprobs = [
-                None if found is None else logprobs_of(found) for found in output.prompt_logprobs
-            ]
+            scored = output.prompt_logprobs[: request.prompt_len]  # its V2 runner adds rows of drafts
+            request.prompt_logprobs = [None if found is None else logprobs_of(found) for found in scored]
         if tokens:
             request.prompt_computed = request.prompt_len
         kept = request.logprobs if request.generates and request.logprobs is not None and completion.logprobs else None

@@ -95,11 +95,11 @@ class HooksOf:
         self._specs.clear()
         self.stage.bindings.clear()
 
-    def take(self, scheduled: Any, num_tokens: Callable[[str], int] | None = None) -> None:
+    def take(self, scheduled: Any, num_tokens: Callable[[str], int]) -> None:
         """Requests that have finished, and new ones.
 
         Args:
-            num_tokens: a request's number of tokens, without drafts; None for a runner without drafts.
+            num_tokens: a request's number of tokens, without drafts that were not accepted.
         """
         self.drafts = scheduled.scheduled_spec_decode_tokens
         for vllm_id in scheduled.finished_req_ids:
@@ -108,7 +108,7 @@ class HooksOf:
             self._kept.forget(vllm_id)
             self._cut_ids.discard(vllm_id)
         for vllm_id in scheduled.preempted_req_ids or ():
-            self.stage.preempted(vllm_id, None if num_tokens is None else num_tokens(vllm_id))
+            self.stage.preempted(vllm_id, num_tokens(vllm_id) if self._num_drafts else None)
         for new in scheduled.scheduled_new_reqs:
             pooled = getattr(new.pooling_params, "extra_kwargs", None) or {}
             extra = getattr(new.sampling_params, "extra_args", None) or pooled

@@ -6,6 +6,9 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any
 
+import torch
+
+from .blocks.traces import RankTraces
 from .hooks_of import HooksOf
 from .stale_kv import clear_new_blocks
 
@@ -33,7 +36,7 @@ class RowsOfV2:
         interp: the rank's hooks; None before the model is loaded.
     """
 
-    OWN = ("_sorted", "_take_graphs_back")
+    OWN = ("_num_tokens", "_sorted", "_take_graphs_back")
     """Methods that the runner does not have."""
 
     interp: HooksOf | None = None
@@ -44,8 +47,13 @@ class RowsOfV2:
     def finish_requests(self, scheduler_output: Any) -> Any:
         if self.interp is not None:
             clear_new_blocks(self, scheduler_output)
-            self.interp.take(scheduler_output)
+            self.interp.take(scheduler_output, self._num_tokens)
         return super().finish_requests(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _num_tokens(self, vllm_id: str) -> int:
+        """Number of a request's tokens, which the device counts, without drafts that were not accepted."""
+        states: Any = self.req_states  # pyright: ignore[reportAttributeAccessIssue]
+        return int(states.total_len.gpu[states.req_id_to_index[vllm_id]])
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
@@ -124,8 +132,24 @@ class RowsOfV2:
         try:
             found = run(hidden_states, *args, **kwargs)
             if own.traces.decides:
-                found[0].sampled_token_ids[:] = own.traces.sampled(found[0].sampled_token_ids)
+                _agree(own.traces, *found)
             return found
         finally:
             own.end()
             own.traces.end()
+
+
+def _agree(traces: RankTraces, output: Any, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
+    """Take the tokens and counts that rank 0 decides on: in a pass by modules other ranks have no logits.
+
+    Args:
+        output: vLLM's `SamplerOutput`.
+        num_sampled, num_rejected: [requests] counts of tokens and of drafts.
+    """
+    tokens = output.sampled_token_ids
+    if tokens.shape[1] == 1:  # without drafts all ranks have the same counts
+        tokens[:] = traces.sampled(tokens)
+        return
+    counts = torch.stack([num_sampled, num_rejected], 1).to(tokens.dtype)
+    chosen = traces.sampled(torch.cat([tokens, counts], 1))
+    tokens[:], num_sampled[:], num_rejected[:] = chosen[:, :-2], chosen[:, -2], chosen[:, -1]

@@ -91,9 +91,9 @@ class InterpWorker:
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
         found = super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         config, model = self.vllm_config, self.model_runner.get_model()
-        if config.speculative_config is not None and isinstance(self.model_runner, RowsOfV2):
+        if getattr(config.speculative_config, "method", "") == "eagle3" and isinstance(self.model_runner, RowsOfV2):
             raise NotImplementedError(
-                "speculative_config with vLLM's V2 runner, which counts accepted drafts on the device: set "
+                "speculative_config with method 'eagle3' and vLLM's V2 runner, which were not compared: set "
                 "VLLM_USE_V2_MODEL_RUNNER=0"
             )
         structure = structure_of(model)

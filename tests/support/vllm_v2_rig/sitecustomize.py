@@ -15,6 +15,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and os.environ.get("TRITON_
         driver, compiler = _Driver, None
 
     backends.backends["cpu"] = _Backend
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # which asks Triton for a target: several ranks compile their embedding
 
     # vLLM 0.27 asks for the version of a distribution "vllm", which is not installed, and takes that for a missing Triton.
     found = metadata.version
@@ -23,5 +24,13 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and os.environ.get("TRITON_
     # Its kernels also call log1p of CUDA's library, which the interpreter takes for a function without a value.
     import triton.language as tl
     from triton.language.extra import libdevice
+    from triton.runtime.interpreter import InterpreterBuilder
 
+    load = InterpreterBuilder.create_masked_load
+
+    def load_by_mask(self, ptrs, mask, *args):
+        mask.data = mask.data.astype(bool)  # of numbers in the kernel that finds n-grams
+        return load(self, ptrs, mask, *args)
+
+    InterpreterBuilder.create_masked_load = load_by_mask
     libdevice.log1p = lambda x: tl.log(1 + x)  # the interpreter gives `tl` its own log while a kernel runs

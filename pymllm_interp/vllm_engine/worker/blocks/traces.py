@@ -240,8 +240,10 @@ class RankTraces:
                 one.over, self._found[i] = True, None
         self.own_pass = cuts or waits
 
-    def _begin(self, counts: Sequence[int], first: Sequence[int], logit_rows: Sequence[int]) -> tuple[bool, bool, list[int]]:
-        """Whether a block waits for a module; whether one has more to do; the requests that no block sees any more."""
+    def _begin(
+        self, counts: Sequence[int], first: Sequence[int], logit_rows: Sequence[int]
+    ) -> tuple[bool, bool, list[int]]:
+        """Whether a block waits for a module, whether one has more to do, and places of requests that are over."""
         stage, new, entries, over = self._stage, list[NewRequest](), list[ScheduledRequest](), list[int]()
         assert stage is not None
         for i, (one, count, start, rows) in enumerate(zip(self._found, counts, first, logit_rows, strict=True)):
@@ -394,7 +396,7 @@ class RankTraces:
         """The tokens that the generations continue with, after the blocks; rank 0's on all ranks.
 
         Args:
-            token_ids: [requests, columns], a token and accepted drafts in front of it; -1 for drafts that were not accepted.
+            token_ids: [requests, columns], a token and accepted drafts in front of it. Other columns are agreed on, too.
         """
         if not self.decides:
             return token_ids
