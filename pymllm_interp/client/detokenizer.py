@@ -138,7 +138,7 @@ class StopStrings:
 
         Args:
             token_ids: all generated tokens.
-            may_stop: whether `min_tokens` is reached. A stop string that is completed before does not count.
+            may_stop: whether `min_tokens` tokens came before. A stop string that one of them completed does not count.
         """
         piece = self._detokenizer.push(token_ids[-1:])
         found = find_stop(self._detokenizer.text, len(piece), self._stops) if may_stop else None
@@ -150,11 +150,14 @@ class StopStrings:
 
 
 def find_stop(text: str, new: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """The first stop string in `text` that ends within its last `new` characters: (its start, the string)."""
+    """The stop string that ends first within the last `new` characters of `text`: (its start, the string).
+
+    Of several that one token completes this is vLLM's choice, too: as if the characters had come one by one.
+    """
     found = [
         (index, stop) for stop in stops if (index := text.find(stop, max(0, len(text) - new - len(stop) + 1))) != -1
     ]
-    return min(found, default=None)
+    return min(found, key=lambda one: one[0] + len(one[1]), default=None)
 
 
 _LETTERS: WeakKeyDictionary[Any, tuple[list[int], str]] = WeakKeyDictionary()

@@ -101,7 +101,7 @@ def _append(request: Request, token: int, output: ModelRunnerOutput, accepted: l
         _stop_by(request, token)
         return "stop"
     if request.stop_checker is not None:
-        request.stop_reason = request.stop_checker.push(request.output_token_ids, may_stop)
+        request.stop_reason = request.stop_checker.push(request.output_token_ids, count > request.params.min_tokens)
     if request.request_id in output.stopped or request.stop_reason is not None:
         return "stop"
     return "length" if count >= request.max_tokens else None

@@ -390,18 +390,33 @@ def test_stop_strings_end_where_they_first_appear_also_across_tokens(lm_of: LmOf
 
 
 def first_stop(texts: list[str], stops: list[str], least: int, kept: bool) -> tuple[int, str, str, str | None]:
-    """(tokens, text, finish_reason, stop_reason): the first of `stops` that a token completes, from the `least`-th on."""
+    """(tokens, text, finish_reason, stop_reason): the first of `stops` to end in a token, behind the first `least` ones."""
     before = ""
     for length, text in enumerate(texts, 1):
         ends = [
             (start, stop) for stop in stops for start in range(len(text))
             if text.startswith(stop, start) and start + len(stop) > len(before)
         ]  # fmt: skip
-        if ends and length >= least:
-            start, stop = min(ends)
+        if ends and length > least:
+            start, stop = min(ends, key=lambda one: (one[0] + len(one[1]), stops.index(one[1])))
             return length, text[: start + len(stop) * kept], "stop", stop
         before = text
     return len(texts), texts[-1], "length", None
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_stop_strings_of_one_token_end_as_in_vllm(kept: bool, lm_of: LmOf) -> None:
+    """Of several that a token completes, the one that ends first; one that the last of `min_tokens` tokens completes is none."""
+    (prompt,), lm = prompts_of([5], seed=9), lm_of("llama")
+    plain = lm.generate([prompt], SamplingParams(max_tokens=6, seed=1))[0]
+    texts = [lm.tokenizer.decode(plain.token_ids[: i + 1]) for i in range(6)]
+    token = texts[2][len(texts[1]) :]  # "w..."
+    stops = [texts[2][-len(token) - 1 :], token[:2]]
+    params = SamplingParams(max_tokens=6, seed=1, stop=stops, min_tokens=2, include_stop_str_in_output=kept)
+    (out,) = lm.generate([prompt], params)
+    assert (out.text, out.outputs[0].stop_reason) == (texts[1] + token[:2] * kept, token[:2])
+    (later,) = lm.generate([prompt], replace(params, min_tokens=3))
+    assert (len(out.token_ids), later.token_ids[:4]) == (3, plain.token_ids[:4])
 
 
 def test_stop_token_ids_end_a_generation_after_min_tokens(lm_of: LmOf) -> None:
