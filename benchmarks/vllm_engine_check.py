@@ -137,7 +137,22 @@ def block(lm: Any, ids: list[int], added: torch.Tensor) -> list[torch.Tensor]:
         logits = lm.output.logits.save()
     if not any("modules" in mode for mode in tracer.receipt.steps):
         raise RuntimeError(f"the block did not run in the passes: {tracer.receipt}")
+    check_receipt(lm, ids)
     return [q[0], branch[0], logits[0]]
+
+
+def check_receipt(lm: Any, ids: list[int]) -> None:
+    """A block that has finished does not count the step that vLLM runs behind a token that ends the generation."""
+    from pymllm_interp import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    tokens = lm.generate([ids], params)[0].outputs[0].token_ids
+    with lm.generate(ids, max_new_tokens=12, temperature=0, stop_token_ids=[tokens[5]]) as tracer:
+        for _ in tracer.iter[:1]:
+            lm.model.layers[0].output.save()
+    steps, wanted = tracer.receipt.steps, tokens.index(tokens[5]) + 1
+    if sum(steps.values()) != wanted:
+        raise RuntimeError(f"{dict(steps)} steps of {wanted} tokens")
 
 
 def check_one(folder: str, graphs: str, ranks: int, fp8: bool) -> dict[str, Any]:
