@@ -175,6 +175,7 @@ class Declared:
         """Settle it. Returns the function that sets its results, or their error, once all captured states have arrived."""
         counted = end.num_computed
         self.settle(counted)
+        self.fires.take_back(counted)
         result = DeclaredResult(self.hooks.applied(counted, self.fires, self.first_fired))
 
         def complete(arrived: Future[DeclaredResult]) -> None:

@@ -189,7 +189,7 @@ def _launch(
     count = h.numel() // size
     if count == 0:
         return
-    _, sites, depth = tables.fires.shape
+    sites, depth = tables.fires.shape[1:3]
     group, block, warps = norm_launch(size)
     tensors = (
         h, delta, weight, total, out, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures,

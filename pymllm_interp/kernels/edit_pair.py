@@ -117,7 +117,7 @@ def _launch_pair(
         return
     if not (delta.is_contiguous() and stream.is_contiguous()):
         raise ValueError(f"delta and stream must be contiguous; strides {delta.stride()} and {stream.stride()}")
-    _, sites, depth = tables.fires.shape
+    sites, depth = tables.fires.shape[1:3]
     group, block, warps = norm_launch(size)
     tensors = (
         delta, stream, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures, rows.records,

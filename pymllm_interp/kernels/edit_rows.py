@@ -105,6 +105,13 @@ def _words_of(word, live, position):
 
 
 @triton.jit
+def _count(fires, position, fired):
+    """Count the rows of `fired` [rows, 1], and keep the last position."""
+    tl.atomic_add(fires, 1, mask=fired, sem="relaxed")
+    tl.atomic_max(fires + 1, position, mask=fired, sem="relaxed")
+
+
+@triton.jit
 def _conditions(
     live, gates, state, first, probe_row, word, fires, op, rows, vectors, flags, first_fired, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -125,11 +132,11 @@ def _conditions(
         if tl.max(reads.to(tl.int32)) > 0:
             _set_flag(probe_row, reads, dot > threshold, owner, position, row, flags, first_fired)
         live = live & (reads == 0) & ((gated == 0) | (dot > threshold))
-        tl.atomic_add(fires + op, 1, mask=gated & live, sem="relaxed")
+        _count(fires + 2 * op, position, gated & live)
     looks = live & (probe_row < -1)
     if tl.max(looks.to(tl.int32)) > 0:
         live = live & ((looks == 0) | _flag(probe_row, looks, owner, position, row, flags, first_fired))
-        tl.atomic_add(fires + op, 1, mask=looks & live, sem="relaxed")
+        _count(fires + 2 * op, position, looks & live)
     return live
 
 

@@ -13,7 +13,7 @@ from helpers_devices import ways
 from helpers_gpu import CONFIGS
 from helpers_runner import random_ids
 
-from pymllm_interp import LM, SamplingParams
+from pymllm_interp import LM, Gate, SamplingParams, Steer
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
 from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.runner import ModelRunner
@@ -64,6 +64,22 @@ def test_half_precision_takes_flashinfer_and_plain_decode_replays(gpu_lm, family
     assert [len(out.token_ids) for out in outs] == [8] * 5 and {out.finish_reason for out in outs} == {"length"}
     ran = ways(lm) - before
     assert ran["replay"] == 8 and not ran["modules"], dict(lm.runner.partition.counts)
+
+
+def test_a_gate_does_not_count_the_step_behind_the_last_token(gpu_lm):
+    lm = gpu_lm("llama")
+    probe = torch.zeros(lm.backend.facts.spec.hidden_size)
+    op = Steer("resid_post.0", probe, when=Gate(probe, -1.0))
+    lengths = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    tokens = [out.token_ids for out in lm.generate(PROMPTS, lengths)]
+    stops = [SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[each[6]]) for each in tokens]
+    outs = lm.generate(PROMPTS, stops, interventions=[op])
+    for prompt, out in zip(PROMPTS, outs, strict=True):
+        applied = out.receipt.interventions[0]
+        assert out.finish_reason == "stop" and applied.prompt_rows == len(prompt)
+        assert (
+            applied.gate_fires == applied.prompt_rows + applied.generated_rows == len(prompt) + len(out.token_ids) - 1
+        )
 
 
 def test_what_comes_behind_a_step_does_not_wait_for_its_tokens_to_leave(gpu_lm, monkeypatch):

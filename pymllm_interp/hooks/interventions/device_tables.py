@@ -38,7 +38,7 @@ class _Words(NamedTuple):
 
     def at_row(self, row: int, tables: OpTables) -> _Words:
         """The same for another row of the tables."""
-        _, sites, depth = tables.fires.shape
+        sites, depth = tables.fires.shape[1:3]
         return self._replace(
             op_places=self.op_places + row * sites * depth, capture_places=self.capture_places + row * sites
         )
@@ -139,8 +139,8 @@ class DeviceTables:
             first = 0
             for i, op in enumerate(found):
                 entries = len(op.windows)
-                fires = int(counted[site, first : first + entries].sum())
-                declared.fires[site, i] = declared.fires.get((site, i), 0) + fires
+                for fires, last in counted[site, first : first + entries].tolist():
+                    declared.fires.add_counted((site, i), fires, last)
                 first += entries
 
     def apply_staged_writes(self) -> None:
@@ -193,7 +193,7 @@ class DeviceTables:
         return declared.hooks.shared[key]
 
     def _made_words(self, declared: Declared) -> _Words:
-        _, sites, depth = self.tables.fires.shape
+        sites, depth = self.tables.fires.shape[1:3]
         op_places: list[int] = []
         op_words: list[np.ndarray] = []
         for site, found in declared.hooks.ops.items():

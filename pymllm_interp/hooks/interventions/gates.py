@@ -218,12 +218,28 @@ class Fires(dict[tuple[int, int], int | torch.Tensor]):
 
     _drafted: list[tuple[tuple[int, int], torch.Tensor]] | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: list[tuple[tuple[int, int], int]] = []
+
     def add(self, key: tuple[int, int], fired: torch.Tensor) -> None:
         """Count the fires of a pass, `fired` [rows] bool. Fires of drafts wait until they are settled."""
         if self._drafted is not None:
             self._drafted.append((key, fired))
         else:
             self[key] = self.get(key, 0) + fired.sum()
+
+    def add_counted(self, key: tuple[int, int], fires: int, last: int) -> None:
+        """Add fires that a kernel counted. `last` is the position of the last one."""
+        self[key] = self.get(key, 0) + fires
+        if fires:
+            self._last.append((key, last))
+
+    def take_back(self, stop: int) -> None:
+        """Do not count a kernel's fire at a position from `stop` on: the step behind a token that ended the request."""
+        for key, last in self._last:
+            self[key] -= last >= stop
+        self._last.clear()
 
     def begin_draft(self) -> None:
         """Begin fires that may be taken back. Earlier unsettled ones are forgotten."""
