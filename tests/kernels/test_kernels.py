@@ -547,7 +547,7 @@ def test_the_interpreter_makes_all_launches():
 
 @pytest.mark.gpu
 def test_the_kernels_numbers_are_none_that_triton_specialises_on():
-    whole = {"rows", "count", "width", "site", "record_stride", "k_scale", "v_scale"}
+    whole = {"rows", "count", "width", "site", "record_stride", "score_stride", "k_scale", "v_scale"}
     for launcher in (*LAUNCHERS, triton_edits._edit_launch, triton_edits._capture_launch, triton_inputs._launch):
         for parameter in launcher.kernel.params:
             assert parameter.is_constexpr == parameter.name.isupper(), parameter.name

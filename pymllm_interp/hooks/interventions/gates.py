@@ -236,7 +236,7 @@ class Fires(dict[tuple[int, int], int | torch.Tensor]):
             self._last.append((key, last))
 
     def take_back(self, stop: int) -> None:
-        """Do not count a kernel's fire at a position from `stop` on: the step behind a token that ended the request."""
+        """Do not count a kernel's fire at a position from `stop` on: a step behind the request's last token."""
         for key, last in self._last:
             self[key] -= last >= stop
         self._last.clear()
