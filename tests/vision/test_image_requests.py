@@ -13,6 +13,7 @@ import torch
 from helpers_declared import lms
 from helpers_devices import DEVICES
 from helpers_images import PICTURES, continued, prompt_of, random_prompt, reference
+from helpers_vllm import save_image_model
 from transformers import AutoConfig, PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams, Steer
@@ -175,6 +176,22 @@ def test_crowds(family: str, vision_folder: Folders, vision_oracle: Oracle, star
         max_running_requests=6, tuning=EngineTuning(encoder_cache_tokens=8),
     ) as lm:  # fmt: skip
         check_crowd(family, lm, vision_oracle(family), range(start, start + 40))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_requests_decode_beside_others_as_alone(family: str, device: str, tmp_path: Path) -> None:
+    """With heads that compiled kernels take: these read a row of cosines behind the other."""
+    prompts = [prompt_of(family, [5, 6, 7], 0, [8]), prompt_of(family, [9] * 30), prompt_of(family, [1], 0, [4, 2], 1)]
+    params = replace(GREEDY, ignore_eos=True, logprobs=1)
+    with LM(save_image_model(family, tmp_path / family), device=device, dtype="float32", kv_cache_tokens=1024) as lm:
+        alone, together = [lm.generate([prompt], params)[0] for prompt in prompts], lm.generate(prompts, params)
+    for found, wanted in zip(together, alone, strict=True):
+        assert found.token_ids == wanted.token_ids
+        chosen = [
+            torch.tensor([next(iter(step.values())).logprob for step in out.logprobs or ()]) for out in (found, wanted)
+        ]
+        assert_near(*chosen)
 
 
 @pytest.mark.few("family", "gemma3", "qwen2_5_vl", "qwen3_vl")
