@@ -72,7 +72,10 @@ WITH_BLOCKS = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe"}
 )
 """Model types with modules for blocks: this package has them, and knows their parts in vLLM."""
-IMAGES: dict[str, str | None] = {"LlavaForConditionalGeneration": None}
+IMAGES: dict[str, str | None] = {
+    "LlavaForConditionalGeneration": None,
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+}
 """Architectures that read images -> architecture of their language model; None: that of its config."""
 PLAIN = {
     "GPT2Block": ("ln_1", "attn", "ln_2", "mlp"),

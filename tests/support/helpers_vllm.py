@@ -118,7 +118,8 @@ def save_image_model(family: str, folder: Path, seed: int = 0, **changes: Any) -
     config = vision_config(family, **{**IMAGE_SIZES, **changes})
     if WORDS[family] is QWEN:
         config.text_config.rope_parameters["mrope_section"] = [8, 4, 4]
-        config.vision_config.out_hidden_size, config.text_config.tie_word_embeddings = WIDTH, False
+        config.vision_config.out_hidden_size = config.text_config.hidden_size
+        config.text_config.tie_word_embeddings = False
     vision_model(config, seed).save_pretrained(folder)
     if family == "llava":  # by the names of LLaVA's own checkpoints, which vLLM reads
         tensors = load_file(folder / "model.safetensors")

@@ -33,7 +33,7 @@ from pymllm_interp.vllm_engine import llm_arguments
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
 
 pytestmark = [needs_vllm, since("0.31", "its LLaVA imports a class that transformers has no more")]
-FAMILIES = ("llava",)
+FAMILIES = ("llava", "qwen2_5_vl")
 OPTIONS: dict[str, Any] = {"max_num_tokens": 24, "inner_sites": ("z",), "limit_mm_per_prompt": {"image": 3}}
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
 Engines = tuple[str, LM, LM]
@@ -41,7 +41,7 @@ Engines = tuple[str, LM, LM]
 
 @pytest.fixture(
     scope="module",
-    params=[one if one == FAMILIES[0] else pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES],
+    params=FAMILIES,
 )
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """A family, its LM over vLLM with prompts in chunks, and our own engine over the same weights."""
@@ -185,25 +185,28 @@ def test_settings_without_images_are_refused_before_the_load(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_are_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**OPTIONS, "tensor_parallel_size": 2, "inner_sites": ()}
     two_ranks(monkeypatch, options)
-    folder = save_image_model("llava", tmp_path / "llava", num_attention_heads=4, num_key_value_heads=2)
-    prompts: list[Any] = [prompt_of("llava", [5, 6, 7], 0, [8, 9], 1), prompt(9, 1), prompt_of("llava", 0, [4])]
-    steer = Steer("resid_post.1", vector(1), 2.0, positions=["image", -1], missing="skip")
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = save_image_model(family, tmp_path / family, **sizes)
+    prompts: list[Any] = [prompt_of(family, [5, 6, 7], 0, [8, 9], 1), prompt(9, 1), prompt_of(family, 0, [4])]
+    steer = Steer("resid_post.1", vector(1, 128), 2.0, positions=["image", -1], missing="skip")
     with vllm_lm(folder, **options) as lm, own_lm(folder) as oracle:
         for ops in (None, [steer]):
             assert_equal(lm, oracle, prompts, interventions=ops, capture=["resid_post.*", "logits"])
 
 
 @pytest.mark.slow
-def test_a_client_of_a_server_gets_our_engines_results(tmp_path: Path) -> None:
-    folder = save_image_model("llava", tmp_path / "llava")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_client_of_a_server_gets_our_engines_results(family: str, tmp_path: Path) -> None:
+    folder = save_image_model(family, tmp_path / family)
     options = [
         "--engine", "vllm", "--dtype", "float32", "--option", "max_model_len=128", "--option", "kv_cache_tokens=2048", "--option",
         "disable_cuda_graph=True", "--option", "gpu_memory_utilization=0.05", "--limit-mm-per-prompt", '{"image": 2}',
     ]  # fmt: skip
-    text, images = placed("llava", "a ", picture(20, 16), " b")
+    text, images = placed(family, "a ", picture(20, 16), " b")
     ask = {"prompt": text, "multi_modal_data": {"image": images}}
     said = [{"role": "user", "content": [{"type": "image", "image": images[0]}, {"type": "text", "text": "what?"}]}]
     with serving(folder, *options, keys=None) as server, LM.connect(server.url) as lm, own_lm(folder) as oracle:
@@ -214,9 +217,10 @@ def test_a_client_of_a_server_gets_our_engines_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_new_weights_forget_the_towers_states(tmp_path: Path) -> None:
-    first, second = (save_image_model("llava", tmp_path / name, seed=i) for i, name in enumerate("ab"))
-    ask = prompt_of("llava", prompt(30, 1), 0, [8, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_weights_forget_the_towers_states(family: str, tmp_path: Path) -> None:
+    first, second = (save_image_model(family, tmp_path / name, seed=i) for i, name in enumerate("ab"))
+    ask = prompt_of(family, prompt(30, 1), 0, [8, 9])
     with vllm_lm(first, **OPTIONS) as lm, own_lm(first) as oracle:
         assert_equal(lm, oracle, [ask], capture=["resid_post.*"])
         for model in (lm, oracle):
