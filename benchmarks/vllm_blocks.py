@@ -55,12 +55,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dummy", action="store_true", help="random weights")
-    parser.add_argument("--eager", action="store_true", help="without graphs and compiler, and without blocks")
+    parser.add_argument("--eager", action="store_true", help="without graphs and compiler")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     options: dict[str, Any] = {"load_format": "dummy"} if args.dummy else {}
-    cases: dict[str, Any] = {"no block": None}
-    cases |= {} if args.eager else {"a block in one step": one_step, "a block in every step": every_step}
+    cases: dict[str, Any] = {"no block": None, "a block in one step": one_step, "a block in every step": every_step}
     found: dict[str, Any] = {}
     with LM(
         args.model,
