@@ -115,7 +115,7 @@ def render(
                 f"{what}: chat_template_kwargs names {shown(name)}, which the chat template does not mention: leave it out"
             )
     try:
-        said, images = template_messages(messages, what, str(template))
+        said, images = template_messages(as_system(messages, str(template)), what, str(template))
         text = tokenizer.apply_chat_template(
             said, tools=tools or None, chat_template=chat_template, tokenize=False,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
@@ -142,6 +142,24 @@ def rendered_conversations(tokenizer: Any, messages: Any, **how: Any) -> list[Re
         ["the conversation"] if len(conversations) == 1 else [f"conversation {i}" for i in range(len(conversations))]
     )
     return [render(tokenizer, own, name, **how) for own, name in zip(conversations, names, strict=True)]
+
+
+def as_system(messages: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:
+    """The messages, with one system message for all developers' messages if the template knows no such role, as in vLLM.
+
+    Templates leave out a role that they do not know. Many take a system message in the first place only, so all become one.
+    """
+    roles = [message.get("role") for message in messages]
+    if "developer" not in roles or "'developer'" in template or '"developer"' in template:
+        return messages
+    found = [dict(message, role="system") if message.get("role") == "developer" else message for message in messages]
+    system = [message for message in found if message.get("role") == "system"]
+    contents = [message.get("content") for message in system]
+    if any(isinstance(content, list | tuple) and any(map(is_image_part, content)) for content in contents):
+        return found  # images keep their places
+    texts = [_text(content, "a system message") for content in contents]
+    others = [message for message in found if message.get("role") != "system"]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 def template_messages(

@@ -287,6 +287,24 @@ def test_chat_is_generate_of_the_rendered_conversation(chatty: LM) -> None:
 
 
 @pytest.mark.local
+def test_a_developer_is_the_system_where_the_template_knows_none(chatty: LM) -> None:
+    """As in vLLM: templates leave out a role that they do not know, and many take one system message, in the first place."""
+    messages = [
+        {"role": "system", "content": "w7"},
+        *MESSAGES,
+        {"role": "developer", "content": [{"type": "text", "text": "w8"}]},
+    ]
+    system = "{{ 'w20 ' + m.content + ' ' if m.role == 'system' }}"
+    roles = f"{{% for m in messages %}}{system}{{{{ m.content if m.role == 'ROLE' }}}}{{% endfor %}}"
+    (out,) = chatty.chat(messages, GREEDY, chat_template=roles.replace("ROLE", "user"))
+    assert out.prompt_token_ids == [20, 7, 8, 1, 2]
+    (out,) = chatty.chat(messages, GREEDY, chat_template=roles.replace("ROLE", "developer"))
+    assert out.prompt_token_ids == [20, 7, 8]
+    (out,) = chatty.chat(messages[:2], GREEDY, chat_template=roles.replace("ROLE", "user"))
+    assert out.prompt_token_ids == [20, 7, 1, 2]
+
+
+@pytest.mark.local
 def test_messages_are_a_prompt_wherever_a_prompt_is(chatty: LM) -> None:
     assert chatty.token_ids(MESSAGES) == TOKENS
     (out,) = chatty.generate(MESSAGES, GREEDY)

@@ -182,9 +182,8 @@ def messages_of(
                 messages.append({"role": "assistant", "content": None, "reasoning": text, "reasoning_content": text})
         elif item.role == "assistant" and last is not None and last["content"] is None and "tool_calls" not in last:
             last["content"] = _text(item.content)
-        else:  # templates leave out a role that they do not know
-            role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _content(item.content)})
+        else:
+            messages.append({"role": item.role, "content": _content(item.content)})
     return messages
 
 
