@@ -28,7 +28,7 @@ from pymllm_interp.runner.partition import Execution
 pytestmark = pytest.mark.skipif(cpu_dispatch.cpu_kernels() is None, reason="the kernels' tests need a C++ compiler")
 
 DTYPES = [torch.float32, torch.bfloat16]
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 32, 33, 64, 257)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 24, 25, 31, 32, 33, 64, 257)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,9 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n, k", [(1, 1), (5, 7), (33, 65), (48, 96), (100, 576), (64, 33), (21, 3001), (12, 1536)])
+@pytest.mark.parametrize(
+    "n, k", [(1, 1), (5, 7), (33, 65), (48, 96), (100, 576), (64, 33), (21, 3001), (12, 1536), (70, 2048)]
+)
 def test_products_equal_torch_and_do_not_depend_on_the_other_rows(n, k, dtype, kernels):
     weight, bias = randn(n, k, dtype=dtype), randn(n, dtype=dtype, seed=1)
     x = randn(1, 300, k, dtype=dtype, seed=2)
@@ -156,9 +158,10 @@ def test_the_variable_names_one_of_the_instruction_sets(monkeypatch):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
-def test_the_kernels_compile_for_a_processor_without_vectors_of_eight():
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "sapphirerapids"])
+def test_the_kernels_compile_for_processors_that_are_not_this_one(processor):
     source = Path(cpu_dispatch.__file__).with_name("cpu_kernels.cpp")
     compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS))
-    command = [compiler, "-std=c++17", "-fopenmp", "-march=x86-64", "-fsyntax-only", str(source)]
+    command = [compiler, "-std=c++17", "-fopenmp", f"-march={processor}", "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -5,13 +5,21 @@
 // product is fused with a sum only in `fma`.
 
 #include "attention.h"
+#include "columns.h"
 #include "products.h"
 #include "rows.h"
 #include "tiles.h"
 
 namespace {
 
+#if HAS_COLUMNS
+bool by_columns;  // products of float32, and of bfloat16 by AVX-512 BF16
+#endif
+
 void gemm(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k, int threads) {
+#if HAS_COLUMNS
+  if (by_columns) return gemm_columns<Singles>(x, w, bias, out, m, n, k, threads);
+#endif
   gemm_rows<Singles>(x, w, bias, out, m, n, k, threads);
 }
 
@@ -24,6 +32,7 @@ void gemm(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t m, 
   if (bf16_isa == AMX) return gemm_amx(x, w, bias, out, m, n, k, threads);
 #endif
 #if HAS_PAIRS
+  if (bf16_isa == AVX512_BF16 && by_columns) return gemm_columns<Pairs>(x, w, bias, out, m, n, k, threads);
   if (bf16_isa == AVX512_BF16) return gemm_rows<Pairs>(x, w, bias, out, m, n, k, threads);
 #endif
   gemm_rows<Widened>(x, w, bias, out, m, n, k, threads);
@@ -117,8 +126,12 @@ EXPORT_GEMM(float, f32)
 EXPORT_GEMM(bf16, bf16)
 #endif
 
-// Called once, before all others. Selects the instructions of bfloat16 products, of those below `most` in Isa. -1: there are none.
+// Called once, before all others. Selects the way of products, and the instructions of bfloat16's, of those up to `most` in Isa. -1: there
+// are none.
 int init(int most) {
+#if HAS_COLUMNS
+  by_columns = !__builtin_cpu_is("intel");
+#endif
 #if HAS_HALVES
 #if HAS_AMX
   if (most >= AMX && tiles_are_granted()) return bf16_isa = AMX;

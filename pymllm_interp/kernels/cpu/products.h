@@ -147,10 +147,10 @@ Multiply<T>* multiply_of(int64_t rows) {
   return multiply<P, ROWS, WIDTH, T>;
 }
 
-// Calls f(first row, rows) of each block of x.
+// Calls f(first row, rows) of each block of x, with at most `most` rows.
 template <class F>
-inline void for_blocks(int64_t rows, F f) {
-  int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+inline void for_blocks(int64_t rows, int64_t most, F f) {
+  int64_t blocks = (rows + most - 1) / most;
   for (int64_t b = 0, row = 0, some; b < blocks; b++, row += some) f(row, some = (rows - row + blocks - b - 1) / (blocks - b));
 }
 
@@ -171,7 +171,7 @@ struct Group {
   void multiply(Rows w, int64_t at, int64_t bytes, int shift, bool last) const {
     int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS, share = (COLS + blocks - 1) / blocks, fetched = 0;
     if (rows < FEW && sizeof(T) == sizeof(float)) share = 0;
-    for_blocks(rows, [&](int64_t row, int64_t some) {
+    for_blocks(rows, MOST_ROWS, [&](int64_t row, int64_t some) {
       for (int64_t c = 0, width; c < cols; c += width) {
         width = cols - c >= COLS ? COLS : 1;
         auto run = width == COLS ? multiply_of<P, COLS, T>(some) : multiply_of<P, 1, T>(some);
@@ -198,7 +198,7 @@ void gemm_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t
   char* packed = (char*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63);  // so no vector is in two lines of the cache
   for (int64_t first = 0; first < m; first += chunk) {
     int64_t some = std::min(chunk, m - first);
-    for_blocks(some, [&](int64_t row, int64_t count) {
+    for_blocks(some, MOST_ROWS, [&](int64_t row, int64_t count) {
       pack<P>({(const char*)(x + (first + row) * k), row_bytes}, count, row_bytes, packed + row * stride);
     });
 #pragma omp parallel num_threads(threads) if (some * n * k > 65536)

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "columns.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_AMX 1
@@ -22,39 +22,14 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-inline void transpose(__m512i r[16]) {  // 16 x 16 words of 32 bits
-  __m512i t[16];
-  for (int i = 0; i < 8; i++) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; i++)
-    for (int j = 0; j < 2; j++) {
-      r[4 * i + 2 * j] = _mm512_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-      r[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-    }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    t[8 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-  }
-  for (int i = 0; i < 4; i++) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88);
-    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
-    r[4 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88);
-    r[12 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
-  }
-}
-
 // x [m, k] -> tiles [m / 16][k / 32][16 pairs][16 rows][2], zeros outside.
 void pack(const bf16* x, bf16* packed, int64_t m, int64_t k) {
   for (int64_t row = 0; row < m; row += TILE)
     for (int64_t i = 0; i < k; i += DEPTH, packed += TILE * DEPTH) {
-      __m512i words[16];
+      Vec words[16];
       for (int r = 0; r < TILE; r++) {
         __mmask32 mask = row + r < m ? (k - i >= DEPTH ? ~0u : (1u << (k - i)) - 1) : 0;
-        words[r] = _mm512_maskz_loadu_epi16(mask, x + (row + r) * k + i);
+        words[r] = (Vec)_mm512_maskz_loadu_epi16(mask, x + (row + r) * k + i);
       }
       transpose(words);
       memcpy(packed, words, sizeof words);
@@ -63,13 +38,13 @@ void pack(const bf16* x, bf16* packed, int64_t m, int64_t k) {
 
 // Writes a tile of sums [16 outputs][16 rows] to out [rows, n].
 inline void write_tile(const float* sums, const bf16* bias, bf16* out, int64_t rows, int64_t cols, int64_t n) {
-  __m512i words[16];
+  Vec words[16];
   memcpy(words, sums, sizeof words);
   transpose(words);
   Vec shift = bias ? load_upto(bias, cols) : Vec{};
   __mmask16 mask = (1u << cols) - 1;
   for (int64_t r = 0; r < rows; r++) {
-    Vec value = bias ? (Vec)words[r] + shift : (Vec)words[r];
+    Vec value = bias ? words[r] + shift : words[r];
     _mm256_mask_storeu_epi16(out + r * n, mask, (__m256i)_mm512_cvtneps_pbh((__m512)value));
   }
 }
