@@ -13,7 +13,7 @@ from ...core.current_pass import current_batch
 from ...core.forward_batch import ForwardBatch, Registers
 from ...core.model_spec import ModelSpec, delta_site, mlp_add
 from ...layers.edits.base import apply_and_capture, apply_at, capture_at
-from ...layers.moe import ClampedExperts, LogitRouter
+from ...layers.moe import CLAMP_ALPHA, CLAMP_LIMIT, ClampedExperts, LogitRouter
 from ...layers.norm import OnceRMSNorm
 from ...layers.rope import HalvedRotaryEmbedding
 from ..base import ResidualBranch, Rotation
@@ -116,3 +116,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     decoder_cls = GptOssModel
     quantised_methods, quantises = frozenset({"mxfp4"}), False
+
+    @classmethod
+    def implements(cls, config: PretrainedConfig) -> bool:
+        alpha, limit = getattr(config, "swiglu_alpha", CLAMP_ALPHA), getattr(config, "swiglu_limit", CLAMP_LIMIT)
+        return (alpha, limit) == (CLAMP_ALPHA, CLAMP_LIMIT)

@@ -32,6 +32,8 @@ from .qwen import Qwen3Attention
 
 LINEAR = "linear_attention"
 """The type of layers with a gated delta net, in the config."""
+OF_CONVOLUTION = ("silu", "swish")
+"""Names of the activation function behind the convolution. With `hidden_act`, transformers changes it in the MLPs and here."""
 
 
 class Projected(NamedTuple):
@@ -323,6 +325,10 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
         self.spec = replace(spec, states=recurrent_places(self.state_layouts, spec.num_hidden_layers))
 
     @classmethod
+    def implements(cls, config: PretrainedConfig) -> bool:
+        return config.get_text_config().hidden_act in OF_CONVOLUTION
+
+    @classmethod
     def parameter_name(cls, name: str) -> str:
         """Checkpoints of the multimodal model have the decoder as `language_model`."""
         return name.replace("model.language_model.", "model.", 1) if name.startswith("model.language_model.") else name
@@ -392,7 +398,8 @@ class Qwen3NextForCausalLM(SparseForCausalLM):
 
     @classmethod
     def implements(cls, config: PretrainedConfig) -> bool:
-        return config.decoder_sparse_step == 1 and not config.mlp_only_layers and config.num_experts > 0
+        sparse = config.decoder_sparse_step == 1 and not config.mlp_only_layers and config.num_experts > 0
+        return sparse and config.hidden_act in OF_CONVOLUTION
 
     def parameters_of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         return super().parameters_of(_without_drafts(weights))
