@@ -135,6 +135,10 @@ def _of_settings(config: Any) -> Iterator[tuple[bool, str]]:
             f"multimodal models other than {', '.join(IMAGES)}: their language model by itself is served",
         ),
         (
+            _turns_in_sections(getattr(model, "hf_text_config", None)),
+            "Qwen3-VL without mrope_interleaved in its rope_parameters, where vLLM turns other channels: set it to true",
+        ),
+        (
             _is_multimodal(model) and getattr(model.multimodal_config, NORMALIZES, False),
             f"{NORMALIZES}, as images come normalised: {NORMALIZES}=False",
         ),
@@ -166,6 +170,12 @@ def _of_settings(config: Any) -> Iterator[tuple[bool, str]]:
 def _passes(config: Any, name: str) -> bool:
     found = getattr(getattr(config.compilation_config, "pass_config", None), name, False)
     return found is True
+
+
+def _turns_in_sections(text: Any) -> bool:
+    """Whether vLLM turns channels of Qwen3-VL in the order of Qwen2.5-VL, where channels of an axis follow each other."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return getattr(text, "model_type", "") == "qwen3_vl_text" and not rope.get("mrope_interleaved")
 
 
 def _is_multimodal(model: Any) -> bool:

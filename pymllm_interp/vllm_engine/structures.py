@@ -41,6 +41,7 @@ LAYERS = {
     "Qwen2MoeDecoderLayer": "post_attention_layernorm",
     "Qwen3DecoderLayer": "post_attention_layernorm",
     "Qwen3MoeDecoderLayer": "post_attention_layernorm",
+    "Qwen3VLDecoderLayer": "post_attention_layernorm",
     "GemmaDecoderLayer": "post_attention_layernorm",
     "Glm4DecoderLayer": "post_attention_layernorm",
     "Glm4MoeDecoderLayer": "post_attention_layernorm",
@@ -75,6 +76,7 @@ WITH_BLOCKS = frozenset(
 IMAGES: dict[str, str | None] = {
     "LlavaForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
 }
 """Architectures that read images -> architecture of their language model; None: that of its config."""
 PLAIN = {
@@ -122,6 +124,7 @@ class Structure:
         blocks: the decoder layers.
         summands: number of a site -> the module with this output, where no norm gets it in a pair.
         is_plain: whether norms get the stream only, from layers of `PLAIN`.
+        enlarged: number of first layers that vLLM adds states of images behind. The stream's sites show it without.
     """
 
     count: int
@@ -130,6 +133,7 @@ class Structure:
     blocks: dict[int, nn.Module]
     summands: dict[int, nn.Module]
     is_plain: bool
+    enlarged: int = 0
 
     @property
     def taps(self) -> int:
@@ -181,7 +185,9 @@ def structure_of(model: Any) -> Structure:
     plain = any(type(layer).__name__ in PLAIN for layer in own.values())
     # Some models have the norm on all pipeline ranks, and call it on the last.
     ends_here = len(blocks) - 1 in own and type(last).__name__ != ELSEWHERE
-    return Structure(len(blocks), found, last if ends_here else None, own, summands, plain)
+    enlarged = getattr(model, "deepstack_num_level", 0)
+    assert enlarged < len(blocks), "sites behind the last layer are those of the norm that follows"
+    return Structure(len(blocks), found, last if ends_here else None, own, summands, plain, enlarged)
 
 
 def _parts_of(layer: Any) -> tuple[str, str, str, str]:

@@ -117,7 +117,7 @@ def save_image_model(family: str, folder: Path, seed: int = 0, **changes: Any) -
     """
     config = vision_config(family, **{**IMAGE_SIZES, **changes})
     if WORDS[family] is QWEN:
-        config.text_config.rope_parameters["mrope_section"] = [8, 4, 4]
+        config.text_config.rope_parameters |= {"mrope_section": [8, 4, 4], "mrope_interleaved": family == "qwen3_vl"}
         config.vision_config.out_hidden_size = config.text_config.hidden_size
         config.text_config.tie_word_embeddings = False
     vision_model(config, seed).save_pretrained(folder)

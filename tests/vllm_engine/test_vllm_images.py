@@ -33,16 +33,13 @@ from pymllm_interp.vllm_engine import llm_arguments
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
 
 pytestmark = [needs_vllm, since("0.31", "its LLaVA imports a class that transformers has no more")]
-FAMILIES = ("llava", "qwen2_5_vl")
+FAMILIES = ("llava", "qwen3_vl", "qwen2_5_vl")
 OPTIONS: dict[str, Any] = {"max_num_tokens": 24, "inner_sites": ("z",), "limit_mm_per_prompt": {"image": 3}}
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
 Engines = tuple[str, LM, LM]
 
 
-@pytest.fixture(
-    scope="module",
-    params=FAMILIES,
-)
+@pytest.fixture(scope="module", params=[*FAMILIES[:2], pytest.param(FAMILIES[2], marks=pytest.mark.slow)])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """A family, its LM over vLLM with prompts in chunks, and our own engine over the same weights."""
     folder = save_image_model(request.param, tmp_path_factory.mktemp(request.param))
@@ -176,6 +173,11 @@ def test_settings_without_images_are_refused_before_the_load(tmp_path: Path) -> 
     ):  # fmt: skip
         with pytest.raises(VllmRefusalError, match=f"{next(iter(options))}.* for a model with images"):
             vllm_lm(folder, **options)
+    other = save_image_model("qwen3_vl", tmp_path / "qwen3_vl")
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace('"mrope_interleaved": true', '"mrope_interleaved": false'))
+    with pytest.raises(VllmRefusalError, match="without mrope_interleaved"):
+        vllm_lm(other)
     from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
 
     own = {"model": str(folder), "dtype": "float32", "max_model_len": 128, **llm_arguments()}

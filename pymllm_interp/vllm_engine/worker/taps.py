@@ -90,11 +90,32 @@ def put_taps(structure: Structure, handle: int, within: bool = False) -> None:
         _put_plain_taps(structure, handle)
         return
     for layer, (first, middle) in structure.layers.items():
-        _tap(first, input_add(layer), handle, within)
+        if 0 < layer <= structure.enlarged:
+            _tap_output(structure.blocks[layer - 1], input_add(layer), handle)
+        else:
+            _tap(first, input_add(layer), handle, within)
         if middle is not None:
             _tap(middle, attention_add(layer), handle, within)
     if structure.last is not None:
         _tap(structure.last, input_add(structure.count), handle, within, final_norm_site(structure.count))
+
+
+@cache
+def _ending_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of a decoder layer's class that calls the op with its output, a pair."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        delta, stream = super(tapped, self).forward(*args, **kwargs)
+        torch.ops.pymllm_interp.pair_(delta, stream, self.tap_add, self.tap_handle)
+        return delta, stream
+
+    tapped: Any = type(f"Tapped{base.__name__}", (base,), {"forward": forward})
+    return tapped
+
+
+def _tap_output(layer: Any, residual_add: int, handle: int) -> None:
+    layer.tap_add, layer.tap_handle = residual_add, handle
+    layer.__class__ = _ending_class(type(layer))
 
 
 def _put_plain_taps(structure: Structure, handle: int) -> None:
