@@ -24,6 +24,7 @@ class VllmImages:
     def __init__(self, model_config: Any) -> None:
         from vllm.multimodal import MULTIMODAL_REGISTRY  # pyright: ignore[reportMissingImports]
 
+        self._config = model_config.hf_config
         self._processor: Any = MULTIMODAL_REGISTRY.create_processor(model_config)
 
     @classmethod
@@ -47,7 +48,11 @@ class VllmImages:
         """The features of an image, with vLLM's description of how they are batched."""
         from vllm.multimodal.inputs import MultiModalKwargsItems  # pyright: ignore[reportMissingImports]
 
-        inputs = BatchFeature(dict(image.features))
+        features = dict(image.features)
+        if self._config.model_type == "internvl":  # names that vLLM's processor adds
+            features["image_num_patches"] = torch.tensor([len(features["pixel_values"])])
+            features["image_token_id"] = torch.tensor(self._config.image_token_id)
+        inputs = BatchFeature(features)
         fields = self._processor._get_mm_fields_config(inputs, {})
         return MultiModalKwargsItems.from_hf_inputs(inputs, fields)[IMAGE][0]
 

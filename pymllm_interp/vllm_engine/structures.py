@@ -74,7 +74,9 @@ WITH_BLOCKS = frozenset(
 )
 """Model types with modules for blocks: this package has them, and knows their parts in vLLM."""
 IMAGES: dict[str, str | None] = {
+    "InternVLForConditionalGeneration": None,
     "LlavaForConditionalGeneration": None,
+    "Mistral3ForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
 }

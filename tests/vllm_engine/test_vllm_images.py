@@ -187,6 +187,28 @@ def test_settings_without_images_are_refused_before_the_load(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["internvl", "mistral3"])
+def test_families_without_sites_of_a_tower_are_our_engines(family: str, tmp_path: Path) -> None:
+    """Images in chunks that cut them, of several tiles and sizes, beside each other and behind cached KV."""
+    folder = save_image_model(family, tmp_path / family)
+    one, two, wide = picture(20, 16), picture(12, 20, seed=3), picture(40, 16, seed=4)
+    places = [("see ", one, " and ", two, "?"), ("a ", wide), (two, " b ", one, wide), ("text",)]
+    texts = [placed(family, *parts) for parts in places]
+    prompts = [{"prompt": text, "multi_modal_data": {"image": images}} if images else text for text, images in texts]
+    ops: list[Any] = [
+        [Steer("resid_post.1", vector(1), 2.0, positions="image[1]")],
+        [Ablate("attn_out.0", vector(3), positions="image")],
+        [Scale("mlp_out.2", 0.5, positions=["text", "image[0]"])],
+        None,
+    ]
+    captures: list[Any] = [["resid_post.*", "logits"], [Capture("resid_mid.*", positions="image")], ["embed"], None]
+    with vllm_lm(folder, **OPTIONS) as lm, own_lm(folder) as oracle:
+        for specs in (None, ops, None, ops):
+            assert_equal(lm, oracle, prompts, interventions=specs)
+        assert_equal(lm, oracle, prompts, interventions=ops, capture=captures)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_are_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**OPTIONS, "tensor_parallel_size": 2, "inner_sites": ()}
