@@ -24,6 +24,7 @@ from ..core.families import (
 from ..core.model_spec import ModelSpec, has_images
 from ..core.unsupported import MULTIMODAL, UnsupportedModelError
 from ..layers.quantization.unallocated import unallocated_weights
+from ..utils.huge_pages import take_huge_pages
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
 from .native.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
@@ -246,6 +247,7 @@ def load_model(
         )
     if stored is None and quantize is None:
         model = cls(config, spec, device, max_positions)
+        take_huge_pages(model)
         if folder is None:
             init_dummy_weights(model, seed)
         else:
