@@ -24,7 +24,6 @@ from ..core.families import (
 from ..core.model_spec import ModelSpec, has_images
 from ..core.unsupported import MULTIMODAL, UnsupportedModelError
 from ..layers.quantization.unallocated import unallocated_weights
-from ..utils.huge_pages import take_huge_pages
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
 from .native.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
@@ -39,6 +38,7 @@ from .transformers.encoder_decoder.spec import decoder_spec
 from .transformers.structure import config_spec
 from .vision.vision_model import TEXT_MODELS, Gemma3ForConditionalGeneration, VisionLanguageForCausalLM
 from .weights.formats import METHODS, QuantizationFormat, method_of
+from .weights.huge_pages import take_huge_pages
 from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
 from .weights.quantized import init_dummy_quantized, load_quantized, round_rows
 

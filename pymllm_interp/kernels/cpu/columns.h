@@ -2,9 +2,10 @@
 //
 // LANES rows of the weight are transposed on their way, so that a vector has one output a lane, and elements of x are broadcast. No sum
 // over lanes is left, which rows as short as a small model's feel, and memory is fetched in the order of need. By products.h, one thread
-// of a Zen 5 takes 1.13 / 1.13 / 1.29 times as long for SmolLM2-135M's products of float32 with 1 / 8 / 32 rows of x, and in bfloat16
-// 1.44 / 0.95 / 0.98 times; for rows of 2,048 and 8,192 elements 0.96 / 1.37 / 1.32 and 1.30 / 1.07 / 1.10. With vectors of AVX2, 8 rows took 1.4
-// times as long as there. Intel's was not measured: of its two ports that multiply, one transposes.
+// of a Zen 5 takes 1.29 / 1.12 / 1.35 times as long for SmolLM2-135M's products of float32 with 1 / 8 / 32 rows of x, and in bfloat16
+// 1.47 / 1.13 / 1.06 times; for rows of 2,048 and 8,192 elements 0.99 / 1.16 / 1.16 and 1.26 / 1.14 / 1.06. With 9 to 16 rows, bfloat16 is
+// up to 1.1 times slower than there. With vectors of AVX2, 8 rows took 1.4 times as long. Intel's was not measured: of its two ports that
+// multiply, one transposes.
 #pragma once
 
 #include "products.h"
@@ -47,20 +48,41 @@ inline void transpose(Vec v[16]) {
   memcpy(v, r, sizeof r);
 }
 
-// A step of `count` rows as columns: LANES vectors. Zeros are behind the rows' last bytes.
-inline void columns_of(Rows rows, int64_t count, int64_t at, int64_t bytes, Vec* columns) {
+// The same of rows in memory. Quarters of four rows are put together by loads: few rows of x take 0.9 of the time. With many, whose next
+// weights are fetched between, it is no faster.
+inline void transpose_quarters(Rows rows, Vec* columns) {
+  repeat<4>([&](auto quarter) {
+    __m512 v[4], pairs[4];
+    repeat<4>([&](auto r) {
+      auto words = [&](int64_t row) { return _mm_loadu_ps((const float*)rows.from(row, quarter * 16).at); };
+      v[r] = _mm512_mask_broadcast_f32x4(_mm512_castps128_ps512(words(r)), 0x00f0, words(r + 4));
+      v[r] = _mm512_mask_broadcast_f32x4(_mm512_mask_broadcast_f32x4(v[r], 0x0f00, words(r + 8)), 0xf000, words(r + 12));
+    });
+    repeat<2>([&](auto i) {
+      pairs[2 * i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]);
+      pairs[2 * i + 1] = _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+    });
+    repeat<2>([&](auto i) {
+      columns[quarter * 4 + 2 * i] = (Vec)_mm512_unpacklo_pd((__m512d)pairs[i], (__m512d)pairs[i + 2]);
+      columns[quarter * 4 + 2 * i + 1] = (Vec)_mm512_unpackhi_pd((__m512d)pairs[i], (__m512d)pairs[i + 2]);
+    });
+  });
+}
+
+// A step of `count` rows: LANES vectors. Zeros are behind the rows' last bytes.
+inline void load_rows(Rows rows, int64_t count, int64_t at, int64_t bytes, Vec* out) {
   if (count >= LANES && bytes - at >= STEP)
-    repeat<LANES>([&](auto r) { columns[r] = load((const float*)rows.from(r, at).at); });
+    repeat<LANES>([&](auto r) { out[r] = load((const float*)rows.from(r, at).at); });
   else
-    for (int64_t r = 0; r < LANES; r++) columns[r] = words_at(rows.from(std::min(r, count - 1), at).at, bytes - at);
-  transpose(columns);
+    for (int64_t r = 0; r < LANES; r++) out[r] = words_at(rows.from(std::min(r, count - 1), at).at, bytes - at);
 }
 
 // Columns of at most LANES rows, `stride` floats from each other. Each is written as a whole vector.
 inline void pack_columns(Rows rows, int64_t count, int64_t bytes, float* out, int64_t stride) {
   for (int64_t at = 0; at < bytes; at += STEP) {
     Vec columns[LANES];
-    columns_of(rows, count, at, bytes, columns);
+    load_rows(rows, count, at, bytes, columns);
+    transpose(columns);
     repeat<LANES>([&](auto i) { store(out + i * stride, columns[i]); });
     out += LANES * stride;
   }
@@ -79,8 +101,8 @@ void multiply_columns(const float* x, const float* w, int64_t bytes, Fetched nex
   for (int64_t at = 0; at < bytes; at += STEP) {
     const char* line = next.rows.at + at;
     for (int64_t i = 0; i < LANES; i++, x += ROWS, w += WIDTH, line += next.rows.stride) {
-      if (next.sides > 0) __builtin_prefetch(line, 0, 2);
-      if (next.sides > 1) __builtin_prefetch(line + LANES * next.rows.stride, 0, 2);
+      if (next.sides > 0) __builtin_prefetch(line, 0, 3);
+      if (next.sides > 1) __builtin_prefetch(line + LANES * next.rows.stride, 0, 3);
       Vec weights[SIDES];
       repeat<SIDES>([&](auto c) { weights[c] = load(w + c * LANES); });
       repeat<ROWS>([&](auto r) {
@@ -90,6 +112,14 @@ void multiply_columns(const float* x, const float* w, int64_t bytes, Fetched nex
     }
   }
   repeat<ROWS * SIDES>([&](auto i) { store(sums + i * LANES, (first ? Vec{} : load(sums + i * LANES)) + totals[i]); });
+}
+
+// A step of `count` rows as columns. Not `near`: a line could be gone from the L1 cache before its last quarter, so rows are copied.
+inline void columns_of(Rows rows, int64_t count, int64_t at, int64_t bytes, bool near, Vec* columns) {
+  if (near && count >= LANES && bytes - at >= STEP) return transpose_quarters(rows.from(0, at), columns);
+  Vec copied[LANES];
+  load_rows(rows, count, at, bytes, copied);
+  transpose_quarters({(const char*)copied, STEP}, columns);
 }
 
 // Fetches a line of LANES rows, to the L1 cache unless they share a set of it.
@@ -110,9 +140,9 @@ void multiply_few(const float* x, Rows w, int64_t count, int64_t bytes, int64_t 
   for (int64_t part = 0; part < bytes; part += part_bytes) {
     Vec products[ROWS] = {};
     for (int64_t at = part; at < std::min(bytes, part + part_bytes); at += STEP, x += LANES * ROWS) {
-      Vec columns[LANES];
       fetch_rows(w.from(0, at + ahead < bytes ? at + ahead : next + at + ahead), near);
-      columns_of(w, count, at, bytes, columns);
+      Vec columns[LANES];
+      columns_of(w, count, at, bytes, near, columns);
       repeat<LANES>([&](auto i) {
         repeat<ROWS>([&](auto r) {
           Vec value = (Vec)_mm512_set1_ps(x[i * ROWS + r]);

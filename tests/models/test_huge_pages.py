@@ -10,7 +10,7 @@ from conftest import COMMON
 from helpers_runner import make_runner
 from transformers import LlamaConfig
 
-from pymllm_interp.utils.huge_pages import HUGE_PAGE
+from pymllm_interp.models.weights.huge_pages import HUGE_PAGE
 
 
 def flags_at(address: int) -> list[str]:
