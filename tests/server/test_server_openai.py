@@ -136,6 +136,22 @@ def test_a_chat_is_the_local_one_and_streams(api, served_folder):
     assert text == whole.choices[0].message.content
 
 
+def test_a_chats_prompt_stands_beside_its_choices(api, lm):
+    """As in vLLM, whose clients read it there. A completion has it in its choices."""
+    arguments = {
+        "model": api.models.list().data[0].id, "messages": [{"role": "user", "content": "w4 w5"}], "max_tokens": 2, "n": 2,
+        "extra_body": {"return_token_ids": True, "prompt_logprobs": 1},
+    }  # fmt: skip
+    found = api.chat.completions.create(**arguments)
+    (local,) = lm.generate(["w4 w5 w1"], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    assert found.prompt_token_ids == local.prompt_token_ids and len(found.choices[0].token_ids) == 2
+    for own, entry in zip(local.prompt_logprobs[1:], found.prompt_logprobs[1:], strict=True):
+        assert {int(t): e["rank"] for t, e in entry.items()} == {t: e.rank for t, e in own.items()}
+    assert not any(hasattr(choice, name) for choice in found.choices for name in ("prompt_token_ids", "prompt_logprobs"))
+    first, *_ = api.chat.completions.create(**arguments, stream=True)
+    assert first.prompt_token_ids == local.prompt_token_ids
+
+
 def test_interventions_and_captures_act_as_the_objects_do(api, server, lm):
     torch.manual_seed(3)
     vector = torch.randn(72)

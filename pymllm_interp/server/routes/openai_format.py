@@ -21,6 +21,8 @@ from .generation import CompletionPiece, Prompt
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have; as in vLLM."""
+OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
+"""Fields that a completion has in its choices, and a chat beside them, as in vLLM."""
 
 
 class Format:
@@ -53,7 +55,10 @@ class Format:
         object_ = "chat.completion" if self.chat else "text_completion"
         if chunk and self.chat:
             object_ += ".chunk"
-        return {"id": self.id, "object": object_, "created": self.created, "model": self.name, "choices": choices}
+        of_prompt = {name: found for name in OF_PROMPT if self.chat for one in choices if (found := one.pop(name, None))}
+        return {
+            "id": self.id, "object": object_, "created": self.created, "model": self.name, "choices": choices, **of_prompt
+        }  # fmt: skip
 
     def choice(self, index: int, prompt: Prompt, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
         """A choice, or a chunk's part of it."""

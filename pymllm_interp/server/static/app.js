@@ -139,7 +139,8 @@ async function direction(site) {
 
 function stream(body, onChoice) {
   const path = body.messages ? "v1/chat/completions" : "v1/completions";
-  return events(path, { ...body, stream: true }, (data) => data.choices.forEach(onChoice));
+  const onEvent = ({ prompt_token_ids, choices }) => choices.forEach((choice) => onChoice({ prompt_token_ids, ...choice }));
+  return events(path, { ...body, stream: true }, onEvent);
 }
 
 async function events(path, body, onEvent) {
