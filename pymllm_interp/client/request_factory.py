@@ -43,7 +43,7 @@ from .detokenizer import StopStrings
 from .facts import ModelFacts
 from .prompt_batch import pad_together, prompts_of, repeated
 from .prompts import captures_for_each_prompt, declared_for_each_prompt
-from .request_options import adapters_of, check_boundary, check_embedded, max_tokens_of, num_objects, truncated
+from .request_options import adapters_of, check_boundary, check_embedded, max_tokens_of, neutral, num_objects, truncated
 
 RELEASED = "the engine was shut down, and its model released"
 PROMPT_LOGITS = Capture("logits", positions="prompt")
@@ -185,6 +185,8 @@ class RequestFactory:
         words, size = params.bad_words, self.facts.limits.vocab_size
         bad_words = self.facts.banned + (bad_word_ids(self.tokenizer, words, size, what) if words else ())
         max_tokens = max_tokens_of(self.facts.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
+        if not self.facts.limits.generates:
+            params, bad_words = neutral(params, what), ()
         if images:
             check_embedded(params, what, "images")
         if embeds is not None:
@@ -201,7 +203,7 @@ class RequestFactory:
             stops |= frozenset(params.stop_token_ids)
         if params.allowed_token_ids is not None:
             check_allowed(params, bad_words, stops | ignored, what)
-        masked = params.constraint is not None or params.structured_outputs is not None
+        masked = params.max_tokens != 0 and (params.constraint is not None or params.structured_outputs is not None)
         requests = list[Request]()
         for index in range(params.n):
             requests.append(
@@ -219,9 +221,7 @@ class RequestFactory:
                     embeds=embeds,
                     images=images,
                     bad_words=bad_words,
-                    constraint=constraint_of(params, self.grammars, size, what)
-                    if masked and params.max_tokens != 0
-                    else None,
+                    constraint=constraint_of(params, self.grammars, size, what) if masked else None,
                     eos_token_id=None if params.ignore_eos else self.eos_token_id,
                     forward_only=forward_only,
                     one_pass=self.facts.spec.bidirectional,

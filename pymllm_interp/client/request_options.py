@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -207,6 +208,22 @@ def check_embedded(params: SamplingParams, what: str, kind: str = "embeddings") 
     for name in ("truncate_prompt_tokens", "prompt_logprobs")[: 2 if kind == "embeddings" else 1]:
         if getattr(params, name) is not None:
             raise PromptError(f"{what} has {kind}, and {name} is of a prompt's tokens: leave it out")
+
+
+def neutral(params: SamplingParams, what: str) -> SamplingParams:
+    """Parameters for a model with labels, which samples no token: nothing in them indexes logits by tokens.
+
+    Raises:
+        PromptError: log probabilities of the prompt.
+    """
+    if params.prompt_logprobs is not None:
+        raise PromptError(
+            f"{what}: prompt_logprobs are a language modelling head's, and this model has none: leave them out"
+        )
+    return replace(
+        params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0, logit_bias=None, allowed_token_ids=None,
+        bad_words=None, min_tokens=0,
+    )  # fmt: skip
 
 
 def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:

@@ -153,7 +153,7 @@ class GenerationRequest(SharedRequest):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = Field(None, description="the form of the text, as of OpenAI's")
     prompt_logprobs: StrictInt | None = None
-    return_token_ids: bool | None = Field(None, description="token_ids in each choice, and prompt_token_ids: of a completion in its choices, of a chat beside them")
+    return_token_ids: bool | None = Field(None, description="token_ids in each choice, and prompt_token_ids")
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS, tiny_tokenizer
+from conftest import CONFIGS, held, tiny_tokenizer
 from helpers_devices import DEVICES, lm_on
 from helpers_pooling import classifier
 from transformers import PreTrainedModel
@@ -69,6 +69,23 @@ def test_labels_of_tokens_have_a_bias_and_stand_at_each_position(folder_of) -> N
         outs = lm.forward(PROMPTS)
         close([out.logits for out in outs], [logits(model, ids) for ids in PROMPTS])
         lm.shutdown()
+
+
+OF_TOKENS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3}, {"frequency_penalty": 0.5}, {"logit_bias": {5: 1.0}}, {"allowed_token_ids": [5]},
+    {"bad_words": ["w7"]}, {"logprobs": 3}, {"stop_token_ids": [9]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_parameters_of_tokens_fail_no_step_of_labels(impl: str, folder_of) -> None:
+    """They would index labels by token ids, and end all requests of their step."""
+    with LM(folder_of(classifier("llama", 2)), dtype="float32", impl=impl, kv_cache_tokens=512) as lm:
+        with held(lm):
+            handles = [lm.submit(PROMPTS[0], SamplingParams(max_tokens=0, **own)) for own in ({}, *OF_TOKENS)]
+        assert [handle.result().finish_reason for handle in handles] == ["length"] * len(handles)
+        with pytest.raises(PromptError, match=r"prompt_logprobs are a language modelling head's"):
+            lm.generate(PROMPTS, SamplingParams(max_tokens=0, prompt_logprobs=0))
 
 
 @pytest.mark.parametrize("device", DEVICES)

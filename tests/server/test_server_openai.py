@@ -147,7 +147,9 @@ def test_a_chats_prompt_stands_beside_its_choices(api, lm):
     assert found.prompt_token_ids == local.prompt_token_ids and len(found.choices[0].token_ids) == 2
     for own, entry in zip(local.prompt_logprobs[1:], found.prompt_logprobs[1:], strict=True):
         assert {int(t): e["rank"] for t, e in entry.items()} == {t: e.rank for t, e in own.items()}
-    assert not any(hasattr(choice, name) for choice in found.choices for name in ("prompt_token_ids", "prompt_logprobs"))
+    assert not any(
+        hasattr(choice, name) for choice in found.choices for name in ("prompt_token_ids", "prompt_logprobs")
+    )
     first, *_ = api.chat.completions.create(**arguments, stream=True)
     assert first.prompt_token_ids == local.prompt_token_ids
 

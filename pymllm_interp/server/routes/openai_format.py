@@ -55,7 +55,9 @@ class Format:
         object_ = "chat.completion" if self.chat else "text_completion"
         if chunk and self.chat:
             object_ += ".chunk"
-        of_prompt = {name: found for name in OF_PROMPT if self.chat for one in choices if (found := one.pop(name, None))}
+        of_prompt = {
+            name: found for name in OF_PROMPT if self.chat for one in choices if (found := one.pop(name, None))
+        }
         return {
             "id": self.id, "object": object_, "created": self.created, "model": self.name, "choices": choices, **of_prompt
         }  # fmt: skip
