@@ -137,6 +137,8 @@ def _launch_rope(
 ) -> torch.Tensor:
     tokens, heads, head_dim = x.shape
     out = x.new_empty(tokens, heads - 2 * kv_heads, head_dim) if out is None else out
+    if cos.stride(-1) != 1 or signed_sin.stride() != cos.stride():
+        cos, signed_sin = cos.contiguous(), signed_sin.contiguous()
     if tokens:
         turned = head_dim if turned is None else turned
         head_block, half_block = (

@@ -210,6 +210,8 @@ def test_a_rotation_equals_torch_bit_for_bit(tokens, heads, head_dim, dtype):
     assert out.is_contiguous() and torch.equal(x, kept)
     exact = turn(tokens, head_dim, torch.float32)  # products are not rounded, as in transformers' vision towers
     equal(kernels.rope(x, *exact), reference(rope.apply_rope, x, *exact).to(dtype))
+    by_columns = [part.transpose(0, 2).contiguous().transpose(0, 2) for part in turned]
+    assert torch.equal(kernels.rope(x, *by_columns), out), "a rotation with another layout"
 
 
 @pytest.mark.thin(3)

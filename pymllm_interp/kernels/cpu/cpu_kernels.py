@@ -239,6 +239,7 @@ def decode_layer(
     h, total, out = h.contiguous(), torch.empty_like(h), torch.empty_like(h)
     (_, requests, hidden), (_, kv_heads, head_dim) = h.shape, k_cache.shape
     assert len(lens) == len(table_rows) == len(slots) == requests, "one query for each request, without padding"
+    assert cos.stride(2) == 1 and cos.stride() == signed_sin.stride(), "rows of the rotation lie in one piece"
     addresses = [address for pair in products for address in (pair[0].data_ptr(), _address(pair[1]))]
     q_norm, k_norm = head_norms or (None, None)
     _decode_layer[h.dtype](
