@@ -1,7 +1,10 @@
-"""Pipeline ranks and data parallel engines of vLLM against our own engine, and a rank that is stopped."""
+"""Pipeline ranks and data parallel engines of vLLM against our own engine, and ranks that are stopped, or lose their client."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +38,7 @@ from safetensors.torch import load_file
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.captures import Features, Lens, Project
 from pymllm_interp.interventions import Generated, Monitor
+from pymllm_interp.vllm_engine.orphans import shared_by
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 
 pytestmark = needs_vllm
@@ -308,3 +312,33 @@ def test_experts_that_move_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(found[0], found[1]) and torch.equal(
         found[0][:, :2].sort(-1)[0].long(), scores.topk(2)[1].sort(-1)[0]
     )
+
+
+CLIENT = """
+import sys
+from pymllm_interp import LM, SamplingParams
+
+if __name__ == "__main__":
+    small = dict(dtype="float32", max_model_len=128, kv_cache_tokens=2048, disable_cuda_graph=True, gpu_memory_utilization=0.05)
+    with LM(sys.argv[1], engine="vllm", tensor_parallel_size=int(sys.argv[2]), **small) as lm:
+        print("serves", flush=True)
+        while True:
+            lm.generate([[1, 2, 3]], SamplingParams(max_tokens=100, ignore_eos=True))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ranks_end_after_a_client_that_was_killed(ranks: int, tmp_path: Path) -> None:
+    import psutil  # pyright: ignore[reportMissingModuleSource]
+
+    (tmp_path / "client.py").write_text(CLIENT)
+    command = [sys.executable, str(tmp_path / "client.py"), str(save_model("llama", tmp_path / "model")), str(ranks)]
+    bound = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[:ranks])}
+    with subprocess.Popen(command, env=bound, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None and any(line == "serves\n" for line in client.stdout)
+        left = psutil.Process(client.pid).children(recursive=True)
+        segments = {Path("/dev/shm", name) for one in left for name in shared_by(one.pid)}
+        assert len(left) >= ranks and (segments or ranks == 1)
+        client.kill()
+        assert not psutil.wait_procs(left, 30)[1], "processes that nobody can reach any more"
+    assert not [segment for segment in segments if segment.exists()]

@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import isfunction
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from ...models.weights.source import load_tokenizer, resolve_model
 from ...utils.stage_times import TIMES
 from ...wire.weights import received
 from ..faults import told
+from ..orphans import Client, end_with
 from ..payloads import TensorKey
 from ..refusals import refuse_config
 from ..results import host_name, pid_space
@@ -143,13 +144,18 @@ class InterpWorker:
     def _hooks(self) -> HooksOf:
         return self.model_runner.interp
 
-    def interp_open(self, key: bytes) -> dict[str, Any]:
+    def interp_open(self, key: bytes, client: Sequence[Any] | None = None) -> dict[str, Any]:
         """Take hooks that were sealed with this key.
+
+        Args:
+            client: the fields of the `Client` that this rank ends with, or None.
 
         Returns:
             the properties of this rank. The first rank of each pipeline stage has an address of results.
         """
         self._hooks.open(key)
+        if client is not None:
+            end_with(Client(*client))
         own, model = self._hooks.stage, cast(Any, self.model_runner).get_model()
         if own.rank == 0 and self.egress is None:
             self.egress = Egress(key, own.finish, own.rows, own.arena)

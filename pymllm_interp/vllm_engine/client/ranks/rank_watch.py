@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
+from ...orphans import remove, shared_by
 from ...results import host_name, pid_space
 
 STOPPED_SECONDS = 4.0
@@ -21,8 +20,6 @@ LOOK_SECONDS = 1.0
 """Seconds between looks at whether a rank is stopped."""
 STOPPED, ENDED = "T", "ZX"
 """States of a process in /proc."""
-SHARED = re.compile(r" /dev/shm/(psm_\w+|\S+-cpushm_\d+)$", re.MULTILINE)
-"""Segments that vLLM makes, in a line of /proc/PID/maps. It makes all of them before its ranks answer."""
 
 
 class RankWatch:
@@ -52,9 +49,9 @@ class RankWatch:
                 if pid not in self._files:
                     self._files[pid] = os.pidfd_open(pid)
         # Without the names of this process: it may be the parent, and processes that it forks have its memory.
-        self._shared = {name for pid in self._files for name in (*_shared(pid), *_shared(_parent(pid)))} - _shared(
-            os.getpid()
-        )
+        self._shared = {
+            name for pid in self._files for name in (*shared_by(pid), *shared_by(_parent(pid)))
+        } - shared_by(os.getpid())
         for pid, file in self._files.items():
             asyncio.get_running_loop().add_reader(file, self._has_ended, pid)
         self._task = asyncio.get_running_loop().create_task(self._look())
@@ -113,11 +110,7 @@ class RankWatch:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(file, signal.SIGKILL)
         self.release()
-        for name in self._shared:
-            with contextlib.suppress(FileNotFoundError):
-                left = SharedMemory(name)
-                left.close()
-                left.unlink()
+        remove(self._shared)
 
 
 def _stat(pid: int) -> list[str]:
@@ -131,13 +124,6 @@ def _parent(pid: int) -> int:
     """The engine's process of a rank; 0 if the rank is gone."""
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
-
-
-def _shared(pid: int) -> set[str]:
-    """Names of the shared memory of Python, and of vLLM's ranks on CPUs, that a process has mapped."""
-    with contextlib.suppress(OSError):
-        return set(SHARED.findall(Path(f"/proc/{pid}/maps").read_text()))
-    return set()
 
 
 def _signal_of(pid: int) -> str:
