@@ -36,7 +36,7 @@ def refuse_config(config: Any) -> None:
 
 
 def _refused(config: Any) -> Iterator[str]:
-    for holds, what in (*_of_ranks(config), *_of_settings(config), *refused_states(config)):
+    for holds, what in (*_of_ranks(config), *_of_settings(config), *_of_images(config), *refused_states(config)):
         if holds:
             yield what
 
@@ -131,23 +131,6 @@ def _of_settings(config: Any) -> Iterator[tuple[bool, str]]:
             "VLLM_USE_BREAKABLE_CUDAGRAPH: such graphs were not tested with hooks; unset it",
         ),
         (
-            _is_multimodal(model) and not IMAGES.keys() & set(getattr(model, "architectures", None) or ()),
-            f"multimodal models other than {', '.join(IMAGES)}: their language model by itself is served",
-        ),
-        (
-            _turns_in_sections(getattr(model, "hf_text_config", None)),
-            "Qwen3-VL without mrope_interleaved in its rope_parameters, where vLLM turns other channels: set it to true",
-        ),
-        (
-            _is_multimodal(model) and getattr(model.multimodal_config, NORMALIZES, False),
-            f"{NORMALIZES}, as images come normalised: {NORMALIZES}=False",
-        ),
-        (
-            _is_multimodal(model) and getattr(model.multimodal_config, "mm_processor_cache_gb", 0) > 0,
-            "mm_processor_cache_gb above 0, as vLLM would lose a user's images beside those of an LM: mm_processor_cache_gb=0",
-        ),
-        (_is_multimodal(model) and drafts is not None, "speculative_config for a model with images: leave it out"),
-        (
             _is_multimodal(model) and getattr(config, "lora_config", None) is not None,
             "enable_lora for a model with images: leave it out",
         ),
@@ -164,6 +147,30 @@ def _of_settings(config: Any) -> Iterator[tuple[bool, str]]:
             str(getattr(model, "model_impl", "auto")) == "transformers",
             "model_impl='transformers': layers have no pair norms",
         ),
+    )
+
+
+def _of_images(config: Any) -> Iterator[tuple[bool, str]]:
+    """(whether it holds, reason) of each refusal of models with images."""
+    model, drafts = config.model_config, config.speculative_config
+    yield from (
+        (
+            _is_multimodal(model) and not IMAGES.keys() & set(getattr(model, "architectures", None) or ()),
+            f"multimodal models other than {', '.join(IMAGES)}: their language model by itself is served",
+        ),
+        (
+            _turns_in_sections(getattr(model, "hf_text_config", None)),
+            "Qwen3-VL without mrope_interleaved in its rope_parameters, where vLLM turns other channels: set it to true",
+        ),
+        (
+            _is_multimodal(model) and getattr(model.multimodal_config, NORMALIZES, False),
+            f"{NORMALIZES}, as images come normalised: {NORMALIZES}=False",
+        ),
+        (
+            _is_multimodal(model) and getattr(model.multimodal_config, "mm_processor_cache_gb", 0) > 0,
+            "mm_processor_cache_gb above 0, as vLLM would lose a user's images beside those of an LM: mm_processor_cache_gb=0",
+        ),
+        (_is_multimodal(model) and drafts is not None, "speculative_config for a model with images: leave it out"),
     )
 
 
