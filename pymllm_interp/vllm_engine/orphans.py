@@ -1,4 +1,4 @@
-"""What vLLM leaves behind: ranks of a client that was killed, and shared memory of processes that were killed."""
+"""Ends ranks after a client that was killed, and removes the shared memory of killed processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRACE_SECONDS = 3.0
 """Time that vLLM has to end a rank by itself, once the client has ended."""
 
 
-class Client(NamedTuple):
+class ClientProcess(NamedTuple):
     """The process that started vLLM."""
 
     host: str
@@ -30,17 +30,17 @@ class Client(NamedTuple):
     pid: int
 
     @classmethod
-    def here(cls) -> Client:
+    def here(cls) -> ClientProcess:
         """This process."""
         return cls(host_name(), pid_space(), os.getpid())
 
 
-def end_with(client: Client) -> None:
+def end_with(client: ClientProcess) -> None:
     """End this rank after the client, which may be killed. vLLM's ranks would run on, and hold their memory.
 
     It is for clients on this host, in this container, and on Linux. An engine ends with its ranks.
     """
-    if client[:2] != Client.here()[:2] or client.pid == os.getpid():
+    if client[:2] != ClientProcess.here()[:2] or client.pid == os.getpid():
         return
     with contextlib.suppress(OSError, AttributeError):
         Thread(target=_end_after, args=[os.pidfd_open(client.pid)], name="orphan-watch", daemon=True).start()

@@ -16,7 +16,7 @@ from ...core.events import EngineClosedError
 from ...core.families import lacks_head
 from ..faults import with_causes
 from ..images import VllmImages
-from ..orphans import Client
+from ..orphans import ClientProcess
 from ..payloads import Sealer
 from ..recurrent import rotate_by_torch
 from ..refusals import VllmRefusalError, refuse_config
@@ -106,7 +106,7 @@ class VllmCore:
                 self.llm = self.wait(self._start(AsyncLLM)) if attached is None else AttachedLLM(attached, self._loop)
             key = secrets.token_bytes(32)
             # A user's own vLLM ends with its process, not with this client.
-            self.ranks = self.call("interp_open", key, Client.here() if attached is None else None)
+            self.ranks = self.call("interp_open", key, ClientProcess.here() if attached is None else None)
             for engine in range(self.engines):
                 leads = [rank for rank in self.ranks_of(engine) if rank["address"] is not None]
                 self.links.append([ResultsLink(tuple(rank["address"]), key, self.soon) for rank in leads])

@@ -24,7 +24,7 @@ from ...models.weights.source import load_tokenizer, resolve_model
 from ...utils.stage_times import TIMES
 from ...wire.weights import received
 from ..faults import told
-from ..orphans import Client, end_with
+from ..orphans import ClientProcess, end_with
 from ..payloads import TensorKey
 from ..refusals import refuse_config
 from ..results import host_name, pid_space
@@ -148,14 +148,14 @@ class InterpWorker:
         """Take hooks that were sealed with this key.
 
         Args:
-            client: the fields of the `Client` that this rank ends with, or None.
+            client: the fields of the `ClientProcess` that this rank ends with, or None.
 
         Returns:
             the properties of this rank. The first rank of each pipeline stage has an address of results.
         """
         self._hooks.open(key)
         if client is not None:
-            end_with(Client(*client))
+            end_with(ClientProcess(*client))
         own, model = self._hooks.stage, cast(Any, self.model_runner).get_model()
         if own.rank == 0 and self.egress is None:
             self.egress = Egress(key, own.finish, own.rows, own.arena)
