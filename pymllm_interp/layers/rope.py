@@ -208,9 +208,8 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
     def _rows(self, table: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         if len(position_ids) == 1:
             return super()._rows(table, position_ids)
-        return table[
-            position_ids[self._axes].T.contiguous(), self._channels
-        ]  # laid out as its first index: kernels read rows
+        rows = position_ids[self._axes].T.contiguous()  # the result has its layout, and kernels read rows
+        return table[rows, self._channels]
 
 
 class HalvedRotaryEmbedding(RotaryEmbedding):

@@ -43,16 +43,20 @@ def end_with(client: ClientProcess) -> None:
     if client[:2] != ClientProcess.here()[:2] or client.pid == os.getpid():
         return
     with contextlib.suppress(OSError, AttributeError):
-        Thread(target=_end_after, args=[os.pidfd_open(client.pid)], name="orphan-watch", daemon=True).start()
+        file = os.pidfd_open(client.pid)
+        own = shared_by(os.getpid()) - shared_by(client.pid)  # a fork has its parent's
+        Thread(target=_end_after, args=(file, own), name="orphan-watch", daemon=True).start()
 
 
-def _end_after(file: int) -> None:
+def _end_after(file: int, segments: set[str]) -> None:
     poll = select.poll()
     poll.register(file, select.POLLIN)
     poll.poll()
     time.sleep(GRACE_SECONDS)
-    remove(shared_by(os.getpid()))
-    os.kill(os.getpid(), signal.SIGKILL)  # a rank on a CPU may wait in a kernel for one that has ended
+    try:
+        remove(segments)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)  # a rank on a CPU may wait in a kernel for one that has ended
 
 
 def shared_by(pid: int) -> set[str]:

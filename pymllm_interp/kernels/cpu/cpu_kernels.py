@@ -130,16 +130,21 @@ def _launch_rope(
         raise RuntimeError(f"the rotation has shape {list(cos.shape)}, and the input has {list(x.shape)}")
     if x.stride(2) != 1:
         x = x.contiguous()
-    turn_stride = cos.stride(0)
-    if signed_sin.stride(0) != turn_stride or cos.stride(2) != 1 or signed_sin.stride(2) != 1:
-        cos, signed_sin, turn_stride = cos.contiguous(), signed_sin.contiguous(), turned
+    cos, signed_sin = _in_rows(cos, signed_sin)
     out = x.new_empty(tokens, heads - 2 * kv_heads, head_dim) if out is None else out
     caches = [None if tensor is None else tensor.data_ptr() for tensor in (k_cache, v_cache, slots)]
     _rope[x.dtype](
         x.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr(), *caches, tokens, heads - 2 * kv_heads, kv_heads,
-        head_dim, turned, x.stride(0), x.stride(1), turn_stride, by_head, torch.get_num_threads(),
+        head_dim, turned, x.stride(0), x.stride(1), cos.stride(0), by_head, torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def _in_rows(cos: torch.Tensor, signed_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rotation with each row in one piece, and the same distance of rows in both."""
+    if cos.stride(2) == 1 and cos.stride() == signed_sin.stride():
+        return cos, signed_sin
+    return cos.contiguous(), signed_sin.contiguous()
 
 
 # -- activation --------------------------------------------------------------------
@@ -239,7 +244,7 @@ def decode_layer(
     h, total, out = h.contiguous(), torch.empty_like(h), torch.empty_like(h)
     (_, requests, hidden), (_, kv_heads, head_dim) = h.shape, k_cache.shape
     assert len(lens) == len(table_rows) == len(slots) == requests, "one query for each request, without padding"
-    assert cos.stride(2) == 1 and cos.stride() == signed_sin.stride(), "rows of the rotation lie in one piece"
+    cos, signed_sin = _in_rows(cos, signed_sin)
     addresses = [address for pair in products for address in (pair[0].data_ptr(), _address(pair[1]))]
     q_norm, k_norm = head_norms or (None, None)
     _decode_layer[h.dtype](
