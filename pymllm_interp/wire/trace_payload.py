@@ -21,6 +21,7 @@ from types import CodeType
 from typing import Any
 
 import cloudpickle
+import torch
 
 from ..hooks.traces.blocks.loops import AST_LOCK, forget_rewritten
 from ..hooks.traces.nnsight_compat import (
@@ -130,7 +131,23 @@ class _Pickler(CustomCloudPickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | types.FunctionType):
             _by_value(obj)
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.dtype not in _PICKLED | _QUANTISED:
+            codes = obj.detach().resolve_conj().contiguous().flatten().view(torch.uint8)
+            return tensor_of_bytes, (codes, obj.dtype, tuple(obj.shape))
         return super().reducer_override(obj)
+
+
+_PICKLED = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
+"""Dtypes that torch's pickles of tensors can have."""
+_QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+def tensor_of_bytes(codes: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of a younger dtype, such as float8."""
+    return codes.view(dtype).reshape(shape)
 
 
 def _by_value(obj: Any) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,11 @@ class ValueEncoder:
         if isinstance(value, torch.dtype | torch.device):
             return {type(value).__name__: str(value).removeprefix("torch.")}
         if isinstance(value, np.ndarray | np.generic):
-            return {
-                "numpy": self._tensor(torch.as_tensor(np.asarray(value)), what),
-                "scalar": isinstance(value, np.generic),
-            }
+            return {"numpy": self._tensor(_tensor_of(value, what), what), "scalar": isinstance(value, np.generic)}
         if isinstance(value, PLAIN):
-            return {"v": value.item() if isinstance(value, np.generic) else value}
+            return {"v": value}
+        if isinstance(value, complex):
+            return {"number": [value.real, value.imag]}
         if isinstance(value, bytes):
             return {"bytes": base64.b64encode(value).decode()}
         if isinstance(value, Receipt):
@@ -77,7 +77,7 @@ class ValueEncoder:
         for kind in (torch.Size, tuple, list, set, frozenset):
             if isinstance(value, kind):
                 items = [self.encode(item, f"{what}[{i}]", depth + 1) for i, item in enumerate(value)]
-                return {kind.__name__: items}
+                return {kind.__name__: items} | _names_of(value)
         raise TypeError(
             f"{what} is a {type(value).__name__}, which cannot be sent to the client: save tensors, numbers, strings, and lists, "
             "tuples, sets and dicts of them"
@@ -129,12 +129,19 @@ class ValueDecoder:
         """
         match tree:
             case {"t": number}:
-                found = self._tensors[number]
-                return torch.view_as_complex(found) if tree.get("complex") else found
+                if tree.get("complex") and not self._tensors[number].is_complex():
+                    self._tensors[number] = torch.view_as_complex(self._tensors[number])
+                return self._tensors[number]
             case {"v": value}:
                 return value
             case {"list": items}:
                 return [self.decode(item) for item in items]
+            case {"number": [real, imag]}:
+                return complex(real, imag)
+            case {"tuple": items, "of": name, "fields": names}:
+                return _named(name, *names)(*map(self.decode, items))
+            case {"tuple": items, "of": name} if hasattr(torch.return_types, name):
+                return getattr(torch.return_types, name)(map(self.decode, items))
             case {"tuple": items}:
                 return tuple(self.decode(item) for item in items)
             case {"Size": items}:
@@ -170,6 +177,28 @@ class ValueDecoder:
                     cache.entries[name] = [CacheEntry(output=output, inputs=inputs) for output, inputs in visits]
                 return CacheView(cache, None, path)
         raise ValueError(f"the server sent a value that this version does not know: {sorted(tree)}")
+
+
+def _tensor_of(value: np.ndarray | np.generic, what: str) -> torch.Tensor:
+    """A copy of an array: torch takes none that is read backwards."""
+    try:
+        return torch.as_tensor(np.array(value))
+    except TypeError as error:
+        raise TypeError(f"{what} is an array of {value.dtype}, which cannot be sent to the client: {error}") from None
+
+
+def _names_of(value: Any) -> dict[str, Any]:
+    """Class and fields of a named tuple; only the class of torch's own, such as of `topk`. {} otherwise."""
+    if type(value).__module__ == torch.return_types.__name__:
+        return {"of": type(value).__name__}
+    names = getattr(value, "_fields", None) if isinstance(value, tuple) else None
+    return {} if names is None else {"of": type(value).__name__, "fields": list(names)}
+
+
+@lru_cache(64)
+def _named(name: str, *fields: str) -> Any:
+    """A class of tuples with these fields."""
+    return namedtuple(name, fields)
 
 
 def _output(name: str, fields: dict[str, Any]) -> Any:

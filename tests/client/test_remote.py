@@ -7,7 +7,9 @@ import importlib
 import json
 import sys
 import traceback
+from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from helpers_server import CLOSE, KEYS
@@ -243,7 +245,42 @@ def test_errors_of_unknown_classes_are_their_nearest_builtin(lm):
             raise OwnError("own")
 
 
+Pair = namedtuple("Pair", "first second")
+
+
+def test_values_keep_their_kind_there_and_back(lm, local):
+    given = [
+        torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn), torch.tensor([2**16 - 1], dtype=torch.uint16),
+        torch.tensor(2**64 - 1, dtype=torch.uint64), torch.tensor([[1 + 2j], [3j]], dtype=torch.complex32).conj(),
+        torch.zeros(0, 3, dtype=torch.float8_e5m2), Pair(torch.ones(2), 3), 1 - 2j, np.arange(4, dtype=np.uint16)[::2],
+    ]  # fmt: skip
+    found = []
+    for model in (lm, local):
+        with model.trace(PROMPT):
+            top = model.lm_head.output[0, -1].topk(2).save()
+            turned = torch.complex(model.lm_head.output[0], model.lm_head.output[0]).conj()
+            saves = {
+                "given": given,
+                "turned": [turned, turned],
+                "backwards": turned.abs().argmax(-1).numpy()[::-1],
+            }.save()
+        found.append((top, saves))
+    (top, saves), (own_top, own) = found
+    assert torch.equal(top.indices, own_top.indices) and type(top) is type(own_top)
+    assert saves["turned"][0] is saves["turned"][1]
+    torch.testing.assert_close(saves["turned"][0], own["turned"][0], atol=1e-5, rtol=1e-5)
+    assert saves["backwards"].tolist() == own["backwards"].tolist()
+    for back, value in zip(saves["given"][:5], given[:5], strict=True):
+        assert back.dtype is value.dtype and back.shape == value.shape
+        assert back.resolve_conj().flatten().tolist() == value.flatten().tolist()
+    assert saves["given"][5].second == 3 and saves["given"][5].first.tolist() == [1, 1] and saves["given"][6] == 1 - 2j
+    assert saves["given"][7].tolist() == [0, 2] and saves["given"][7].dtype == np.uint16
+
+
 def test_what_cannot_be_sent_is_named(lm):
+    with pytest.raises(TypeError, match=r"names\[0\] is an array of <U1"), lm.trace(PROMPT):
+        lm.model.layers[0].output.sum()
+        names = [np.array(["a"])].save()
     with pytest.raises(TypeError, match=r"thing\['x'\] is a object"), lm.trace(PROMPT):
         lm.model.layers[0].output.sum()
         thing = {"x": object()}.save()
