@@ -205,7 +205,7 @@ LINES = {
     "attention": 2000, "bench": 600, "client": 10050, "cluster": 700, "core": 3900, "engine": 4750, "evals": 500,
     "harvest": 3650, "hooks": 21000, "kernels": 4950, "layers": 3700, "lens": 1650, "mem_cache": 1800, "models": 10750,
     "plots": 650, "runner": 6750, "sampling": 1100, "server": 12500, "speculative": 250, "toolkit": 6350, "top": 1850,
-    "utils": 1160, "vllm_engine": 8410, "wire": 2150,
+    "utils": 1160, "vllm_engine": 8430, "wire": 2150,
 }  # fmt: skip
 """Most lines of each folder, to the next 50: what grows is seen here. See docs/decisions, 137."""
 

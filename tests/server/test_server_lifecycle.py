@@ -231,7 +231,7 @@ def test_tensors_of_a_gpu_go_by_ipc(device: str, served_folder: Path, tmp_path: 
     with serving(served_folder, *OPTIONS, "--option", f"device={device!r}", folder=tmp_path) as found:
         with (
             LM.connect(found.url, api_key=KEYS["code"]) as lm,
-            LM(served_folder, device=device, kv_cache_tokens=1024) as other,
+            LM(served_folder, device=device, dtype="float32", kv_cache_tokens=1024) as other,
         ):
             lm.update_weights(new)
             other.update_weights(new)

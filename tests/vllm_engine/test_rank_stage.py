@@ -321,6 +321,19 @@ def test_rows_of_drafts_that_were_not_accepted_come_again(way: str, monkeypatch:
             torch.testing.assert_close(found.declared.activations[site], rows)
 
 
+def test_steps_behind_the_last_token_are_not_counted(way: str) -> None:
+    """vLLM schedules a step before it knows that a token ends the generation. Only one of the two requests has such a step."""
+    rank = Rank(4)
+    for name in "ab":
+        rank.add(name)
+    rank.step([("a", 0, PROMPT - 1)])  # a last chunk of one token
+    rank.step([("a", PROMPT - 1, 1), ("b", 0, PROMPT)])
+    for i in range(NEW - 1):
+        rank.step([("a", PROMPT + i, 1), ("b", PROMPT + i, 1)])
+    assert rank.finish("a", NEW).steps == {"made up": 1 + NEW}
+    assert rank.finish("b", NEW - 1).steps == {"made up": NEW - 1}
+
+
 def test_code_without_the_op_is_told(way: str) -> None:
     rank = Rank(rows=8)
     rank.add("a")

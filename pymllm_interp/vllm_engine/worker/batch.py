@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ import numpy as np
 
 from ...core.step import ScheduledRequest
 from ...hooks.captures.rows import CapturedRows
-from .hooked_request import HookedRequest
+from .hooked_request import MAX_STEPS_BEHIND, HookedRequest
 
 
 class StepBatch:
@@ -57,17 +57,20 @@ class StepBatch:
         self._tokens = np.zeros(len(self.ids), dtype=np.int64)
         self._met = np.zeros(len(self.ids), dtype=np.int64)
         self._steps: Counter[str] = Counter()
+        self._last_steps = deque[tuple[str, np.ndarray]](maxlen=MAX_STEPS_BEHIND)
 
-    def count(self, tokens: np.ndarray, mode: str, calls: int) -> None:
+    def count(self, tokens: np.ndarray, first: np.ndarray, mode: str, calls: int) -> None:
         """A step was launched.
 
         Args:
             tokens: [reqs], token rows.
+            first: [reqs], first position of each.
             mode: execution mode of the step.
             calls: number of op calls that saw all tokens.
         """
         self._tokens += tokens
         self._steps[mode] += 1
+        self._last_steps.append((mode, first))
         if calls:
             self._met += calls * tokens
 
@@ -78,7 +81,9 @@ class StepBatch:
                 one.scheduled += int(self._tokens[i])
                 one.met += int(self._met[i])
                 one.steps.update(self._steps)
+                one.last_steps.extend((mode, int(first[i])) for mode, first in self._last_steps)
             self._tokens[:], self._met[:], self._steps = 0, 0, Counter()
+            self._last_steps.clear()
 
 
 @dataclass

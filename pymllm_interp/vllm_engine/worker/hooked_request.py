@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from ...core.step import DeclaredResult, RequestHooks
 from ...hooks.captures.rows import CapturedRows
 from ...hooks.declared import Declared
 from ...hooks.monitors.request_monitors import RequestMonitors
+
+MAX_STEPS_BEHIND = 8
+"""Most steps that vLLM has scheduled behind a token when it learns that the token ends the generation."""
 
 
 @dataclass
@@ -32,6 +35,8 @@ class HookedRequest:
     met: int = 0
     scheduled: int = 0
     steps: Counter[str] = field(default_factory=Counter)
+    last_steps: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=MAX_STEPS_BEHIND))
+    """Execution and first position of each of its last steps."""
     sites: frozenset[int] = frozenset()
     """Sites with an op or a capture. All ranks have the same ones, also after rank 0 has sent the results."""
     acting: RequestMonitors | None = None
@@ -55,6 +60,11 @@ class HookedRequest:
     def reads_all_logits(self) -> bool:
         """Whether logits of all its positions are computed for its captures."""
         return self.hooks.logits_from == 0 and bool(self.hooks.captures)
+
+    def forget_steps_behind(self, num_output_tokens: int) -> None:
+        """Take the steps behind the token that ended the generation out of `steps`: vLLM runs ahead of its tokens."""
+        behind = self.prompt_len + max(num_output_tokens, 1) - 1
+        self.steps -= Counter(mode for mode, first in self.last_steps if first >= behind)
 
     def bind(self, declared: Declared) -> None:
         """Begin with these ops and captures."""

@@ -231,6 +231,7 @@ class RankStage:
             done.set_result(None)
             return done
         end.hooks.interventions, end.hooks.captures = found.hooks.interventions, found.hooks.captures
+        found.forget_steps_behind(len(end.output_token_ids))
         row = found.row
 
         def complete(result: Future[DeclaredResult]) -> None:
@@ -445,7 +446,7 @@ class RankStage:
             self._launched = torch.cuda.Event()
             self._launched.record()
         calls = 0 if self.in_tables else self.taps.calls - self._calls_before
-        step.batch.count(step.counts, step.mode, self.num_taps if self.by_modules else calls)
+        step.batch.count(step.counts, step.first, step.mode, self.num_taps if self.by_modules else calls)
         self.step, self.taps.ops = None, None
         self._let_go()
         self._mark()
