@@ -33,7 +33,7 @@ from .registry import load_model, named_tensors
 from .weights.code_writes import other_experts, other_form, write_codes, write_experts
 from .weights.experts import load_experts
 from .weights.formats import LEAVES, WORDS, QuantizationFormat
-from .weights.loading import MAX_NAMES_LISTED, WeightsError, is_harmless, iter_safetensors
+from .weights.loading import MAX_NAMES_LISTED, WeightsError, check_readable, is_harmless, iter_safetensors
 from .weights.model_state import settings_of
 from .weights.quantized import KV_SCALE, SCALES_OF_STATES, Part, own_weight, part_of
 from .weights.source import ModelSource, resolve_model
@@ -77,7 +77,7 @@ class WeightUpdate:
 
         Raises:
             TypeError: something else.
-            WeightsError: a name that was given before, or a folder of another model.
+            WeightsError: a name that was given before, a tensor without values in memory, or a folder of another model.
         """
         if isinstance(weights, str | Path):
             weights = self._of_folder(Path(weights))
@@ -87,6 +87,7 @@ class WeightUpdate:
                 raise TypeError(f"new weights are a folder, or tensors by name; got {type(tensor or name).__name__}")
             if name in self._given:
                 raise WeightsError(f"{name} is given twice")
+            check_readable(name, tensor)
             self._given[name] = tensor.detach()
 
     def _of_folder(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -135,6 +136,10 @@ class WeightUpdate:
             for part in ("codes", "scales", "zeros")
         }
         targets = {k: v for k, v in self.model.state_dict(keep_vars=True).items() if k not in codes}
+        own = {target.untyped_storage().data_ptr() for target in targets.values()}
+        for name, tensor in self._given.items():
+            if tensor.untyped_storage().data_ptr() in own:
+                self._given[name] = tensor.clone()  # of a weight that another write may change first
         quantised = bool(codes)
         for name, tensor in self._by_target(whole):
             if name in targets:
@@ -276,6 +281,4 @@ class WeightUpdate:
 
 
 def _copy(target: Tensor, tensor: Tensor) -> None:
-    if tensor.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
-        tensor = tensor.clone()  # a view of the weight itself
     target.copy_(tensor, non_blocking=tensor.is_pinned())

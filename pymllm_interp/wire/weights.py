@@ -25,7 +25,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from ..models.weights.loading import WeightsError
+from ..models.weights.loading import WeightsError, check_readable
 from ..utils.upload import flat_bytes
 
 FOLDER = Path("/dev/shm")
@@ -55,6 +55,8 @@ class SentWeights:
 
     def __init__(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         named = [(name, tensor.detach()) for name, tensor in dict(weights).items()]
+        for each in named:
+            check_readable(*each)
         self._kept = [tensor.contiguous() for _, tensor in named]
         self.info: dict[str, Any] = {
             "names": [name for name, _ in named],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.client.calls.lm_arguments import with_tuning
 from pymllm_interp.models.weights.loading import WeightsError
+from pymllm_interp.wire.weights import SentWeights
 
 PROMPTS = [[1], [7, 8, 9], list(range(5, 22)), [*range(5, 22), 4]]
 SITES = ["resid_post.*", "logits"]
@@ -216,6 +217,54 @@ def test_weights_that_do_not_fit_leave_the_old_ones(folder_of: Callable[[str, in
         with pytest.raises(ValueError, match="no draft model"):
             lm.update_weights(good, draft=True)
         assert_is(lm, other)
+
+
+def sharded(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor, as FSDP's parameters are."""
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    return distribute_tensor(tensor, DeviceMesh("cpu", [0]), [Shard(0)])
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with a freed memory, as FSDP leaves parameters between passes: reading it ends the process."""
+    found = tensor.clone()
+    found.untyped_storage().resize_(0)
+    return found
+
+
+@pytest.fixture
+def one_process_group() -> Iterator[None]:
+    """A group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_tensors_without_values_here_are_refused_and_end_nothing(
+    folder_of: Callable[[str, int], Path], one_process_group: None
+):
+    name = "model.layers.1.mlp.up_proj.weight"
+    with load(folder_of("llama", 0)) as lm, load(folder_of("llama", 0)) as other:
+        good = tensors_of(folder_of("llama", 1), lm)
+        for change in (sharded, freed, torch.Tensor.to_sparse, lambda tensor: tensor.to("meta")):
+            with pytest.raises(WeightsError, match=rf"{name}: .* has no values in memory"):
+                lm.update_weights(good | {name: change(good[name])})
+            with pytest.raises(WeightsError, match=rf"{name}: .* has no values in memory"):
+                SentWeights({name: change(good[name])})
+        assert_is(lm, other)
+        lm.update_weights(good | {name: sharded(good[name]).full_tensor()})
+
+
+def test_weights_of_the_model_itself_may_change_places(folder_of: Callable[[str, int], Path]):
+    names = ["model.layers.{}.mlp.up_proj.weight", "model.layers.{}.self_attn.k_proj.weight"]
+    with load(folder_of("llama", 0)) as lm:
+        own = lm.runner.get_model().state_dict()
+        kept = {name.format(i): own[name.format(i)].clone() for name in names for i in range(2)}
+        lm.update_weights({name.format(i): own[name.format(1 - i)] for name in names for i in range(2)})
+        for name in names:
+            assert_same([own[name.format(i)] for i in range(2)], [kept[name.format(1 - i)] for i in range(2)])
+        lm.update_weights({names[0].format(0): own[names[0].format(0)].flip(0).flip(0)})
 
 
 def test_a_write_that_fails_ends_the_engine(folder_of: Callable[[str, int], Path], monkeypatch: pytest.MonkeyPatch):

@@ -76,6 +76,27 @@ def is_harmless(name: str) -> bool:
     return name.endswith(HARMLESS_SUFFIXES)
 
 
+def check_readable(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with no values to copy. A copy that fails ends the engine, and one of freed memory the process.
+
+    Raises:
+        WeightsError: a DTensor, a sparse or a meta tensor, or freed memory, as FSDP leaves it between passes.
+    """
+    steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    end = (1 + tensor.storage_offset() + sum((n - 1) * step for n, step in steps)) if tensor.numel() else 0
+    try:
+        storage = tensor.untyped_storage()
+        held = 0 if tensor.is_meta else storage.nbytes()
+        storage.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        held = -1
+    if held < end * tensor.itemsize:
+        raise WeightsError(
+            f"{name}: a {type(tensor).__name__} of {tensor.layout} on {tensor.device} has no values in memory: give a plain, "
+            "dense tensor, such as full_tensor() of a DTensor; nothing was written"
+        )
+
+
 @torch.no_grad()
 def load_weights(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, ignore: Callable[[str], bool] = is_harmless
