@@ -42,7 +42,7 @@ WAYS = (
     )),
     Concept("run a block", 3, (
         "hooks/traces/blocks/block_runner.py:BlockRunner", "hooks/traces/lowering/replay.py:Replay",
-        "hooks/traces/lowering/step_loop.py:TakenLoop", "hooks/traces/lowering/appends.py:append_rows",
+        "hooks/traces/lowering/step_loop.py:TakenLoop",
         "client/remote/remote_tracer.py:RemoteTracer._send",
     )),
     Concept("serve a `with`", 2, (
@@ -65,7 +65,7 @@ WAYS = (
 )  # fmt: skip
 AT_MOST = {
     "keep a captured row": 3,
-    "run a block": 5,
+    "run a block": 4,
     "serve a `with`": 2,
     "compute an op": 3,
     "captured graphs": 5,

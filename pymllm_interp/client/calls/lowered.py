@@ -21,9 +21,8 @@ from ...hooks.traces.blocks.torch_modes import is_any_autocast_enabled
 from ...hooks.traces.blocks.trace import Block, RequestTrace
 from ...hooks.traces.lowering.ahead import RowsAhead
 from ...hooks.traces.lowering.analysis import lower
-from ...hooks.traces.lowering.appends import append_rows
 from ...hooks.traces.lowering.plan import BlockPlan, LoweringModel, NotLowered, points_of
-from ...hooks.traces.lowering.replay import Replay, replay
+from ...hooks.traces.lowering.replay import Replay, append_rows, replay
 from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
 from ...hooks.traces.saves.save_transfer import SaveTransfer
 from ...hooks.traces.syntax.pass_options import NONE
@@ -67,11 +66,6 @@ class Ended(NamedTuple):
     states: Activations
     error: BaseException | None
     ahead: RowsAhead | None = None
-
-    @property
-    def passes(self) -> int:
-        """Number of forward passes of the request."""
-        return 1 if self.trace.single else len(self.token_ids) - self.prompt_len
 
 
 def monitors_of(given: TraceInput | None) -> Sequence[Monitor]:
@@ -197,9 +191,9 @@ class Lowered:
     def replay(self, ended: Sequence[Ended]) -> None:
         """Run the blocks of requests that have ended. Blocks that fill a list of their ``with`` run together."""
         ready = [each for each in ended if self._may_run(each)]
-        if self._appended(ready):
-            return
         replays = {each.trace: self._replay_of(each) for each in ready}
+        if append_rows(list(replays.values())):
+            return
         # Copies of rows wait for memory more than for Python.
         copies = len(replays) >= FEWEST_SHARED and any(each.ahead is None for each in ready)
         pool = ThreadPoolExecutor(THREADS, "lowered") if copies else nullcontext()
@@ -213,17 +207,6 @@ class Lowered:
                     replay([made])
                 trace.saves.end()
                 trace.saves.collected = trace.saves.saved_names()
-
-    def _appended(self, ready: Sequence[Ended]) -> bool:
-        """Whether these blocks only append to lists of their ``with``, which then have their rows."""
-        traces = [each.trace for each in ready]
-        if len(ready) < 2 or any(each.plan is not ready[0].plan for each in ready):
-            return False
-        if not all(trace.saves.outer for trace in traces):
-            return False
-        states, lengths = [each.states for each in ready], [each.prompt_len for each in ready]
-        device = self._device_of(ready[0].plan)
-        return append_rows(ready[0].plan, traces, states, lengths, [each.passes for each in ready], device)
 
     @staticmethod
     def _may_run(ended: Ended) -> bool:

@@ -22,9 +22,9 @@ from ..blocks.trace import Block, RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
 from ..serving.visits import VisitCounts
 from .ahead import RowsAhead
-from .plan import BlockPlan, Points, SiteLocation, StepLoop, same_state
+from .plan import LAST, BlockPlan, Points, Row, SiteLocation, StepLoop, same_state
 from .site_rows import SiteRows
-from .step_loop import columns_of, part_of, taken_rows
+from .step_loop import lists_of, part_of, taken_rows
 
 _NO_KEY = -1, -2
 FEWEST_STEPS = 2
@@ -45,6 +45,7 @@ class Replay:
         ahead: tensors that exist already for the rows of its loop.
 
     Attributes:
+        block: block of the trace.
         counts: nnsight asks for these when a block starts.
         passes: number of passes of the request.
         shares: other blocks run beside it, and fill the same lists.
@@ -65,9 +66,9 @@ class Replay:
         device: torch.device | None,
         ahead: RowsAhead | None = None,
     ) -> None:
-        self._trace, self.plan, self._points, self._states, self._ahead = trace, plan, points, states, ahead
+        self.trace, self.plan, self._points, self._states, self._ahead = trace, plan, points, states, ahead
         assert trace.main_block is not None
-        self._block = trace.main_block
+        self.block = trace.main_block
         self._token_ids, self._prompt_len, self._device = token_ids, prompt_len, device
         self._step, self._order = 0, -1
         self._served: Any = None
@@ -114,7 +115,7 @@ class Replay:
     @property
     def waits_for(self) -> tuple[int, int] | None:
         """(step, rank of the location) that the block waits for; None once it has ended."""
-        pending = self._block.pending
+        pending = self.block.pending
         if pending is None:
             return None
         point = self._points.get(pending.provider or "")
@@ -124,14 +125,14 @@ class Replay:
 
     def start(self) -> None:
         """Run the block to its first read."""
-        trace = self._trace
+        trace = self.trace
         trace.visits = self  # pyright: ignore[reportAttributeAccessIssue]
         if self.plan.code is not None:
-            self._block.code = self.plan.code
+            self.block.code = self.plan.code
         if self.plan.loop is not None:
-            self._block.take_steps = self._take_steps
+            self.block.take_steps = self._take_steps
         trace.max_passes = max(trace.max_passes, self.passes)
-        self._run(lambda: Mediator.start(self._block, self) or self._block.pending, once=True)  # pyright: ignore[reportArgumentType]
+        self._run(lambda: Mediator.start(self.block, self) or self.block.pending, once=True)  # pyright: ignore[reportArgumentType]
 
     def advance(self, once: bool = True) -> None:
         """Serve the read that the block waits for, and run it to the next one; without `once`, to its end."""
@@ -139,14 +140,14 @@ class Replay:
 
     def _answered(self) -> Pending | None:
         """Serve one read. Returns the block's next request."""
-        block, worker, pending = self._block, cast(Any, self._block.worker), self._block.pending
+        block, worker, pending = self.block, cast(Any, self.block.worker), self.block.pending
         assert pending is not None
         block.pending = None
         try:
             value = self._answer(pending)
         except (LoopEnd, OutOfOrderError) as error:
             return worker.throw(error)
-        self._trace.receipt.reads += 1
+        self.trace.receipt.reads += 1
         if block.iteration:  # the rest of the step follows in sequence
             block.iteration, block.pinned_pass = None, self._step
         block.last_location = pending[1] or ""
@@ -154,7 +155,7 @@ class Replay:
 
     def _run(self, resume: Callable[[], Pending | None], once: bool) -> None:
         """Run the block with its own scope of saves, as the engine does. An error ends its trace."""
-        block, trace, scope = self._block, self._trace, save_scope.__dict__
+        block, trace, scope = self.block, self.trace, save_scope.__dict__
         depth, saves = scope.get("depth", 0), scope.get("saves")
         scope["depth"], scope["saves"] = block.depth, trace.saves.ids
         if block.worker is not None:
@@ -172,17 +173,17 @@ class Replay:
 
     def close(self) -> None:
         """Unwind the block, if it still waits."""
-        block = self._block
+        block = self.block
         if block.alive:
             cast(Any, block.worker).throw(GreenletExit())
         block.pending = None
-        self._trace.visits = VisitCounts()
+        self.trace.visits = VisitCounts()
         vars(self).clear()  # the block holds the replay
 
     def _answer(self, pending: Pending) -> Any:
         """The value that the block waits for."""
         location, step = pending.provider, pending.iteration
-        block, trace = self._block, self._trace
+        block, trace = self.block, self.trace
         assert location is not None and step is not None
         point = self._points.get(location)
         if location == "result" and step == 0:
@@ -226,12 +227,12 @@ class Replay:
     def _site_rows(self, site: str) -> SiteRows:
         rows = self._rows_of.get(site)
         if rows is None:
-            last_only = site == LOGITS and not self._trace.single
+            last_only = site == LOGITS and not self.trace.single
             places = self.plan.places(site, self._prompt_len)
             rows = self._rows_of[site] = SiteRows(self._states.as_arrived(site), places, last_only, self._device)
         return rows
 
-    # -- its loop over steps ------------------------------------------------------------------------
+    # -- steps that only append ---------------------------------------------------------------------
 
     def prepare(self, pool: Executor) -> None:
         """Start reading the steps of the block's loop."""
@@ -264,14 +265,17 @@ class Replay:
         Returns:
             the step from which the loop runs.
         """
-        loop, saves = self.plan.loop, self._trace.saves
+        loop, saves = self.plan.loop, self.trace.saves
         if loop is None or (start, stop) != (loop.start, loop.stop):
             return start
         values = self._loop_values() if self._taken is None else self._taken.result()
-        columns = None if values is None else columns_of(loop, self._block.lcls, values)
+        lists = lists_of(loop, self.block.lcls)
         shared = {id(value) for value in saves.outer.values()} if self.shares else set()
-        if values is None or columns is None or not shared.isdisjoint(columns):
+        if values is None or lists is None or not shared.isdisjoint(map(id, lists)):
             return start
+        columns: dict[int, tuple[list[Any], list[list[torch.Tensor]]]] = {}
+        for into, (_, place) in zip(lists, loop.appends, strict=True):
+            columns.setdefault(id(into), (into, []))[1].append(values[place])
         for into, appended in columns.values():
             began_empty = not into
             into += itertools.chain.from_iterable(zip(*appended, strict=True))
@@ -282,12 +286,29 @@ class Replay:
                 for value in taken:
                     saves.ids.add(id(value))
         self._has_taken, end = True, self._loop_stop(loop)
-        self._trace.receipt.reads += loop.reads * (end - start)
+        self.trace.receipt.reads += loop.reads * (end - start)
         return end
+
+    def first_part(self, row: Row) -> torch.Tensor:
+        """Part of a site that the block reads in its first step, with separate storage.
+
+        Raises:
+            LookupError: the index is out of range, or its rows were not captured.
+        """
+        part = part_of(self._site_rows(row.site).among(0, 1, row.is_last), row).prompt
+        assert part is not None, "step 0 has the prompt"
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def last_row(self, row: Row) -> torch.Tensor | None:
+        """[1, ...] captured at the prompt's last position, if the block reads just that. Raises LookupError without rows."""
+        if row.indexes != (0, LAST) or row.methods or self._device is not None:
+            return None
+        rows = self._states.as_arrived(row.site)
+        return rows if self.plan.needs[row.site].positions == (LAST,) and len(rows) == 1 else None
 
     def _result(self) -> Any:
         """Value of ``tracer.result``."""
-        if not self._trace.single:
+        if not self.trace.single:
             return torch.tensor([list(self._token_ids)])
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -322,3 +343,44 @@ def replay(replays: Sequence[Replay]) -> None:
     finally:
         for one in replays:
             one.close()
+
+
+def append_rows(replays: Sequence[Replay]) -> bool:
+    """Append the rows of blocks that do only that to lists of their ``with``. No block runs.
+
+    The order is that of a forward pass: place after place, and at a place request after request.
+
+    Returns:
+        False, and nothing is appended, if a block has to run: they do more, or raise.
+    """
+    loop = replays[0].plan.appends if len(replays) > 1 else None
+    if loop is None or len({row.site for row in loop.rows}) < len(loop.appends):
+        return False
+    if any(one.plan is not replays[0].plan or not one.trace.saves.outer for one in replays):
+        return False
+    lists = [own for one in replays if (own := lists_of(loop, one.block.lcls)) is not None]
+    if len(lists) < len(replays):
+        return False
+    try:
+        values = [_first_parts(replays, row) for row in loop.rows]
+    except LookupError:  # which a block raises at its line
+        return False
+    empty = [into for into in {id(into): into for own in lists for into in own}.values() if not into]
+    for number, (_, place) in enumerate(loop.appends):
+        for own, value in zip(lists, values[place], strict=True):
+            own[number].append(value)
+    for into in empty:  # all of their items are rows with separate storage
+        replays[0].trace.saves.settle(into)
+    for one in replays:
+        one.trace.max_passes = max(one.trace.max_passes, one.passes)
+        one.trace.receipt.reads += loop.reads
+    return True
+
+
+def _first_parts(replays: Sequence[Replay], row: Row) -> Sequence[torch.Tensor]:
+    """`Replay.first_part` of each. Raises LookupError as that does."""
+    last = [own for one in replays if (own := one.last_row(row)) is not None]
+    if len(last) < len(replays):
+        return [one.first_part(row) for one in replays]
+    # Two calls of torch for all of them.
+    return torch.unbind_copy(torch.cat(last).flatten(1))  # pyright: ignore[reportReturnType]
