@@ -54,11 +54,7 @@ class LensTable:
 
 
 def run_demo(model: str = "demo", dtype: str = "auto", out: Path = Path("demo_out"), max_tokens: int = 40) -> None:
-    """Run all parts and print them; the heatmap goes to `out`.
-
-    Raises:
-        FileNotFoundError, ValueError: no such model; see `LM`.
-    """
+    """Run all parts and print them; the heatmap goes to `out`. Raises FileNotFoundError, ValueError: no such model; see `LM`."""
     console, started = Console(), time.perf_counter()
     console.print(f"Loading {model} ...")  # no spinner: the conversion of a GGUF file has its own
     lm = LM(model, dtype=dtype)

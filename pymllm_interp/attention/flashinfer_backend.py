@@ -191,11 +191,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
 
 def import_flashinfer() -> Any:
-    """The module `flashinfer`.
-
-    Raises:
-        ImportError: it is not installed, with the command that installs it.
-    """
+    """The module `flashinfer`. Raises ImportError: it is not installed, with the command that installs it."""
     try:
         return import_module("flashinfer")
     except ImportError as error:

@@ -150,10 +150,7 @@ class StaticDecode:
 
 def make_chunks(forward_batch: ForwardBatch) -> list[QueryChunk]:
     """One query chunk for each request with rows in the pass.
-
-    Raises:
-        ValueError: contradictory lengths, or `fresh_kv_only` with a prefix.
-    """
+    Raises ValueError: contradictory lengths, or `fresh_kv_only` with a prefix."""
     seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
     chunks = []
     for request, ((row, num), length) in enumerate(zip(forward_batch.batch_groups, seq_lens.tolist(), strict=True)):

@@ -131,10 +131,7 @@ def render(
 
 def rendered_conversations(tokenizer: Any, messages: Any, **how: Any) -> list[RenderedPrompt]:
     """The prompts of one conversation, or of each of a list. Keywords as `render`.
-
-    Raises:
-        PromptError: neither, or an error of `render`.
-    """
+    Raises PromptError: neither, or an error of `render`."""
     conversations = [messages] if is_conversation(messages) else messages
     if not isinstance(conversations, list | tuple) or not all(map(is_conversation, conversations)):
         raise PromptError("messages: expected a list of {'role': ..., 'content': ...}, or a list of such lists")

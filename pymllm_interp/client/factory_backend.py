@@ -65,10 +65,7 @@ class FactoryBackend(Backend):
 
     def prepare(self, submission: Submission) -> list[list[Request]]:
         """The requests of each prompt, checked. They hold vectors until `send` has sent them and they have ended.
-
-        Raises:
-            PromptError, ValueError, EngineClosedError: as `submit`.
-        """
+        Raises PromptError, ValueError, EngineClosedError: as `submit`."""
         self.engine.check_open()
         return self.factory.for_prompts(submission)
 

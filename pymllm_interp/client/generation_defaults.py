@@ -103,10 +103,7 @@ class GenerationDefaults:
 
     def overlaid(self, config: GenerationConfig | None) -> GenerationDefaults:
         """These defaults with the values of a caller's config in front, as in transformers. None changes nothing.
-
-        Raises:
-            TypeError: no GenerationConfig.
-        """
+        Raises TypeError: no GenerationConfig."""
         if config is None:
             return self
         if not isinstance(config, GenerationConfig):

@@ -130,11 +130,7 @@ def split(prompt: Any, what: str) -> PromptBatch:
 
 
 def repeated(batch: PromptBatch, copies: int) -> PromptBatch:
-    """Each prompt `copies` times, one after the other.
-
-    Raises:
-        PromptError: no whole number above 0.
-    """
+    """Each prompt `copies` times, one after the other. Raises PromptError: no whole number above 0."""
     if not isinstance(copies, int) or copies < 1:
         raise PromptError(f"num_return_sequences={copies!r}: a whole number above 0 is expected")
     prompts, padding = batch
@@ -156,10 +152,7 @@ def pad_together(traces: Sequence[RequestTrace], lengths: Mapping[str, int]) -> 
 
 def vllm_prompt(prompt: Any, what: str) -> Any:
     """Contents of vLLM's prompt dicts, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; None for other prompts.
-
-    Raises:
-        PromptError: the dict has other keys than these and `multi_modal_data`.
-    """
+    Raises PromptError: the dict has other keys than these and `multi_modal_data`."""
     if not isinstance(prompt, Mapping) or not {"prompt", "prompt_token_ids"} & prompt.keys():
         return None
     unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids", MEDIA) and prompt[key] is not None]
@@ -170,10 +163,7 @@ def vllm_prompt(prompt: Any, what: str) -> Any:
 
 def images_in(prompt: Any, what: str) -> list[Any]:
     """Images of vLLM's prompt dict, ``{"multi_modal_data": {"image": [...]}}``; none of other prompts.
-
-    Raises:
-        PromptError: media other than images.
-    """
+    Raises PromptError: media other than images."""
     media = prompt.get(MEDIA) if isinstance(prompt, Mapping) else None
     if media is None:
         return []
@@ -211,10 +201,7 @@ def is_audio(prompt: Any) -> TypeGuard[Mapping[str, Any]]:
 
 def rows_of(ids: Any, what: str) -> list[list[int]]:
     """Token ids of each row of a list, or of a tensor or array [tokens] or [prompts, tokens].
-
-    Raises:
-        PromptError: values that are not integers.
-    """
+    Raises PromptError: values that are not integers."""
     if type(ids) is list and set(map(type, ids)) == {int}:
         return [list(ids)]
     given = ids.tolist() if isinstance(ids, torch.Tensor | np.ndarray) else ids

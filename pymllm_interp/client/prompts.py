@@ -52,10 +52,7 @@ def as_prompts(prompts: Any) -> list[Any]:
 
 def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
     """Text, if any, and token ids of a prompt of any kind. The ids are not checked.
-
-    Raises:
-        PromptError: another type, text that no tokenizer reads, or no tokenizer.
-    """
+    Raises PromptError: another type, text that no tokenizer reads, or no tokenizer."""
     if isinstance(prompt, RenderedPrompt):
         return prompt
     if type(prompt) is list and set(map(type, prompt)) == {int}:
@@ -73,10 +70,7 @@ def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
 
 def checked(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> RenderedPrompt:
     """Text and token ids of a prompt: text, token ids (list or tensor), a tokenizer's dict, messages, or embeddings.
-
-    Raises:
-        PromptError: empty, of another type, with ids outside the vocabulary, or with embeddings that the model cannot take.
-    """
+    Raises PromptError: empty, of another type, with ids outside the vocabulary, or with embeddings that the model cannot take."""
     if facts.limits.max_source_len and (not isinstance(prompt, RenderedPrompt) or prompt.encoder is None):
 
         def read(side: Any, name: str) -> RenderedPrompt:
@@ -109,10 +103,7 @@ def _read(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Rendered
 
 def _embedded(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> RenderedPrompt:
     """The prompt of embeddings [tokens, width], or of token ids with vectors [width] at some positions.
-
-    Raises:
-        PromptError: another form, shape or dtype, a position outside the prompt, or numbers that are not finite.
-    """
+    Raises PromptError: another form, shape or dtype, a position outside the prompt, or numbers that are not finite."""
     given = prompt if isinstance(prompt, Mapping) else {"prompt_embeds": prompt}
     rest = {key: value for key, value in given.items() if key not in EMBEDS and value is not None}
     whole, placed = (given.get(key) for key in EMBEDS)
@@ -174,10 +165,7 @@ def names_of(prompts: Sequence[Any]) -> list[str]:
 
 def _of_ids(prompt: Any, what: str) -> RenderedPrompt:
     """A prompt other than text: ids, a tensor, an array, or a tokenizer's or processor's dict.
-
-    Raises:
-        PromptError: another type, several prompts in one, or ids that are not integers.
-    """
+    Raises PromptError: another type, several prompts in one, or ids that are not integers."""
     if isinstance(prompt, BYTES):
         raise PromptError(f"{what} is {type(prompt).__name__}: pass text, such as prompt.decode('utf-8')")
     batch = split(prompt, what).prompts

@@ -118,10 +118,7 @@ class RequestFactory:
 
     def for_prompts(self, submission: Submission) -> list[list[Request]]:
         """The requests of each prompt. An error of any of them is raised before one is scheduled.
-
-        Raises:
-            PromptError, ValueError: a prompt, a parameter, an intervention or a capture that cannot be served.
-        """
+        Raises PromptError, ValueError: a prompt, a parameter, an intervention or a capture that cannot be served."""
         names, edits = submission.names, submission.edits
         live = LiveObjects(num_objects(submission.params, submission.interventions, submission.captures))
         declared, captures = self.named(submission.interventions, names), self.named(submission.captures, names)
@@ -414,10 +411,7 @@ class RequestFactory:
 
     def _check_pass(self, requests: Sequence[Request], what: str) -> None:
         """Check that traced prompts can run in one pass, and none again. One above `max_num_tokens` needs the memory now.
-
-        Raises:
-            PromptError: prompts that need several passes, or more memory.
-        """
+        Raises PromptError: prompts that need several passes, or more memory."""
         check_boundary(requests, self.facts.spec.rope_boundary, what)
         tokens, most = sum(request.prompt_len for request in requests), self.facts.limits.max_num_tokens
         if tokens <= most:
@@ -485,10 +479,7 @@ def _mix(seed: int, ordinal: int) -> int:
 
 def _check_gang(traces: Sequence[RequestTrace]) -> None:
     """Refuse transformers' own attention for prompts that run in the same passes.
-
-    Raises:
-        PromptError: a trace of several prompts, or one of several that run together, asks for it.
-    """
+    Raises PromptError: a trace of several prompts, or one of several that run together, asks for it."""
     together = bool(traces[0].gang)
     for trace in traces:
         if trace.options.eager_attention and (together or trace.watches_several):

@@ -28,10 +28,7 @@ ANSWER_SECONDS = 30.0
 
 def run_cluster(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status.
-
-    Raises:
-        ValueError, OSError, ImportError: it cannot be done; ConnectionError without a running Ray or cluster.
-    """
+    Raises ValueError, OSError, ImportError: it cannot be done; ConnectionError without a running Ray or cluster."""
     actions = {"status": _status, "scale": _scale, "drain": _drain, "restart": _restart, "stop": _stop}
     action = actions.get(args.model)
     if action is None and args.argument is not None:

@@ -28,11 +28,7 @@ _current = _CurrentPass()
 
 
 class current_pass:
-    """Make `batch` the thread's current pass within the block.
-
-    Raises:
-        RuntimeError: a pass runs on this thread already.
-    """
+    """Make `batch` the thread's current pass within the block. Raises RuntimeError: a pass runs on this thread already."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.batch = batch

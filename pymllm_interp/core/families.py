@@ -206,11 +206,7 @@ class Family:
             raise ValueError(f"{self.name} models have no site {kind!r}; they have {', '.join(self.points)}")
 
     def point(self, site: SiteLike) -> SitePoint:
-        """The module path and end of a site.
-
-        Raises:
-            ValueError: the family does not have the site's kind.
-        """
+        """The module path and end of a site. Raises ValueError: the family does not have the site's kind."""
         self.check(site.kind)
         module, end = self.points[site.kind]
         return SitePoint(module.format(site.layer), end)

@@ -97,11 +97,7 @@ def rope_growth(ropes: Sequence[dict[str, Any]]) -> float:
 
 
 def rope_boundary(ropes: Sequence[dict[str, Any]], context_len: int) -> int | None:
-    """`ModelSpec.rope_boundary` of these RoPE parameters.
-
-    Raises:
-        ValueError: types of layers with different boundaries.
-    """
+    """`ModelSpec.rope_boundary` of these RoPE parameters. Raises ValueError: types of layers with different boundaries."""
     found = {
         int(rope.get("original_max_position_embeddings") or context_len)
         for rope in ropes
@@ -165,11 +161,7 @@ def num_sites(num_layers: int) -> int:
 
 
 def site_index(site: SiteLike, num_layers: int) -> int:
-    """The number of a site in a model with `num_layers` layers.
-
-    Raises:
-        ValueError: a kind without a number.
-    """
+    """The number of a site in a model with `num_layers` layers. Raises ValueError: a kind without a number."""
     kind, layer = site.kind, site.layer or 0
     if kind not in NUMBERED_SITES:
         raise ValueError(

@@ -40,10 +40,7 @@ class Drafts:
     @classmethod
     def of(cls, runner: InterpModelRunner) -> Drafts | None:
         """The drafts of an engine over this runner; None without a drafter.
-
-        Raises:
-            ValueError: the passes have too few rows for the drafts of a model.
-        """
+        Raises ValueError: the passes have too few rows for the drafts of a model."""
         config = SpeculativeConfig.of(runner.server_config.speculative)
         if config is None:
             return None

@@ -213,10 +213,7 @@ class Engine:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End running requests, stop the thread and release the runner. Does not wait inside blocks and callbacks.
-
-        Raises:
-            TimeoutError: the thread has not ended after `timeout` seconds. It ends as soon as it can.
-        """
+        Raises TimeoutError: the thread has not ended after `timeout` seconds. It ends as soon as it can."""
         with self._wake:
             if self._closing is None:
                 self._closing = EngineClosedError("the engine was shut down")

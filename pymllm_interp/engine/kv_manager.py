@@ -404,11 +404,7 @@ class KVManager:
     # -- moving KV ---------------------------------------------------------------------------
 
     def swap_out(self, request: Request) -> None:
-        """Copy the request's KV and states to host memory.
-
-        Raises:
-            RuntimeError, MemoryError: no memory for the copy.
-        """
+        """Copy the request's KV and states to host memory. Raises RuntimeError, MemoryError: no memory for the copy."""
         host = self.kv_pool.swap_out(self._slots(request, request.kv_len))
         if self.states is not None and request.req_pool_idx is not None:
             host = replace(host, states=self.states.swap_out(request.req_pool_idx))
@@ -418,10 +414,7 @@ class KVManager:
 
     def swap_in(self, request: Request) -> None:
         """Copy the request's KV from host memory to its pages, and its states to its slot.
-
-        Raises:
-            RuntimeError, MemoryError: no memory for the copy.
-        """
+        Raises RuntimeError, MemoryError: no memory for the copy."""
         self.kv_pool.swap_in(self._slots(request, request.kv_len), request.host_kv)
         if self.states is not None and request.req_pool_idx is not None:
             self.states.swap_in(request.req_pool_idx, request.host_kv.states)

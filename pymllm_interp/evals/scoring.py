@@ -27,10 +27,7 @@ class Score(NamedTuple):
 
 def interventions_of(given: Any) -> list[Intervention]:
     """Interventions of a harness's arguments: `Steer` and its kin, or the JSON form of the HTTP API.
-
-    Raises:
-        TypeError, ValueError: neither.
-    """
+    Raises TypeError, ValueError: neither."""
     if given is None:
         return []
     several = [given] if isinstance(given, Intervention | Mapping) else given

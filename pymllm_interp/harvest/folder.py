@@ -295,11 +295,7 @@ def crc32_of(chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def index_name(name: str, site: str | None, per_site: bool) -> str:
-    """Name of an index tensor.
-
-    Raises:
-        ValueError: each site has its own index, and `site` is None.
-    """
+    """Name of an index tensor. Raises ValueError: each site has its own index, and `site` is None."""
     if per_site and site is None:
         raise ValueError(f"the sites were captured at different positions: name one, {name}('resid_post.0')")
     return f"{name}.{site}" if per_site else name

@@ -44,11 +44,7 @@ class Settings:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
 
     def passes(self, prompt: RenderedPrompt, what: str) -> Iterator[tuple[int, RenderedPrompt]]:
-        """(position of its first token, its part of the document) of each pass.
-
-        Raises:
-            PromptError: the document is too long.
-        """
+        """(position of its first token, its part of the document) of each pass. Raises PromptError: the document is too long."""
         count, most = len(prompt.token_ids), self.max_length
         if count <= most:
             yield 0, prompt
@@ -89,10 +85,7 @@ def document_key(item: Any, read: Callable[[], RenderedPrompt]) -> bytes:
 
 def documents_of(inputs: Iterable[Any], max_length: int) -> Iterator[Any]:
     """The documents of the input, lazily. A stream of tokens is cut into documents of `max_length` tokens.
-
-    Raises:
-        PromptError: a single text or dict, or no iterable.
-    """
+    Raises PromptError: a single text or dict, or no iterable."""
     if isinstance(inputs, str | Mapping) or not isinstance(inputs, Iterable):
         raise PromptError(
             f"inputs is a {type(inputs).__name__}: expected an iterable of texts, of token ids, or of tokens"

@@ -38,10 +38,7 @@ def asked_outputs(
     model: Any, params: SamplingParams | None, interventions: Sequence[Intervention] | None
 ) -> AskedOutputs:
     """The arguments of `LM.generate_corpus`, checked.
-
-    Raises:
-        ValueError: parameters with a constraint, which is an object of one process.
-    """
+    Raises ValueError: parameters with a constraint, which is an object of one process."""
     params = params or SamplingParams()
     if params.constraint is not None:
         raise ValueError(
@@ -64,10 +61,7 @@ def asked_outputs(
 
 def generate_unit(model: Any, folder: Path, plan: HarvestPlan, unit: Unit, asked: AskedOutputs) -> bool:
     """Generate from a unit's documents, unless it is done. Returns whether this attempt's result counts.
-
-    Raises:
-        Exception: a document cannot be served, or the engine or the disk failed.
-    """
+    Raises Exception: a document cannot be served, or the engine or the disk failed."""
     own = UnitFolder(folder, plan, unit)
     if own.record.exists():
         own.close()

@@ -67,11 +67,7 @@ class HarvestPlan:
 
     @classmethod
     def of_json(cls, data: bytes) -> HarvestPlan:
-        """The plan of a file's content.
-
-        Raises:
-            ValueError: it has another format, or is damaged.
-        """
+        """The plan of a file's content. Raises ValueError: it has another format, or is damaged."""
         try:
             found = json.loads(data)
             if found.pop("format") != PLAN_FORMAT:
@@ -86,11 +82,7 @@ class HarvestPlan:
 
 
 def read_plan(folder: Path) -> HarvestPlan:
-    """The plan of a folder.
-
-    Raises:
-        FileNotFoundError, ValueError: it has none.
-    """
+    """The plan of a folder. Raises FileNotFoundError, ValueError: it has none."""
     return HarvestPlan.of_json((folder / PLAN).read_bytes())
 
 
@@ -179,10 +171,7 @@ def _named(sources: list[SourceFile]) -> str:
 
 def put_once(folder: Path, name: str, content: bytes) -> None:
     """Write a file whole, or leave one that is there: of several that write, the first wins.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of it.
-    """
+    Raises OSError: it cannot be written; nothing is left of it."""
     own = folder / f"{name}.{uuid.uuid4().hex[:8]}"
     try:
         with open(own, "wb") as file:

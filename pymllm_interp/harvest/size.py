@@ -33,11 +33,7 @@ def _pools(spec: Capture | Monitor) -> TypeGuard[Capture]:
 
 
 def expected_bytes(specs: Sequence[Capture | Monitor], model: ModelSpec, tokens: int) -> int:
-    """Bytes in a shard of a document of `tokens` tokens.
-
-    Raises:
-        ValueError: positions are beyond the document.
-    """
+    """Bytes in a shard of a document of `tokens` tokens. Raises ValueError: positions are beyond the document."""
     total, index = 0, 8 * len(INDEX)
     for number, spec in enumerate(specs):
         sites = expand(spec.site, model.num_hidden_layers, model.family)

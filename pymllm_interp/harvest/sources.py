@@ -84,10 +84,7 @@ def portions_of(number: int, source: SourceFile, documents: int) -> Iterator[Por
 
 def read_portion(source: SourceFile, portion: Portion, column: str | None) -> list[Any]:
     """The documents of a portion: texts, or lists of token ids.
-
-    Raises:
-        ValueError: the file has no such column, fewer documents, or a line that is not JSON.
-    """
+    Raises ValueError: the file has no such column, fewer documents, or a line that is not JSON."""
     read = _read_parquet if source.kind == "parquet" else _read_jsonl
     found = list(read(source.path, portion, column))
     if len(found) != portion.documents:
@@ -157,11 +154,7 @@ def pyarrow(what: str) -> tuple[Any, Any]:
 
 
 def write_jsonl(documents: Iterable[Any], path: Path) -> None:
-    """Write documents of an iterable, each a text or token ids, as a JSONL file.
-
-    Raises:
-        TypeError: a document that is neither.
-    """
+    """Write documents of an iterable, each a text or token ids, as a JSONL file. Raises TypeError: a document that is neither."""
     with open(path, "w") as file:
         for number, document in enumerate(documents):
             file.write(json.dumps(_plain(document, number)) + "\n")

@@ -131,10 +131,7 @@ class UnitRun(HarvestRun):
 
     def run_unit(self, documents: Sequence[Any]) -> UnitFolder:
         """Compute and commit the unit.
-
-        Raises:
-            Exception: a document, the engine or the disk failed. Nothing of this attempt is left, if that can be.
-        """
+        Raises Exception: a document, the engine or the disk failed. Nothing of this attempt is left, if that can be."""
         try:
             with HarvestProgress(False, None, 0) as progress, self.folder.attempted():
                 try:

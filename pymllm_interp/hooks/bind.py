@@ -26,10 +26,7 @@ SpecT = TypeVar("SpecT", bound=PlacedSpec)
 
 def resolved(lists: Sequence[Sequence[SpecT]], vectors: Mapping[str, Named], model: ModelSpec) -> list[list[SpecT]]:
     """Each request's specs with vectors in place of names. A spec with per-layer vectors becomes one spec per layer.
-
-    Raises:
-        ValueError: an unknown name, a layer without a vector, or a vector that the spec refuses.
-    """
+    Raises ValueError: an unknown name, a layer without a vector, or a vector that the spec refuses."""
     done: dict[int, list[SpecT]] = {}  # by id: requests usually share their specs
     for spec in (spec for specs in lists for spec in specs):
         if id(spec) not in done:
@@ -123,10 +120,7 @@ def bind(spec: SpecT, model: ModelSpec, prompt_len: int) -> list[Bound[SpecT]]:
 
 def after_prompt(bound: Bound[Op], prompt_len: int) -> Bound[Op]:
     """An op of a monitor, at the generated positions among its own.
-
-    Raises:
-        ValueError: it has none, a vector for each position, or replaces recurrent states.
-    """
+    Raises ValueError: it has none, a vector for each position, or replaces recurrent states."""
     spec, windows = bound.spec, []
     words = spec.words()
     if words is not None and words.row_per_position:
@@ -146,10 +140,7 @@ def after_prompt(bound: Bound[Op], prompt_len: int) -> Bound[Op]:
 
 def at_logits(bound: Bound[SpecT], first: int) -> Bound[SpecT]:
     """A capture at the logits, for a request with logits at the positions from `first` on.
-
-    Raises:
-        ValueError: positions without logits.
-    """
+    Raises ValueError: positions without logits."""
     if bound.spec.positions == "all":
         return replace(bound, windows=(Window(first),))
     if any(window.start < first for window in bound.windows):

@@ -364,10 +364,7 @@ class Bindings:
 
     def bound(self, hooks: RequestHooks, prompt_len: int) -> BoundHooks:
         """The hooks of one request, bound. Specs are equal where their fingerprints are.
-
-        Raises:
-            ValueError: see `BoundHooks.of_request`.
-        """
+        Raises ValueError: see `BoundHooks.of_request`."""
         traced = hooks.differentiable, hooks.trace_key is not None
         key = *hooks.interventions, None, *hooks.captures, prompt_len, hooks.max_tokens, hooks.logits_from, *traced
         hash(key)  # large vectors are hashed here, outside of the lock

@@ -57,10 +57,7 @@ class Declarations:
 
     def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
         """Check the hooks of a request that has some, and set `Request.hooks` and `Request.declared`.
-
-        Raises:
-            ValueError: something that the model lacks, or that exceeds the tables, the ring or the results.
-        """
+        Raises ValueError: something that the model lacks, or that exceeds the tables, the ring or the results."""
         trace = request.trace
         specs, captures, parts = self._parts.split(specs, captures)
         parts = self._parts.bind(parts, request.encoder, request.images)

@@ -21,11 +21,7 @@ Heads = int | Sequence[int] | Tensor | None
 
 
 def checked_heads(heads: Heads, kind: str) -> tuple[int, ...] | None:
-    """`heads` as a tuple.
-
-    Raises:
-        ValueError: a kind of site without heads, no heads, or anything but whole numbers.
-    """
+    """`heads` as a tuple. Raises ValueError: a kind of site without heads, no heads, or anything but whole numbers."""
     if heads is None:
         return None
     if kind not in (*HEAD_SITES, PATTERN):
@@ -46,10 +42,7 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 def heads_in(heads: Sequence[int], model: ModelSpec, kind: str) -> tuple[int, ...]:
     """`heads`, counted from the first head of a kind of site.
-
-    Raises:
-        ValueError: a head that the model does not have, or one named twice.
-    """
+    Raises ValueError: a head that the model does not have, or one named twice."""
     count, setting = model.shape(kind)[0], model.settings(kind)[0]
     for head in heads:
         if not -count <= head < count:

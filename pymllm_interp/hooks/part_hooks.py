@@ -68,10 +68,7 @@ class PartBindings:
         self, specs: Sequence[Any], captures: Sequence[Capture]
     ) -> tuple[Sequence[Any], Sequence[Capture], dict[str, RequestHooks]]:
         """(specs and captures of the language model, hooks of each part that has some).
-
-        Raises:
-            ValueError: a spec that does not act in a part.
-        """
+        Raises ValueError: a spec that does not act in a part."""
         if not self._bindings:
             return specs, captures, {}
         named = dict.fromkeys(

@@ -233,10 +233,7 @@ class PlacedSpec(Spec):
 
     def located(self, images: Images, prompt_len: int) -> Self:
         """The spec with numbers in place of words for a prompt's images. Cached, as `whole`: requests often share an image.
-
-        Raises:
-            ValueError: an image that the prompt does not have.
-        """
+        Raises ValueError: an image that the prompt does not have."""
         words = [name for name in self.places if has_words(getattr(self, name))]
         if not words:
             return self
@@ -260,10 +257,7 @@ class PlacedSpec(Spec):
 
     def whole(self, model: ModelSpec) -> Self:
         """The spec for whole states of `model`: its vectors are zero at heads that it does not name. Cached, as `sites_in`.
-
-        Raises:
-            ValueError: a head that the model does not have.
-        """
+        Raises ValueError: a head that the model does not have."""
         if self.heads is None:
             return self
         found = self.__dict__.get("_whole")

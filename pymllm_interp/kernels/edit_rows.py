@@ -89,10 +89,7 @@ def _set_features(
 @triton.jit
 def _words_of(word, live, position):
     """Words of the op at `word` [rows, 1], and the rows of `live` with their position in its window.
-
-    Returns:
-        live, first vector, start and step of the window, probe, a, b: each [rows, 1].
-    """
+    Returns live, first vector, start and step of the window, probe, a, b: each [rows, 1]."""
     first = tl.load(word + 1, mask=live, other=0, eviction_policy="evict_last").to(tl.int64)
     start = tl.load(word + 2, mask=live, other=0, eviction_policy="evict_last")
     stop = tl.load(word + 3, mask=live, other=0, eviction_policy="evict_last")

@@ -46,10 +46,7 @@ INVARIANT: dict[Activation, Activation] = {gelu: invariant.gelu, gelu_tanh: part
 
 def activation(name: str) -> Activation:
     """The function of a config's name: native, or else transformers'.
-
-    Raises:
-        UnsupportedModelError: in batch-invariant mode, a function of transformers.
-    """
+    Raises UnsupportedModelError: in batch-invariant mode, a function of transformers."""
     if (function := FUNCTIONS.get(name)) is None:
         return _of_transformers(name)
     return INVARIANT.get(function, function) if invariant.invariant_device() == "cpu" else function

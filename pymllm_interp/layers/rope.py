@@ -29,10 +29,7 @@ def signed(sin: torch.Tensor) -> torch.Tensor:
 
 def rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The arguments of `apply_rope`, from the [1, tokens, head_dim] of a `RotaryEmbedding`.
-
-    Returns:
-        cosines and signed sines, each [tokens, 1, head_dim]: views of one [tokens, 1, 2 * head_dim].
-    """
+    Returns cosines and signed sines, each [tokens, 1, head_dim]: views of one [tokens, 1, 2 * head_dim]."""
     return _halves(torch.cat((cos[0], signed(sin[0])), dim=-1))
 
 

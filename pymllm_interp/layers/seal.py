@@ -108,11 +108,7 @@ class Weight(nn.Parameter):
 
 
 def write(weight: Weight | WeightBuffer, value: Any) -> None:
-    """Copy `value` into a weight.
-
-    Raises:
-        ValueError: no tensor, or one of another shape, dtype or device.
-    """
+    """Copy `value` into a weight. Raises ValueError: no tensor, or one of another shape, dtype or device."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(
             f"`{weight.path}` is a weight of the served model; expected a tensor, got {type(value).__name__}"

@@ -21,10 +21,7 @@ def declared(
     given: Mapping[str, Any], places: Mapping[str, Place], spec: ModelSpec
 ) -> tuple[list[Any], dict[str, Callable[[torch.Tensor], torch.Tensor]]]:
     """(declared interventions, functions by hook point) of `Driver.forward`'s `intervene`.
-
-    Raises:
-        ValueError: an unknown op, or keys that it does not have.
-    """
+    Raises ValueError: an unknown op, or keys that it does not have."""
     ops, edits = [], {}
     for name, what in given.items():
         if callable(what):

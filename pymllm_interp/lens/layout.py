@@ -26,10 +26,7 @@ class Layout:
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any = None) -> Layout:
         """The layout of token ids [batch, tokens] or [tokens], and a mask of that shape (1: token, 0: padding).
-
-        Raises:
-            ValueError: no prompt, other shapes, or a mask with padding between tokens.
-        """
+        Raises ValueError: no prompt, other shapes, or a mask with padding between tokens."""
         if input_ids is None:
             raise ValueError("a prompt is expected: text, or token ids [batch, tokens]")
         ids = torch.as_tensor(input_ids)

@@ -241,10 +241,7 @@ class BridgePoint(HookPoint):
         self, hook: Callable[..., Any], dir: Literal["fwd", "bwd"] = "fwd", *args: Any, **kwargs: Any
     ) -> LensHandle:
         """Add a hook function, as `HookPoint.add_hook`.
-
-        Raises:
-            NotImplementedError: a backward hook, or a point with a value that the engine does not have.
-        """
+        Raises NotImplementedError: a backward hook, or a point with a value that the engine does not have."""
         if dir == "bwd":
             raise NotImplementedError(f"{self.name}: Bridge has no backward hooks; {GRADIENTS}")
         if not self.served:

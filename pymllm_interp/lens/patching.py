@@ -91,11 +91,7 @@ class _Sweep:
         return torch.stack([out.logits for out in outs]), starts
 
     def _at(self, cell: Index) -> tuple[Site, int | None, int | None]:
-        """Site, position and head of a cell; negative numbers count from the end.
-
-        Raises:
-            IndexError: no point has this number.
-        """
+        """Site, position and head of a cell; negative numbers count from the end. Raises IndexError: no point has this number."""
         parts = dict(zip(self.axes, cell, strict=True))
         site = _place(self.bridge, self.name, parts["layer"]).site
         heads, _ = self.bridge.lm.model_spec.shape(site.kind) if "head" in parts else (0, 0)

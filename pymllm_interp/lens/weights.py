@@ -19,10 +19,7 @@ from .names import BridgePoint
 
 def adapter_of(lm: ClientModel) -> Any:
     """A new adapter of TransformerLens for the model's architecture.
-
-    Raises:
-        ValueError: TransformerLens does not know the architecture.
-    """
+    Raises ValueError: TransformerLens does not know the architecture."""
     architecture = determine_architecture_from_hf_config(lm.hf_config)
     config = build_bridge_config_from_hf(lm.hf_config, architecture, lm.backend.facts.model, lm.dtype)
     return ArchitectureAdapterFactory.select_architecture_adapter(config)
@@ -84,10 +81,7 @@ def _of_weights(name: str, text: str) -> Any:
 
 class Weights:
     """Weights and TransformerLens' values computed from them, with its names and shapes, on the CPU.
-
-    Raises:
-        AttributeError: the model has no such weight; TransformerLens' message names it.
-    """
+    Raises AttributeError: the model has no such weight; TransformerLens' message names it."""
 
     lm: ClientModel
     _hook_registry: dict[str, Any]

@@ -75,10 +75,7 @@ class ReqToTokenPool:
 
     def claim(self, row: int) -> None:
         """Mark `row` as used, if the pool of another process handed it out. A used row is unchanged.
-
-        Raises:
-            ValueError: not one of rows 1..size.
-        """
+        Raises ValueError: not one of rows 1..size."""
         if row not in self._live:
             if row not in self._free:
                 raise ValueError(f"claim(row={row}): expected a row of 1..{self.size}")
@@ -87,10 +84,7 @@ class ReqToTokenPool:
 
     def free(self, row: int) -> None:
         """Take `row` back; its staged writes are dropped.
-
-        Raises:
-            ValueError: the row is not in use (freed twice, or the dummy row 0).
-        """
+        Raises ValueError: the row is not in use (freed twice, or the dummy row 0)."""
         self._check_live("free", row)
         self._live.remove(row)
         self._dirty.pop(row, None)
@@ -98,10 +92,7 @@ class ReqToTokenPool:
 
     def write(self, row: int, start: int, slots: Sequence[int] | np.ndarray | torch.Tensor) -> None:
         """Stage the slots of positions ``start, start + 1, ...`` of `row`: visible after `apply_staged_writes`.
-
-        Raises:
-            ValueError: the row is not in use, or the positions do not fit in it.
-        """
+        Raises ValueError: the row is not in use, or the positions do not fit in it."""
         self._check_live("write", row)
         stop = start + len(slots)
         if start < 0 or stop > self.max_context_len:
@@ -174,10 +165,7 @@ class TokenToKVPoolAllocator:
 
     def free_pages(self, pages: Iterable[int]) -> None:
         """Take `pages` back: all of them, or none when it raises.
-
-        Raises:
-            ValueError: a page is not in use (freed twice, or the dummy page 0).
-        """
+        Raises ValueError: a page is not in use (freed twice, or the dummy page 0)."""
         pages = list(pages)
         if len(set(pages)) != len(pages) or not self._live.issuperset(pages):
             wrong = sorted({page for page in pages if page not in self._live or pages.count(page) > 1})
@@ -190,10 +178,7 @@ class TokenToKVPoolAllocator:
 
     def slots_of(self, pages: Sequence[int], start: int, stop: int) -> np.ndarray:
         """[stop - start] int64: slots of positions ``start`` up to `stop` of a request; its `pages` are in order of position.
-
-        Raises:
-            ValueError: the pages do not reach that far.
-        """
+        Raises ValueError: the pages do not reach that far."""
         size = self.page_size
         if start < 0 or stop > len(pages) * size:
             raise ValueError(
@@ -205,10 +190,7 @@ class TokenToKVPoolAllocator:
 
     def check_integrity(self, live: Iterable[int]) -> None:
         """Check that the free pages and `live` (the pages that requests and caches hold) are all pages, each once.
-
-        Raises:
-            AssertionError: a page is lost, held twice, free and held, or the dummy page 0.
-        """
+        Raises AssertionError: a page is lost, held twice, free and held, or the dummy page 0."""
         held = list(live)
         if sorted(self._free + held) == list(range(1, self.num_pages + 1)):
             return
@@ -337,11 +319,7 @@ class KVPool:
         return HostKV(kv)
 
     def swap_in(self, slots: Sequence[int] | np.ndarray | torch.Tensor, host: HostKV) -> None:
-        """Write K and V from `swap_out` to `slots`, bit for bit.
-
-        Raises:
-            ValueError: the numbers of slots and tokens differ.
-        """
+        """Write K and V from `swap_out` to `slots`, bit for bit. Raises ValueError: the numbers of slots and tokens differ."""
         if len(slots) != host.num_tokens:
             raise ValueError(f"swap_in got {len(slots)} slots for the K and V of {host.num_tokens} tokens")
         index = self._index(slots)

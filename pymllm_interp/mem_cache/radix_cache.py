@@ -244,10 +244,7 @@ class RadixCache:
 
     def insert(self, node: Node, key: RadixKey, first: int, pages: Sequence[int]) -> list[int]:
         """Add the pages of a sequence after `node`. They are not held.
-
-        Returns:
-            those that the tree has already, from other requests: they stay the caller's.
-        """
+        Returns those that the tree has already, from other requests: they stay the caller's."""
         known: list[int] = []
         at, stop, size = first, first + len(pages), self._page_bytes
         while at < stop:

@@ -96,11 +96,7 @@ class SpillFiles:
         self._places.pop(key, None)
 
     def write(self, root: str, keys: Sequence[bytes], pages: Sequence[np.ndarray]) -> None:
-        """Write pages, [page_bytes] uint8 each, to a new file.
-
-        Raises:
-            OSError: the folder is full, or gone.
-        """
+        """Write pages, [page_bytes] uint8 each, to a new file. Raises OSError: the folder is full, or gone."""
         file = self._folder / f"{uuid4().hex}.safetensors"
         part, crcs = file.with_suffix(".part"), [zlib.crc32(page.data) for page in pages]
         size = len(pages) * self._page_bytes

@@ -132,10 +132,7 @@ class StatePool:
 
     def write(self, index: int, slots: torch.Tensor, value: torch.Tensor) -> None:
         """Write a state [batch, *shape] to `slots` [batch] int64. Slot 0 may come more than once.
-
-        Raises:
-            ValueError: a state of another shape.
-        """
+        Raises ValueError: a state of another shape."""
         own = self.states[index]
         if value.shape[1:] != own.shape[1:]:
             raise ValueError(f"a state of shape {tuple(value.shape[1:])}, but the slots have {tuple(own.shape[1:])}")

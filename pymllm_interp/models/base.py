@@ -68,10 +68,7 @@ class CausalLM(nn.Module, ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
         """Run `forward` as the thread's current pass. `forward_batch` is a keyword; hooks see all arguments in their order.
-
-        Raises:
-            RuntimeError: a pass runs on this thread already.
-        """
+        Raises RuntimeError: a pass runs on this thread already."""
         with current_pass(kwargs["forward_batch"]):
             return super().__call__(*args, **kwargs)
 

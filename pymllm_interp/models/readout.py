@@ -28,10 +28,7 @@ class ModelReadout:
 
     def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
         """Norm at a site, applied to rows [n, hidden] of the residual stream.
-
-        Raises:
-            NotImplementedError: without the gain, of a norm that is neither a LayerNorm nor an RMSNorm.
-        """
+        Raises NotImplementedError: without the gain, of a norm that is neither a LayerNorm nor an RMSNorm."""
         module: Any = self._model.get_submodule(self._spec.family.point(site).module)
         if not gain:
             return self._without_gain(module, rows)

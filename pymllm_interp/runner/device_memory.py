@@ -204,11 +204,7 @@ def num_served_tokens(runner: RunnerParts) -> int:
 
 
 def make_kv_pool(runner: RunnerParts) -> KVPool:
-    """The KV pool of `max_total_num_tokens` slots.
-
-    Raises:
-        torch.OutOfMemoryError: it does not fit.
-    """
+    """The KV pool of `max_total_num_tokens` slots. Raises torch.OutOfMemoryError: it does not fit."""
     tokens = runner.max_total_num_tokens
     return fitting(
         runner,

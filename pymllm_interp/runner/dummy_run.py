@@ -65,10 +65,7 @@ def dummy_run(
 @torch.no_grad()
 def dummy_sampler_run(runner: RunnerParts, hidden_states: torch.Tensor) -> torch.Tensor:
     """Sample from hidden states [rows, hidden] with every filter and log probabilities on, as the widest step would.
-
-    Returns:
-        token ids [rows] int32.
-    """
+    Returns token ids [rows] int32."""
     logits = runner.get_model().logits_of(hidden_states.unsqueeze(0))[0]
     ones = torch.ones(len(logits), device=logits.device)
     rows, slots = dummy_attn(len(logits), len(logits), runner.device)

@@ -197,10 +197,7 @@ class VisionInputs:
 
     def execute_mm_encoder(self, parts: Sequence[ImageRows]) -> None:
         """Run the tower for images without states in the cache. Requests with ops or captures in it wait for `run_hooked`.
-
-        Raises:
-            ImageError: an image that it cannot read, with the requests that have it.
-        """
+        Raises ImageError: an image that it cannot read, with the requests that have it."""
         parts = [part for part in parts if not self._acts_inside(part.request_id)]
         if not parts:
             return

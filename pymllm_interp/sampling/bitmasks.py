@@ -57,10 +57,7 @@ class BitmaskRows(NamedTuple):
 
     def apply_(self, scores: torch.Tensor) -> torch.Tensor:
         """Set the forbidden tokens of these rows of `scores` [batch, vocab] to -inf.
-
-        Returns:
-            [batch] bool: rows in which the largest score was forbidden.
-        """
+        Returns [batch] bool: rows in which the largest score was forbidden."""
         places = 1 << torch.arange(8, dtype=torch.uint8, device=self.bits.device)
         # By bytes, the lowest first as on all machines that torch runs on: a quarter of the memory of words.
         forbidden = (self.bits.view(torch.uint8)[:, :, None] & places).flatten(1)[:, : scores.shape[1]] == 0

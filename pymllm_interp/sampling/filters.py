@@ -43,10 +43,7 @@ def filtered_weights(
     width: int | None = None,  # result of `filter_width`; None: the whole vocabulary
 ) -> torch.Tensor:
     """Each token's weight after min_p and top_k, then top_p over the tokens that are left; 0 for dropped tokens.
-
-    Returns:
-        [rows, vocab] int64. A row with NaN scores gives weights without meaning, and no error.
-    """
+    Returns [rows, vocab] int64. A row with NaN scores gives weights without meaning, and no error."""
     probs = scores.exp()
     weights = (probs * ONE).to(torch.int64)
     if min_ps is not None:

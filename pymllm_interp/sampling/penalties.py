@@ -99,10 +99,7 @@ class PenaltyBatch:
         cls, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
     ) -> PenaltyBatch | None:
         """The penalties of the requests; None if no request has any.
-
-        Raises:
-            ValueError: a token of such a request is outside the vocabulary.
-        """
+        Raises ValueError: a token of such a request is outside the vocabulary."""
         rows = [row for row, request in enumerate(requests) if request.params.penalised]
         if not rows:
             return None

@@ -66,10 +66,7 @@ class Sampler:
         batch: SamplingBatch,
     ) -> SamplerOutput:
         """Sample a token for each row. Does not synchronize with a CUDA device.
-
-        Raises:
-            ValueError: `logits` is not [batch.rows, vocab].
-        """
+        Raises ValueError: `logits` is not [batch.rows, vocab]."""
         if logits.dim() != 2 or logits.shape[0] != batch.rows:
             raise ValueError(
                 f"logits has shape {tuple(logits.shape)}, expected ({batch.rows}, vocab): one row a request"
@@ -259,10 +256,7 @@ class SamplingBatch:
         cls, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
     ) -> SamplingBatch:
         """The batch that samples the next token of `requests[i]` in row i. Nothing waits for the device.
-
-        Raises:
-            ValueError: a token of a request's `logit_bias`, or one that a penalty counts, is outside the vocabulary.
-        """
+        Raises ValueError: a token of a request's `logit_bias`, or one that a penalty counts, is outside the vocabulary."""
         if all(request.params.plain and not request.bad_words for request in requests):
             return cls(rows=len(requests))
         device = torch.device(device)

@@ -35,11 +35,7 @@ VLLM_OPTIONS = ("tensor_parallel_size", "distributed_executor_backend")
 
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
-    """The settings that the command line asks for.
-
-    Raises:
-        ValueError, TypeError, OSError: an option that cannot be.
-    """
+    """The settings that the command line asks for. Raises ValueError, TypeError, OSError: an option that cannot be."""
     model_fields, server_fields = set(ModelConfig.__dataclass_fields__), set(ServerConfig.__dataclass_fields__)
     options: dict[str, Any] = renamed_fields(dict(args.option or ()), "--option {}")
     vllm = _vllm_arguments(args)
@@ -123,10 +119,7 @@ def _monitors_of(file: Path | None) -> list[dict[str, Any]]:
 
 def _vllm_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
     """vLLM's arguments, if it is the engine; None for the native engine.
-
-    Raises:
-        ValueError: arguments of vLLM's, and another engine.
-    """
+    Raises ValueError: arguments of vLLM's, and another engine."""
     named = {name: value for name in VLLM_OPTIONS if (value := getattr(args, name)) is not None}
     given = dict(args.vllm_option or ()) | named
     if args.engine == "vllm" and args.lora_modules:

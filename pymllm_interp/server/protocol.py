@@ -287,10 +287,7 @@ class ChatRequest(GenerationRequest):
 
     def planned(self, tool_format: str | None, reasoning: str | None) -> ToolPlan:
         """Plan of writing and parsing its messages, in the formats of the server.
-
-        Raises:
-            PromptError: it requires calls that are impossible.
-        """
+        Raises PromptError: it requires calls that are impossible."""
         several = self.parallel_tool_calls is not False
         self._plan = plan = ToolPlan(self.tools, self.tool_choice, several, tool_format, reasoning)
         if plan.keeps_special:

@@ -68,10 +68,7 @@ def form_of(
     response_format: ResponseFormat | None, structured_outputs: Mapping[str, Any] | None
 ) -> StructuredOutputs | None:
     """The structured output of a request's two fields, or None.
-
-    Raises:
-        ValueError, TypeError: both are given, or a form that cannot be.
-    """
+    Raises ValueError, TypeError: both are given, or a form that cannot be."""
     form = None if response_format is None else response_format.form()
     if form is not None and structured_outputs is not None:
         raise ValueError("response_format and structured_outputs are two constraints: give one of them")

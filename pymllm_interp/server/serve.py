@@ -35,11 +35,7 @@ ENDING = signal.SIGTERM, signal.SIGINT
 
 
 def listen_at(path: Path) -> socket.socket:
-    """A bound Unix socket. A socket file without a listener is replaced.
-
-    Raises:
-        OSError: the path cannot be used.
-    """
+    """A bound Unix socket. A socket file without a listener is replaced. Raises OSError: the path cannot be used."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
@@ -55,10 +51,7 @@ def listen_at(path: Path) -> socket.socket:
 
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket. Bound before the model is loaded, so that a used port is reported at once.
-
-    Raises:
-        OSError: the address cannot be used.
-    """
+    Raises OSError: the address cannot be used."""
     host = host.removeprefix("[").removesuffix("]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(

@@ -100,11 +100,7 @@ class ActivationStore:
         return len(self._stored)
 
     def adopt(self, name: str, captured: CapturedStates, owner: str) -> Stored:
-        """Keep a file of the engine process under a name.
-
-        Raises:
-            ApiError: the store is full; the file is deleted.
-        """
+        """Keep a file of the engine process under a name. Raises ApiError: the store is full; the file is deleted."""
         assert captured.file is not None
         path = self._folder / captured.file
         self.sweep()
@@ -126,11 +122,7 @@ class ActivationStore:
         return stored
 
     def find(self, name: str, owner: str) -> Stored:
-        """A file of an owner.
-
-        Raises:
-            ApiError: an unknown or expired file, or another owner's.
-        """
+        """A file of an owner. Raises ApiError: an unknown or expired file, or another owner's."""
         self.sweep()
         stored = self._stored.get(name) or self._of_others(name)
         if stored is None or stored.owner != owner:

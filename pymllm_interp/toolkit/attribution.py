@@ -160,10 +160,7 @@ def _from(
     lm: Any, place: PlacedHooks, start: torch.Tensor, target: torch.Tensor, points: list[float], metric: RowMetric
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The body of a block: put the states at `points` of the way in place, and differentiate.
-
-    Returns:
-        gradients [prompts, tokens, ...] float32, and the metric [prompts].
-    """
+    Returns gradients [prompts, tokens, ...] float32, and the metric [prompts]."""
     value = value_at(lm, place)
     share = torch.tensor(points, device=value.device).view(-1, *[1] * start.dim())
     one, other = (state.to(value.device).float() for state in (start, target))

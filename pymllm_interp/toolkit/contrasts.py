@@ -41,11 +41,7 @@ class ControlVectors(dict[int, torch.Tensor]):
         self.model_hint, self.model_fingerprint = model_hint, model_fingerprint
 
     def __add__(self, other: ControlVectors) -> ControlVectors:
-        """The sum, by layer; a layer that only one has is as it is there.
-
-        Raises:
-            ValueError: vectors of different widths.
-        """
+        """The sum, by layer; a layer that only one has is as it is there. Raises ValueError: vectors of different widths."""
         if not isinstance(other, ControlVectors):
             return NotImplemented
         widths = {len(vector) for vector in (*self.values(), *other.values())}
@@ -99,10 +95,7 @@ class ControlVectors(dict[int, torch.Tensor]):
     @classmethod
     def load(cls, path: str | Path) -> ControlVectors:
         """Read a file of `save`, llama.cpp or repeng.
-
-        Raises:
-            FileNotFoundError, ImportError, ValueError: no such file, or one that holds no vectors by layer.
-        """
+        Raises FileNotFoundError, ImportError, ValueError: no such file, or one that holds no vectors by layer."""
         return cls(load_layer_vectors(path), *origin_of(path))
 
     def __repr__(self) -> str:

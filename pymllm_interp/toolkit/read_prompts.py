@@ -35,11 +35,7 @@ class ReadPrompt(NamedTuple):
 
     @classmethod
     def of(cls, lm: Any, prompt: Any, what: str) -> ReadPrompt:
-        """Read a prompt. A server is asked for the token ids of images.
-
-        Raises:
-            PromptError: a prompt that cannot be served.
-        """
+        """Read a prompt. A server is asked for the token ids of images. Raises PromptError: a prompt that cannot be served."""
         found = lm._requests.read(prompt, what)
         ids = found.token_ids
         if found.embeds is not None:
@@ -59,9 +55,6 @@ class ReadPrompt(NamedTuple):
 
     def places(self, lm: Any, site: Site, positions: Positions) -> list[int]:
         """Positions that words for images select, ascending, as the engine finds them.
-
-        Raises:
-            PromptError: an image that the prompt does not have.
-        """
+        Raises PromptError: an image that the prompt does not have."""
         (out,) = lm.generate([self.prompt], PASS, capture=[Capture(site, positions=positions)])
         return out.activations.positions[str(site)].tolist()

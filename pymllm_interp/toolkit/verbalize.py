@@ -109,10 +109,7 @@ def verbalize(
     sampling: Mapping[str, Any],
 ) -> Readings:
     """The readings of states. See `LM.verbalize`.
-
-    Raises:
-        PromptError, ValueError: a template without the placeholder, or states, a site or a norm that the reader cannot take.
-    """
+    Raises PromptError, ValueError: a template without the placeholder, or states, a site or a norm that the reader cannot take."""
     further: dict[str, Any] = {"temperature": 0.0 if samples == 1 else 1.0, **sampling}
     params = SamplingParams(max_tokens=max_tokens, n=samples, **further)
     found, replace = _reader(lm, reader, template, placeholder), site == EMBED if replace is None else replace

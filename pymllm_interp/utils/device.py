@@ -16,11 +16,7 @@ DTYPES = {
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
-    """The torch dtype that `dtype` names. "auto" is float32 on the CPU and bfloat16 on CUDA.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The torch dtype that `dtype` names. "auto" is float32 on the CPU and bfloat16 on CUDA. Raises ValueError: an unknown name."""
     if isinstance(dtype, torch.dtype):
         if dtype not in DTYPES.values():
             raise ValueError(f"dtype {dtype} is not supported; use one of {sorted(DTYPES)} or 'auto'")
@@ -34,10 +30,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
 
 def resolve_device(device: str) -> str:
     """Device name "cpu" or "cuda[:n]"; "auto" is CUDA if available.
-
-    Raises:
-        ValueError: CUDA is asked for and not available, or has no such device; or another kind of device.
-    """
+    Raises ValueError: CUDA is asked for and not available, or has no such device; or another kind of device."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, colon, index = device.partition(":")

@@ -23,10 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def within_memory(function: Callable[[], T], advice: str) -> T:
     """Call `function`, and add advice to an out-of-memory error.
-
-    Raises:
-        torch.OutOfMemoryError: it found no memory: `advice`, then what torch said.
-    """
+    Raises torch.OutOfMemoryError: it found no memory: `advice`, then what torch said."""
     try:
         return function()
     except (RuntimeError, MemoryError) as error:

@@ -17,10 +17,7 @@ THREADS, PART = 8, 256 << 20
 
 def pinned_memory(size: int) -> Tensor:
     """Zeros uint8 [size] in pinned memory, which is freed with the tensor and its views.
-
-    Raises:
-        MemoryError: the system has too little memory, or CUDA cannot pin it.
-    """
+    Raises MemoryError: the system has too little memory, or CUDA cannot pin it."""
     try:
         pages = mmap.mmap(-1, size)
     except OSError as error:

@@ -57,10 +57,7 @@ def layers_of(architecture: str) -> frozenset[str]:
 
 def check_architecture(config: PretrainedConfig) -> frozenset[str]:
     """The decoder layers of a model. Refuses it before it is loaded.
-
-    Raises:
-        VllmRefusalError: vLLM does not have it, or its decoder layers are not known here.
-    """
+    Raises VllmRefusalError: vLLM does not have it, or its decoder layers are not known here."""
     architecture = architecture_of(config)
     if has_images(config):
         if architecture not in IMAGES:

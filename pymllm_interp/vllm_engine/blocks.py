@@ -82,10 +82,7 @@ def _named(obj: Any) -> Any:
 
 def payload_of(traces: Sequence[RequestTrace]) -> bytes:
     """The blocks of a ``with``, and the values that were saved above them.
-
-    Raises:
-        TypeError, pickle.PicklingError: a block reads something that cannot travel.
-    """
+    Raises TypeError, pickle.PicklingError: a block reads something that cannot travel."""
     content = [
         {
             "key": trace.key, "trace_id": trace.trace_id, "pad": trace.pad_token_id, "outer": trace.saves.outer,
@@ -128,11 +125,7 @@ def _block(data: Mapping[str, Any], sources: Sources) -> Mediator:
 
 
 def packed(result: TraceResult) -> bytes:
-    """A result as bytes, with its tensors on the CPU.
-
-    Raises:
-        TypeError: a saved value that cannot be sent. The message names it.
-    """
+    """A result as bytes, with its tensors on the CPU. Raises TypeError: a saved value that cannot be sent. The message names it."""
     encoder, named = ValueEncoder(), {**result.saves, **result.outer, "": result.result}
     header = {name: encoder.encode(value, name or "the result") for name, value in named.items()}
     names = list(result.saves), list(result.outer)

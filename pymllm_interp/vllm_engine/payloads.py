@@ -127,11 +127,7 @@ def dumped(value: Any, keys: TensorKeys, tensors: dict[TensorKey, torch.Tensor])
 
 
 def loaded(data: bytes, tensors: Mapping[TensorKey, torch.Tensor] | Callable[[Any], torch.Tensor]) -> Any:
-    """The value of `dumped`.
-
-    Raises:
-        KeyError: one of its tensors is not here.
-    """
+    """The value of `dumped`. Raises KeyError: one of its tensors is not here."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     unpickler.persistent_load = tensors if callable(tensors) else tensors.__getitem__
     return unpickler.load()

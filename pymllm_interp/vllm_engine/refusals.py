@@ -25,11 +25,7 @@ class VllmRefusalError(NotImplementedError):
 
 
 def refuse_config(config: Any) -> None:
-    """Refuse a `VllmConfig`.
-
-    Raises:
-        VllmRefusalError: the message names each setting, and what to do.
-    """
+    """Refuse a `VllmConfig`. Raises VllmRefusalError: the message names each setting, and what to do."""
     found = list(_refused(config))
     if found:
         raise VllmRefusalError("LM(engine='vllm') does not serve " + "; ".join(found))

@@ -90,10 +90,7 @@ def served_spec(config: PretrainedConfig, dtype: Any) -> ModelSpec:
 
 def taps_for(quantization: str | None) -> str:
     """Location of hooks, see `TAPS`. By default in the norm, or in front of it with quantised weights.
-
-    Raises:
-        ValueError: `TAPS` says something else.
-    """
+    Raises ValueError: `TAPS` says something else."""
     found = os.environ.get(TAPS) or ("norm" if quantization is None else "front")
     if found not in ("front", "norm"):
         raise ValueError(f"{TAPS}={found}: expected 'front' or 'norm'")
@@ -138,11 +135,7 @@ def rank_arguments(config: ServerConfig, quantization: str | None = None) -> dic
 
 
 def server_config_of(additional: Mapping[str, Any] | None) -> ServerConfig:
-    """The settings in vLLM's `additional_config`.
-
-    Raises:
-        ValueError: they are missing, or of another version of this package.
-    """
+    """The settings in vLLM's `additional_config`. Raises ValueError: they are missing, or of another version of this package."""
     found = dict((additional or {}).get(KEY) or {})
     told = found.pop("version", None)
     found.pop("taps", None)

@@ -164,11 +164,7 @@ class Structure:
 
 
 def structure_of(model: Any) -> Structure:
-    """The norms of a model of vLLM.
-
-    Raises:
-        NotImplementedError: layers of a class that is not in `LAYERS`. The message names it.
-    """
+    """The norms of a model of vLLM. Raises NotImplementedError: layers of a class that is not in `LAYERS`. The message names it."""
     inner = _with_layers(model)
     if inner is None:
         raise NotImplementedError(

@@ -31,11 +31,7 @@ def format_of(body: bytes) -> str | None:
 
 
 def check_format(body: bytes, what: str) -> str:
-    """Name of an image file's format.
-
-    Raises:
-        PromptError: another format than those that are read.
-    """
+    """Name of an image file's format. Raises PromptError: another format than those that are read."""
     if (found := format_of(body)) is not None:
         return found
     start = bytes(body[:256])
@@ -44,11 +40,7 @@ def check_format(body: bytes, what: str) -> str:
 
 
 def body_of_data_url(url: str, what: str) -> bytes:
-    """The file in a data URL, which must be base64.
-
-    Raises:
-        PromptError: another URL, or another format than those that are read.
-    """
+    """The file in a data URL, which must be base64. Raises PromptError: another URL, or another format than those that are read."""
     head, comma, text = url.partition(",")
     if not comma or not head.endswith(";base64"):
         raise PromptError(f"{what}: expected a data URL such as data:image/png;base64,...")

@@ -36,11 +36,7 @@ class CallSizes:
         self._specs = self._listed = 0
 
     def check(self, lists: Sequence[Sequence[Any]], field: str) -> None:
-        """Check the lists of specs of a field.
-
-        Raises:
-            PromptError: something is larger than its limit.
-        """
+        """Check the lists of specs of a field. Raises PromptError: something is larger than its limit."""
         for specs in lists:
             if len(specs) > MAX_SPECS:
                 raise PromptError(f"{field} has {len(specs)} entries; a prompt takes at most {MAX_SPECS}")

@@ -64,11 +64,7 @@ class TaggedClasses(NamedTuple):
         return self.classes().get(name) if isinstance(name, str) else None
 
     def made(self, value: Any, what: str) -> Any:
-        """The spec of an object.
-
-        Raises:
-            PromptError: an unknown name or field, or an error of the class.
-        """
+        """The spec of an object. Raises PromptError: an unknown name or field, or an error of the class."""
         cls = self.class_of(value)
         if cls is None:
             given = value.get(self.key) if isinstance(value, Mapping) else value
@@ -98,10 +94,7 @@ def vector_to_json(tensor: torch.Tensor) -> dict[str, Any]:
 
 def vector_of(value: Any, what: str) -> Any:
     """A vector of JSON: a name stays a string, all else becomes a tensor, or {layer: tensor}.
-
-    Raises:
-        PromptError: it has no known form.
-    """
+    Raises PromptError: it has no known form."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -145,11 +138,7 @@ def _inline(value: Mapping[str, Any], what: str) -> torch.Tensor:
 
 
 def positions_of(value: Any, what: str) -> Any:
-    """Positions of JSON, as the Python objects take them.
-
-    Raises:
-        PromptError: it has no known form.
-    """
+    """Positions of JSON, as the Python objects take them. Raises PromptError: it has no known form."""
     if not isinstance(value, Mapping):
         return value  # checked by the object: a string, a number, or a list of numbers and words, or of booleans
     try:
@@ -169,10 +158,7 @@ def positions_of(value: Any, what: str) -> Any:
 
 def to_json(spec: Spec) -> dict[str, Any]:
     """A spec as JSON. Fields that have their defaults are left out.
-
-    Raises:
-        PromptError: it holds an SAE or a lens, or its class is not registered.
-    """
+    Raises PromptError: it holds an SAE or a lens, or its class is not registered."""
     cls = type(spec)
     found: dict[str, Any] | None = {} if cls in (Capture, Gate, Probe, FeatureProbe) else tag_of(cls)
     if found is None:
@@ -225,29 +211,18 @@ def _value_to_json(value: Any) -> Any:
 
 
 def intervention_of(value: Any, what: str = "interventions") -> Intervention:
-    """An intervention from JSON.
-
-    Raises:
-        PromptError: an unknown op or field, or an error of the op's class.
-    """
+    """An intervention from JSON. Raises PromptError: an unknown op or field, or an error of the op's class."""
     return INTERVENTIONS.made(value, what)
 
 
 def monitor_of(value: Any, what: str = "monitors") -> Monitor:
-    """A monitor from JSON; "op" may be left out.
-
-    Raises:
-        PromptError: another op, an unknown field, or an error of `Monitor`.
-    """
+    """A monitor from JSON; "op" may be left out. Raises PromptError: another op, an unknown field, or an error of `Monitor`."""
     return MONITORS.made(value, what)
 
 
 def capture_of(value: Any, what: str = "capture") -> Capture:
     """A capture from JSON: a site, or an object with the fields of `Capture`.
-
-    Raises:
-        PromptError: an unknown field, or an error of `Capture`.
-    """
+    Raises PromptError: an unknown field, or an error of `Capture`."""
     return _made(Capture, {"site": value} if isinstance(value, str) else value, what)
 
 
@@ -321,10 +296,7 @@ def _targets_of(value: Any, what: str) -> Any:
 
 def probe_from_json(value: Any, what: str) -> Any:
     """A probe of JSON: a vector, or an object with the fields of `Probe` or of `FeatureProbe`.
-
-    Raises:
-        PromptError: it has no known form.
-    """
+    Raises PromptError: it has no known form."""
     cls = probe_class(value)
     return vector_of(value, what) if cls is None else _made(cls, value, what)
 

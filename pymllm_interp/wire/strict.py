@@ -28,8 +28,5 @@ class Strict(BaseModel):
     @classmethod
     def read(cls, given: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """The fields that are checked, of those that came. Few came: that was checked.
-
-        Raises:
-            ValueError: a field that is refused by name.
-        """
+        Raises ValueError: a field that is refused by name."""
         return given

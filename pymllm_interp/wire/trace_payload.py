@@ -55,11 +55,7 @@ def source_of_block(node: ast.With | ast.AsyncWith, filename: str) -> str:
 
 
 def _checked_line(line: int) -> int:
-    """A line number, represented by empty lines.
-
-    Raises:
-        ValueError: a number above the limit.
-    """
+    """A line number, represented by empty lines. Raises ValueError: a number above the limit."""
     if not 0 <= line <= MOST_LINES:
         raise ValueError(f"line {line}: a trace's source has at most {MOST_LINES} lines")
     return line
@@ -285,11 +281,7 @@ def is_envoy_id(pid: Any) -> bool:
 
 
 def envoy_at(root: Envoy, pid: str) -> Envoy:
-    """The envoy that a persistent id names.
-
-    Raises:
-        ValueError: the model has no such module.
-    """
+    """The envoy that a persistent id names. Raises ValueError: the model has no such module."""
     path = pid.removeprefix("Envoy:")
     found: Any = root
     for part in path.split(".")[1:]:

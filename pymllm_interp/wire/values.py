@@ -38,11 +38,7 @@ class ValueEncoder:
         self._known: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def encode(self, value: Any, what: str, depth: int = 0) -> Any:
-        """The tree of a value.
-
-        Raises:
-            TypeError: a value that cannot be sent; the message names it and its place.
-        """
+        """The tree of a value. Raises TypeError: a value that cannot be sent; the message names it and its place."""
         if depth > MAX_DEPTH:
             raise TypeError(f"{what} is nested more than {MAX_DEPTH} deep, or holds itself: it cannot be sent")
         if isinstance(value, torch.Tensor):
@@ -122,11 +118,7 @@ class ValueDecoder:
         self._tensors = {name: tensor if device is None else tensor.to(device) for name, tensor in tensors.items()}
 
     def decode(self, tree: Any) -> Any:
-        """The value of a tree.
-
-        Raises:
-            ValueError: the tree has a part that is not known.
-        """
+        """The value of a tree. Raises ValueError: the tree has a part that is not known."""
         match tree:
             case {"t": number}:
                 if tree.get("complex") and not self._tensors[number].is_complex():

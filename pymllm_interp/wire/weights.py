@@ -119,10 +119,7 @@ def _cuda_handle(tensor: Tensor) -> dict[str, dict[str, Any]]:
 
 def received(info: Mapping[str, Any], device: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a `SentWeights.info` from another process.
-
-    Raises:
-        WeightsError: an invalid description, handles of another GPU or of a process that has ended, or pickled handles.
-    """
+    Raises WeightsError: an invalid description, handles of another GPU or of a process that has ended, or pickled handles."""
     handles = info.get("ipc_handles")
     left = deque(handles[:MAX_TENSORS] if isinstance(handles, list) else ())
     try:
@@ -233,10 +230,7 @@ def _end_of_memory(tensor: Tensor) -> int:
 
 def _check_counter(name: str, given: Mapping[str, Any]) -> None:
     """Torch opens the counter's memory by its name, and writes to it at the offset, without a check of either.
-
-    Raises:
-        WeightsError: they are not as torch makes them.
-    """
+    Raises WeightsError: they are not as torch makes them."""
     handle, place, start = (
         given[field] for field in ("ref_counter_handle", "ref_counter_offset", "storage_offset_bytes")
     )

@@ -52,10 +52,7 @@ class KnownNames(NamedTuple):
 
     def looked_up(self, lists: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """Each request's specs with vectors, SAEs and token ids in place of names. Warns of those made for another model.
-
-        Raises:
-            ValueError: an unknown name, a text that is not one token, or a vector that a spec refuses.
-        """
+        Raises ValueError: an unknown name, a text that is not one token, or a vector that a spec refuses."""
         made = {key: self._known(spec) for key, spec in {id(spec): spec for specs in lists for spec in specs}.items()}
         return resolved([[made[id(spec)] for spec in specs] for specs in lists], self.vectors, self.facts.spec)
 
@@ -85,10 +82,7 @@ class KnownNames(NamedTuple):
 
 def with_token_ids(spec: Any, tokenizer: Any) -> Any:
     """The spec with token ids instead of texts in its `Lens`; itself without such texts.
-
-    Raises:
-        PromptError: a text that is not one token, or no tokenizer.
-    """
+    Raises PromptError: a text that is not one token, or no tokenizer."""
     lens = getattr(spec, "reduce", None)
     if not isinstance(lens, Lens) or not any(isinstance(token, str) for token in lens.tokens or ()):
         return spec

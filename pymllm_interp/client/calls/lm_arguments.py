@@ -36,10 +36,7 @@ MOVED = {
 
 def server_fields(given: Mapping[str, Any], tuning: EngineTuning | None) -> dict[str, Any]:
     """The keywords of an `LM` as fields of `ServerConfig`, with the tuning's. Warns of tuning that is given as a keyword.
-
-    Raises:
-        TypeError: `tuning` is of another type.
-    """
+    Raises TypeError: `tuning` is of another type."""
     # A `ServerConfig` is one, and its other fields would take the place of the keywords.
     if not isinstance(tuning, EngineTuning | None) or isinstance(tuning, ServerConfig):
         raise TypeError(f"tuning is a {type(tuning).__name__}: pymllm_interp.config.EngineTuning(...) is expected")
@@ -74,11 +71,7 @@ def check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
 
 
 def vllm_arguments(engine: str, server: dict[str, Any]) -> dict[str, Any] | None:
-    """vLLM's arguments, taken out of the keywords; None for the native engine.
-
-    Raises:
-        ValueError: another engine.
-    """
+    """vLLM's arguments, taken out of the keywords; None for the native engine. Raises ValueError: another engine."""
     if engine == "own":
         return None
     if engine != "vllm":

@@ -97,10 +97,7 @@ class Lowered:
         self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput | None]
     ) -> list[BlockPlan] | str:
         """The plans of blocks that can all run after their requests. Else the reason; "" if no block may.
-
-        Raises:
-            LoweringError: a block cannot, and must.
-        """
+        Raises LoweringError: a block cannot, and must."""
         if self.mode == "off":
             return ""
         has_modes, same = _has_modes(), {}

@@ -23,10 +23,7 @@ class _Prompt(NamedTuple):
 
 class GeneratedText:
     """Makes the pipeline's records of all requests of one call, or of one ``with`` block.
-
-    Raises:
-        PromptError: the model has no tokenizer.
-    """
+    Raises PromptError: the model has no tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer is None:

@@ -84,11 +84,7 @@ class Requests:
     tokenizer: Any
 
     def read(self, prompt: Any, what: str) -> RenderedPrompt:
-        """A prompt with its token ids.
-
-        Raises:
-            PromptError: it is empty, of another type, or has ids outside the vocabulary.
-        """
+        """A prompt with its token ids. Raises PromptError: it is empty, of another type, or has ids outside the vocabulary."""
         return checked(self.tokenizer, prompt, self.backend.facts, what)
 
     def submission(

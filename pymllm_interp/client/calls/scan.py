@@ -160,11 +160,7 @@ class ScanTracer(EngineTracer):
 
 
 def _of_forward(kwargs: dict[str, Any], options: PassOptions) -> dict[str, Any]:
-    """The keywords of the model's forward among the keywords of a scan.
-
-    Raises:
-        TypeError: a keyword that needs values.
-    """
+    """The keywords of the model's forward among the keywords of a scan. Raises TypeError: a keyword that needs values."""
     refused = [name for name in WITHOUT_VALUES if kwargs.pop(name, None) is not None]
     if refused:
         raise TypeError(f"lm.scan has shapes and no values, so it takes no {' or '.join(refused)}: use lm.trace")

@@ -27,10 +27,7 @@ class EncodedBatch:
 
     def images_of(self, family: ImageFamily) -> list[list[dict[str, torch.Tensor]]]:
         """The features of each prompt's images.
-
-        Raises:
-            ValueError: outputs of another model's processor, or other numbers of placeholders.
-        """
+        Raises ValueError: outputs of another model's processor, or other numbers of placeholders."""
         if self._found is None or self._found[0] is not family:
             given = {name: value for name, value in self.features.items() if name != "num_crops"}
             self._found = family, family.of_rows(family.checked(given), self.rows)
@@ -46,10 +43,7 @@ class EncodedPrompt(NamedTuple):
 
 def sources_of(prompt: RenderedPrompt, family: ImageFamily, what: str) -> ImageSources:
     """Images of a prompt. Outputs of a processor become features of each image.
-
-    Raises:
-        PromptError: outputs of another model's processor.
-    """
+    Raises PromptError: outputs of another model's processor."""
     given = prompt.images
     if not isinstance(given, EncodedPrompt):
         return given or ImageSources([])

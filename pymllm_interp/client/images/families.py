@@ -99,10 +99,7 @@ class ImageFamily(ABC):
 
     def checked(self, outputs: Mapping[str, Any]) -> Features:
         """Outputs of a processor as tensors on the CPU.
-
-        Raises:
-            ValueError: missing or further outputs, other dtypes, or numbers that are not finite.
-        """
+        Raises ValueError: missing or further outputs, other dtypes, or numbers that are not finite."""
         known = {**self.names, **self.optional}
         given = {name: value for name, value in outputs.items() if value is not None}
         if given.keys() - known.keys() or self.names.keys() - given.keys():

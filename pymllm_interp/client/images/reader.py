@@ -63,10 +63,7 @@ class ImageReader:
 
     def placed(self, prompt: RenderedPrompt, what: str) -> RenderedPrompt:
         """A prompt with its images in `images`, and all their placeholders in `token_ids`.
-
-        Raises:
-            PromptError: an image that cannot be read, or another number of images than the prompt has places for.
-        """
+        Raises PromptError: an image that cannot be read, or another number of images than the prompt has places for."""
         if prompt.images and isinstance(prompt.images[0], ImageInput):
             return prompt
         given = sources_of(prompt, self.family, what)

@@ -24,10 +24,7 @@ EXPECTED = "expected a Pillow image, a uint8 array [height, width, 3], a path, a
 
 def file_of(source: Any, what: str) -> bytes | Image.Image:
     """An image as the bytes of its file, or as a Pillow image.
-
-    Raises:
-        PromptError: another type, an unreadable file, or an address of the web.
-    """
+    Raises PromptError: another type, an unreadable file, or an address of the web."""
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, str) and source[:5].lower() == "data:":
@@ -71,10 +68,7 @@ def digest_of(file: bytes | Image.Image) -> bytes:
 
 def decoded(file: bytes | Image.Image, what: str) -> Image.Image:
     """An image in RGB: the first frame, turned as its EXIF data say.
-
-    Raises:
-        PromptError: another format, a broken file, or too many pixels.
-    """
+    Raises PromptError: another format, a broken file, or too many pixels."""
     if not isinstance(file, bytes):
         return file.convert("RGB")
     kind = check_format(file, what)

@@ -9,10 +9,7 @@ from ...hooks.traces.syntax.tracer import EngineTracer
 
 def explain(tracer: EngineTracer) -> str:
     """A paragraph for each invoke: the declared hooks that replace it, or the line that prevents it.
-
-    Raises:
-        ValueError: the trace has not run.
-    """
+    Raises ValueError: the trace has not run."""
     if not tracer.receipts:
         raise ValueError("lm.explain() needs the tracer of a trace that has run: call it behind the `with`")
     told = []

@@ -105,11 +105,7 @@ def pair_of(
 
 
 def pairs_of(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:
-    """Pairs of two lists of equal length, or of one with each of the other.
-
-    Raises:
-        PromptError: lists of other lengths.
-    """
+    """Pairs of two lists of equal length, or of one with each of the other. Raises PromptError: lists of other lengths."""
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second) or not first:

@@ -125,11 +125,7 @@ class Pooler:
             save_file(tensors, folder / DENSE_FILE)
 
     def prompt_text(self, prompt: str | None, prompt_name: str | None) -> str:
-        """The text before an input.
-
-        Raises:
-            PromptError: an unknown name, or both.
-        """
+        """The text before an input. Raises PromptError: an unknown name, or both."""
         if prompt is not None and prompt_name is not None:
             raise PromptError("prompt and prompt_name are both the text before the input: give one of them")
         if prompt is not None:
@@ -166,10 +162,7 @@ class Pooler:
 
     def most_tokens(self, given: int | None, max_model_len: int) -> int | None:
         """Tokens of a text that `truncate_prompt_tokens` keeps; None: all.
-
-        Raises:
-            PromptError: neither -1 nor from 1 to the most that the model reads.
-        """
+        Raises PromptError: neither -1 nor from 1 to the most that the model reads."""
         longest = min(self.max_tokens or max_model_len, max_model_len)
         if given is None or given == -1:
             return None if given is None else longest

@@ -175,10 +175,7 @@ class RemoteEngine:
 
     def start(self, body: dict[str, Any]) -> tuple[Frames, dict[str, Any]]:
         """Submit requests: their frames, and the accepted requests.
-
-        Raises:
-            PromptError, ValueError, TypeError: the server refuses them.
-        """
+        Raises PromptError, ValueError, TypeError: the server refuses them."""
         frames = self.frames("/v1/interp/generate", json=body)
         try:
             header, _ = next(iter(frames))

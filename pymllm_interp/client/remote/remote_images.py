@@ -30,10 +30,7 @@ class SentImages:
 
     def placed(self, prompt: RenderedPrompt, what: str) -> RenderedPrompt:
         """A prompt with the files of its images. The server puts them into its token ids.
-
-        Raises:
-            PromptError: too many images, or an image that cannot be read.
-        """
+        Raises PromptError: too many images, or an image that cannot be read."""
         given = sources_of(prompt, self.family, what)
         if len(given.items) > self.max_images:
             raise PromptError(f"{what} has {len(given.items)} images; at most {self.max_images} (limit_mm_per_prompt)")

@@ -66,11 +66,7 @@ def edits_payload(edits: Sequence[Mediator]) -> bytes:
 
 
 def post(engine: RemoteEngine, payload: bytes) -> Frames:
-    """Send a trace.
-
-    Raises:
-        RuntimeError: the call is inside the block of a scan, which makes the tensors of an answer fake.
-    """
+    """Send a trace. Raises RuntimeError: the call is inside the block of a scan, which makes the tensors of an answer fake."""
     check_outside_scan()
     return engine.frames(TRACE_PATH, content=payload, headers={"Content-Type": TRACE_TYPE})
 

@@ -21,21 +21,13 @@ class RemoteVectors(MutableMapping[str, Named]):
         self._engine = engine
 
     def __setitem__(self, name: str, source: Source | Mapping[int, Source] | str | Path) -> None:
-        """Store a vector on the server.
-
-        Raises:
-            ValueError: an error of `checked_vector` or the server.
-        """
+        """Store a vector on the server. Raises ValueError: an error of `checked_vector` or the server."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"a vector's name is a string that is not empty, not {name!r}")
         self._engine.ask("PUT", _path(name), content=_body(source, f"vector {name!r}"))
 
     def __getitem__(self, name: str) -> Named:
-        """A copy of the vector.
-
-        Raises:
-            KeyError: an unknown name.
-        """
+        """A copy of the vector. Raises KeyError: an unknown name."""
         try:
             response = self._engine.ask("GET", _path(name))
         except ServerError as error:

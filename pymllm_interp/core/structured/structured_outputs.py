@@ -76,10 +76,7 @@ class StructuredOutputs:
     @classmethod
     def of(cls, given: Any) -> StructuredOutputs | None:
         """Structured outputs from a mapping of their fields, as they come over the wire.
-
-        Raises:
-            TypeError, ValueError: an invalid type or value.
-        """
+        Raises TypeError, ValueError: an invalid type or value."""
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):

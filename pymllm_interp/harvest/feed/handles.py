@@ -91,10 +91,7 @@ class StatesHandle:
 
 def share_states(activations: Activations) -> StatesHandle:
     """A handle of a request's captured states. Nothing is copied on a GPU.
-
-    Raises:
-        HandleError: nothing was captured, or 1,024 handles are open.
-    """
+    Raises HandleError: nothing was captured, or 1,024 handles are open."""
     return StatesHandle(activations)
 
 

@@ -15,10 +15,7 @@ ANSWER_SECONDS = 60.0
 
 def check_name(name: str) -> None:
     """Refuse an invalid name of a cluster.
-
-    Raises:
-        ValueError: it is empty, or has other characters than letters, digits, and ``.-_``.
-    """
+    Raises ValueError: it is empty, or has other characters than letters, digits, and ``.-_``."""
     if not NAME.fullmatch(name):
         raise ValueError(f"the cluster's name {name!r}: expected up to 64 letters, digits, and . - _")
 

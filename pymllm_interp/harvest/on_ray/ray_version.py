@@ -19,11 +19,7 @@ NAMESPACE = "pymllm-interp"
 
 
 def load_ray() -> Any:
-    """The module `ray`.
-
-    Raises:
-        ImportError: it is missing, or its version is not tested.
-    """
+    """The module `ray`. Raises ImportError: it is missing, or its version is not tested."""
     wanted = f"ray>={_text(TESTED[0])},<{_text(TESTED[1])}: {install_command('ray')}"
     try:
         ray: Any = import_module("ray")

@@ -114,11 +114,7 @@ class UnitQueue:
         return min(slow, key=lambda task: task.started).unit if slow else None
 
     def lost(self, unit: int, why: str) -> None:
-        """The worker that had a unit is gone.
-
-        Raises:
-            HarvestError: too many were lost with it.
-        """
+        """The worker that had a unit is gone. Raises HarvestError: too many were lost with it."""
         self._losses[unit] += 1
         if self._losses[unit] >= MOST_LOSSES:
             raise HarvestError(
@@ -129,11 +125,7 @@ class UnitQueue:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, and who computes them. See `LM.harvest`.
-
-    Raises:
-        ValueError: an invalid number.
-    """
+    """Documents, and who computes them. See `LM.harvest`. Raises ValueError: an invalid number."""
 
     inputs: Iterable[Any]
     out: Path
@@ -273,11 +265,7 @@ class WorkerPool:
             self._ray.kill(worker)
 
     def run(self, progress: bool | None) -> None:
-        """Have all units computed.
-
-        Raises:
-            HarvestError: a worker could not start, or a unit failed.
-        """
+        """Have all units computed. Raises HarvestError: a worker could not start, or a unit failed."""
         units = self._plan.units
         settled = time.monotonic()
         documents = sum(units[number].portion.documents for number in self._done)

@@ -276,10 +276,7 @@ class Group:
 
     def summed_and_whole(self, first: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Indexes of records with a size, among the records of positions from `first` on.
-
-        Returns:
-            (records that are summed, records that are sent whole, the first ordinal of these or -1).
-        """
+        Returns (records that are summed, records that are sent whole, the first ordinal of these or -1)."""
         ordinals = self.ordinals[first : first + len(sizes)][sizes > 0]
         whole = np.flatnonzero(self.sent_whole[first : first + len(sizes)][sizes > 0])
         summed = np.flatnonzero((ordinals >= 0) & (ordinals < self.of_prompt)) if self._sum_size else whole[:0]

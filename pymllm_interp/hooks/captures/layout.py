@@ -415,10 +415,7 @@ def _share(
     sites: dict[str, CapturedSite],
 ) -> None:
     """Let groups that capture one state differently read the one that is stored, which `by_site` has.
-
-    Raises:
-        ValueError: the stored value is not the state, or both store it.
-    """
+    Raises ValueError: the stored value is not the state, or both store it."""
     stored, of_stored = by_site.setdefault(number, (group, column))
     if stored is group:
         return
@@ -444,10 +441,7 @@ def _counts(ordinals: np.ndarray, since: int) -> tuple[int, int]:
 
 def _is_repeated(name: str, bound: Bound, asked: dict[str, Bound]) -> bool:
     """Whether an earlier capture reads the same of the site. Otherwise it is added to `asked`.
-
-    Raises:
-        ValueError: an earlier capture reads the site in another way.
-    """
+    Raises ValueError: an earlier capture reads the site in another way."""
     first = asked.setdefault(name, bound)
     if first is bound:
         return False

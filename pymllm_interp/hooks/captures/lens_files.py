@@ -29,11 +29,7 @@ _LAYER = re.compile(r"(?:J|layer)[._]?(\d+)")
 
 @dataclass(frozen=True, eq=False)
 class _Transport:
-    """Maps by layer.
-
-    Raises:
-        ValueError: no layers, or tensors that do not fit each other.
-    """
+    """Maps by layer. Raises ValueError: no layers, or tensors that do not fit each other."""
 
     matrices: Mapping[int, Tensor] = field(repr=False)
     """layer -> [width, width]"""

@@ -348,11 +348,7 @@ class CapturedRows(CaptureProgress):
         return sum(group.row_bytes for group in self.layout.groups if group.streams)
 
     def prepare(self, memory: Memory) -> None:
-        """Allocate the results; a second call does nothing.
-
-        Raises:
-            MemoryError, OSError, RuntimeError: `memory` has no room.
-        """
+        """Allocate the results; a second call does nothing. Raises MemoryError, OSError, RuntimeError: `memory` has no room."""
         for rows in self.groups:
             rows.prepare(memory)
 

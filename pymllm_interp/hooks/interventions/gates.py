@@ -102,10 +102,7 @@ class RequestGates:
 
     def flag_of(self, op: Op, site: Site) -> Flag | None:
         """The flag that an op at a site looks at; None without a gate at an earlier site.
-
-        Raises:
-            ValueError: the gate's site is not before the op's, or the request has too many gates.
-        """
+        Raises ValueError: the gate's site is not before the op's, or the request has too many gates."""
         gate: Gate | None = op.when
         if gate is None or gate.site is None:
             return None

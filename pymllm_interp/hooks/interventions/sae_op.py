@@ -188,10 +188,7 @@ class RequestReads:
 
     def of(self, ops: Sequence[Op], site: int) -> list[SAERead | None]:
         """The read of each op of a request at a site, in the order in which they act.
-
-        Raises:
-            ValueError: no pass encodes the SAE for kernels, or it encodes another state than the op would change.
-        """
+        Raises ValueError: no pass encodes the SAE for kernels, or it encodes another state than the op would change."""
         return [self._of(ops, i, site) if isinstance(op, SAEOp) else None for i, op in enumerate(ops)]
 
     def _of(self, ops: Sequence[Op], index: int, site: int) -> SAERead | None:

@@ -37,12 +37,8 @@ def is_state_patch(spec: Spec) -> bool:
 
 
 def bind_state_patches(specs: Iterable[Patch], model: ModelSpec, prompt_len: int) -> list[StatePatch]:
-    """The patches of a request, by layer.
-
-    Raises:
-        ValueError: see `places_in`. Other positions than the prompt's last, or values of another size. So are a gate, heads, a name
-            in place of values, and a layer that is patched twice.
-    """
+    """The patches of a request, by layer. Raises ValueError: see `places_in`. Other positions than the prompt's last, or values of
+    another size. So are a gate, heads, a name in place of values, and a layer that is patched twice."""
     found: dict[int, StatePatch] = {}
     for spec in specs:
         try:

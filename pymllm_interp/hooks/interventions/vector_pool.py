@@ -42,10 +42,7 @@ class VectorPool:
 
     def acquire(self, declared: Declared) -> tuple[VectorRow, ...]:
         """Allocate rows for all vectors of a request, or for none. Returns the rows of each.
-
-        Raises:
-            ValueError: no contiguous rows are free for one of them.
-        """
+        Raises ValueError: no contiguous rows are free for one of them."""
         with self._lock:
             try:
                 for tensor in declared.hooks.tensors:

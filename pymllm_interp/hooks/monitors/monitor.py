@@ -259,11 +259,7 @@ class MonitorRegistry(ByName[Monitor]):
         self._keep(name, replace(monitor, name=name))
 
     def resolved(self, given: Any) -> Any:
-        """A call's `monitors`, with monitors in place of names.
-
-        Raises:
-            PromptError: an unknown name.
-        """
+        """A call's `monitors`, with monitors in place of names. Raises PromptError: an unknown name."""
         if isinstance(given, str):
             raise PromptError(f"monitors={shown(given)}: expected a list of monitors or names")
         if not isinstance(given, list | tuple):

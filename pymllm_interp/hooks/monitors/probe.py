@@ -184,10 +184,7 @@ def activated(values: np.ndarray, activation: Activation) -> np.ndarray:
 
 def probe_of(given: Any, who: str) -> Probe | FeatureProbe:
     """A probe from what users have: see `EXPECTED`.
-
-    Raises:
-        ValueError: another object, a model with several outputs, or one with another shape.
-    """
+    Raises ValueError: another object, a model with several outputs, or one with another shape."""
     if isinstance(given, Probe | FeatureProbe):
         return given
     if isinstance(given, nn.Module):

@@ -30,10 +30,7 @@ def read_of(
     sae: SAE, site: str, model: ModelSpec, readout: Readout | None
 ) -> tuple[int, Callable[[Tensor], Tensor] | None]:
     """(number of the site with the states that an SAE at `site` encodes, the norm of these states or None).
-
-    Raises:
-        ValueError: a site without a number, or the norm of such a site.
-    """
+    Raises ValueError: a site without a number, or the norm of such a site."""
     (found,) = expand(site, model.num_hidden_layers, model.family)
     if found.kind not in NORMED:
         return site_index(found, model.num_hidden_layers), None

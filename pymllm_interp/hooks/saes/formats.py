@@ -157,10 +157,7 @@ def _read(path: Path, factor: float | None) -> SAEFile:
 
 def read_tensors(path: Path) -> Tensors:
     """The tensors of a file by name: .safetensors, .npz, or .pt and .pth with nothing but tensors.
-
-    Raises:
-        ValueError: another suffix, a damaged file, or one that needs pickle.
-    """
+    Raises ValueError: another suffix, a damaged file, or one that needs pickle."""
     try:
         if path.suffix == ".safetensors":
             check_safetensors(path)

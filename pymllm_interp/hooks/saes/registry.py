@@ -91,10 +91,7 @@ class SAERegistry(ByName[SAE]):
 
 def check_fits(sae: SAE, model: ModelSpec, who: str) -> None:
     """Check that a model has the sites of an SAE, with its widths.
-
-    Raises:
-        ValueError: the model lacks a site or its width; the message names the SAE's own model.
-    """
+    Raises ValueError: the model lacks a site or its width; the message names the SAE's own model."""
     of = f", of {sae.model_name}," if sae.model_name else ""
     if sae.site is None:
         raise ValueError(

@@ -24,11 +24,7 @@ class LayerVectors:
 
     @classmethod
     def of(cls, vectors: Mapping[Any, Any], who: str, dims: Sequence[int]) -> LayerVectors:
-        """Check {layer: vector}.
-
-        Raises:
-            ValueError: no layers, a layer that is not an integer, or an error of `checked_vector`.
-        """
+        """Check {layer: vector}. Raises ValueError: no layers, a layer that is not an integer, or an error of `checked_vector`."""
         if len(vectors) > MAX_NAMED:
             raise ValueError(f"{who}: vectors of {len(vectors)} layers; at most {MAX_NAMED}")
         wrong = [layer for layer in vectors if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0]
@@ -41,11 +37,7 @@ class LayerVectors:
         return cls(checked, getattr(vectors, "model_fingerprint", ""))
 
     def at(self, sites: Sequence[Site]) -> dict[int, Tensor]:
-        """layer -> its vector.
-
-        Raises:
-            ValueError: not one row for each of the sites, or sites without layers.
-        """
+        """layer -> its vector. Raises ValueError: not one row for each of the sites, or sites without layers."""
         if isinstance(self.vectors, dict):
             return self.vectors
         if len(self.vectors) != len(sites):

@@ -96,9 +96,6 @@ class VectorRegistry(ByName[Named]):
 
     def __getitem__(self, name: str) -> Named:
         """A copy of the vector: a float32 tensor, or {layer: tensor}.
-
-        Raises:
-            KeyError: an unknown name; the message lists similar ones.
-        """
+        Raises KeyError: an unknown name; the message lists similar ones."""
         found = super().__getitem__(name)
         return {layer: v.clone() for layer, v in found.items()} if isinstance(found, dict) else found.clone()

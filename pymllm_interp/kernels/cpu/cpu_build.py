@@ -29,11 +29,7 @@ class BuildError(ImportError):
 
 
 def max_isa() -> str:
-    """The last of `ISAS` that may be used.
-
-    Raises:
-        ValueError: `ISA_VARIABLE` names none of them.
-    """
+    """The last of `ISAS` that may be used. Raises ValueError: `ISA_VARIABLE` names none of them."""
     isa = os.environ.get(ISA_VARIABLE) or ISAS[-1]
     if isa not in ISAS:
         raise ValueError(f"{ISA_VARIABLE} is {isa!r}, not one of {', '.join(ISAS)}")

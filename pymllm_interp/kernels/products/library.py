@@ -146,10 +146,7 @@ def _number(calls: ctypes.CDLL, proposal: _Proposal, attribute: int) -> int:
 
 def run(algorithm: Algorithm, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
     """``out = x @ weight.T``: x [rows, k], weight [n, k], out [rows, n], contiguous, of one dtype in half precision.
-
-    Returns:
-        whether it was launched. False: cuBLASLt refuses the algorithm for these sizes.
-    """
+    Returns whether it was launched. False: cuBLASLt refuses the algorithm for these sizes."""
     device, (rows, k), n = x.get_device(), x.shape, weight.shape[0]
     library = _library(device)
     assert library is not None

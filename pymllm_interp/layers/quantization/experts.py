@@ -88,10 +88,7 @@ class QuantizableExperts(nn.Module):
 
     def set_quantized(self, name: str, weight: QuantizedWeight, device: str) -> bool:
         """Store a quantised weight [experts * out, in] in place of the parameter. Its tensors become buffers.
-
-        Returns:
-            False if no kernel of the device takes it: it is stored dequantised.
-        """
+        Returns False if no kernel of the device takes it: it is stored dequantised."""
         weight = weight.to(device)
         if weight.is_cuda and not _has_kernel(weight):
             rows = weight.dequantize()

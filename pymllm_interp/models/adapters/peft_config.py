@@ -91,11 +91,7 @@ class PeftConfig:
 
     @classmethod
     def read(cls, folder: Path) -> PeftConfig:
-        """The config in `folder`.
-
-        Raises:
-            AdapterError: a missing file, another format than LoRA, or a field that is refused.
-        """
+        """The config in `folder`. Raises AdapterError: a missing file, another format than LoRA, or a field that is refused."""
         path = folder / CONFIG_FILE
         try:
             given = read_json(path)

@@ -134,11 +134,7 @@ class AdapterSlots:
         self.write_pending()
 
     def remove(self, name: str) -> None:
-        """Unload an adapter.
-
-        Raises:
-            AdapterError: no adapter has this name, or requests hold it.
-        """
+        """Unload an adapter. Raises AdapterError: no adapter has this name, or requests hold it."""
         with self._lock:
             entry = self._entry(name)
             if entry.users:

@@ -34,12 +34,8 @@ def decode_layer(
     sin: torch.Tensor,
     batch: ForwardBatch,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`FusedLayer.forward_fused` on a CPU.
-
-    Returns:
-        None outside of decode passes, with cut edges or adapters, or without a kernel. None also for a layer with ops or
-        captures behind its input.
-    """
+    """`FusedLayer.forward_fused` on a CPU. Returns None outside of decode passes, with cut edges or adapters, or without a kernel.
+    None also for a layer with ops or captures behind its input."""
     rows, pool, attention, mlp = decode_rows_of(batch), batch.token_to_kv_pool, layer.self_attn, layer.mlp
     if (
         rows is None

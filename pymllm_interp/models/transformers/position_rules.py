@@ -29,10 +29,7 @@ BIAS_BY_DISTANCE = {"relative_states", "query_positions", "key_positions"}
 
 def serve_positions(model: nn.Module) -> int:
     """Give the positions of the pass to the modules that count from the length of the cache.
-
-    Returns:
-        number of reserved rows of a position table: RoBERTa and similar models start after the padding token's id.
-    """
+    Returns number of reserved rows of a position table: RoBERTa and similar models start after the padding token's id."""
     unused = 0
     for module in model.modules():
         parameters = inspect.signature(type(module).forward).parameters

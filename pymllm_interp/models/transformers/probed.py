@@ -79,11 +79,7 @@ class ProbedModel:
         return f"a pass {' and '.join(self.waits)}" if self.waits else None
 
     def reach_of(self, rule: Callable[..., Any], device: torch.device) -> int | None:
-        """Positions that a mask rule lets a query see on each side; None: all.
-
-        Raises:
-            UnsupportedModelError: another rule.
-        """
+        """Positions that a mask rule lets a query see on each side; None: all. Raises UnsupportedModelError: another rule."""
         n = min(self.context_len, MAX_PROBED_POSITIONS)
         zero, keys, found = (
             torch.zeros((), dtype=torch.int64, device=device),
@@ -107,10 +103,7 @@ class ProbedModel:
 
     def pattern_of(self, rule: Callable[..., Any], device: torch.device) -> tuple[int | None, int | None]:
         """(sliding window, chunk) of a mask rule, None for neither.
-
-        Raises:
-            UnsupportedModelError: it is neither causal, nor has a sliding window, nor is chunked.
-        """
+        Raises UnsupportedModelError: it is neither causal, nor has a sliding window, nor is chunked."""
         if not self.reads_rules:
             return None, None
         n = min(self.context_len, MAX_PROBED_POSITIONS)

@@ -264,10 +264,7 @@ class RecurrentModule(PartModule):
 
     def continuation_error(self) -> float:
         """Relative error of a run in two chunks against a run in one, for the tokens of the first pass.
-
-        Returns:
-            the largest difference of outputs and states, over their largest value.
-        """
+        Returns the largest difference of outputs and states, over their largest value."""
         given, ends, outs = self.arguments, [], []
         assert given is not None
         tokens = given[self._names[0]].shape[1]

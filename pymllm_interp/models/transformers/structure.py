@@ -75,10 +75,7 @@ def _row(text: Any) -> Family | None:
 
 def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
     """The model's row, or the row found from its structure.
-
-    Raises:
-        UnsupportedModelError: it has no list of decoder layers, no embedding or no head.
-    """
+    Raises UnsupportedModelError: it has no list of decoder layers, no embedding or no head."""
     row = _row(model.config.get_text_config()) if spec.source is None else ENCODER_DECODERS[spec.family.name]
     paths = {module: path for path, module in model.named_modules()}
     if row is not None and row.layers not in paths.values():

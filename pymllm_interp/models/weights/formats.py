@@ -49,11 +49,7 @@ class QuantizationFormat:
 
     @classmethod
     def of(cls, config: PretrainedConfig, name: str = "the model") -> QuantizationFormat | None:
-        """The format of a config; None: unquantised.
-
-        Raises:
-            WeightsError: a method or a scheme that is not read.
-        """
+        """The format of a config; None: unquantised. Raises WeightsError: a method or a scheme that is not read."""
         settings, method = _settings(config), method_of(config)
         if method is None:
             return None

@@ -76,10 +76,7 @@ class ModelState:
 
     def namespace(self, adapter: str | None = None) -> Hashable:
         """Key of KV beside `version`, for requests with this adapter; None for the model itself.
-
-        Raises:
-            ValueError: no such adapter is loaded.
-        """
+        Raises ValueError: no such adapter is loaded."""
         if adapter is None:
             return None
         digest = self.adapters.get(adapter)
@@ -89,10 +86,7 @@ class ModelState:
 
     def fingerprint(self, adapter: str | None = None) -> str:
         """`model_fingerprint` of the weights as they are now. An edit that is undone restores the earlier value.
-
-        Raises:
-            ValueError: as `namespace`.
-        """
+        Raises ValueError: as `namespace`."""
         namespace = self.namespace(adapter)
         if self.asleep:
             raise EngineSleepingError("the weights are asleep: lm.wake() wakes them")

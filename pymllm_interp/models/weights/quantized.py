@@ -219,11 +219,7 @@ def _rounded(part: Part, module: Any) -> Part:
 
 
 def _kv_scales(tensors: list[tuple[str, Tensor]]) -> dict[int, tuple[float, float]]:
-    """The scales of K and of V by layer; 1 by default.
-
-    Raises:
-        WeightsError: a scale is not one positive number.
-    """
+    """The scales of K and of V by layer; 1 by default. Raises WeightsError: a scale is not one positive number."""
     found: dict[int, dict[str, float]] = {}
     for name, tensor in tensors:
         if (at := KV_SCALE.search(name)) is None:

@@ -132,11 +132,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
-    """The config of a folder.
-
-    Raises:
-        OSError, ValueError: transformers refuses it.
-    """
+    """The config of a folder. Raises OSError, ValueError: transformers refuses it."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (AttributeError, ImportError, LookupError, TypeError, StrictDataclassError) as error:
@@ -145,10 +141,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 def find_demo_gguf() -> Path:
     """The weight file of the demo model, SmolLM2-135M-Instruct, in its installed wheel. Does not import the wheel.
-
-    Raises:
-        FileNotFoundError: the wheel is not installed. The message has the command to install it.
-    """
+    Raises FileNotFoundError: the wheel is not installed. The message has the command to install it."""
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         for path in sorted(Path(folder).glob("*.gguf")):

@@ -151,11 +151,7 @@ class EagleRunner(ModelRunner):
 
 
 def embedding_of(target: ModelRunner) -> torch.Tensor:
-    """The model's embedding [vocab, hidden].
-
-    Raises:
-        UnsupportedModelError: the model runs by its class in transformers.
-    """
+    """The model's embedding [vocab, hidden]. Raises UnsupportedModelError: the model runs by its class in transformers."""
     return getattr(decoder_of(target), _causal(target).embedding_name).weight
 
 

@@ -76,10 +76,7 @@ def _options(given: dict[str, Any], target: ModelSpec) -> EagleOptions:
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors by their names in `Eagle3Head`, on the CPU. Pickled ones are read without running code.
-
-    Raises:
-        WeightsError: no weights, or unreadable ones.
-    """
+    Raises WeightsError: no weights, or unreadable ones."""
     return {name: tensor for name, tensor in map(_renamed, _tensors(folder)) if not name.startswith(LEFT_OUT)}
 
 

@@ -113,10 +113,7 @@ def _capture_stream(device_index: int) -> torch.cuda.Stream:
 
 def record(plan: Callable[[], None], run: Callable[[], T], pool: Any, warm_ups: int = WARM_UPS) -> tuple[Any, T]:
     """Warm `run` up and capture it. `plan` is called before each run, outside the graph.
-
-    Returns:
-        the graph, and the captured return value of `run`: every replay writes its tensors anew.
-    """
+    Returns the graph, and the captured return value of `run`: every replay writes its tensors anew."""
     stream = _capture_stream(torch.cuda.current_device())
     outputs: list[T] = []
     with _captures:

@@ -91,11 +91,7 @@ class Segments(ABC):
 
     @abstractmethod
     def _capture(self, run: Callable[[], None]) -> Callable[[], Any]:
-        """Capture `run`. Returns the function that replays it.
-
-        Raises:
-            RuntimeError: the capture failed.
-        """
+        """Capture `run`. Returns the function that replays it. Raises RuntimeError: the capture failed."""
 
     def run(
         self, key: Hashable, segment: Callable[..., Registers], inputs: Registers, chained: bool = False

@@ -42,10 +42,7 @@ def make_kv_connector(
     config: ServerConfig, spec: ModelSpec, pool: KVPool, state: ModelState, kernels: str = ""
 ) -> KVConnector:
     """The connector that the configuration asks for. `kernels`: their hash in batch-invariant mode, which takes no KV of others.
-
-    Raises:
-        ValueError: K and V of a prefix are not enough to continue a sequence of the model.
-    """
+    Raises ValueError: K and V of a prefix are not enough to continue a sequence of the model."""
     if not config.kv_spill_bytes and config.kv_spill_folder is None:
         return NO_CONNECTOR
     if spec.has_states or spec.bidirectional or spec.rope_boundary or spec.rope_depends_on_length:

@@ -109,11 +109,7 @@ class DeclaredStage(Stage):
         return self.limits.encoders is not None
 
     def init_tables(self, states: RequestState, buffers: InputBuffers) -> None:
-        """Make the tables and the ring, where passes read them.
-
-        Raises:
-            torch.OutOfMemoryError: the ring does not fit.
-        """
+        """Make the tables and the ring, where passes read them. Raises torch.OutOfMemoryError: the ring does not fit."""
         rows = TokenRows(buffers.op_rows, buffers.positions, buffers.blocks, buffers.flags, buffers.scores)
         self.make_tables(states.edited, rows)
 
@@ -272,10 +268,7 @@ class DeclaredStage(Stage):
 
     def finish(self, end: RequestEnd) -> Future[DeclaredResult]:
         """Release the resources of an ended request.
-
-        Returns:
-            its results, when all captured states have arrived on the host: at once, or on the ring's thread.
-        """
+        Returns its results, when all captured states have arrived on the host: at once, or on the ring's thread."""
         declared = self._live.pop(end.request_id, None) or self.bind(end.hooks, end.prompt_len)
         self._monitored.discard(end.request_id)
         self._with_gradients.discard(end.request_id)

@@ -48,10 +48,7 @@ class Call:
 
     async def next(self) -> m.FromEngine:
         """The next message. The one before it was passed on to the client.
-
-        Raises:
-            Exception: the answer of the engine process, or EngineDiedError.
-        """
+        Raises Exception: the answer of the engine process, or EngineDiedError."""
         if self._reading:
             self._total -= self._sizes.popleft()
         self._reading = False

@@ -34,11 +34,7 @@ from .vector_orders import VectorOrder, VectorOrders
 
 
 def encoded(message: m.ToEngine) -> bytes:
-    """A message as bytes.
-
-    Raises:
-        ValueError: a client's values that no message can hold.
-    """
+    """A message as bytes. Raises ValueError: a client's values that no message can hold."""
     try:
         return m.encoder.encode(message)
     except OverflowError as error:
@@ -79,11 +75,7 @@ class Door(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Wait until calls can be made.
-
-        Raises:
-            Exception: an error of the model or engine; EngineDiedError if it just ended.
-        """
+        """Wait until calls can be made. Raises Exception: an error of the model or engine; EngineDiedError if it just ended."""
 
     async def shutdown(self) -> None:
         """End, and remove the files."""
@@ -113,10 +105,7 @@ class Door(ABC):
 
     def open(self, make: Callable[[int], m.ToEngine]) -> Call:
         """Start a call with the message that `make` makes of its number. `close` it at the end.
-
-        Raises:
-            EngineDiedError: the engine is not ready.
-        """
+        Raises EngineDiedError: the engine is not ready."""
         if not self.ready:
             raise EngineDiedError("the engine is starting; try again in some seconds")
         return self._open(make)
@@ -147,11 +136,7 @@ class Door(ABC):
             call.put(error)
 
     async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
-        """The answer to a call that has one.
-
-        Raises:
-            Exception: the engine's answer.
-        """
+        """The answer to a call that has one. Raises Exception: the engine's answer."""
         return await self._answer(self.open(make))
 
     async def _answer(self, call: Call) -> Any:
@@ -192,20 +177,13 @@ class Door(ABC):
 
     @abstractmethod
     async def control(self, order: str, **arguments: Any) -> Any:
-        """Have the engine carry out an order, see `Backend.control`.
-
-        Raises:
-            Exception: the engine refuses it.
-        """
+        """Have the engine carry out an order, see `Backend.control`. Raises Exception: the engine refuses it."""
 
     # -- vectors ---------------------------------------------------------------------------
 
     async def put_vector(self, owner: str, name: str, body: bytes, kind: str) -> Any:
         """Store a vector, also for the engine processes that follow. Returns its name and shape.
-
-        Raises:
-            Exception: the engine refuses it.
-        """
+        Raises Exception: the engine refuses it."""
         return await self._order(m.PutVector(0, owner, name, body, kind, time.time_ns()))
 
     async def drop_vector(self, owner: str, name: str) -> None:

@@ -109,11 +109,7 @@ class Link:
     # -- calls -------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> None:
-        """Send a message. Does not wait.
-
-        Raises:
-            EngineDiedError: no session is open, or the replica does not read.
-        """
+        """Send a message. Does not wait. Raises EngineDiedError: no session is open, or the replica does not read."""
         if self._socket is None:
             raise EngineDiedError(f"replica {self.name} cannot be reached: {self.why_down}")
         if self._sent - self._acknowledged + len(data) > self._most_unread and self._sent > self._acknowledged:
@@ -124,11 +120,7 @@ class Link:
         self._socket.send(data)
 
     async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
-        """The answer to a question, also before the link is up.
-
-        Raises:
-            Exception: the replica's answer, or EngineDiedError.
-        """
+        """The answer to a question, also before the link is up. Raises Exception: the replica's answer, or EngineDiedError."""
         self._own_numbers += 1
         call = Call(1 << 39 | self._own_numbers, 1 << 40)
         self.send(encoded(make(call.number)))

@@ -127,11 +127,7 @@ class ReplicaProcess:
         return self.process is not None and self.process.returncode is None and self.info is not None
 
     async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
-        """The answer to a question, however long it takes.
-
-        Raises:
-            Exception: the answer of the process.
-        """
+        """The answer to a question, however long it takes. Raises Exception: the answer of the process."""
         assert self._link is not None
         while True:
             try:

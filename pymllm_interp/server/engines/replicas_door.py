@@ -111,11 +111,7 @@ class ReplicasDoor(Door):
     # -- life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Wait for the first replica.
-
-        Raises:
-            Exception: an earlier error of `follow`.
-        """
+        """Wait for the first replica. Raises Exception: an earlier error of `follow`."""
         following = asyncio.create_task(self._follow(self))
         self._tasks.add(following)
         first = asyncio.create_task(self._came_up.wait())

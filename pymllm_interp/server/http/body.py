@@ -170,10 +170,7 @@ class Uploads:
     @contextmanager
     def reserved(self, owner: str, name: str) -> Iterator[Upload]:
         """Reserve a vector's name, until the vector is stored or was refused.
-
-        Raises:
-            ApiError: the owner has as many vectors as it may.
-        """
+        Raises ApiError: the owner has as many vectors as it may."""
         running = {upload.name for upload in self._running if upload.owner == owner}
         others = (running | set(self._held(owner))) - {name}
         if len(others) >= self._limits.max_vectors:
@@ -186,10 +183,7 @@ class Uploads:
 
     async def body(self, upload: Upload, request: Request) -> bytes:
         """Read the body. Its announced size is reserved first; unannounced bytes as they come.
-
-        Raises:
-            ApiError: the owner's vectors would be larger than they may.
-        """
+        Raises ApiError: the owner's vectors would be larger than they may."""
         length = request.headers.get("content-length", "")
         self._reserve(upload, int(length) if length.isdecimal() else 0)
         found = bytearray()

@@ -44,11 +44,7 @@ class Media:
     seconds: float
 
     def read(self, source: Any, what: str) -> bytes:
-        """The file of an image. Blocks while it is fetched.
-
-        Raises:
-            PromptError: a source that is not served, or no image file.
-        """
+        """The file of an image. Blocks while it is fetched. Raises PromptError: a source that is not served, or no image file."""
         if not isinstance(source, str):
             raise PromptError(f"{what} is {shown(source)[:80]}: expected a URL")
         scheme = source.partition(":")[0].lower()

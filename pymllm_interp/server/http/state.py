@@ -92,11 +92,7 @@ class ServerState:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The engine's description of itself (`Backend.describe`).
-
-        Raises:
-            EngineDiedError: the engine is not ready.
-        """
+        """The engine's description of itself (`Backend.describe`). Raises EngineDiedError: the engine is not ready."""
         if self.engine.info is None:
             raise EngineDiedError("the engine is starting; try again in some seconds")
         return self.engine.info
@@ -127,11 +123,7 @@ class ServerState:
 
     @contextmanager
     def admitted(self, client: Client, count: int, what: str = "requests") -> Iterator[None]:
-        """Count requests, traces or circuits while they run.
-
-        Raises:
-            ApiError: the client has as many as it may.
-        """
+        """Count requests, traces or circuits while they run. Raises ApiError: the client has as many as it may."""
         name = "max_concurrent" if what == "requests" else f"max_{what}"
         most = getattr(self.limits, name)
         key = client.name, what
@@ -204,11 +196,7 @@ def client_of(request: Request) -> Client:
 
 
 def require(request: Request, trust: Trust) -> Client:
-    """The client, if it may do this.
-
-    Raises:
-        ApiError: the key lacks the permission.
-    """
+    """The client, if it may do this. Raises ApiError: the key lacks the permission."""
     client = client_of(request)
     if client.trust < trust:
         raise denied(client, trust)
@@ -216,11 +204,7 @@ def require(request: Request, trust: Trust) -> Client:
 
 
 def require_operator(request: Request) -> Client:
-    """The client, if it is an operator.
-
-    Raises:
-        ApiError: the client is not an operator.
-    """
+    """The client, if it is an operator. Raises ApiError: the client is not an operator."""
     client = client_of(request)
     if not client.operator:
         how = (
@@ -236,10 +220,7 @@ def require_operator(request: Request) -> Client:
 
 def check_priority(client: Client, priorities: Iterable[int]) -> None:
     """Refuse to let a client with the right `plain` go before others.
-
-    Raises:
-        ApiError: a priority below 0, which affects all clients.
-    """
+    Raises ApiError: a priority below 0, which affects all clients."""
     first = min(priorities, default=0)
     if first < 0 and client.trust < Trust.DECLARED:
         raise ApiError(

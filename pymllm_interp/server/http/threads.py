@@ -17,10 +17,7 @@ THREADS, THREADS_EACH = 4, 2
 
 def started_pool(count: int, name: str) -> ThreadPoolExecutor:
     """A pool with all of its threads running. `submit` need not start one: a start that fails leaves the work in the queue.
-
-    Raises:
-        RuntimeError: the system starts no thread.
-    """
+    Raises RuntimeError: the system starts no thread."""
     pool, everyone = ThreadPoolExecutor(count, name), threading.Barrier(count + 1)
     try:
         for _ in range(count):

@@ -27,11 +27,7 @@ class Trust(IntEnum):
 
     @classmethod
     def of(cls, name: str) -> Trust:
-        """The level of a name.
-
-        Raises:
-            ValueError: no level has this name.
-        """
+        """The level of a name. Raises ValueError: no level has this name."""
         try:
             return cls[name.upper()]
         except KeyError:

@@ -71,11 +71,7 @@ def send_circuit(model: ServedModel, outbox: Outbox, turn: Lock, run: Any, messa
 
 
 def _parts(model: ServedModel, found: ServedModel, circuit: Circuit, message: m.RunCircuit) -> Iterator[Part]:
-    """The answer: its headers, with tensors or JSON.
-
-    Raises:
-        PromptError: a graph with too many edges.
-    """
+    """The answer: its headers, with tensors or JSON. Raises PromptError: a graph with too many edges."""
     names = [name for each in message.transcoders for name in members_of(found, each)]
     circuit.saes = {
         layer: next(name for name in names if found.saes[name] is sae) for layer, sae in circuit.saes.items()

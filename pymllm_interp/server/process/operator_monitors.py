@@ -115,11 +115,7 @@ def asks(request: Request) -> bool:
 
 
 def check_names(specs: Iterable[Any]) -> None:
-    """Refuse names of the operator's monitors among a client's specs.
-
-    Raises:
-        PromptError: a name that begins with `PREFIX`.
-    """
+    """Refuse names of the operator's monitors among a client's specs. Raises PromptError: a name that begins with `PREFIX`."""
     for spec in specs:
         if isinstance(spec, Monitor) and str(spec.name).startswith(PREFIX):
             raise PromptError(f"a monitor is named {spec.name!r}: names that begin with {PREFIX!r} are the server's")

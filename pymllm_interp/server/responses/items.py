@@ -106,11 +106,7 @@ PARTS = ("input_text", "input_image", "output_text", "refusal", "reasoning_text"
 
 
 def served_items(items: Sequence[Any]) -> list[Any]:
-    """Items with their types, which messages may omit.
-
-    Raises:
-        ValueError: a type that is not served, by its place and name.
-    """
+    """Items with their types, which messages may omit. Raises ValueError: a type that is not served, by its place and name."""
     found: list[Any] = []
     for i, item in enumerate(items):
         if not isinstance(item, Mapping):  # errors name the first wrong item
@@ -199,10 +195,7 @@ def _content(content: Content) -> str | list[dict[str, Any]]:
 
 def _text(content: Content) -> str:
     """The text of a message, its parts joined by newlines, as in chats.
-
-    Raises:
-        PromptError: it has images, which only messages of users and systems have.
-    """
+    Raises PromptError: it has images, which only messages of users and systems have."""
     if isinstance(content, str):
         return content
     if any(isinstance(part, ImagePart) for part in content):

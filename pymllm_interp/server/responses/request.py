@@ -130,11 +130,7 @@ class ResponsesRequest(SharedRequest):
         return messages
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> ChatRequest:
-        """The chat request with the same meaning.
-
-        Raises:
-            ApiError: a value that it may not have.
-        """
+        """The chat request with the same meaning. Raises ApiError: a value that it may not have."""
         names = SharedRequest.model_fields.keys() & self.model_fields_set
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]

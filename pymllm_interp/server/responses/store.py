@@ -105,11 +105,7 @@ class ResponseStore:
         return kept
 
     def drop(self, owner: str, name: str) -> None:
-        """Forget a response of an owner.
-
-        Raises:
-            ApiError: an unknown response.
-        """
+        """Forget a response of an owner. Raises ApiError: an unknown response."""
         self.find(owner, name)
         if name in self._kept.get(owner, {}):
             self._drop(owner, name)

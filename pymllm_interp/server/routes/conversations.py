@@ -41,10 +41,7 @@ def _without_images(message: dict[str, Any]) -> list[Any]:
 
 def fetched(state: ServerState, read: list[RenderedPrompt]) -> list[RenderedPrompt]:
     """Prompts with the files of their images. Blocks while they are fetched.
-
-    Raises:
-        PromptError: the model takes text only, too many images, or an image that is not read.
-    """
+    Raises PromptError: the model takes text only, too many images, or an image that is not read."""
     known = state.info.get("images")
     most = 0 if known is None else known["max_images"]
     found = list[RenderedPrompt]()

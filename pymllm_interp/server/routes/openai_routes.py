@@ -48,11 +48,7 @@ class DisconnectedError(Exception):
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects.
-
-    Raises:
-        DisconnectedError: the client disconnected.
-    """
+    """The result of `work`, which is cancelled when the client disconnects. Raises DisconnectedError: the client disconnected."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -132,11 +128,7 @@ def _adapter_card(state: ServerState, name: str) -> dict[str, Any]:
 
 
 def adapter_of(state: ServerState, name: str | None) -> str | None:
-    """The LoRA adapter that a model's name stands for; None: the model itself.
-
-    Raises:
-        ApiError: no model of this name is served.
-    """
+    """The LoRA adapter that a model's name stands for; None: the model itself. Raises ApiError: no model of this name is served."""
     known = state.settings.name, state.info["model"]
     if name is None or name in known:
         return None
@@ -164,11 +156,7 @@ class Asked(NamedTuple):
 def asked_of(
     state: ServerState, body: GenerationRequest, count: int, max_tokens: int | None, read: Callable[[], list[RenderedPrompt]]
 ) -> Asked:  # fmt: skip
-    """Parsed parameters of a request.
-
-    Raises:
-        ApiError: another model, or more prompts than a request may have.
-    """
+    """Parsed parameters of a request. Raises ApiError: another model, or more prompts than a request may have."""
     adapter = adapter_of(state, body.model)
     if body.truncate_prompt_tokens is not None and state.info["limits"]["max_source_len"]:
         raise ApiError(400, f"truncate_prompt_tokens: {NOT_ENCODED}", "truncate_prompt_tokens")
@@ -237,11 +225,7 @@ async def _serve(
 
 
 def allowed(body: SharedRequest, request: Request) -> Client:
-    """The client, if it may ask for this.
-
-    Raises:
-        ApiError: the key lacks the permission.
-    """
+    """The client, if it may ask for this. Raises ApiError: the key lacks the permission."""
     client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
     check_priority(client, [body.priority or 0])
     return client

@@ -13,10 +13,7 @@ from ...utils.arguments import PromptError
 
 def check_length(tokenizer: Any, characters: int, max_model_len: int, what: str) -> None:
     """Refuse a text that the context cannot hold, whatever its tokens are. A token is at most as long as the longest, and a space.
-
-    Raises:
-        PromptError: the text has more characters.
-    """
+    Raises PromptError: the text has more characters."""
     if tokenizer is None:
         return
     most = max_model_len * (longest_token(tokenizer) + 1)
@@ -28,10 +25,7 @@ def check_length(tokenizer: Any, characters: int, max_model_len: int, what: str)
 
 def check_tokens(count: int, max_model_len: int, what: str) -> None:
     """Refuse a prompt as soon as its tokens are known to be too many: those behind it are not tokenized.
-
-    Raises:
-        PromptError: the prompt has more tokens than the context.
-    """
+    Raises PromptError: the prompt has more tokens than the context."""
     if count > max_model_len:
         raise PromptError(f"{what} has {count} tokens, but the context holds {max_model_len} (max_model_len)")
 

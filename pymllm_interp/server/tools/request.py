@@ -91,11 +91,7 @@ class ToolPlan:
         return self.reasoning is not None or (self.tool_format is not None and TOOL_FORMATS[self.tool_format].special)
 
     def form(self, asked: StructuredOutputs | None) -> StructuredOutputs | None:
-        """The structured output of the text: required calls, or the requested one after the reasoning.
-
-        Raises:
-            PromptError: both.
-        """
+        """The structured output of the text: required calls, or the requested one after the reasoning. Raises PromptError: both."""
         if not self._forced:
             self._formed = asked is not None
             if asked is None or self.reasoning is None:

@@ -48,11 +48,7 @@ def planned(
     lm: Any, prompt: Any, transcoders: Any, target: Any, *, max_features: int | None, max_logits: int, logit_mass: float,
     node_threshold: float, edge_threshold: float, batch: int, skip: int, offload: bool, max_bytes: int | None = None,
 ) -> CircuitPlan:  # fmt: skip
-    """Check the arguments of `LM.circuit`; nothing runs.
-
-    Raises:
-        PromptError, ValueError, NotImplementedError: see `LM.circuit`.
-    """
+    """Check the arguments of `LM.circuit`; nothing runs. Raises PromptError, ValueError, NotImplementedError: see `LM.circuit`."""
     family = lm.model_spec.family.name
     reason = Wavefront.why_not(lm) or (family not in FAMILIES and f"it is of the family {family}")
     if reason:

@@ -92,10 +92,7 @@ def device_of_rows(plan: Any, active: int, cells: int) -> torch.device:
 
 def check_memory(plan: Any, active: int | None = None) -> None:
     """Compare a plan's memory with that of device and host, and with the plan's limit.
-
-    Raises:
-        ValueError: it does not fit; the message names the argument and a value that does.
-    """
+    Raises ValueError: it does not fit; the message names the argument and a value that does."""
     found, device = CircuitMemory.of(plan, active), next(plan.lm._module.parameters()).device
     host = has = host_bytes()
     if device.type != "cpu":

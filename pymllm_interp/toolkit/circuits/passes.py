@@ -91,11 +91,7 @@ class CircuitPasses:
             plan.lm.backend.post(EndCircuit(key))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Result of a method of the `CircuitRun`.
-
-        Raises:
-            RuntimeError: the weights were edited since the plan's version of them.
-        """
+        """Result of a method of the `CircuitRun`. Raises RuntimeError: the weights were edited since the plan's version of them."""
         if self._check is not None:
             self._check()
         backend = self._plan.lm.backend

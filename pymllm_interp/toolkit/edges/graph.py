@@ -146,10 +146,7 @@ class EdgeNames:
 
     def index(self, edge: Any) -> tuple[int, int]:
         """Row and column of an edge: "a0.h1->m1", or a tuple that begins with source and target.
-
-        Raises:
-            PromptError: no edge of the model.
-        """
+        Raises PromptError: no edge of the model."""
         pair = edge.split("->") if isinstance(edge, str) else list(edge[:2]) if isinstance(edge, tuple | list) else []
         found = (self._rows.get(pair[0], -1), self._columns.get(pair[1], -1)) if len(pair) == 2 else (-1, -1)
         if found not in self._known:

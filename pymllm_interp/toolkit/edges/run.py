@@ -57,10 +57,7 @@ class GradientRun(NamedTuple):
 
 def pairs_of(lm: Any, clean: Any, corrupted: Any, metric: Any) -> list[EdgePair]:
     """The pairs of one or several prompts.
-
-    Raises:
-        PromptError: prompts of different lengths, with images or embeddings, or another number of them or of metrics.
-    """
+    Raises PromptError: prompts of different lengths, with images or embeddings, or another number of them or of metrics."""
     several = isinstance(clean, list) and bool(clean) and not isinstance(clean[0], int)
     if several != (isinstance(corrupted, list) and bool(corrupted) and not isinstance(corrupted[0], int)):
         raise PromptError("clean and corrupted: expected two prompts, or two lists of prompts")
@@ -95,11 +92,7 @@ def pairs_of(lm: Any, clean: Any, corrupted: Any, metric: Any) -> list[EdgePair]
 
 
 def runs_of(method: str, steps: int | None, layers: int) -> list[GradientRun]:
-    """The runs of a method.
-
-    Raises:
-        ValueError: an unknown method, or invalid steps.
-    """
+    """The runs of a method. Raises ValueError: an unknown method, or invalid steps."""
     if method not in METHODS:
         raise ValueError(f"method={shown(method)}: expected one of {', '.join(METHODS)}")
     if steps is not None and "ig" not in method:

@@ -183,11 +183,7 @@ class EdgeScores:
 
     @classmethod
     def load(cls, source: str | PathLike[str]) -> EdgeScores:
-        """Scores from a file, or from the text of `to_json`; without their model.
-
-        Raises:
-            ValueError: another format.
-        """
+        """Scores from a file, or from the text of `to_json`; without their model. Raises ValueError: another format."""
         text = source if isinstance(source, str) and source.lstrip().startswith("{") else Path(source).read_text()
         try:
             given = json.loads(text)

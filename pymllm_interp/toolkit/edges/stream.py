@@ -264,11 +264,7 @@ class EdgeModel:
 
 
 def weight_of(module: Any, path: str) -> Tensor:
-    """[out, in], the weight of a projection.
-
-    Raises:
-        NotImplementedError: it is quantised.
-    """
+    """[out, in], the weight of a projection. Raises NotImplementedError: it is quantised."""
     if getattr(module, "quantized", None) is not None or not module.weight.is_floating_point():
         raise NotImplementedError(f"the weight of {path} is quantised")
     return module.weight.detach().T if hasattr(module, "nf") else module.weight.detach()  # transformers' Conv1D

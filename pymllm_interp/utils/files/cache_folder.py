@@ -45,11 +45,7 @@ def cache_entries(folder: Path) -> list[CacheEntry]:
 
 
 def remove_entry(entry: CacheEntry) -> None:
-    """Remove an entry. A process that has it open keeps its open files.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove an entry. A process that has it open keeps its open files. Raises OSError: it cannot be removed."""
     if entry.path.is_dir():
         shutil.rmtree(entry.path)
     else:

@@ -62,11 +62,7 @@ def _whole_number(digits: str) -> int:
 
 
 def check_safetensors(path: Path) -> None:
-    """Refuse a file with a header larger than the file, or than `MAX_HEADER_BYTES`.
-
-    Raises:
-        ValueError: such a header.
-    """
+    """Refuse a file with a header larger than the file, or than `MAX_HEADER_BYTES`. Raises ValueError: such a header."""
     with path.open("rb") as file:
         start = file.read(8)
     size = int.from_bytes(start, "little")

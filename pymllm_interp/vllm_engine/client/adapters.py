@@ -54,10 +54,7 @@ class VllmAdapters:
 
     def load(self, name: str, folder: str) -> None:
         """Load an adapter of PEFT's format on all ranks.
-
-        Raises:
-            AdapterError: vLLM was started without `enable_lora`, the name is taken, or an adapter that vLLM cannot apply.
-        """
+        Raises AdapterError: vLLM was started without `enable_lora`, the name is taken, or an adapter that vLLM cannot apply."""
         if self._core.config.lora_config is None:
             raise AdapterError(f"adapter {name!r}: LM(..., engine='vllm', enable_lora=True) starts vLLM with LoRA")
         if not isinstance(name, str) or not name:
@@ -88,11 +85,7 @@ class VllmAdapters:
         self._loaded[name], self._digests[name] = found, digest
 
     def unload(self, name: str) -> None:
-        """Forget an adapter.
-
-        Raises:
-            AdapterError: no adapter has this name, or requests hold it.
-        """
+        """Forget an adapter. Raises AdapterError: no adapter has this name, or requests hold it."""
         with self._lock:
             found = self._entry(name)
             if found.users:

@@ -97,11 +97,7 @@ class VllmBackend(FactoryBackend):
 
     @classmethod
     def of_llm(cls, llm: Any) -> VllmBackend:
-        """A backend over a user's `vllm.LLM`.
-
-        Raises:
-            VllmRefusalError: vLLM was started without `llm_arguments`.
-        """
+        """A backend over a user's `vllm.LLM`. Raises VllmRefusalError: vLLM was started without `llm_arguments`."""
         config = llm.llm_engine.vllm_config
         if not str(config.parallel_config.worker_cls).startswith(RANK_MODULE):
             raise VllmRefusalError(
@@ -190,10 +186,7 @@ class VllmBackend(FactoryBackend):
         refused: Exception | None = None,
     ) -> None:
         """Run the blocks on rank 0, between the modules of its passes.
-
-        Raises:
-            VllmRefusalError: no block can do this here. The message names it.
-        """
+        Raises VllmRefusalError: no block can do this here. The message names it."""
         self.engine.check_open()
         check_blocks(self.facts, traces, self.core.config)
         requests = self.factory.for_traces(mode, traces, inputs)

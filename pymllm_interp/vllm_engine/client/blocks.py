@@ -103,11 +103,7 @@ def why_uncut(hf_config: Any, config: Any) -> str:
 
 
 def check_traced(request: Request) -> None:
-    """Refuse a traced request that only our own engine serves.
-
-    Raises:
-        VllmRefusalError: the message names the reason.
-    """
+    """Refuse a traced request that only our own engine serves. Raises VllmRefusalError: the message names the reason."""
     trace: Any = request.trace
     if len(trace.request_ids) > 1:
         raise VllmRefusalError(f"with engine='vllm' a block sees one prompt: give each an invoke. {OURS}")

@@ -29,10 +29,7 @@ FAILED = (
 
 def check_steering(backend: Any) -> None:
     """Steer one request for each engine and pipeline stage, and compare its captured states with a plain request's.
-
-    Raises:
-        VllmRefusalError: the states do not differ as they must.
-    """
+    Raises VllmRefusalError: the states do not differ as they must."""
     spec, core = backend.facts.spec, backend.core
     middle = spec.num_hidden_layers // 2
     of_stages = [_middle(sites, spec) for sites in core.stages] or [f"resid_post.{middle}"]

@@ -185,11 +185,7 @@ class VllmCore:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     async def call_async(self, method: str, *arguments: Any, timeout: float = CALL_SECONDS) -> list[Any]:
-        """Call a method of all ranks. Returns their answers.
-
-        Raises:
-            TimeoutError: a rank did not answer in time.
-        """
+        """Call a method of all ranks. Returns their answers. Raises TimeoutError: a rank did not answer in time."""
         try:
             called = self.answered(self._on_all_ranks(method, timeout, arguments))
             return await asyncio.wait_for(called, timeout + 5)
@@ -210,10 +206,7 @@ class VllmCore:
 
     async def answered(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """The answer of a call of vLLM's engine. If the engine ends meanwhile, vLLM leaves the call without one.
-
-        Raises:
-            Exception: vLLM's EngineDeadError, then.
-        """
+        Raises Exception: vLLM's EngineDeadError, then."""
         llm, call = self.llm, asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({call}, timeout=DEAD_SECONDS))[0]:

@@ -68,10 +68,7 @@ class VllmDeclarations(Declarations):
 
     def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
         """Check and bind a request's hooks, see `Declarations.declare`.
-
-        Raises:
-            ValueError: likewise. Also specs that need attention's kernels, a head that is split over ranks, or a larger ring.
-        """
+        Raises ValueError: likewise. Also specs that need attention's kernels, a head that is split over ranks, or a larger ring."""
         then = [op for spec in specs if isinstance(spec, Monitor) for op in spec.ops]
         for spec in (*specs, *then, *captures):
             if str(getattr(spec, "site", "")).startswith(OF_VISION):

@@ -23,11 +23,7 @@ MASK = "prompt_is_token_ids"
 
 
 def check_params(params: SamplingParams, what: str) -> None:
-    """Refuse parameters that vLLM lacks.
-
-    Raises:
-        PromptError: the message names the parameter.
-    """
+    """Refuse parameters that vLLM lacks. Raises PromptError: the message names the parameter."""
     if params.constraint is not None:
         raise PromptError(
             f"{what}: SamplingParams(constraint=...): a constraint is code of this process, and vLLM samples in another: use "

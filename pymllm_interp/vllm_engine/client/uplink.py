@@ -41,10 +41,7 @@ class Uplink:
 
     async def sealed(self, request: Request) -> tuple[bytes, list[TensorKey]]:
         """The payload of a request, after its tensors have reached all ranks; and their keys, for `release`.
-
-        Raises:
-            RuntimeError: a tensor has not reached a rank. The message names it.
-        """
+        Raises RuntimeError: a tensor has not reached a rank. The message names it."""
         hooks = request.hooks
         assert hooks is not None
         specs, tensors = self._pickled(hooks)

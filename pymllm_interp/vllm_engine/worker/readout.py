@@ -15,10 +15,7 @@ from ..structures import Structure
 
 def head_of(model: Any, config: Any) -> Callable[..., Any]:
     """The head of a model as a function of rows [n, hidden]: logits of tokens, or of labels.
-
-    Raises:
-        NotImplementedError: a model that pools, without a linear head.
-    """
+    Raises NotImplementedError: a model that pools, without a linear head."""
     if not hasattr(model, "pooler"):
         return model.compute_logits
     if lacks_head(config):
@@ -74,10 +71,7 @@ class VllmReadout:
 
     def logits(self, rows: Tensor) -> Tensor:
         """The logits [n, vocab] of rows [n, hidden] of `final_norm`.
-
-        Raises:
-            NotImplementedError: the head is split over ranks, which would have to compute it together.
-        """
+        Raises NotImplementedError: the head is split over ranks, which would have to compute it together."""
         if self._ranks > 1:
             raise NotImplementedError("Lens: with tensor_parallel_size above 1 the head is split over ranks")
         return self.head(rows)

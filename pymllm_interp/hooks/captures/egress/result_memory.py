@@ -72,10 +72,7 @@ class ResultMemory:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, which may hold the states of a former result: see `clear`.
-
-        Raises:
-            MemoryError, OSError: out of memory.
-        """
+        Raises MemoryError, OSError: out of memory."""
         size = prod(shape) * dtype.itemsize
         if size < SMALL:
             return FRESH.empty(shape, dtype)

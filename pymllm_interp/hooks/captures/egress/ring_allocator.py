@@ -32,11 +32,7 @@ class RingAllocator:
         return max(stop - start for start, stop in self._free_spans())
 
     def find(self, count: int) -> int:
-        """Start of a free span of `count` elements.
-
-        Raises:
-            ValueError: no free span is that large.
-        """
+        """Start of a free span of `count` elements. Raises ValueError: no free span is that large."""
         for start, stop in self._free_spans():
             if stop - start >= count:
                 return start

@@ -85,10 +85,7 @@ class Block(Mediator):
 
     def check_order(self, location: str) -> None:
         """Check that the step that ``tracer.iter`` pins the block to still comes to `location`.
-
-        Raises:
-            OutOfOrderError: the step has run past the location. nnsight waits for the next step's value.
-        """
+        Raises OutOfOrderError: the step has run past the location. nnsight waits for the next step's value."""
         if self.interleaver.points.has_passed(self, location):
             self.late = too_late(self.trace.request_id, location, self.last_location, self.pinned_pass)
             raise OutOfOrderError(self.late)

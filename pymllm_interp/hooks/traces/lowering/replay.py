@@ -260,11 +260,7 @@ class Replay:
         return (self.passes if loop.stop is None else min(loop.stop, self.passes)) - 1
 
     def _take_steps(self, start: int, stop: int | None) -> int:
-        """Take all steps of the block's loop at once, except for the last one.
-
-        Returns:
-            the step from which the loop runs.
-        """
+        """Take all steps of the block's loop at once, except for the last one. Returns the step from which the loop runs."""
         loop, saves = self.plan.loop, self.trace.saves
         if loop is None or (start, stop) != (loop.start, loop.stop):
             return start
@@ -291,10 +287,7 @@ class Replay:
 
     def first_part(self, row: Row) -> torch.Tensor:
         """Part of a site that the block reads in its first step, with separate storage.
-
-        Raises:
-            LookupError: the index is out of range, or its rows were not captured.
-        """
+        Raises LookupError: the index is out of range, or its rows were not captured."""
         part = part_of(self._site_rows(row.site).among(0, 1, row.is_last), row).prompt
         assert part is not None, "step 0 has the prompt"
         return part.clone(memory_format=torch.contiguous_format)

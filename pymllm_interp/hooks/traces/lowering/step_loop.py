@@ -93,11 +93,7 @@ def _tensor(read: RowRead | SiteRead) -> Any:
 
 
 def part_of(rows: LoopRows, row: Row) -> LoopRows:
-    """Part of a site that a loop reads.
-
-    Raises:
-        IndexError: the index is out of range.
-    """
+    """Part of a site that a loop reads. Raises IndexError: the index is out of range."""
     prompt = None if rows.prompt is None else rows.prompt[row.indexes] if row.indexes else rows.prompt
     part = LoopRows(prompt, rows.generated[(slice(None), *row.indexes)])
     for method in row.methods:

@@ -178,10 +178,7 @@ class SaveTransfer:
 
     def pack(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
         """Move saves into pieces, in place, and start copying these. Called on the engine's thread.
-
-        Returns:
-            tensors that were not moved: few of their kind, large, or on the caller's device already.
-        """
+        Returns tensors that were not moved: few of their kind, large, or on the caller's device already."""
         if len(tensors) < self.MIN_TENSORS or self.device is None:
             return list(tensors)
         left: list[torch.Tensor] = []

@@ -99,11 +99,7 @@ def _give_own_storage(tensors: Collection[torch.Tensor]) -> None:
 
 
 def saves_device(device: Any) -> torch.device:
-    """The device that saves go to.
-
-    Raises:
-        ValueError: torch has no such device here.
-    """
+    """The device that saves go to. Raises ValueError: torch has no such device here."""
     try:
         found = torch.device(device)
         torch.empty(0, device=found)

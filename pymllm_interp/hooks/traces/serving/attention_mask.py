@@ -48,11 +48,7 @@ class ServedMasks:
         return args, {**kwargs, NAME: mask}
 
     def removed_from(self, inputs: Any) -> Any:
-        """The ``(args, kwargs)`` that a block assigns, as the module takes them.
-
-        Raises:
-            EditError: another mask.
-        """
+        """The ``(args, kwargs)`` that a block assigns, as the module takes them. Raises EditError: another mask."""
         if not (isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[1], dict) and NAME in inputs[1]):
             return inputs
         kwargs = dict(inputs[1])

@@ -72,10 +72,7 @@ class NNsightRequestHelper:
 
     def enter(self, new: Iterable[NewRequest]) -> None:
         """Serve the traces of requests that enter the request table, in the steps that they take part in.
-
-        Raises:
-            RuntimeError: a trace of another process.
-        """
+        Raises RuntimeError: a trace of another process."""
         for request in new:
             key = None if request.hooks is None else request.hooks.trace_key
             if key is not None:

@@ -102,11 +102,7 @@ def wind_up(interleaver: EngineInterleaver, ending: Sequence[tuple[RequestTrace,
 
 
 def end_waiting(interleaver: EngineInterleaver, trace: RequestTrace, barriers: bool) -> bool:
-    """End one wait of a finished request: a loop ends, any other read raises at its line.
-
-    Returns:
-        False if no block waits.
-    """
+    """End one wait of a finished request: a loop ends, any other read raises at its line. Returns False if no block waits."""
     for block in trace.blocks:
         pending = block.pending
         if trace.ended or not block.alive or pending is None:

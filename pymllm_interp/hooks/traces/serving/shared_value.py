@@ -89,11 +89,7 @@ class SharedValue:
         return served
 
     def replace(self, rows: Rows | None, edited: Any) -> None:
-        """Replace the request's served value by `edited`.
-
-        Raises:
-            EditError: another type, shape, dtype or device.
-        """
+        """Replace the request's served value by `edited`. Raises EditError: another type, shape, dtype or device."""
         if rows is None:
             self.value = edited
             return

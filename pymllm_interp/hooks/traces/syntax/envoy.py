@@ -316,11 +316,7 @@ class TracedModel(TracedEnvoy):
         return tracer
 
     def clear_edits(self, name: str | None = None) -> None:
-        """Remove the edit of this name, or all edits.
-
-        Raises:
-            KeyError: no edit has this name.
-        """
+        """Remove the edit of this name, or all edits. Raises KeyError: no edit has this name."""
         known = {getattr(edit, "name", None) for edit in self._edits}
         if name is not None and name not in known:
             raise KeyError(f"no edit is named {name!r}: {sorted(n for n in known if n)}")

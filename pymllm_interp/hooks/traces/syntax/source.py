@@ -55,12 +55,8 @@ class EngineSource(Source):
 
 
 def source_of(envoy: Envoy) -> EngineSource:
-    """The operations of the envoy's module.
-
-    Raises:
-        ValueError: the operations are in an attention, and the trace runs the engine's kernels. Or the module runs
-            several times in a pass.
-    """
+    """The operations of the envoy's module. Raises ValueError: the operations are in an attention, and the trace runs the engine's
+    kernels. Or the module runs several times in a pass."""
     own_parts: Any = getattr(envoy._module, "part_module", None)
     if own_parts is not None:
         raise ValueError(OF_PARTS.format(envoy.path, own_parts.why))

@@ -126,10 +126,7 @@ def without_heads(served: nn.Module, problems: dict[str, list[str]]) -> dict[str
 
 def encoder_of(loaded: Any, spec: ModelSpec) -> Any:
     """The encoder of a loaded model, with its classification head, or one that gives a logit of 0.
-
-    Raises:
-        UnsupportedModelError: a head that reads other rows than the first token's.
-    """
+    Raises UnsupportedModelError: a head that reads other rows than the first token's."""
     base, name = loaded.base_model, type(loaded).__name__
     pooler = getattr(base, "pooler", None)
     if pooler is not None:

@@ -48,10 +48,7 @@ def classifier_class(config: PretrainedConfig) -> Any:
 
 def with_head(classifier: Any, config: PretrainedConfig, spec: ModelSpec) -> PreTrainedModel:
     """The class that generates, with decoder and head of a classifier.
-
-    Raises:
-        UnsupportedModelError: the classifier has other parts than a decoder and its head `score`.
-    """
+    Raises UnsupportedModelError: the classifier has other parts than a decoder and its head `score`."""
     if lacks_head(config):
         with torch.device("meta"):
             served = model_of(config, spec)

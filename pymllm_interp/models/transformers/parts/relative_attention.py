@@ -53,10 +53,7 @@ class RelativeAttention(PartModule):
 
 def serve_relative(model: PreTrainedModel) -> None:
     """Make attention modules with relative positions run for each request.
-
-    Raises:
-        UnsupportedModelError: a DeBERTa with a convolution.
-    """
+    Raises UnsupportedModelError: a DeBERTa with a convolution."""
     if model.config.model_type not in ("mpnet", "deberta-v2"):
         return
     for path, module in list(model.named_modules()):

@@ -52,11 +52,7 @@ class ResultArena:
         self._returned: deque[tuple[int, Any]] = deque()  # finalizers take no lock
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor, which may hold a former result: see `clear`.
-
-        Raises:
-            MemoryError: no room.
-        """
+        """An uninitialised tensor, which may hold a former result: see `clear`. Raises MemoryError: no room."""
         size = prod(shape) * dtype.itemsize
         if size < SMALL:
             return FRESH.empty(shape, dtype)
