@@ -532,6 +532,39 @@ def test_a_block_that_has_finished_does_not_count_the_step_behind_the_last_token
         assert sum(tracer.receipt.steps.values()) == tokens.index(tokens[4]) + 1
 
 
+def test_layers_without_a_waiting_block_are_vllms_own(engines: tuple[LM, LM], request: pytest.FixtureRequest) -> None:
+    """Their states have the bits of a request without blocks, whose states are captured, unless a compiler changes those."""
+    lm, _ = engines
+    last = len(lm.model.layers) - 1
+    site = f"resid_post.{last}"
+    captured = lm.generate([PROMPTS[1]], SamplingParams(max_tokens=1), capture=[site])[0].activations[site]
+    with lm.trace(PROMPTS[1]):
+        states = lm.model.layers[last].output.save()
+    same(states[0], captured)
+    assert torch.equal(states[0].cpu(), captured) or "compiled" in request.node.name
+
+
+@pytest.mark.parametrize("place", ["positions", "rotation", "rotation in place"])
+def test_edited_rotations_reach_layers_without_a_waiting_block(engines: tuple[LM, LM], place: str) -> None:
+    found = []
+    for model in engines:
+        with model.trace(PROMPTS[1]):
+            if place == "positions":
+                args, kwargs = model.model.inputs
+                model.model.inputs = args, {**kwargs, "position_ids": kwargs["position_ids"] * 2}
+            elif place == "rotation":
+                cos, sin = model.model.rotary_emb.output
+                model.model.rotary_emb.output = cos * 0.5, sin
+            else:
+                model.model.rotary_emb.output[0][:, 3:] *= 0.5
+            states = model.model.layers[-1].output.save()
+        with model.trace(PROMPTS[1]):
+            plain = model.model.layers[-1].output.save()
+        assert (states - plain).abs().max() > 1e-2
+        found.append(states)
+    same(*found)
+
+
 def test_an_error_of_a_block_is_its_requests_alone(engines: tuple[LM, LM]) -> None:
     lm, _ = engines
     wanted = read(engines[1], PROMPTS[0])

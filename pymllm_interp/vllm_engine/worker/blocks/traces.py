@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -331,8 +332,11 @@ class RankTraces:
             batch.logits_indices = torch.from_numpy(logit_tokens).to(self._device)
         tree.attention.cuts, tree.attention.kept = cuts, kept
         ranks.followed = True
+        # vLLM's layers know neither the ops of the tree nor cut edges.
+        is_plain = tree.layers.can_run and site_ops is None and kept is None
         try:
-            self.logits = self._run(batch)
+            with tree.layers.of_pass(batch) if is_plain else nullcontext():
+                self.logits = self._run(batch)
         except Exception as error:
             logger.warning("a pass with blocks has failed; the blocks end, and the step runs again", exc_info=True)
             self._fail(error)

@@ -26,6 +26,7 @@ from ...settings import OURS
 from .kept_kv import KeptKV
 from .ranks import Ranks
 from .row_adapters import RowAdapters
+from .whole_layers import WholeLayers
 
 MERGED = {"_qkv": "qkv_proj", "_gate_up": "gate_up_proj"}
 """Attribute with a merged product -> vLLM's module."""
@@ -109,6 +110,7 @@ class BlockTree:
     Attributes:
         module: the tree's root, a `CausalLM`.
         attention: the backend of its passes.
+        layers: vLLM's decoder layers, for those in which no block waits.
 
     Raises:
         NotImplementedError: a part of the tree has no counterpart in vLLM's model. The message names it.
@@ -130,7 +132,10 @@ class BlockTree:
             raise NotImplementedError(
                 f"vLLM's {type(model).__name__} has no counterpart of {', '.join(missing[:3])}. {OURS}"
             )
-        self.attention = VllmAttention([self._attention(i) for i in range(spec.num_hidden_layers)])
+        layers = range(spec.num_hidden_layers)
+        self.attention = VllmAttention([self._attention(i) for i in layers])
+        self.layers = WholeLayers([self._theirs(f"model.layers.{i}") for i in layers], self._called)
+        self.layers.watch(decoder.rotary_emb)
 
     def _serve(self, path: str, own: Any) -> set[int]:
         """Have a module computed by vLLM's. Returns the ids of its parameters that are never read."""
