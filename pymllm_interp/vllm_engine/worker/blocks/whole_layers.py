@@ -41,7 +41,7 @@ class WholeLayers:
         self._batch: ForwardBatch | None = None
 
     def watch(self, rotary: nn.Module) -> None:
-        """Keep what a `rotary_emb` of the tree makes of which positions."""
+        """Remember the rotations that a `rotary_emb` of the tree makes, and their positions."""
         rotary.__class__ = _watched_class(type(rotary))
         object.__setattr__(rotary, "_made_by", self._made.append)
 
@@ -122,7 +122,7 @@ def _by_kernels(kernels: Sequence[tuple[Any, Any]]) -> Iterator[None]:
 
 @cache
 def _watched_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a rotary embedding's class that tells what it has made."""
+    """A subclass of a rotary embedding's class that reports its rotations."""
 
     def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         made = super(watched, self).forward(x, position_ids, *args, **kwargs)
