@@ -8,33 +8,15 @@ from typing import Any, Protocol
 from ..client.backend import Backend
 from ..client.calls.model_weights import ModelWeights
 from ..client.chat import RenderedPrompt
-from ..core.events import FinishedEvent
+from ..client.handle import RequestHandle
 from ..core.limits import EngineLimits
 from ..core.model_spec import ModelSpec, site_index
-from ..core.request import Request
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.monitors.monitor import Monitor
 from ..hooks.site import Site, expand
 from ..hooks.spec import described
 from .folder import Identity
-
-
-class PrefillHandle(Protocol):
-    """Handle of a submitted forward pass."""
-
-    requests: list[Request]
-    """The one request, with `activations` or `error` after `wait`."""
-    ends: list[FinishedEvent]
-    """Its last event, after `wait`."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the pass has ended."""
-        ...
-
-    def cancel(self) -> None:
-        """Cancel the pass."""
-        ...
 
 
 class HarvestModel(Protocol):
@@ -79,7 +61,7 @@ class HarvestModel(Protocol):
         interventions: Sequence[Intervention],
         what: str,
         lora: str | None = None,
-    ) -> PrefillHandle:
+    ) -> RequestHandle:
         """Start one forward pass that captures. Raises PromptError."""
         ...
 

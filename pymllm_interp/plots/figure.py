@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..utils.extras import install_command
-from . import javascript
 from .picture import PICTURES, draw
 
 
@@ -54,9 +54,9 @@ class Plot:
             raise ValueError(f"{path}: the suffix says what is written: .html, {', '.join(PICTURES)}")
 
     def _repr_html_(self) -> str:
-        if javascript.is_needed():
+        if javascript_is_needed():
             return self.html()
-        return self.figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False) + javascript.REMARK
+        return self.figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False) + REMARK
 
     def __repr__(self) -> str:
         title = self.figure.layout.title.text
@@ -107,3 +107,60 @@ def check_labels(labels: Sequence[Any], count: int, what: str, of: str) -> list[
 def axis(labels: Sequence[str], title: str) -> dict[str, Any]:
     """An axis with a label at each whole number. Labels may repeat, as tokens do."""
     return {"title": title, "tickmode": "array", "tickvals": list(range(len(labels))), "ticktext": list(labels)}
+
+
+REMARK = """<script>
+if (!window.Plotly) {
+  const remark = document.createElement("p");
+  remark.textContent = "This figure needs plotly's JavaScript, which the first figure of the notebook has. Run all cells again.";
+  document.currentScript.before(remark);
+}
+</script>"""
+"""Shown instead of a figure if the JavaScript was not loaded."""
+
+
+class _Cell(NamedTuple):
+    """The run of a cell.
+
+    Attributes:
+        shell: the IPython shell.
+        cell: its id, or None if the front end gives no id.
+        run: IPython's count of runs.
+    """
+
+    shell: Any
+    cell: str | None
+    run: int
+
+
+_carrier: _Cell | None = None
+"""The cell with the JavaScript in its output."""
+
+
+def javascript_is_needed() -> bool:
+    """Whether a figure that is shown now must bring the JavaScript.
+
+    The first figure of a notebook must. So must the first one of the same cell when it is run again: its output is replaced.
+    Outside a notebook each figure must.
+    """
+    global _carrier
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is None:
+        return True
+    now = _Cell(shell, _cell_id(shell), shell.execution_count)
+    known = _carrier
+    if (
+        known is not None
+        and known.shell is shell
+        and (now.cell is None or now.cell != known.cell or now.run == known.run)
+    ):
+        return False
+    _carrier = now
+    return True
+
+
+def _cell_id(shell: Any) -> str | None:
+    """The id of the cell that runs."""
+    parent = getattr(shell, "parent_header", None) or {}  # the whole message in ipykernel's shell
+    return (parent.get("metadata") or {}).get("cellId")

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,7 +27,7 @@ from ...hooks.traces.lowering.replay import Replay, append_rows, replay
 from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
 from ...hooks.traces.saves.save_transfer import SaveTransfer
 from ...hooks.traces.syntax.pass_options import NONE
-from ...hooks.traces.syntax.tracer import TraceInput
+from ...hooks.traces.syntax.tracer import EngineTracer, TraceInput
 from ...models.native.decoder import DecoderForCausalLM
 from ..handle import RequestHandle
 from ..prompt_batch import prompts_of
@@ -271,3 +272,19 @@ def _part(value: Any) -> Any:
     if isinstance(value, Envoy | types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
         return weakref.ref(value)
     return None
+
+
+def explain(tracer: EngineTracer) -> str:
+    """A paragraph for each invoke: the declared hooks that replace it, or the line that prevents it.
+    Raises ValueError: the trace has not run."""
+    if not tracer.receipts:
+        raise ValueError("lm.explain() needs the tracer of a trace that has run: call it behind the `with`")
+    told = []
+    for number, (receipt, plan) in enumerate(zip_longest(tracer.receipts, tracer.plans)):
+        if receipt.lowered:
+            told.append(f"invoke {number} runs after its request")
+            told += [f"  {line}" for line in str(plan or "").splitlines()]
+        else:
+            reason = receipt.not_lowered or "lower_traces='off'"
+            told.append(f"invoke {number} runs in the forward passes: {reason}")
+    return "\n".join(told)

@@ -30,20 +30,20 @@ from ..backend import Backend
 from ..chat import rendered_conversations
 from ..completion import RequestOutput, StreamPiece
 from ..handle import RequestHandle
-from ..notebook.explained import explain
 from ..notebook.signatures import OF_TRACES, names_options, signature_of
 from ..prompt_batch import prompts_of
 from ..prompts import as_prompts, only_tokens
 from ..request_options import RequestOptions, check_options
-from . import token_calls
 from .activation_cache import ActivationCache, NamesFilter, part_sites, select_sites
 from .config_view import ConfigView
 from .forward_calls import ForwardOutput, forward, logits_with_hooks, states_of
 from .known_names import RENAMED, unknown_attribute
+from .lowered import explain
 from .pipe import PIPELINE
 from .requests import Requests, wait_for, wait_for_async
 from .scan import FakeModel, ScanTracer
 from .site_hooks import HookFunction
+from .token_calls import to_single_token, to_str_tokens, to_string, to_tokens
 from .traces import run
 
 
@@ -468,33 +468,4 @@ class ClientModel(TracedModel):
         """
         return only_tokens(self._requests.read(prompt, what), what)
 
-    def to_tokens(self, text: str | Sequence[str], prepend_bos: bool | None = None) -> torch.Tensor:
-        """Token ids of a text, or of several that have equally many tokens.
-
-        Args:
-            prepend_bos: whether the ids begin with one BOS token. None: as the tokenizer does, and so as prompts are read.
-
-        Returns:
-            [batch, tokens] int64, on the CPU.
-
-        Raises:
-            PromptError: no tokenizer, no BOS token, or texts of different lengths, which would need padding.
-        """
-        return token_calls.to_tokens(self.tokenizer, text, prepend_bos)
-
-    def to_string(self, tokens: torch.Tensor | Sequence[Any] | int) -> Any:
-        """The text of token ids: a string for one row, a list of strings for [batch, tokens]. Special tokens are kept."""
-        return token_calls.to_string(self.tokenizer, tokens)
-
-    def to_str_tokens(self, text: Any, prepend_bos: bool | None = None) -> Any:
-        """The text of each token.
-
-        Args:
-            text: a text, token ids ([tokens] or [1, tokens]), or a list of texts, which makes a list of lists.
-            prepend_bos: prepends the BOS token to a text; see `to_tokens`.
-        """
-        return token_calls.to_str_tokens(self.tokenizer, text, prepend_bos)
-
-    def to_single_token(self, text: str) -> int:
-        """The token id of a text that is one token, without BOS. Raises PromptError if it is not one token."""
-        return token_calls.to_single_token(self.tokenizer, text)
+    to_tokens, to_string, to_str_tokens, to_single_token = to_tokens, to_string, to_str_tokens, to_single_token

@@ -1,4 +1,4 @@
-"""Text to tokens and back, with TransformerLens' names."""
+"""Text to tokens and back, with TransformerLens' names: methods of `ClientModel`."""
 
 from __future__ import annotations
 
@@ -10,41 +10,56 @@ import torch
 from ...utils.arguments import PromptError, shown
 
 
-def to_tokens(tokenizer: Any, text: str | Sequence[str], prepend_bos: bool | None = None) -> torch.Tensor:
-    """[batch, tokens] int64. See `ClientModel.to_tokens`."""
-    rows = [_ids(tokenizer, one, prepend_bos) for one in ([text] if isinstance(text, str) else text)]
+def to_tokens(self: Any, text: str | Sequence[str], prepend_bos: bool | None = None) -> torch.Tensor:
+    """Token ids of a text, or of several that have equally many tokens.
+
+    Args:
+        prepend_bos: whether the ids begin with one BOS token. None: as the tokenizer does, and so as prompts are read.
+
+    Returns:
+        [batch, tokens] int64, on the CPU.
+
+    Raises:
+        PromptError: no tokenizer, no BOS token, or texts of different lengths, which would need padding.
+    """
+    rows = [_ids(self.tokenizer, one, prepend_bos) for one in ([text] if isinstance(text, str) else text)]
     lengths = [len(row) for row in rows]
     if len(set(lengths)) > 1:
         raise PromptError(f"the texts have {lengths} tokens, and nothing is padded here: call to_tokens for each")
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def to_string(tokenizer: Any, tokens: torch.Tensor | Sequence[Any] | int) -> Any:
+def to_string(self: Any, tokens: torch.Tensor | Sequence[Any] | int) -> Any:
     """The text of token ids: a string for one row, a list of strings for [batch, tokens]. Special tokens are kept."""
     if isinstance(tokens, torch.Tensor):
         tokens = cast(list[Any], torch.atleast_1d(tokens).tolist())
     ids = [tokens] if isinstance(tokens, int) else list(tokens)
     if ids and isinstance(ids[0], list | tuple):
-        return [to_string(tokenizer, row) for row in ids]
-    return _checked(tokenizer).decode(ids, clean_up_tokenization_spaces=False)
+        return [to_string(self, row) for row in ids]
+    return _checked(self.tokenizer).decode(ids, clean_up_tokenization_spaces=False)
 
 
-def to_str_tokens(tokenizer: Any, text: Any, prepend_bos: bool | None = None) -> Any:
-    """The text of each token. See `ClientModel.to_str_tokens`."""
+def to_str_tokens(self: Any, text: Any, prepend_bos: bool | None = None) -> Any:
+    """The text of each token.
+
+    Args:
+        text: a text, token ids ([tokens] or [1, tokens]), or a list of texts, which makes a list of lists.
+        prepend_bos: prepends the BOS token to a text; see `to_tokens`.
+    """
     if isinstance(text, list | tuple) and text and all(isinstance(one, str) for one in text):
-        return [to_str_tokens(tokenizer, one, prepend_bos) for one in text]
+        return [to_str_tokens(self, one, prepend_bos) for one in text]
     if isinstance(text, str):
-        ids = _ids(tokenizer, text, prepend_bos)
+        ids = _ids(self.tokenizer, text, prepend_bos)
     else:
         ids = torch.as_tensor(text).reshape(-1).tolist()
-    return [to_string(tokenizer, [token]) for token in ids]
+    return [to_string(self, [token]) for token in ids]
 
 
-def to_single_token(tokenizer: Any, text: str) -> int:
-    """The token id of a text. Raises PromptError: the text is not one token."""
-    ids = _ids(tokenizer, text, prepend_bos=False)
+def to_single_token(self: Any, text: str) -> int:
+    """The token id of a text that is one token, without BOS. Raises PromptError if it is not one token."""
+    ids = _ids(self.tokenizer, text, prepend_bos=False)
     if len(ids) != 1:
-        raise PromptError(f"{shown(text)} is {len(ids)} tokens, not one: {shown(to_str_tokens(tokenizer, ids[:20]))}")
+        raise PromptError(f"{shown(text)} is {len(ids)} tokens, not one: {shown(to_str_tokens(self, ids[:20]))}")
     return ids[0]
 
 

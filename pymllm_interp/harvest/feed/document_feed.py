@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...client.chat import RenderedPrompt
+from ...client.handle import RequestHandle
 from ...core.events import EngineClosedError
 from ...hooks.captures.activations import Activations
 from ...hooks.captures.egress.device_memory import DeviceMemoryFull
@@ -14,7 +15,7 @@ from ...hooks.captures.spec import Capture
 from ...hooks.interventions.knockout import Intervention
 from ...hooks.monitors.scores import MonitorScores
 from ..inputs import Settings, document_key
-from ..model import HarvestModel, PrefillHandle
+from ..model import HarvestModel
 from .documents import SKIPPED, Document, Pass
 
 STEPS_IN_FLIGHT = 2
@@ -62,7 +63,7 @@ class DocumentFeed:
         self._who, self._advice = who, advice
         self._max_tokens = STEPS_IN_FLIGHT * model.limits.max_num_tokens
         self._max_requests = STEPS_IN_FLIGHT * model.limits.max_running
-        self._in_flight: deque[tuple[Pass, PrefillHandle | None]] = deque()
+        self._in_flight: deque[tuple[Pass, RequestHandle | None]] = deque()
 
     def results(self, documents: Iterator[tuple[int, Any]]) -> Iterator[PassResult]:
         """The results of all passes, in the order of the documents.
@@ -95,7 +96,7 @@ class DocumentFeed:
         if failure is not None:
             raise failure
 
-    def cancel(self) -> list[PrefillHandle]:
+    def cancel(self) -> list[RequestHandle]:
         """Cancel all passes in flight, and forget them. Returns at once, with their handles."""
         handles = [handle for _, handle in self._in_flight if handle is not None]
         self._in_flight.clear()

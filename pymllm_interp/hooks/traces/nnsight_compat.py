@@ -32,23 +32,23 @@ with suppress(ImportError):
     TypedAttributeSet.__init_subclass__ = classmethod(_with_save)  # pyright: ignore[reportAttributeAccessIssue]
 
 # Documented.
-from nnsight import NNsightDeprecationWarning, save  # noqa: E402
+from nnsight import NNsightDeprecationWarning, save
 
 # Private: nnsight's replacements of `Tensor.backward` and `Tensor.grad`, and torch's own `Tensor.backward`.
-from nnsight.intervention.backward import BackwardTracer  # noqa: E402
-from nnsight.intervention.backward import _backward as nnsight_backward  # noqa: E402
-from nnsight.intervention.backward import _grad_property as grad_property  # noqa: E402
-from nnsight.intervention.backward import _original_backward as torch_backward  # noqa: E402
-from nnsight.intervention.barrier import Barrier  # noqa: E402
-from nnsight.intervention.batching import Batcher  # noqa: E402
-from nnsight.intervention.cache import Cache, CacheView  # noqa: E402
-from nnsight.intervention.cache import Entry as CacheEntry  # noqa: E402
-from nnsight.intervention.editing import EditingTracer  # noqa: E402
-from nnsight.intervention.envoy import Envoy  # noqa: E402
-from nnsight.intervention.eproperty import eproperty  # noqa: E402
+from nnsight.intervention.backward import BackwardTracer
+from nnsight.intervention.backward import _backward as nnsight_backward
+from nnsight.intervention.backward import _grad_property as grad_property
+from nnsight.intervention.backward import _original_backward as torch_backward
+from nnsight.intervention.barrier import Barrier
+from nnsight.intervention.batching import Batcher
+from nnsight.intervention.cache import Cache, CacheView
+from nnsight.intervention.cache import Entry as CacheEntry
+from nnsight.intervention.editing import EditingTracer
+from nnsight.intervention.envoy import Envoy
+from nnsight.intervention.eproperty import eproperty
 
 # Internal.
-from nnsight.intervention.interleaver import (  # noqa: E402
+from nnsight.intervention.interleaver import (
     EarlyStopException,
     Event,
     Interleaver,
@@ -57,14 +57,14 @@ from nnsight.intervention.interleaver import (  # noqa: E402
     Pending,
     dangling_unwind,
 )
-from nnsight.intervention.iterator import Iterations  # noqa: E402
-from nnsight.intervention.serialization import (  # noqa: E402
+from nnsight.intervention.iterator import Iterations
+from nnsight.intervention.serialization import (
     CustomCloudPickler,
     CustomCloudUnpickler,
     code_reduce,
 )
-from nnsight.intervention.serialization import _load_function as load_function  # noqa: E402
-from nnsight.intervention.source import (  # noqa: E402
+from nnsight.intervention.serialization import _load_function as load_function
+from nnsight.intervention.source import (
     NO_SKIP,
     Controller,
     Source,
@@ -76,13 +76,13 @@ from nnsight.intervention.source import (  # noqa: E402
     instrument,
     make_op,
 )
-from nnsight.intervention.tracer import InterleavingTracer, Invoker  # noqa: E402
-from nnsight.intervention.util import clear_shared_locals, shared_locals  # noqa: E402
-from nnsight.modeling.transformers import Generator  # noqa: E402
+from nnsight.intervention.tracer import InterleavingTracer, Invoker
+from nnsight.intervention.util import clear_shared_locals, shared_locals
+from nnsight.modeling.transformers import Generator
 
 # Private: sources and parsed blocks, by file, which a server with many clients must forget again.
-from nnsight.tracing.globals import BLOCKS, SOURCES  # noqa: E402
-from nnsight.tracing.tracer import (  # noqa: E402
+from nnsight.tracing.globals import BLOCKS, SOURCES
+from nnsight.tracing.tracer import (
     ExitTracingException,
     Tracer,
     dec,
@@ -94,66 +94,7 @@ from nnsight.tracing.tracer import (  # noqa: E402
 )
 
 # Private: the saved ids and the nesting depth of a thread, which here belong to a request.
-from nnsight.tracing.tracer import _local as save_scope  # noqa: E402
-from nnsight.tracing.tracer import _saves as thread_saves  # noqa: E402
-from nnsight.tracing.util import Scope, SerializedFrame  # noqa: E402
-from nnsight.util import apply  # noqa: E402
-
-__all__ = [
-    "BLOCKS",
-    "NO_SKIP",
-    "SOURCES",
-    "BackwardTracer",
-    "Barrier",
-    "Batcher",
-    "Cache",
-    "CacheEntry",
-    "CacheView",
-    "Controller",
-    "CustomCloudPickler",
-    "CustomCloudUnpickler",
-    "EarlyStopException",
-    "EditingTracer",
-    "Envoy",
-    "Event",
-    "ExitTracingException",
-    "Generator",
-    "Interleaver",
-    "InterleavingTracer",
-    "Invoker",
-    "Iterations",
-    "Mediator",
-    "NNsightDeprecationWarning",
-    "OutOfOrderError",
-    "Pending",
-    "Scope",
-    "SerializedFrame",
-    "Source",
-    "SourceEnvoy",
-    "State",
-    "Tracer",
-    "apply",
-    "clear_shared_locals",
-    "code_reduce",
-    "compiled",
-    "dangling_unwind",
-    "dec",
-    "eproperty",
-    "grad_property",
-    "inc",
-    "install_controller",
-    "install_source",
-    "instrument",
-    "load_function",
-    "make_op",
-    "mark",
-    "nnsight_backward",
-    "push_result",
-    "save",
-    "save_scope",
-    "shared_locals",
-    "skip_context",
-    "skippable",
-    "thread_saves",
-    "torch_backward",
-]
+from nnsight.tracing.tracer import _local as save_scope
+from nnsight.tracing.tracer import _saves as thread_saves
+from nnsight.tracing.util import Scope, SerializedFrame
+from nnsight.util import apply

@@ -6,7 +6,7 @@ A site is an end of a module. Ops come before a trace, and captures after it:
     site at an input    a forward pre-hook has the ops; the capture is right before the module's forward
     resid_mid           a forward pre-hook of the norm that reads the stream, which writes the stream in place
 
-"Right after the forward" is `SiteEnds.after_forward`, which the module's controller calls (traces/serving/module_state.py). The
+"Right after the forward" is `SiteEnds.after_forward`, which the module's controller calls (traces/serving/handover.py). The
 hooks call it for a module without a controller: an engine captures graphs before there is a tree.
 """
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...core.model_spec import ModelSpec, site_index
 from ...core.step import RequestHooks
 from ...hooks.bound_hooks import KEPT
+from ...hooks.captures.spec import Capture
+from ...hooks.site import NORMED, Site, expand, stream_of
 from ...wire.failures import failure_of
 from ..blocks import TraceOnWire
 from ..payloads import HookedOnWire, Sealer, TensorKey, loaded, unpacked_tensor
 from ..settings import KEY
-from ..stage_sites import part_of_captures
 from .blocks.kept_kv import KeptKV
 from .blocks.traces import RankTraces
 from .stage import RankStage
@@ -261,3 +264,22 @@ class HooksOf:
         else:
             logits = self.stage.logits(compute, hidden, sampled)
         return logits if logits is None else self.traces.sample_from(logits, self._sampled)
+
+
+def number_of(site: Site, model: ModelSpec) -> int:
+    """Number of the site with the state that a capture reads. Attention and MLP read the stream."""
+    return site_index(stream_of(site, model) if site.kind in NORMED else site, model.num_hidden_layers)
+
+
+def part_of_captures(captures: Sequence[Capture], model: ModelSpec, sites: Container[int]) -> list[Capture]:
+    """The captures at these sites, one for each.
+
+    Args:
+        sites: numbers of the sites.
+    """
+    return [
+        replace(spec, site=site)
+        for spec in captures
+        for site in expand(spec.site, model.num_hidden_layers, model.family)
+        if number_of(site, model) in sites
+    ]

@@ -8,37 +8,14 @@ A compiler sees that the tensors are changed, and nothing else: the tables are r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from .rank_taps import RankTaps
 
-class Taps(Protocol):
-    """Callbacks of the ops: a rank's stage of declared hooks."""
-
-    def pair(self, delta: torch.Tensor, stream: torch.Tensor, residual_add: int) -> None:
-        """Ops and captures of the delta and the sum at a residual add; both [rows, hidden], changed in place."""
-        ...
-
-    def norm(
-        self, delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int
-    ) -> None:
-        """`pair`, then the norm: `stream` becomes the sum, and `delta` its norm, with the final norm's ops and captures."""
-        ...
-
-    def state(self, rows: torch.Tensor, site: int) -> None:
-        """Ops and captures of a site's rows [rows, hidden], changed in place."""
-        ...
-
-    def inner(self, rows: torch.Tensor, sites: Sequence[int], widths: Sequence[int]) -> None:
-        """Ops and captures of inner sites, of which `rows` [rows, sum(widths)] has the columns, changed in place.
-
-        A site of -1 has no tap.
-        """
-        ...
-
-
-STAGES: dict[int, Taps] = {}
+STAGES: dict[int, RankTaps] = {}
 """Handle -> the stage of a rank. A process has one rank, and a handle for each model that it loads."""
 _library = torch.library.Library("pymllm_interp", "FRAGMENT")
 _library.define("pair_(Tensor(a!) delta, Tensor(b!) stream, int residual_add, int handle) -> ()")
@@ -86,7 +63,7 @@ for _name in ("pair_", "norm_", "state_", "inner_"):
     torch.library.register_fake(f"pymllm_interp::{_name}", _nothing, lib=_library)
 
 
-def register(stage: Taps) -> int:
+def register(stage: RankTaps) -> int:
     """Make a stage known to the ops. Returns its handle, which compiled code keeps."""
     handle = len(STAGES)
     STAGES[handle] = stage

@@ -23,7 +23,7 @@ from .split_rows import SplitRows
 
 
 class RankTaps:
-    """Callbacks of the ops (`op.Taps`).
+    """Callbacks of the ops (op.py), which change their tensors in place.
 
     Args:
         static: ops and captures of all token rows, in device tables; None: each step has `ops`.
@@ -53,7 +53,7 @@ class RankTaps:
             self.is_silent = False
 
     def pair(self, delta: torch.Tensor, stream: torch.Tensor, residual_add: int) -> None:
-        """Apply ops and captures at a residual add (`Taps.pair`)."""
+        """Apply ops and captures of the delta and the sum at a residual add; both [rows, hidden]."""
         if self.static is not None:
             from ...kernels.edit_pair import edit_pair
 
@@ -66,7 +66,7 @@ class RankTaps:
     def norm(
         self, delta: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, kind: int, residual_add: int
     ) -> None:
-        """Compute a norm with ops and captures (`Taps.norm`)."""
+        """`pair`, then the norm: `stream` becomes the sum, and `delta` its norm, with the final norm's ops and captures."""
         from ...kernels.edit_ops import edit_norm_
 
         assert self.static is not None, "norms of vLLM stay where ops are functions"
@@ -83,7 +83,7 @@ class RankTaps:
         )
 
     def state(self, rows: torch.Tensor, site: int) -> None:
-        """Apply ops and captures at a site (`Taps.state`)."""
+        """Apply ops and captures of a site's rows [rows, hidden]."""
         if self.static is not None:
             from ...kernels.edit_pair import edit_state
 
@@ -94,7 +94,7 @@ class RankTaps:
             at_site(rows, site, self.ops)
 
     def inner(self, rows: torch.Tensor, sites: Sequence[int], widths: Sequence[int]) -> None:
-        """Apply ops and captures at inner sites (`Taps.inner`)."""
+        """Apply ops and captures of inner sites, of which `rows` [rows, sum(widths)] has the columns. A site of -1 has no tap."""
         if self.is_silent:
             return
         for site, part in zip(sites, rows.split(list(widths), -1), strict=True):

@@ -33,9 +33,8 @@ from ..nnsight_compat import Controller, Envoy, Interleaver, apply, install_cont
 from ..saves.save_transfer import SaveTransfer
 from ..saves.saved import give_own_storage
 from ..syntax.pass_options import NONE, options_of
-from .handover import Handover
+from .handover import Handover, serve_sites
 from .module_parts import refuse_inside, rows_inside, serve_part
-from .module_state import serve_sites
 from .nan_check import NaNCheck
 from .points import Point, Points
 from .shared_value import SharedValue, without_batch
