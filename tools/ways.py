@@ -75,7 +75,7 @@ AT_MOST = {
     "base classes of LM, ModelRunner, Engine and EngineTracer": 4,
     "functions of more than 80 lines": 2,
     "functions of more than 20 parameters": 10,
-    "host files that a plain request enters": 45,
+    "host files that a plain request enters": 40,
     "files of hooks/ among them": 1,
 }
 """Row of the table -> its number today, which may only fall."""
@@ -86,7 +86,7 @@ TARGETS = {
     "lines of the package": 72_000,  # an estimate by reading; `duplicates` finds 30 pairs of 8 lines, most of them signatures
     "lines of the tests": 48_000,  # as above: 38 pairs are alike, so fewer lines would be fewer tests
     "decisions": 42,  # tests/docs/test_decisions.py holds it
-    "host files that a plain request enters": 40,  # the 45 have a subject each
+    "host files that a plain request enters": 40,
     "files of hooks/ among them": 2,
 }
 MANY_PARAMETERS, MANY_LINES = 20, 80
