@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
+from helpers_outputs import sharing_of
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pymllm_interp import Capture, SamplingParams
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.harvest import open_harvest
 
-from .results import Differs, compare, of_activations, of_output, of_receipt, sharing_of
+from .results import Differs, compare, of_activations, of_output, of_receipt
 from .world import OF_PROMPTS, OfSAE, World, captures_of_prompts, random_captures, random_ops
 
 WORDS = 90

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -90,20 +89,6 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     ]  # others depend on the batch
     storage = tensor.untyped_storage().nbytes() if tensor.numel() else 0
     return tensor.dtype, list(tensor.shape), steps, tensor.is_contiguous(), storage, tensor.requires_grad
-
-
-def sharing_of(found: Any) -> list[int]:
-    """For each tensor of a result, the number of the first one with its storage."""
-    seen: dict[int, int] = {}
-
-    def numbers(value: Any) -> Iterator[int]:
-        if isinstance(value, torch.Tensor):
-            yield seen.setdefault(value.untyped_storage().data_ptr() or id(value), len(seen))
-        elif isinstance(value, dict | list | tuple):
-            for item in value.values() if isinstance(value, dict) else value:
-                yield from numbers(item)
-
-    return list(numbers(found))
 
 
 def compare_tensors(got: torch.Tensor, wanted: torch.Tensor, where: str) -> None:

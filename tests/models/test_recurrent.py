@@ -13,6 +13,7 @@ from helpers_classes import (
     TOLERANCE,
     check_chunks,
     check_preempted,
+    check_samples,
     greedily,
     load,
     oracle_of,
@@ -144,12 +145,7 @@ def test_modules_that_ignore_their_state_are_found_in_each_dtype(name: str, dtyp
 
 
 def test_samples_of_one_prompt_are_samples_of_it_alone() -> None:
-    lm, prompt = load("nemotron_h"), random_prompt(20, 3)
-    params = [SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True, seed=3, n=n) for n in (1, 3)]
-    alone, several = (lm.generate([prompt], each)[0] for each in params)
-    assert several.outputs[0].token_ids == alone.token_ids
-    assert len({tuple(out.token_ids) for out in several.outputs}) == 3
-    lm.shutdown()
+    check_samples("nemotron_h")
 
 
 def test_a_steered_request_leaves_others_as_they_are() -> None:

@@ -17,6 +17,7 @@ from helpers_classes import (
     check_chunks,
     check_padding,
     check_preempted,
+    check_samples,
     check_unwritten,
     greedily,
     load,
@@ -86,12 +87,7 @@ def test_slots_that_hold_nothing_do_not_matter() -> None:
 
 
 def test_samples_of_one_prompt_are_samples_of_it_alone() -> None:
-    lm, prompt = load("hy_v4"), random_prompt(21, 3)
-    params = [SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True, seed=3, n=n) for n in (1, 3)]
-    alone, several = (lm.generate([prompt], each)[0] for each in params)
-    assert several.outputs[0].token_ids == alone.token_ids
-    assert len({tuple(out.token_ids) for out in several.outputs}) == 3
-    lm.shutdown()
+    check_samples("hy_v4")
 
 
 def test_rows_that_gather_their_keys_apart_are_as_together(monkeypatch: pytest.MonkeyPatch) -> None:

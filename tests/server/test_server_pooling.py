@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,9 @@ def write_modules(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pooled")
-    shutil.copytree(model_folder("llama"), folder, dirs_exist_ok=True)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+    shutil.copytree(served_folder, folder, dirs_exist_ok=True)
     write_modules(folder)
     return folder
 

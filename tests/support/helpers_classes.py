@@ -81,6 +81,16 @@ def check_preempted(name: str) -> None:
     lm.shutdown()
 
 
+def check_samples(name: str) -> None:
+    """Samples of one prompt are samples of it alone."""
+    lm, prompt = load(name), random_prompt(21, 3)
+    params = [SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True, seed=3, n=n) for n in (1, 3)]
+    alone, several = (lm.generate([prompt], each)[0] for each in params)
+    assert several.outputs[0].token_ids == alone.token_ids
+    assert len({tuple(out.token_ids) for out in several.outputs}) == 3
+    lm.shutdown()
+
+
 def state_gradient(model: Any, prompt: list[int]) -> torch.Tensor:
     """transformers' gradient [1, tokens, hidden] of the first layer's output, from the sum of squares of the last logits."""
     states: list[torch.Tensor] = []

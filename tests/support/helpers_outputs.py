@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -42,3 +44,17 @@ def assert_equal(out: RequestOutput, wanted: RequestOutput) -> None:
             assert {t: e.logprob for t, e in one.items()} == pytest.approx(
                 {t: e.logprob for t, e in two.items()}, abs=1e-3
             )
+
+
+def sharing_of(found: Any) -> list[int]:
+    """For each tensor of a result, the number of the first one with its storage."""
+    seen: dict[int, int] = {}
+
+    def numbers(value: Any) -> Iterator[int]:
+        if isinstance(value, torch.Tensor):
+            yield seen.setdefault(value.untyped_storage().data_ptr() or id(value), len(seen))
+        elif isinstance(value, dict | list | tuple):
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from numbers(item)
+
+    return list(numbers(found))

@@ -233,6 +233,16 @@ def assert_close(found: RequestOutput, wanted: RequestOutput) -> None:
     assert_close_logprobs(found.prompt_logprobs, wanted.prompt_logprobs)
 
 
+def assert_same_scores(found: Any, wanted: Any) -> None:
+    """Equal scores of monitors, within rounding."""
+    assert found.monitors.keys() == wanted.monitors.keys()
+    for name, own in wanted.monitors.items():
+        scores = found.monitors[name]
+        assert (scores.fired, scores.stopped) == (own.fired, own.stopped)
+        assert scores.positions.tolist() == own.positions.tolist()
+        torch.testing.assert_close(scores.scores, own.scores, rtol=1e-3, atol=1e-3)
+
+
 def assert_close_logprobs(
     found: Sequence[Any] | None, wanted: Sequence[Any] | None, tolerance: float = TOLERANCE
 ) -> None:

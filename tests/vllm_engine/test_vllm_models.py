@@ -23,6 +23,7 @@ from helpers_vllm import (
     assert_close,
     assert_close_tensor,
     assert_ends_with_a_rank,
+    assert_same_scores,
     both_engines,
     is_since,
     needs_runner,
@@ -366,14 +367,6 @@ def test_monitors_record_stop_and_act_as_in_our_engine(engines: tuple[Case, LM, 
     wanted = oracle.generate(PROMPTS, params, interventions=OPS, monitors=monitors)
     assert {out.finish_reason for out in wanted} == {"monitor", "length"}
 
-    def check(found: Any, expected: Any) -> None:
-        assert found.monitors.keys() == expected.monitors.keys()
-        for name, own in expected.monitors.items():
-            scores = found.monitors[name]
-            assert (scores.fired, scores.stopped) == (own.fired, own.stopped)
-            assert scores.positions.tolist() == own.positions.tolist()
-            torch.testing.assert_close(scores.scores, own.scores, rtol=1e-3, atol=1e-3)
-
     for _ in range(2):
         found = lm.generate(PROMPTS, params, interventions=OPS, monitors=monitors)
         for one, other in zip(found, wanted, strict=True):
@@ -382,12 +375,12 @@ def test_monitors_record_stop_and_act_as_in_our_engine(engines: tuple[Case, LM, 
                 other.finish_reason,
                 other.outputs[0].stop_reason,
             )
-            check(one, other)
+            assert_same_scores(one, other)
     for i in (1, 2):
         pieces = list(lm.stream(PROMPTS[i], params, interventions=OPS[i], monitors=monitors[i]))
         assert [token for piece in pieces for token in piece.token_ids] == wanted[i].token_ids
         assert pieces[-1].finish_reason == "monitor"
-        check(pieces[-1], wanted[i])
+        assert_same_scores(pieces[-1], wanted[i])
         scored = [pair for piece in pieces for pair in piece.scores.get("stop", [])]
         assert [position for position, _ in scored] == wanted[i].monitors["stop"].positions.tolist()
     acting = [[replace(one, then=THEN) if one.then == "stop" else one for one in own] for own in monitors]
@@ -399,7 +392,7 @@ def test_monitors_record_stop_and_act_as_in_our_engine(engines: tuple[Case, LM, 
     )
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other)
-        check(one, other)
+        assert_same_scores(one, other)
     call = Monitor("resid_post.1", vector(1), then=print)
     with pytest.raises(ValueError, match="a function of this process"):
         lm.generate(PROMPTS[:1], params, monitors=[call])

@@ -20,6 +20,7 @@ from helpers_vllm import (
     assert_close,
     assert_close_tensor,
     assert_ends_with_a_rank,
+    assert_same_scores,
     engine_of,
     needs_runner,
     needs_vllm,
@@ -147,15 +148,6 @@ def monitors_of(oracle: LM) -> list[Any]:
             own.append(Monitor(f"resid_post.{layer}", vector(12), (low + high) / 2, then=acts, name=f"layer {layer}"))
         found.append(None if i in (3, 4) else own)
     return found
-
-
-def assert_same_scores(found: Any, wanted: Any) -> None:
-    assert found.monitors.keys() == wanted.monitors.keys()
-    for name, own in wanted.monitors.items():
-        scores = found.monitors[name]
-        assert (scores.fired, scores.stopped) == (own.fired, own.stopped)
-        assert scores.positions.tolist() == own.positions.tolist()
-        torch.testing.assert_close(scores.scores, own.scores, rtol=1e-3, atol=1e-3)
 
 
 def test_monitors_of_all_stages_record_stop_and_act(stages: LM, oracle: LM) -> None:

@@ -19,6 +19,7 @@ import einops  # blocks use it
 import nnsight
 import pytest
 import torch
+from helpers_outputs import sharing_of
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.calls.lowered import LoweringError
@@ -101,20 +102,6 @@ def assert_equal(ours: Any, theirs: Any, where: str) -> None:
         assert ours == theirs, where
 
 
-def aliases(found: Any) -> list[int]:
-    """For each tensor of a value, a number: equal for tensors that share storage."""
-    seen: dict[Any, int] = {}
-
-    def numbers(value: Any) -> Iterator[int]:
-        if isinstance(value, torch.Tensor):
-            yield seen.setdefault(value.untyped_storage().data_ptr() or id(value), len(seen))
-        elif isinstance(value, dict | list | tuple):
-            for item in value.values() if isinstance(value, dict) else value:
-                yield from numbers(item)
-
-    return list(numbers(found))
-
-
 def same(pair: tuple[LM, LM], lines: list[str], opening: str, prompt: list[int] = PROMPT) -> Any:
     """Run the block on both, compare, and return the first one's receipt."""
     run = script(lines, opening)
@@ -126,7 +113,7 @@ def same(pair: tuple[LM, LM], lines: list[str], opening: str, prompt: list[int] 
         ours = {name: ours[name] for name in theirs}
     else:
         assert ours.keys() == theirs.keys(), (ours.keys() ^ theirs.keys(), lines)
-        assert aliases(ours) == aliases(theirs), lines
+        assert sharing_of(ours) == sharing_of(theirs), lines
     assert_equal(ours, theirs, "saved")
     if tracer is None:
         return None
