@@ -22,16 +22,13 @@ from .client.backend import Backend
 from .client.calls.activation_cache import NamesFilter
 from .client.calls.lm_arguments import check_arguments, check_unused, server_fields, vllm_arguments
 from .client.calls.model import ClientModel
-from .client.calls.model_weights import LoadedAdapters, ModelWeights
-from .client.chat import RenderedPrompt
-from .client.handle import RequestHandle
+from .client.calls.model_weights import LoadedAdapters
 from .client.inputs.prefix_kv import kv
 from .client.lifecycle.calls import is_paused, is_sleeping, pause, resume, sleep, update_weights, wake
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
 from .client.pooling.calls import encode
 from .client.pooling.scores import classify, score
-from .client.prompts import captures_for_each_prompt, for_each_prompt
 from .config import EngineTuning, ModelConfig, ServerConfig
 from .harvest.corpus_calls import activations, generate_corpus, harvest
 from .harvest.on_ray.address import SCHEME, url_of
@@ -166,11 +163,6 @@ class LM(ClientModel):
         )
 
     @property
-    def weights(self) -> ModelWeights:
-        """Fingerprint and version of the weights."""
-        return ModelWeights(self.backend)
-
-    @property
     def adapters(self) -> LoadedAdapters:
         """LoRA adapters: name -> folder, with `load` and `unload`."""
         return LoadedAdapters(self.backend, self._check_outside)
@@ -197,42 +189,6 @@ class LM(ClientModel):
     def _model_maker(self) -> Callable[[], LM]:
         """Picklable function that makes an equal model in another process, for workers of harvests."""
         return partial(_worker_model, self.runner.model_config, self.runner.server_config)
-
-    def _resolve_specs(
-        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None = None
-    ) -> tuple[list[Capture], list[Intervention]]:
-        """Captures and interventions of one prompt, with this model's vectors in place of their names.
-
-        Raises:
-            ValueError: an unknown name, or not a spec.
-        """
-        return self.backend.resolve(captures_for_each_prompt(capture, 1)[0], for_each_prompt(interventions, 1)[0])
-
-    def _read(self, prompt: Any, what: str) -> RenderedPrompt:
-        """Token ids, embeddings and images of a prompt. Raises PromptError."""
-        return self._requests.read(prompt, what)
-
-    def _submit_prefill(
-        self,
-        prompt: RenderedPrompt | list[int],
-        captures: Sequence[Capture],
-        interventions: Sequence[Intervention] = (),
-        what: str = "the prompt",
-        lora: str | None = None,
-    ) -> RequestHandle:
-        """Start one forward pass over a prompt, which may fill the context. Returns at once; nothing is generated.
-
-        Args:
-            prompt: result of `_read`, or of `token_ids`.
-            captures, interventions: results of `_resolve_specs`.
-            what: prompt name used in error messages.
-            lora: the LoRA adapter that it runs with.
-
-        Raises:
-            PromptError: the prompt or its specs cannot be served.
-            ValueError: the vector pool is full.
-        """
-        return self._requests.prefill(prompt, captures, interventions, what, lora)
 
     encode, classify, score, kv = encode, classify, score, kv
     pause, resume, is_paused, update_weights = pause, resume, is_paused, update_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,6 @@ from .run import asked_of, run_harvest
 
 if TYPE_CHECKING:
     from .feed.batches import ActivationBatches
-    from .model import HarvestModel
 
 
 def harvest(
@@ -31,13 +30,12 @@ def harvest(
 ) -> HarvestResult:  # fmt: skip
     """Write the states of a corpus to a folder. `asked` has the other arguments of `LM.harvest`."""
     check_corpus(lm, "lm.harvest", "or capture with lm.imap")
-    model = cast("HarvestModel", lm)
     if cluster is None:
-        return run_harvest(model, inputs, out=out, progress=progress, **asked)
+        return run_harvest(lm, inputs, out=out, progress=progress, **asked)
     if (lora := asked.pop("lora")) is not None:
         raise ValueError(f"lora={lora!r}: workers of a cluster load no adapters; harvest without cluster=")
     skips = asked["on_error"] == "skip"
-    plan = asked_of(model, asked.pop("capture"), asked.pop("interventions"), **asked)
+    plan = asked_of(lm, asked.pop("capture"), asked.pop("interventions"), **asked)
     corpus = Corpus(inputs, Path(out), unit_documents, column, cluster, workers, progress)
     return harvest_on_ray(lm, lm._model_maker(), corpus, plan, skips)
 

@@ -44,7 +44,7 @@ def asked_outputs(
         raise ValueError(
             "generate_corpus: SamplingParams(constraint=...) belongs to one process; use allowed_token_ids"
         )
-    specs = [] if interventions is None else model._resolve_specs(["resid_post.0"], interventions)[1]
+    specs = [] if interventions is None else model._requests.resolved(["resid_post.0"], interventions)[1]
     spec = hashlib.sha256(f"{params!r} {fingerprint_of(specs, [])}".encode()).hexdigest()
     identity = Identity(
         model.weights.fingerprint,

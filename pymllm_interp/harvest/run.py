@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.model_spec import KV, PATTERN, STATE
+from ..client.calls.model import ClientModel
+from ..core.model_spec import KV, PATTERN, STATE, site_index
 from ..hooks.bind import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
 from ..hooks.captures.spec import Capture
@@ -27,13 +28,13 @@ from ..hooks.interventions.patch_kv import PatchKV
 from ..hooks.monitors.monitor import Monitor
 from ..hooks.monitors.scores import MonitorScores
 from ..hooks.positions import Generated
-from ..hooks.site import Site, kind_of
+from ..hooks.site import Site, expand, kind_of
+from ..hooks.spec import described
 from ..utils.arguments import shown
 from .feed.document_feed import DocumentFeed
 from .feed.documents import SKIPPED, Document, Pass
 from .folder import INDEX, HarvestFolder, Identity, index_name
 from .inputs import Settings, document_key, documents_of, is_token_stream, tokenizer_fingerprint
-from .model import HarvestModel, describe
 from .progress import HarvestError, HarvestProgress, HarvestResult
 from .size import estimated_bytes, expected_bytes, has_index_per_site
 
@@ -41,7 +42,7 @@ ON_ERROR = ("raise", "skip")
 
 
 def run_harvest(
-    model: HarvestModel,
+    model: ClientModel,
     inputs: Iterable[Any],
     *,
     capture: Sequence[Capture | Site | str],
@@ -92,7 +93,7 @@ class AskedHarvest(NamedTuple):
 
 
 def asked_of(
-    model: HarvestModel,
+    model: ClientModel,
     capture: Sequence[Capture | Site | str],
     interventions: Sequence[Intervention] | None,
     *,
@@ -103,7 +104,7 @@ def asked_of(
     lora: str | None = None,
 ) -> AskedHarvest:
     """The arguments of `LM.harvest`, checked. See there for the errors."""
-    captures, interventions = model._resolve_specs(capture, interventions)
+    captures, interventions = model._requests.resolved(capture, interventions)
     monitors = monitors_among(interventions)
     if not (captures or monitors):
         raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
@@ -161,7 +162,7 @@ class HarvestRun:
 
     Args:
         weights_version: the model's, when its fingerprint was taken.
-        captures, interventions: results of `HarvestModel._resolve_specs`.
+        captures, interventions: results of `Requests.resolved`.
         skip: leave out documents that fail.
         progress: see `HarvestProgress`.
         lora: adapter that each document runs with.
@@ -169,7 +170,7 @@ class HarvestRun:
 
     def __init__(
         self,
-        model: HarvestModel,
+        model: ClientModel,
         weights_version: int,
         folder: HarvestFolder,
         settings: Settings,
@@ -257,7 +258,7 @@ class HarvestRun:
                 _, item = found
                 key = SKIPPED
                 if str(number) not in shard.skipped:
-                    key = document_key(item, partial(self._model._read, item, f"document {number}"))
+                    key = document_key(item, partial(self._model._requests.read, item, f"document {number}"))
                 self._inputs.update(key)
             if self._inputs.hexdigest() != shard.inputs:
                 raise ValueError(
@@ -361,3 +362,30 @@ class HarvestRun:
             handle.wait()
         self._writer.shutdown()
         self.folder.close()
+
+
+SHOWN_DIGITS = 8
+"""Hexadecimal digits of a fingerprint in words."""
+
+
+def describe(
+    model: ClientModel, captures: Sequence[Capture], interventions: Sequence[Intervention], identity: Identity
+) -> dict[str, Any]:
+    """The model, its tokenizer, the captured sites and all specs, for `manifest.json`."""
+    spec = model.model_spec
+    dtype = str(spec.dtype).removeprefix("torch.")
+    sites = {site for one in captures for site in expand(one.site, spec.num_hidden_layers, spec.family)}
+    return {
+        "model": (
+            f"{spec.family.name}, {spec.num_hidden_layers} layers, hidden_size {spec.hidden_size}, {dtype}, "
+            f"fingerprint {identity.model[:SHOWN_DIGITS]}"
+        ),
+        "num_hidden_layers": spec.num_hidden_layers,
+        "tokenizer": f"fingerprint {identity.tokenizer[:SHOWN_DIGITS]}" if identity.tokenizer else "none",
+        "sites": [
+            *map(str, sorted(sites, key=lambda site: site_index(site, spec.num_hidden_layers))),
+            *(f"scores.{one.name}" for one in interventions if isinstance(one, Monitor)),
+        ],
+        "capture": [described(one) for one in captures],
+        "interventions": [described(one) for one in interventions],
+    }

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ..client.calls.model import ClientModel
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
 from .feed.documents import Document
 from .folder import MANIFEST, TEMPORARY, HarvestFolder, ShardEntry
 from .inputs import Settings
-from .model import HarvestModel
 from .plan import DOCUMENTS, PLAN, STAGED, UNITS, HarvestPlan, Unit, put_once, read_plan, sync_folder
 from .progress import HarvestProgress
 from .run import HarvestRun
@@ -149,7 +149,7 @@ class UnitRun(HarvestRun):
 
 
 def run_unit(
-    model: HarvestModel, folder: Path, plan: HarvestPlan, unit: Unit, captures: Sequence[Capture],
+    model: ClientModel, folder: Path, plan: HarvestPlan, unit: Unit, captures: Sequence[Capture],
     interventions: Sequence[Intervention], skip: bool,
 ) -> bool:  # fmt: skip
     """Compute a unit of a plan, unless it is done. Returns whether this attempt's result counts.

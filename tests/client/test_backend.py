@@ -394,7 +394,7 @@ def test_what_needs_the_models_process_says_so(lm: LM, oracle: LM, tmp_path: Pat
         "lm.attribute": lambda: lm.attribute(PROMPT, "w3 w2 w15 w9", metric="w7", sites="resid_post.0"),
         "lm.weights.fingerprint": lambda: lm.weights.fingerprint,
         "lm.weights.version": lambda: lm.weights.version,
-        "lm.backend.resolve": lambda: lm._resolve_specs(["embed"]),
+        "lm.backend.resolve": lambda: lm._requests.resolved(["embed"]),
         "lm.runner": lambda: lm.runner,
     }
     for feature, ask in asked.items():

@@ -276,7 +276,7 @@ def test_requests_that_find_no_pinned_memory_give_their_vectors_back(
     with lms("tables", model_folder) as lm_of:
         lm: Any = lm_of("llama")
         pool = lm.runner.declarations.pool
-        captures, interventions = lm._resolve_specs(["resid_post.1"], steer)
+        captures, interventions = lm._requests.resolved(["resid_post.1"], steer)
 
         def open_trace() -> None:
             with lm.trace([1, 2], interventions=steer, capture=["resid_post.1"]):
@@ -289,7 +289,7 @@ def test_requests_that_find_no_pinned_memory_give_their_vectors_back(
         for submit in (
             lambda: lm.generate([[1, 2], [3]], SHORT, interventions=steer, capture=["resid_post.1"]),
             lambda: lm.submit([1, 2], SHORT, interventions=steer, capture=["resid_post.1"]),
-            lambda: lm._submit_prefill([1, 2], captures, interventions),
+            lambda: lm._requests.prefill([1, 2], captures, interventions),
             open_trace,
         ):
             with pytest.raises(RuntimeError, match="cudaHostAlloc"):

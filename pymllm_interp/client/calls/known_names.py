@@ -27,8 +27,8 @@ RENAMED = {
     "load_adapter": ("adapters.load", "lm.adapters.load(name, folder)"),
     "max_model_len": ("limits.max_model_len", "lm.limits.max_model_len"),
     "model_fingerprint": ("weights.fingerprint", "lm.weights.fingerprint"),
-    "resolve_specs": ("_resolve_specs", "the names in the call itself"),
-    "submit_prefill": ("_submit_prefill", "lm.submit(prompt, SamplingParams(max_tokens=0), capture=...)"),
+    "resolve_specs": ("_requests.resolved", "the names in the call itself"),
+    "submit_prefill": ("_requests.prefill", "lm.submit(prompt, SamplingParams(max_tokens=0), capture=...)"),
     "unload_adapter": ("adapters.unload", "lm.adapters.unload(name)"),
     "weights_version": ("weights.version", "lm.weights.version"),
 }

@@ -39,6 +39,7 @@ from .config_view import ConfigView
 from .forward_calls import ForwardOutput, forward, logits_with_hooks, states_of
 from .known_names import RENAMED, unknown_attribute
 from .lowered import explain
+from .model_weights import ModelWeights
 from .pipe import PIPELINE
 from .requests import Requests, wait_for, wait_for_async
 from .scan import FakeModel, ScanTracer
@@ -87,6 +88,11 @@ class ClientModel(TracedModel):
     def saes(self) -> MutableMapping[str, Any]:
         """Sparse autoencoders by name, for captures and interventions that give a name in place of one."""
         return self.backend.saes
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Fingerprint and version of the weights."""
+        return ModelWeights(self.backend)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -15,6 +15,7 @@ from ...core.image_input import ImageInput
 from ...core.sampling_params import SamplingParams
 from ...hooks.captures.spec import Capture
 from ...hooks.interventions.knockout import Intervention
+from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.pass_options import NONE
 from ...utils.arguments import PromptError
@@ -28,6 +29,7 @@ from ..prompts import (
     captures_of_outputs,
     checked,
     declared_for_each_prompt,
+    for_each_prompt,
     names_of,
     params_for,
     warn_of_flat_list,
@@ -155,15 +157,33 @@ class Requests:
             raise
         return handles
 
+    def resolved(
+        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None = None
+    ) -> tuple[list[Capture], list[Intervention]]:
+        """Captures and interventions of one prompt, with the model's vectors in place of their names.
+        Raises ValueError: an unknown name, or not a spec."""
+        return self.backend.resolve(captures_for_each_prompt(capture, 1)[0], for_each_prompt(interventions, 1)[0])
+
     def prefill(
         self,
         prompt: RenderedPrompt | list[int],
         captures: Sequence[Capture],
-        interventions: Sequence[Intervention],
-        what: str,
-        lora: str | None,
+        interventions: Sequence[Intervention] = (),
+        what: str = "the prompt",
+        lora: str | None = None,
     ) -> RequestHandle:
-        """The handle of one forward pass over a prompt. See `LM._submit_prefill`."""
+        """Start one forward pass over a prompt, which may fill the context. Returns at once; nothing is generated.
+
+        Args:
+            prompt: result of `read`, or token ids.
+            captures, interventions: results of `resolved`.
+            what: prompt name used in error messages.
+            lora: the LoRA adapter that it runs with.
+
+        Raises:
+            PromptError: the prompt or its specs cannot be served.
+            ValueError: the vector pool is full.
+        """
         self.backend.engine.check_open()
         rendered = prompt if isinstance(prompt, RenderedPrompt) else RenderedPrompt(None, prompt)
         if rendered.encoder is None and self.backend.facts.spec.source is not None:

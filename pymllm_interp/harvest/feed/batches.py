@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ...client.calls.model import ClientModel
 from ...hooks.captures.egress.device_memory import DeviceMemory
 from ...hooks.captures.spec import Capture
 from ...hooks.interventions.knockout import Intervention
 from ...hooks.site import Site
 from ..inputs import Settings, document_key, documents_of
-from ..model import HarvestModel
 from .document_feed import DocumentFeed
 from .documents import SKIPPED, Pass
 from .mixer import MixedRows, RowMixer
@@ -67,7 +67,7 @@ class ActivationBatches(IterableDataset[StateBatch]):
 
     def __init__(
         self,
-        model: HarvestModel,
+        model: ClientModel,
         inputs: Iterable[Any],
         settings: Settings,
         captures: Sequence[Capture],
@@ -198,7 +198,7 @@ class ActivationBatches(IterableDataset[StateBatch]):
         documents, digest, number = documents_of(self._inputs, self._settings.max_length), b"", -1
         for number, item in enumerate(documents):
             if number < begun:
-                read = partial(self._model._read, item, f"document {number}")
+                read = partial(self._model._requests.read, item, f"document {number}")
                 digest = _joined(digest, SKIPPED if number in self.skipped else document_key(item, read))
             if number == begun - 1 and digest != self._digest:
                 raise ValueError(f"documents 0 to {number} of this input are not those of the state")

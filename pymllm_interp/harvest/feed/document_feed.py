@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ...client.calls.model import ClientModel
 from ...client.chat import RenderedPrompt
 from ...client.handle import RequestHandle
 from ...core.events import EngineClosedError
@@ -15,7 +16,6 @@ from ...hooks.captures.spec import Capture
 from ...hooks.interventions.knockout import Intervention
 from ...hooks.monitors.scores import MonitorScores
 from ..inputs import Settings, document_key
-from ..model import HarvestModel
 from .documents import SKIPPED, Document, Pass
 
 STEPS_IN_FLIGHT = 2
@@ -36,7 +36,7 @@ class DocumentFeed:
 
     Args:
         settings: division of documents into passes.
-        captures, interventions: results of `HarvestModel._resolve_specs`.
+        captures, interventions: results of `Requests.resolved`.
         fingerprint: fingerprint of the model, with the adapter.
         weights_version: the model's, when its fingerprint was taken.
         skip: leave out documents that fail.
@@ -46,7 +46,7 @@ class DocumentFeed:
 
     def __init__(
         self,
-        model: HarvestModel,
+        model: ClientModel,
         settings: Settings,
         captures: Sequence[Capture],
         interventions: Sequence[Intervention],
@@ -108,7 +108,7 @@ class DocumentFeed:
         for number, item in documents:
             what, document = f"document {number}", Document(number, SKIPPED)
             try:
-                prompt = self._model._read(item, what)
+                prompt = self._model._requests.read(item, what)
                 document.key = document_key(item, lambda prompt=prompt: prompt)
                 passes = list(self._settings.passes(prompt, what))
             except ValueError as error:
@@ -128,7 +128,9 @@ class DocumentFeed:
         what, handle = f"document {made.document.number}", None
         if made.document.error is None:
             try:
-                handle = self._model._submit_prefill(made.prompt, self._captures, self._interventions, what, self._lora)
+                handle = self._model._requests.prefill(
+                    made.prompt, self._captures, self._interventions, what, self._lora
+                )
             except DeviceMemoryFull:
                 if self._in_flight:
                     return False

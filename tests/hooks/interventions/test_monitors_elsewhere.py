@@ -214,5 +214,5 @@ def test_a_harvest_of_scores_alone_has_the_size_that_was_estimated(lm_of: Any, t
     harvest = open_harvest(tmp_path)
     names = [f"{index}.scores.{one.name}" for one in monitors for index in ("document_ids", "positions", "token_ids")]
     found = sum(shard.tensor(name).nbytes for shard in harvest.shards for name in [*harvest.sites, *names])
-    specs = lm._resolve_specs([], monitors)[1]
+    specs = lm._requests.resolved([], monitors)[1]
     assert found == sum(expected_bytes(specs, lm.model_spec, len(ids)) for ids in documents)  # pyright: ignore[reportArgumentType]
