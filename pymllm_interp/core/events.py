@@ -32,6 +32,16 @@ class EngineSleepingError(RuntimeError):
     """The engine sleeps: its memory is given back until `LM.wake`."""
 
 
+class OpError(RuntimeError):
+    """An op of some of a step's requests raised.
+
+    Attributes:
+        request_ids: these requests.
+    """
+
+    request_ids: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """A request with `stream` has a new token, and has not ended."""

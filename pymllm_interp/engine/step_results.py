@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.events import FinishedEvent, Logprob, RequestTimes
+from ..core.events import FinishedEvent, Logprob, OpError, RequestTimes
 from ..core.image_input import ImageError
 from ..core.request import Request
 from ..core.step import AcceptedToken, ModelRunnerOutput, SampledLogprobs, ScheduledRequest, SchedulerOutput
@@ -219,13 +219,14 @@ def swap_error(request: Request, max_running: int, reason: str) -> torch.OutOfMe
 
 
 def blamed(step: SchedulerOutput, live: Mapping[str, Request], error: Exception) -> list[Request]:
-    """The requests of a failed step that end: the ones with an unreadable image, else traced ones, else all.
+    """The requests that end with a failed step.
 
+    The ones with an unreadable image or an op that raised, else traced ones, else all.
     After running out of memory, decoding requests run once again, without the prompts. A step with drafts runs without them.
     """
     known = [(entry, live[entry.request_id]) for entry in step.scheduled if entry.request_id in live]
     requests = [request for _, request in known]
-    if isinstance(error, ImageError) and error.request_ids:
+    if isinstance(error, ImageError | OpError) and error.request_ids:
         return [request for request in requests if request.request_id in error.request_ids]
     ending = [request for request in requests if request.trace is not None]
     if not ending and not step.drafts:

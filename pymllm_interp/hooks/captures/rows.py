@@ -60,6 +60,7 @@ class GroupRows:
         self._drafted: list[tuple[int, np.ndarray, slice]] | None = None
         self._beside: list[torch.Tensor] = []  # states of the sites so far in this pass, of a reading that is joined
         self._memory: Memory = FRESH
+        self._error: BaseException | None = None  # of a fold
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
 
     def prepare(self, memory: Memory) -> None:
@@ -215,7 +216,10 @@ class GroupRows:
         """Take the newest row of a pool, [columns, width]."""
         assert self.group.pool is not None
         before, newest = self._values[:, columns]
-        self.group.pool.fold(before, newest)
+        try:
+            self.group.pool.fold(before, newest)
+        except BaseException as error:  # code of callers, within a step of others: the result raises it
+            self._error = error
         newest[:] = row
 
     def begin_draft(self) -> None:
@@ -285,6 +289,8 @@ class GroupRows:
         """The result of a pool, [1, columns, width], or [0, columns, width] for no position."""
         pool = self.group.pool
         assert pool is not None
+        if self._error is not None:
+            raise self._error
         before, newest = self._values[:, :]
         folded = before.copy()
         pool.fold(folded, newest)

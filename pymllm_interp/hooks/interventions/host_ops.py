@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from ...core.events import OpError
 from ...core.model_spec import LOGITS, inner_site
 from ...layers.edits.host import Added, HostOps, RowCapture, RowFunction, RowRange
+from ...utils.out_of_memory import is_out_of_memory
 from ...utils.upload import upload
 from ..bound_hooks import PlacedOp
 from ..declared import Declared
@@ -34,6 +36,8 @@ class RequestRows(NamedTuple):
     """First row of the logits."""
     logit_rows: int
     """Number of rows of the logits; the rows are for the last positions."""
+    request_id: str = ""
+    """Request that an op's error is of; "" for passes of one request."""
 
     def ordinals(self, windows: tuple[Window, ...], of_logits: bool = False) -> torch.Tensor:
         """[rows] or [logit rows], from `ordinals_of`."""
@@ -77,7 +81,9 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int, scores: torch.Ten
                         flags = PassFlags(positions, declared.first_fired)
                     if op.read is not None:
                         reads[op.read] = None
-                    function = _row_function(op, selected, flags, declared.fires, (site, i), found_by)
+                    function = _row_function(
+                        op, selected, flags, declared.fires, (site, i), found_by, request.request_id
+                    )
                     if isinstance(op.spec, ScoreRead):
                         assert scores is not None
                         function = _scorer(op.spec, scores[:, rows[0] : sum(rows)])
@@ -118,7 +124,7 @@ def _of_one_row(ordinal: int) -> _Selected:
 
 def _row_function(
     op: PlacedOp, selected: _Selected, flags: PassFlags | None, fires: Fires, key: tuple[int, int],
-    found_by: Mapping[SAERead, torch.Tensor],
+    found_by: Mapping[SAERead, torch.Tensor], request_id: str,
 ) -> RowFunction:  # fmt: skip
     spec, flag = op.spec, op.flag
     if isinstance(spec, GateRead):
@@ -133,9 +139,20 @@ def _row_function(
             vectors.insert(len(spec.operands), found_by[op.read][-len(rows) :].to(rows.device))
         if flag is not None and flags is not None:
             ordinals = torch.where(flags.on(flag, len(rows), rows.device), ordinals, -1)
-        return counted(spec, rows, ordinals, vectors, fires, key)
+        try:
+            return counted(spec, rows, ordinals, vectors, fires, key)
+        except BaseException as error:  # an op may be code of callers
+            if not request_id or is_out_of_memory(error):
+                raise
+            raise _error_of(spec, request_id, error) from error
 
     return run
+
+
+def _error_of(spec: Op, request_id: str, error: BaseException) -> OpError:
+    found = OpError(f"{spec.name} raised {type(error).__name__}: {error}")
+    found.request_ids = (request_id,)
+    return found
 
 
 def _scorer(read: ScoreRead, scores: torch.Tensor) -> RowFunction:

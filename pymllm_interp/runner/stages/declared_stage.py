@@ -478,7 +478,7 @@ class DeclaredStage(Stage):
         return [
             RequestRows(
                 self._live[entry.request_id], start, range(entry.start, entry.start + entry.num_tokens),
-                logit_start, entry.logit_rows,
+                logit_start, entry.logit_rows, entry.request_id,
             )
             for entry, start, logit_start in zip(
                 rows.entries, rows.query_start_loc.tolist(), rows.cu_num_logits.tolist(), strict=False

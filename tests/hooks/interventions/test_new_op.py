@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS
 from torch import Tensor
 
-from pymllm_interp import Capture, Gate, SamplingParams
+from pymllm_interp import Capture, Gate, SamplingParams, Steer
+from pymllm_interp.client.handle import RequestError
 from pymllm_interp.client.prompts import for_each_prompt
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits
 from pymllm_interp.hooks.bound_hooks import BoundHooks
+from pymllm_interp.hooks.captures.reductions.pools import Mean
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.host_ops import RequestRows, host_ops
 from pymllm_interp.hooks.interventions.op import Op, row_dots
@@ -144,6 +147,60 @@ def test_a_new_op_runs_through_an_engine_and_takes_vectors_by_name(lm_of: Any) -
     (applied,) = out.receipt.interventions
     assert (applied.intervention, applied.prompt_rows, applied.generated_rows) == ("Feature", 4, 2)
     del lm.vectors["encoder"], lm.vectors["decoder"]
+
+
+@dataclass(frozen=True, eq=False)
+class Fails(Op):
+    """Raises behind the prompt."""
+
+    site: Site | str
+    error: type[BaseException]
+    positions: Positions = "generated"
+    when: Gate | None = None
+
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        raise self.error("of an op")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_an_op_that_raises_ends_its_own_request(lm_of: Any, error: type[BaseException]) -> None:
+    lm = lm_of("llama", device="cpu")
+    prompt, params = [3, 4, 5, 6], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (alone,) = lm.generate([prompt], params)
+    handles: list[Any] = []
+    with lm.generate(prompt, max_new_tokens=8) as tracer:  # a block in the steps of the others
+        steps = list().save()
+        for step in tracer.iter[:]:
+            steps.append(lm.model.layers[0].output[0, -1])
+            if step == 0:
+                edits = [[], [Steer("resid_post.1", vector(3))], [Fails("resid_post.1", error)]]
+                handles.extend(lm.submit(prompt, params, interventions=edit) for edit in edits)
+    *others, failing = handles
+    with pytest.raises(RequestError, match=f"Fails.* raised {error.__name__}: of an op"):
+        failing.result(60)
+    assert others[0].result(60).token_ids == alone.token_ids
+    assert len(others[1].result(60).token_ids) == len(steps) == 8
+
+
+@dataclass(frozen=True, eq=False)
+class NoSum(Mean):
+    """Raises in the steps, or behind them."""
+
+    error: type[BaseException] = ValueError
+
+    def fold(self, before: np.ndarray, state: np.ndarray) -> None:
+        raise self.error("of a fold")
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_reduction_that_raises_ends_its_own_request(lm_of: Any, error: type[BaseException]) -> None:
+    lm = lm_of("llama", device="cpu")
+    prompt, params = [3, 4, 5, 6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    captures = [[], [Capture("resid_post.1", reduce=NoSum(error))], [Capture("resid_post.1", reduce="mean")]]
+    plain, failing, other = [lm.submit(prompt, params, capture=capture) for capture in captures]
+    with pytest.raises(RequestError, match=f"{error.__name__}: of a fold"):
+        failing.result(60)
+    assert plain.result(60).token_ids == other.result(60).token_ids
 
 
 def test_device_tables_refuse_an_op_without_words_but_at_the_logits() -> None:
