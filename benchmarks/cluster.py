@@ -135,7 +135,9 @@ class SetUps:
         await self._stack.aclose()
 
     async def _replicas(self) -> list[Replica]:
-        settings = ReplicaSettings(self._model, self._server, self._keys, self._limits, log_level="warning")
+        settings = ReplicaSettings(
+            model=self._model, server=self._server, keys=self._keys, limits=self._limits, log_level="warning"
+        )
         processes = [ReplicaProcess(settings, f"r{i}", self._args.host) for i in range(self._args.replicas)]
         for process in processes:
             self._stack.push_async_callback(process.close)

@@ -96,13 +96,35 @@ class ServeLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """All settings of a server."""
+class EngineSettings:
+    """Settings of engine processes: of a server's one, or of all replicas."""
 
     model: dict[str, Any]
     """Fields of ModelConfig."""
     server: dict[str, Any]
     """Fields of ServerConfig."""
+    limits: ServeLimits = field(default_factory=ServeLimits)
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters that are loaded at the start: name -> a folder, which all nodes of a cluster have."""
+    shared_prefix_cache: bool = False
+    """Whether keys share KV. If so, each can learn from `cached_tokens` and from times which prompts others sent."""
+    monitors: Sequence[dict[str, Any]] = ()
+    """Monitors of all requests, as JSON, each with a name."""
+    monitor_visible: bool = False
+    """Whether clients see these, with their scores."""
+    vllm: dict[str, Any] | None = None
+    """Arguments of vLLM, if it is the engine (docs/engine/vllm.md); None: the native engine."""
+    log_level: str = "info"
+    log_format: str = "json"
+    """A line a record: "json" or "text"."""
+    chat_template: str | None = None
+    """A Jinja template in place of the tokenizer's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(EngineSettings):
+    """All settings of a server."""
+
     name: str
     """The model's name for clients."""
     host: str = "127.0.0.1"
@@ -111,32 +133,16 @@ class ServeSettings:
     uds: Path | None = None
     """Unix socket that is listened on in place of host and port."""
     keys: Keys = field(default_factory=lambda: Keys([]))
-    limits: ServeLimits = field(default_factory=ServeLimits)
-    adapters: dict[str, str] = field(default_factory=dict)
-    """LoRA adapters that are loaded at the start, name -> folder."""
-    shared_prefix_cache: bool = False
-    """Whether keys share KV. If so, each can learn from `cached_tokens` and from times which prompts others sent."""
-    monitors: Sequence[dict[str, Any]] = ()
-    """Monitors of all requests, as JSON, each with a name."""
-    monitor_visible: bool = False
-    """Whether clients see these, with their scores."""
     store: Path | None = None
     """Folder of captured states that wait to be fetched; None: a temporary one."""
     shared_store: bool = False
     """Whether other servers of a cluster on this machine have the store, too."""
-    vllm: dict[str, Any] | None = None
-    """Arguments of vLLM, if it is the engine (docs/engine/vllm.md); None: the native engine."""
     on_engine_exit: str = "restart"
     """Action when the engine process ends: "restart" it, or "exit"."""
     drain_seconds: float = 30.0
     """Seconds that running requests may take to end after SIGTERM."""
-    log_level: str = "info"
-    log_format: str = "json"
-    """A line a record: "json" or "text"."""
     otlp_traces_endpoint: str | None = None
     """OTLP/HTTP endpoint that receives OpenTelemetry spans; None disables tracing."""
-    chat_template: str | None = None
-    """A Jinja template in place of the tokenizer's."""
     tool_call_parser: str | None = None
     """Format of the model's tool calls (tools/formats.py); None: they are not parsed."""
     reasoning_parser: str | None = None

@@ -43,10 +43,10 @@ class Replicas:
         self.limits = ServeLimits(**{"replica_silence_seconds": SILENCE, **limits})
         self.keys = LinkKeys.new()
         self._settings = ReplicaSettings(
-            {"model": str(model), "dtype": "float32", "saes": saes or {}},
-            {"device": "cpu", "trace_step_timeout": 60.0},
-            self.keys,
-            self.limits,
+            model={"model": str(model), "dtype": "float32", "saes": saes or {}},
+            server={"device": "cpu", "trace_step_timeout": 60.0},
+            keys=self.keys,
+            limits=self.limits,
         )
         self.processes: dict[str, ReplicaProcess] = {}
         self.live: dict[str, Replica] = {}

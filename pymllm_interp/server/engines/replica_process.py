@@ -6,15 +6,15 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import zmq.asyncio
 
 from ...wire import messages as m
 from ...wire.failures import EngineError, Failure
-from ..settings import ServeLimits, ServeSettings
+from ..settings import EngineSettings, ServeSettings
 from .call import Call, EngineDiedError
 from .link import Link
 from .liveness import Liveness
@@ -28,34 +28,16 @@ INLINE_BYTES = 1 << 62
 """Captured states of any size travel over links: fronts may be on other machines."""
 
 
-@dataclass(frozen=True)
-class ReplicaSettings:
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSettings(EngineSettings):
     """Settings shared by the engine processes of all replicas."""
 
-    model: dict[str, Any]
-    """Fields of ModelConfig."""
-    server: dict[str, Any]
-    """Fields of ServerConfig."""
     keys: LinkKeys
-    limits: ServeLimits = field(default_factory=ServeLimits)
-    shared_prefix_cache: bool = False
-    chat_template: str | None = None
-    log_level: str = "info"
-    log_format: str = "json"
-    vllm: dict[str, Any] | None = None
-    """vLLM's arguments, if vLLM is the engine (`ServeSettings`)."""
-    adapters: dict[str, str] = field(default_factory=dict)
-    """LoRA adapters that each replica loads when it starts: name -> a folder that all nodes have."""
-    monitors: Sequence[dict[str, Any]] = ()
-    monitor_visible: bool = False
 
     @classmethod
     def of(cls, serve: ServeSettings, keys: LinkKeys) -> ReplicaSettings:
         """The part of a server's settings that its replicas need."""
-        return cls(
-            serve.model, serve.server, keys, serve.limits, serve.shared_prefix_cache, serve.chat_template, serve.log_level,
-            serve.log_format, serve.vllm, dict(serve.adapters), serve.monitors, serve.monitor_visible,
-        )  # fmt: skip
+        return cls(keys=keys, **{one.name: getattr(serve, one.name) for one in fields(EngineSettings)})
 
 
 class ReplicaProcess:

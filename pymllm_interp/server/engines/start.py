@@ -8,26 +8,26 @@ import logging
 import os
 import socket
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from ..settings import EngineSettings
 
 logger = logging.getLogger("pymllm_interp.server")
 
 
-def process_settings(own: Any, folder: Path, **more: Any) -> dict[str, Any]:
+def process_settings(own: EngineSettings, folder: Path, **more: Any) -> dict[str, Any]:
     """Settings of an engine process, as JSON.
 
     Args:
-        own: `ServeSettings` or `ReplicaSettings`.
         folder: Folder of its files, which only this user can read.
         more: Further settings, and those that differ.
     """
-    return {
-        "model": own.model, "server": own.server, "tokenizer": str(folder / "tokenizer"), "folder": str(folder),
-        "queued_bytes": own.limits.max_queued_bytes, "log_level": own.log_level, "log_format": own.log_format,
-        "parent": os.getpid(), "shared_prefix_cache": own.shared_prefix_cache, "chat_template": own.chat_template,
-        "vllm": own.vllm, "adapters": own.adapters, "monitors": own.monitors,
-        "monitor_visible": own.monitor_visible, "restarts": 0, **more,
+    found = {one.name: getattr(own, one.name) for one in fields(EngineSettings) if one.name != "limits"}
+    return found | {
+        "tokenizer": str(folder / "tokenizer"), "folder": str(folder), "queued_bytes": own.limits.max_queued_bytes,
+        "parent": os.getpid(), "restarts": 0, **more,
     }  # fmt: skip
 
 
