@@ -88,12 +88,6 @@ class ModelFacts:
     speculates: bool = field(default=False, repr=False)
     """Whether drafts are proposed."""
 
-    @property
-    def sliding_window_size(self) -> int | None:
-        """The widest sliding window of the layers, or None if some layer attends to the whole context."""
-        windows = [window for window in self.spec.sliding_windows if window]
-        return max(windows) if len(windows) == self.spec.num_hidden_layers else None
-
     def to_json(self) -> dict[str, Any]:
         """The facts as JSON, with the model's sites and the names of the ops."""
         spec, limits, defaults = self.spec, self.limits, self.defaults
@@ -102,7 +96,7 @@ class ModelFacts:
             "model": self.model,
             "architecture": self.architecture,
             "tasks": list(self.tasks),
-            "sliding_window_size": self.sliding_window_size,
+            "sliding_window_size": spec.sliding_window_size,
             "impl": self.impl,
             "dtype": str(self.dtype)[6:],
             "device": self.device,

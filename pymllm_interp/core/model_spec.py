@@ -326,6 +326,12 @@ class ModelSpec:
         return found
 
     @property
+    def sliding_window_size(self) -> int | None:
+        """Widest sliding window of the layers, or None where some layer sees the whole context."""
+        windows = [window for window in self.sliding_windows if window]
+        return max(windows) if len(windows) == self.num_hidden_layers else None
+
+    @property
     def num_logits(self) -> int:
         """Width of the logits: labels of a classification head, or else token ids."""
         return self.vocab_size if self.num_labels is None else self.num_labels

@@ -235,9 +235,8 @@ class RunnerParts(ABC):
 
     @property
     def sliding_window_size(self) -> int | None:
-        """Widest sliding window of the layers, or None where some layer sees the whole context."""
-        windows = [window for window in self.model_spec.sliding_windows if window]
-        return max(windows) if len(windows) == self.model_spec.num_hidden_layers else None
+        """`ModelSpec.sliding_window_size`."""
+        return self.model_spec.sliding_window_size
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Tasks that the model can be asked for, by vLLM's names."""

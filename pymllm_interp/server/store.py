@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,8 @@ class ActivationStore:
         shared: other servers of a cluster have the folder, too. Each counts its own files, and finds all.
     """
 
-    def __init__(
-        self, folder: Path, limits: ServeLimits, now: Callable[[], float] = time.time, shared: bool = False
-    ) -> None:  # fmt: skip
-        self._folder, self._limits, self._now, self._shared = folder, limits, now, shared
+    def __init__(self, folder: Path, limits: ServeLimits, shared: bool = False) -> None:
+        self._folder, self._limits, self._shared = folder, limits, shared
         self._cards = Cards(folder if shared else None, "card")
         self._stored: dict[str, Stored] = {}
         self._lock: int | None = None
@@ -86,7 +84,7 @@ class ActivationStore:
         kept = {stored.path.name for stored in self._stored.values()}
         for path in self._folder.glob("*.safetensors"):
             with contextlib.suppress(FileNotFoundError):
-                old = self._now() - path.stat().st_mtime >= seconds
+                old = time.time() - path.stat().st_mtime >= seconds
                 if old and FILE_NAME.fullmatch(path.name) and path.name not in kept:
                     path.unlink()
 
@@ -117,7 +115,7 @@ class ActivationStore:
                     "and DELETE what waits, or capture less",
                     code="store_full",
                 )
-        self._stored[name] = stored = Stored(path, captured.size, owner, self._now() + self._limits.store_seconds)
+        self._stored[name] = stored = Stored(path, captured.size, owner, time.time() + self._limits.store_seconds)
         self._cards.put(name, vars(stored) | {"path": path.name}, stored.expires)
         return stored
 
@@ -145,7 +143,7 @@ class ActivationStore:
 
     def sweep(self) -> None:
         """Delete expired files."""
-        now = self._now()
+        now = time.time()
         for name, stored in list(self._stored.items()):
             if stored.expires <= now or (self._shared and not stored.path.exists()):  # another server deleted it
                 self.drop(name)

@@ -91,15 +91,14 @@ class ReplicasDoor(Door):
     Args:
         keys: keys of the cluster's fronts.
         follow: calls `update` with the replicas, again whenever they change.
-        fingerprint: fingerprint that the weights of all replicas must have; empty: the first replica's.
     """
 
     def __init__(
-        self, settings: ServeSettings, keys: LinkKeys, follow: Callable[[ReplicasDoor], Coroutine[Any, Any, None]],
-        fingerprint: str = "",
-    ) -> None:  # fmt: skip
+        self, settings: ServeSettings, keys: LinkKeys, follow: Callable[[ReplicasDoor], Coroutine[Any, Any, None]]
+    ) -> None:
         super().__init__(settings)
-        self._keys, self._follow, self._fingerprint = keys, follow, fingerprint
+        self._keys, self._follow = keys, follow
+        self._fingerprint = ""  # of the first replica's weights, which all must have
         self._links: dict[str, Link] = {}
         self._down: dict[str, Replica] = {}
         self._waiting: list[ReplicatedCall] = []
