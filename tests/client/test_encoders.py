@@ -123,6 +123,16 @@ def test_embeddings_equal_transformers(family: str, cls: Any, tmp_path: Path, de
     lm.shutdown()
 
 
+@pytest.mark.parametrize("family", ["xlm-roberta", "mpnet", "bert"])
+def test_padding_tokens_in_a_text_are_not_counted_where_transformers_does_not(family: str, tmp_path: Path) -> None:
+    """A text may have the padding token's own word, "<pad>"."""
+    model = saved(family, tmp_path)
+    padding = model.config.pad_token_id
+    texts = [[padding], [5, padding, 6, padding, padding, 7], [8, 9, 10], [padding, 11]]
+    with LM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=256) as lm:
+        close([out.data for out in lm.encode(texts, pooling="all")], [unit(hidden(model, ids)) for ids in texts])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["bert", "modernbert", "xlm-roberta", "mpnet", "deberta-v3", "distilbert"])
 def test_hooks_act_on_encoders(family: str, tmp_path: Path, device: str) -> None:

@@ -36,6 +36,8 @@ class Encoder(nn.Module):
         self.lm_head = head
         takes = inspect.signature(type(base).forward).parameters
         self._has_types = "token_type_ids" in takes and getattr(base.config, "type_vocab_size", 0) > 1
+        counts = [module for module in base.modules() if hasattr(module, "create_position_ids_from_inputs_embeds")]
+        self._padding: int | None = counts[0].padding_idx if counts else None
 
     @property
     def base_model(self) -> nn.Module:
@@ -55,7 +57,10 @@ class Encoder(nn.Module):
     ) -> CausalLMOutput:  # fmt: skip
         """The logits [1, rows, labels] of the rows `logits_to_keep`; 0: of all."""
         given: dict[str, Any] = {"position_ids": position_ids, "attention_mask": attention_mask}
-        if self._has_types and self.sep_token_id is not None and (batch := current_batch()) is not None:
+        batch = current_batch()
+        if self._padding is not None and batch is not None:
+            given["position_ids"] = _positions(input_ids, self._padding, batch.batch_groups)
+        if self._has_types and self.sep_token_id is not None and batch is not None:
             given["token_type_ids"] = _types(input_ids, self.sep_token_id, batch.batch_groups)
         takes = inspect.signature(type(self.base_model).forward).parameters
         any_name = any(one.kind is one.VAR_KEYWORD for one in takes.values())
@@ -70,6 +75,15 @@ def _types(ids: torch.Tensor, separator: int, groups: Any) -> torch.Tensor:
     for start, size in groups:
         part = before[:, start : start + size]
         found[:, start : start + size] = (part.cumsum(-1) - part).clamp(max=1)
+    return found
+
+
+def _positions(ids: torch.Tensor, padding: int, groups: Any) -> torch.Tensor:
+    """Positions [1, tokens] of RoBERTa and its kin, which do not count padding tokens; these have position -1."""
+    found, counted = torch.full_like(ids, -1), (ids != padding).long()
+    for start, size in groups:
+        part = counted[:, start : start + size]
+        found[:, start : start + size] = part.cumsum(-1) * part - 1
     return found
 
 
