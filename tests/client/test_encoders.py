@@ -259,6 +259,16 @@ def test_a_cross_encoder_types_the_tokens_of_a_pair(tmp_path: Path) -> None:
     lm.shutdown()
 
 
+@pytest.mark.parametrize("family", ["bert", "deberta-v2", "electra"])
+def test_a_text_with_separators_has_one_type(family: str, tmp_path: Path) -> None:
+    """SPECTER and its kin embed "title[SEP]abstract" as one text: transformers' tokenizers give it one type."""
+    model, ids = saved(family, tmp_path), [5, 9, 11, 7, 20, 21, 7]
+    with LM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=256) as lm:
+        lm.runner.get_model().set_separator(7)
+        (out,) = lm.encode([ids], pooling="all")
+        close(out.data, unit(hidden(model, ids)))
+
+
 def test_a_connected_lm_encodes_by_an_encoder(tmp_path: Path) -> None:
     from helpers_served import served
 

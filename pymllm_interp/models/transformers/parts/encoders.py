@@ -22,20 +22,21 @@ class Encoder(nn.Module):
     Args:
         base: the family's encoder.
         head: [1, rows, hidden] -> [1, rows, labels].
+        classifies: whether it reads pairs of texts. A text that is embedded may have separators, and has one type.
 
     Attributes:
-        sep_token_id: token between two texts. Tokens behind it have the second type, in families with types.
+        sep_token_id: token between two texts. Tokens behind it have the second type, in classifiers of families with types.
     """
 
     sep_token_id: int | None = None
 
-    def __init__(self, base: Any, head: nn.Module) -> None:
+    def __init__(self, base: Any, head: nn.Module, classifies: bool) -> None:
         super().__init__()
         self.config, self.base_model_prefix = base.config, base.base_model_prefix or "model"
         self.add_module(self.base_model_prefix, base)
         self.lm_head = head
         takes = inspect.signature(type(base).forward).parameters
-        self._has_types = "token_type_ids" in takes and getattr(base.config, "type_vocab_size", 0) > 1
+        self._has_types = classifies and "token_type_ids" in takes and getattr(base.config, "type_vocab_size", 0) > 1
         counts = [module for module in base.modules() if hasattr(module, "create_position_ids_from_inputs_embeds")]
         self._padding: int | None = counts[0].padding_idx if counts else None
 
@@ -148,7 +149,7 @@ def encoder_of(loaded: Any, spec: ModelSpec) -> Any:
     if not name.endswith(CLASSIFIERS[0]):
         head = nn.Linear(spec.hidden_size, 1, bias=False, dtype=spec.dtype, device=next(base.parameters()).device)
         nn.init.zeros_(head.weight)
-        return Encoder(base, head)
+        return Encoder(base, head, classifies=False)
     parts = {part: child for part, child in loaded.named_children() if not isinstance(child, nn.Dropout)}
     classifier, pooler = parts.get("classifier"), parts.get("pooler", pooler)
     extra = parts.keys() - {loaded.base_model_prefix, "classifier", "pooler"}
@@ -158,4 +159,4 @@ def encoder_of(loaded: Any, spec: ModelSpec) -> Any:
         pooler, extra = _FirstToken(parts["head"]), extra - {"head"}
     if classifier is None or extra or (pooler is None and isinstance(classifier, nn.Linear)):
         raise UnsupportedModelError(f"{name} cannot be served: its head does not read the first token's state")
-    return Encoder(base, EncoderHead(pooler, classifier))
+    return Encoder(base, EncoderHead(pooler, classifier), classifies=True)
