@@ -200,7 +200,7 @@ def tiny_folder(tmp_path: Path) -> tuple[Path, PreTrainedModel]:
 
 def test_a_folder_of_sentence_transformers_says_how_it_pools(tiny_folder) -> None:
     folder, model = tiny_folder
-    prompts = {"query": "w1 w2 ", "document": ""}
+    prompts = {"query": "W1 w2 ", "document": ""}
     st_folder(
         folder, ["Transformer", "Pooling", "Dense", "Normalize"],
         {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True, "include_prompt": False},
@@ -216,7 +216,7 @@ def test_a_folder_of_sentence_transformers_says_how_it_pools(tiny_folder) -> Non
     lm = LM(folder, dtype="float32", kv_cache_tokens=256, max_model_len=48)
     equal(data(lm.encode(["W5 w6 w7", [8, 9]])), [expected([5, 6, 7]), expected([8, 9])])
     equal(data(lm.encode("w5 w6", prompt_name="query")), [expected([1, 2, 5, 6], 2)])
-    equal(data(lm.encode("w5 w6", prompt="w3 w4 w9 ", dimensions=5)), [expected([3, 4, 9, 5, 6], 3, 5)])
+    equal(data(lm.encode("w5 w6", prompt="w3 W4 w9 ", dimensions=5)), [expected([3, 4, 9, 5, 6], 3, 5)])
     equal(data(lm.encode("w5 " * 20, truncate_prompt_tokens=-1)), [expected([5] * 12)])
     with pytest.raises(PromptError, match=r"20 tokens, .* 12 at most \(max_seq_length\)"):
         lm.encode("w5 " * 20)

@@ -79,7 +79,7 @@ class Pooler:
         default_prompt: name of the prompt of inputs without one, or None.
         include_prompt: whether the tokens of that text are pooled.
         max_tokens: tokens of a text, at most; None: the engine's limit.
-        lower_case: whether texts are lower-cased first.
+        lower_case: whether texts are lower-cased first, prompts too.
         why_not: reason that the model's own pooling is not supported; "" if it is.
     """
 
@@ -152,7 +152,9 @@ class Pooler:
         Raises:
             PromptError: no tokenizer, or a lone surrogate.
         """
-        text = before + (text.lower() if self.lower_case else text)
+        if self.lower_case:
+            before, text = before.lower(), text.lower()
+        text = before + text
         how = {"add_special_tokens": special} | ({} if most is None else {"truncation": True, "max_length": most})
         ids = tokenized(tokenizer, text, what, **how).token_ids
         if self.include_prompt or not before:
