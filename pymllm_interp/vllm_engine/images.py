@@ -9,9 +9,12 @@ import torch
 from transformers import BatchFeature
 
 from ..core.image_input import ImageInput
+from ..utils.arguments import PromptError
 
 IMAGE = "image"
 """vLLM's name of the modality."""
+IDEFICS = ("idefics3", "smolvlm")
+"""Model types with tiles of images. vLLM has one class for both."""
 
 
 class VllmImages:
@@ -24,7 +27,7 @@ class VllmImages:
     def __init__(self, model_config: Any) -> None:
         from vllm.multimodal import MULTIMODAL_REGISTRY  # pyright: ignore[reportMissingImports]
 
-        self._config = model_config.hf_config
+        self._config, self._dtype = model_config.hf_config, model_config.dtype
         self._processor: Any = MULTIMODAL_REGISTRY.create_processor(model_config)
 
     @classmethod
@@ -44,17 +47,35 @@ class VllmImages:
             "mm_placeholders": {IMAGE: [_place(image) for image in images]},
         }  # fmt: skip
 
+    def check(self, images: Sequence[ImageInput], what: str) -> None:
+        """Refuse features that vLLM would not read as they are meant. Raises PromptError."""
+        for i, image in enumerate(images if self._config.model_type in IDEFICS else ()):
+            mask, pixels = image.features.get("pixel_attention_mask"), image.features["pixel_values"]
+            if mask is not None and not mask.all():
+                raise PromptError(f"{what}: image {i} has masked pixels, which vLLM attends to: use LM(model)")
+            if (pixels.to(self._dtype) == 0).flatten(2).all(-1).any():
+                raise PromptError(f"{what}: image {i} has a tile of zeros, which vLLM takes for padding: use LM(model)")
+
     def _item(self, image: ImageInput) -> Any:
         """The features of an image, with vLLM's description of how they are batched."""
         from vllm.multimodal.inputs import MultiModalKwargsItems  # pyright: ignore[reportMissingImports]
 
-        features = dict(image.features)
-        if self._config.model_type == "internvl":  # names that vLLM's processor adds
-            features["image_num_patches"] = torch.tensor([len(features["pixel_values"])])
-            features["image_token_id"] = torch.tensor(self._config.image_token_id)
-        inputs = BatchFeature(features)
+        inputs = BatchFeature(self._named(dict(image.features)))
         fields = self._processor._get_mm_fields_config(inputs, {})
         return MultiModalKwargsItems.from_hf_inputs(inputs, fields)[IMAGE][0]
+
+    def _named(self, features: dict[str, Any]) -> dict[str, Any]:
+        """The features with the names and shapes of vLLM's processor."""
+        family = self._config.model_type
+        if family == "internvl":
+            features["image_num_patches"] = torch.tensor([len(features["pixel_values"])])
+            features["image_token_id"] = torch.tensor(self._config.image_token_id)
+        elif family in IDEFICS:
+            features = {name: tiles[0] for name, tiles in features.items()}
+            pixels = features["pixel_values"]
+            features["num_patches"] = torch.tensor([len(pixels)])
+            features.setdefault("pixel_attention_mask", torch.ones(len(pixels), *pixels.shape[2:], dtype=torch.int64))
+        return features
 
 
 def _place(image: ImageInput) -> Any:

@@ -16,6 +16,8 @@ DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
 PRECISIONS = ("float32", "float16", "bfloat16")
 """Values of vLLM's `cache_dtype` that are dtypes of models, too."""
 
+ANYRES = "anyres_max_9"
+"""The number of tiles by which vLLM sizes images of LLaVA-OneVision."""
 NORMALIZES = "mm_device_do_normalize"
 """vLLM's setting by which a vision tower normalises pixels. Here they come normalised."""
 
@@ -157,6 +159,10 @@ def _of_images(config: Any) -> Iterator[tuple[bool, str]]:
         (
             _turns_in_sections(getattr(model, "hf_text_config", None)),
             "Qwen3-VL without mrope_interleaved in its rope_parameters, where vLLM turns other channels: set it to true",
+        ),
+        (
+            getattr(getattr(model, "hf_config", None), "vision_aspect_ratio", ANYRES) != ANYRES,
+            f"LLaVA-OneVision with another vision_aspect_ratio than {ANYRES}, which vLLM does not read",
         ),
         (
             _is_multimodal(model) and getattr(model.multimodal_config, NORMALIZES, False),

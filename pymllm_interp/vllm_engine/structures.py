@@ -74,11 +74,14 @@ WITH_BLOCKS = frozenset(
 )
 """Model types with modules for blocks: this package has them, and knows their parts in vLLM."""
 IMAGES: dict[str, str | None] = {
+    "Idefics3ForConditionalGeneration": None,
     "InternVLForConditionalGeneration": None,
     "LlavaForConditionalGeneration": None,
+    "LlavaOnevisionForConditionalGeneration": None,
     "Mistral3ForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "SmolVLMForConditionalGeneration": None,
 }
 """Architectures that read images -> architecture of their language model; None: that of its config."""
 PLAIN = {
@@ -247,7 +250,8 @@ def _with_layers(model: Any) -> tuple[nn.ModuleList, nn.Module] | None:
             if isinstance(found[0], nn.ModuleList) and isinstance(found[1], nn.Module):
                 return found[0], found[1]
         inner = (
-            getattr(model, name, None) for name in ("model", "language_model", "transformer", "decoder", "backbone")
+            getattr(model, name, None)
+            for name in ("model", "language_model", "text_model", "transformer", "decoder", "backbone")
         )
         model = next((one for one in inner if one is not None), None)
     return None

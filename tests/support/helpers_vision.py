@@ -314,6 +314,19 @@ class PixtralReference:
         return found | dict(self._tokenizer(text.replace("<row>", "[IMG]"), return_tensors=return_tensors))
 
 
+PROCESSOR_SIZES: dict[str, dict[str, Any]] = {
+    "llava": {"patch_size": 6, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    "gemma3": {"image_seq_length": 4},
+    "smolvlm": {"image_seq_len": 4},
+    "idefics3": {"image_seq_len": 4},
+    "internvl": {"image_seq_length": 4},
+    "mistral3": {"patch_size": 4, "spatial_merge_size": 2},
+    "aya_vision": {"patch_size": 4, "downsample_factor": 2, "img_size": 16},
+}
+"""Arguments of transformers' processors."""
+
+
 def reference_processor(family: str, folder: Path) -> ProcessorMixin:
     """transformers' own processor of the folder, also where torchvision or num2words, which only videos need, are missing."""
     images, tokenizer = AutoImageProcessor.from_pretrained(folder), PreTrainedTokenizerFast.from_pretrained(folder)
@@ -321,18 +334,10 @@ def reference_processor(family: str, folder: Path) -> ProcessorMixin:
         return PixtralReference(images, tokenizer)  # pyright: ignore[reportReturnType]
     cls = PROCESSORS[family]
     tokenizer.pad_token = tokenizer.eos_token if family == "aya_vision" else None
-    sizes: dict[str, dict[str, Any]] = {
-        "llava": {"patch_size": 6, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
-        "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
-        "gemma3": {"image_seq_length": 4},
-        "smolvlm": {"image_seq_len": 4},
-        "idefics3": {"image_seq_len": 4},
-        "internvl": {"image_seq_length": 4},
-        "mistral3": {"patch_size": 4, "spatial_merge_size": 2},
-        "aya_vision": {"patch_size": 4, "downsample_factor": 2, "img_size": 16},
-    }
     videos = {} if "video_processor" not in cls.get_attributes() else {"video_processor": None}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "check_argument_for_proper_class", lambda self, name, argument: type(argument))
         patch.setattr(processing_smolvlm, "num2words", str)
-        return cls(images, tokenizer, **videos, chat_template=tokenizer.chat_template, **sizes.get(family, {}))
+        return cls(
+            images, tokenizer, **videos, chat_template=tokenizer.chat_template, **PROCESSOR_SIZES.get(family, {})
+        )

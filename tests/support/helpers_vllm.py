@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import VOCAB, random_model, tiny_tokenizer
 from helpers_server import CHAT_TEMPLATE
-from helpers_vision import PREPROCESSORS, QWEN, WORDS, vision_config, vision_model, vision_tokenizer
+from helpers_vision import PREPROCESSORS, PROCESSOR_SIZES, QWEN, WORDS, vision_config, vision_model, vision_tokenizer
 from helpers_vllm_start import fork_engines
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
@@ -121,12 +121,14 @@ def save_image_model(family: str, folder: Path, seed: int = 0, **changes: Any) -
         config.vision_config.out_hidden_size = config.text_config.hidden_size
         config.text_config.tie_word_embeddings = False
     vision_model(config, seed).save_pretrained(folder)
-    if family == "llava":  # by the names of LLaVA's own checkpoints, which vLLM reads
+    if family.startswith("llava"):  # by the names of LLaVA's own checkpoints, which vLLM reads
         tensors = load_file(folder / "model.safetensors")
         named = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
         save_file(named, folder / "model.safetensors", {"format": "pt"})
     vision_tokenizer(family).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[family]))
+    if family in PROCESSOR_SIZES:
+        (folder / "processor_config.json").write_text(json.dumps(PROCESSOR_SIZES[family]))
     return folder
 
 
@@ -140,11 +142,11 @@ def vllm_lm(folder: Path | str, **options: Any) -> LM:
     return LM(folder, engine="vllm", **{**small, **options})
 
 
-def own_lm(folder: Path | str, dtype: str = "float32") -> LM:
+def own_lm(folder: Path | str, dtype: str = "float32", **options: Any) -> LM:
     """Our own engine over the same folder. Without prefixes, for which it would cut prompts of models with states."""
     return LM(
         folder, dtype=dtype, device="cpu", max_model_len=128, kv_cache_tokens=2048, max_running_requests=8,
-        enable_prefix_caching=False,
+        enable_prefix_caching=False, **options,
     )  # fmt: skip
 
 

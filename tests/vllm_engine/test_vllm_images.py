@@ -34,7 +34,10 @@ from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
 
 pytestmark = [needs_vllm, since("0.31", "its LLaVA imports a class that transformers has no more")]
 FAMILIES = ("llava", "qwen3_vl", "qwen2_5_vl")
+OTHERS = ("internvl", "mistral3", "smolvlm", "idefics3", "llava_onevision")
 OPTIONS: dict[str, Any] = {"max_num_tokens": 24, "inner_sites": ("z",), "limit_mm_per_prompt": {"image": 3}}
+MANY_RUNS: dict[str, Any] = {"max_interventions_per_site": 16}
+"""Settings for images with other tokens between their placeholders."""
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
 Engines = tuple[str, LM, LM]
 
@@ -187,8 +190,8 @@ def test_settings_without_images_are_refused_before_the_load(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["internvl", "mistral3"])
-def test_families_without_sites_of_a_tower_are_our_engines(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_are_our_engines(family: str, tmp_path: Path) -> None:
     """Images in chunks that cut them, of several tiles and sizes, beside each other and behind cached KV."""
     folder = save_image_model(family, tmp_path / family)
     one, two, wide = picture(20, 16), picture(12, 20, seed=3), picture(40, 16, seed=4)
@@ -202,22 +205,38 @@ def test_families_without_sites_of_a_tower_are_our_engines(family: str, tmp_path
         None,
     ]
     captures: list[Any] = [["resid_post.*", "logits"], [Capture("resid_mid.*", positions="image")], ["embed"], None]
-    with vllm_lm(folder, **OPTIONS) as lm, own_lm(folder) as oracle:
+    with vllm_lm(folder, **OPTIONS, **MANY_RUNS) as lm, own_lm(folder, **MANY_RUNS) as oracle:
         for specs in (None, ops, None, ops):
             assert_equal(lm, oracle, prompts, interventions=specs)
         assert_equal(lm, oracle, prompts, interventions=ops, capture=captures)
+        if family in ("smolvlm", "idefics3"):
+            _refuses_what_vllm_reads_otherwise(family, lm)
+            assert_equal(lm, oracle, prompts)
+
+
+def _refuses_what_vllm_reads_otherwise(family: str, lm: LM) -> None:
+    masked = prompt_of(family, [5], 1)
+    padding = prompt_of(family, [5], 1)
+    features = padding.images[0].features  # pyright: ignore[reportAttributeAccessIssue]
+    features["pixel_attention_mask"][:] = 1
+    features["pixel_values"][0, 1] = 0
+    for bad, message in ((masked, "masked pixels"), (padding, "a tile of zeros")):
+        with pytest.raises(PromptError, match=message):
+            lm.generate([bad], GREEDY)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + OTHERS)
 def test_two_ranks_are_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {**OPTIONS, "tensor_parallel_size": 2, "inner_sites": ()}
+    options = {**OPTIONS, "tensor_parallel_size": 2, "inner_sites": (), **MANY_RUNS}
     two_ranks(monkeypatch, options)
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     folder = save_image_model(family, tmp_path / family, **sizes)
-    prompts: list[Any] = [prompt_of(family, [5, 6, 7], 0, [8, 9], 1), prompt(9, 1), prompt_of(family, 0, [4])]
-    steer = Steer("resid_post.1", vector(1, 128), 2.0, positions=["image", -1], missing="skip")
-    with vllm_lm(folder, **options) as lm, own_lm(folder) as oracle:
+    one, two = picture(20, 16), picture(12, 20, seed=3)
+    places = [placed(family, "see ", one, " and ", two, "."), placed(family, "b ", two, ".")]
+    prompts: list[Any] = [prompt(9, 1), *({"prompt": text, "multi_modal_data": {"image": own}} for text, own in places)]
+    steer = Steer("resid_post.1", vector(1, 128), 2.0, positions=["image", 0], missing="skip")
+    with vllm_lm(folder, **options) as lm, own_lm(folder, **MANY_RUNS) as oracle:
         for ops in (None, [steer]):
             assert_equal(lm, oracle, prompts, interventions=ops, capture=["resid_post.*", "logits"])
 

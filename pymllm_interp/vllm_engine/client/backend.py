@@ -166,6 +166,8 @@ class VllmBackend(FactoryBackend):
             check_embeds(prompt, params, self.core.config.model_config, what)
             if params is not None:
                 check_params(params, what)
+            if prompt.images and self.core.images is not None:
+                self.core.images.check(prompt.images, what)
         found = super().prepare(submission)
         if submission.edits:
             requests = [request for group in found for request in group]
