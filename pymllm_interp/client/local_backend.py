@@ -39,6 +39,7 @@ from .inputs.encoder_prompts import decoder_start_ids
 from .inputs.speech import SpeechTokens
 from .lifecycle.orders import EngineOrders
 from .pooling.folders import last_site, pooler_of
+from .pooling.labels import separator_of
 from .request_factory import RequestFactory
 
 HOOKS = {
@@ -99,7 +100,7 @@ class LocalBackend(FactoryBackend):
         self.lowered = Lowered(self.module, runner.server_config.lower_traces, device)
         self.tokenizer = load_tokenizer(source)
         if runner.model_spec.bidirectional:
-            self.module.set_separator(getattr(self.tokenizer, "sep_token_id", None))
+            self.module.set_separator(separator_of(self.tokenizer))
         self.facts = replace(
             facts_of(runner), images=image_reader(source, self.tokenizer, runner.server_config, runner.dtype)
         )

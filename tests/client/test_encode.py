@@ -229,6 +229,21 @@ def test_a_folder_of_sentence_transformers_says_how_it_pools(tiny_folder) -> Non
     lm.shutdown()
 
 
+def test_special_tokens_are_not_lower_cased(tiny_folder) -> None:
+    folder, model = tiny_folder
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"sep_token": "[SEP]", "mask_token": "[SEP]2"})
+    ids = [5, *tokenizer.convert_tokens_to_ids(["[SEP]2", "[SEP]"]), 7]
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    st_folder(
+        folder, ["Transformer", "Pooling"], {"pooling_mode": "mean"}, sentence_bert_config={"do_lower_case": True}
+    )
+    with LM(folder, dtype="float32", kv_cache_tokens=256) as lm:
+        equal(data(lm.encode("W5 [SEP]2 [SEP] W7")), [hidden(model, ids).mean(0)])
+
+
 def test_several_poolings_stand_side_by_side(tiny_folder) -> None:
     folder, model = tiny_folder
     st_folder(folder, ["Transformer", "Pooling"], {"pooling_mode": ["mean", "lasttoken", "weightedmean"]})

@@ -12,6 +12,7 @@ import torch
 from helpers_devices import DEVICES, lm_on
 from helpers_tokenizers import wordpiece
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
@@ -25,6 +26,7 @@ from transformers import (
     ModernBertConfig,
     MPNetConfig,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
     XLMRobertaConfig,
 )
 
@@ -257,6 +259,31 @@ def test_a_cross_encoder_types_the_tokens_of_a_pair(tmp_path: Path) -> None:
     found = lm.score([ids, PROMPTS[3]])
     assert found == pytest.approx([expected, plain], abs=1e-5)
     lm.shutdown()
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_tokens_of_a_pair_have_the_types_that_the_tokenizer_gives(typed: bool, tmp_path: Path) -> None:
+    model, vocab = (
+        saved("bert", tmp_path, AutoModelForSequenceClassification, num_labels=1),
+        {f"w{i}": i for i in range(90)},
+    )
+    own = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own.add_special_tokens([AddedToken("[CLS]", special=True), AddedToken("[SEP]", special=True)])
+    own.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 90), ("[SEP]", 91)]
+    )
+    names = ["input_ids", "token_type_ids", "attention_mask"] if typed else ["input_ids", "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=own, cls_token="[CLS]", sep_token="[SEP]", pad_token="w0", model_input_names=names
+    )
+    tokenizer.save_pretrained(tmp_path)
+    pair = tokenizer("w5 w6", "w7 w8 w9", return_tensors="pt")
+    assert ("token_type_ids" in pair) == typed
+    with LM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=256) as lm, torch.no_grad():
+        empty = tokenizer(["w5 w6"], [""], return_tensors="pt")  # a batch, as sentence-transformers tokenizes pairs
+        expected = [float(model(**each).logits.sigmoid()) for each in (pair, empty)]
+        assert lm.score("w5 w6", ["w7 w8 w9", ""]) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("family", ["bert", "deberta-v2", "electra"])

@@ -86,6 +86,13 @@ def logits_capture(encoder: bool) -> dict[str, Any]:
     return {"site": "logits", "positions": [0 if encoder else -1], "dtype": "float32"}
 
 
+def separator_of(tokenizer: Any) -> int | None:
+    """Token of a pair before tokens of the second type; None for tokenizers of one type."""
+    token = getattr(tokenizer, "sep_token_id", None)
+    types = None if token is None else tokenizer("a", "b").get("token_type_ids")
+    return token if types and any(types) else None
+
+
 def pair_of(
     tokenizer: Any, first: str, second: str, what: str, most: int | None = None, special: bool = True
 ) -> list[int]:  # fmt: skip
@@ -101,7 +108,7 @@ def pair_of(
     if tokenizer is None:
         raise PromptError(f"{what} is a pair of texts, but this model has no tokenizer: classify token ids of the pair")
     how = {"add_special_tokens": special} | ({} if most is None else {"truncation": True, "max_length": most})
-    return tokenizer(first, second, **how)["input_ids"]
+    return tokenizer([first], [second], **how)["input_ids"][0]  # by itself, an empty second text would be none
 
 
 def pairs_of(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:

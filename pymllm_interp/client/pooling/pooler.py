@@ -6,6 +6,7 @@ layers, `dimensions` and the length.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,7 +154,7 @@ class Pooler:
             PromptError: no tokenizer, or a lone surrogate.
         """
         if self.lower_case:
-            before, text = before.lower(), text.lower()
+            before, text = (_lowered(one, tokenizer) for one in (before, text))
         text = before + text
         how = {"add_special_tokens": special} | ({} if most is None else {"truncation": True, "max_length": most})
         ids = tokenized(tokenizer, text, what, **how).token_ids
@@ -181,3 +182,12 @@ class Pooler:
                 f"{what} has {count} tokens, and the model's embeddings are of {self.max_tokens} at most (max_seq_length): "
                 "truncate_prompt_tokens=-1 cuts it"
             )
+
+
+def _lowered(text: str, tokenizer: Any) -> str:
+    """The text in lower case, without the words of special tokens."""
+    special = [word for word in getattr(tokenizer, "all_special_tokens", ()) if word != word.lower()]
+    if not special:
+        return text.lower()
+    words = re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text)
+    return "".join(word if i % 2 else word.lower() for i, word in enumerate(words))
