@@ -229,6 +229,19 @@ def test_a_folder_of_sentence_transformers_says_how_it_pools(tiny_folder) -> Non
     lm.shutdown()
 
 
+def test_a_capture_of_all_pooled_states_is_pooled_itself(lm_of) -> None:
+    """Two captures of a site are refused, and a caller sees one."""
+    lm = lm_of("llama")
+    for how in [*({"pooling": mode} for mode in MODES), {"pooling": "step", "step_tag_id": 9}]:
+        prompts = [[9], [4, 9, 3, 9, 9], list(range(30))]
+        plain = lm.encode(prompts, **how)
+        outs = lm.encode(prompts, **how, capture=["final_norm", "resid_post.0"])
+        equal(data(outs), data(plain))
+        assert [len(out.activations["final_norm"]) for out in outs] == [1, 5, 30]
+    with pytest.raises(PromptError, match="captured twice"):
+        lm.encode([1, 2], pooling="mean", capture=[Capture("final_norm", positions=[0])])
+
+
 def test_special_tokens_are_not_lower_cased(tiny_folder) -> None:
     folder, model = tiny_folder
     tokenizer = tiny_tokenizer()

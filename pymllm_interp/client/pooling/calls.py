@@ -127,7 +127,10 @@ def pooled_outputs(
             own.append(Capture(**how.capture(prompt.token_ids, skipped)))
         except PromptError as error:
             raise PromptError(f"{name}: {error}") from None
-    options["capture"] = [[spec, *others] for spec, others in zip(own, captures, strict=True)]
+    options["capture"] = [
+        others if any(_has_all_rows(one, spec.site) for one in others) else [spec, *others]
+        for spec, others in zip(own, captures, strict=True)
+    ]
     requests = lm._requests
     prompts = [prompt for prompt, _ in read]
     outs = wait_for(requests.submit(prompts, PREFILL, options, prompt_logits=how.reads_logits), progress=progress)
@@ -139,10 +142,21 @@ def _pooled(
 ) -> PooledOutput:
     if out.finish_reason == "timeout":
         raise TimeoutError(f"{name} ran into its timeout")
-    data = torch.from_numpy(how.pooled(out.activations[spec.site].numpy(), read[1]))
+    rows, positions = out.activations[spec.site].float(), spec.positions
+    if spec.reduce is None and isinstance(positions, tuple | list) and len(rows) > len(positions):
+        rows = rows[torch.tensor(positions)]  # of the caller's capture, which has all
+    elif spec.reduce is not None and len(rows) > 1:
+        rows = rows[read[1] :]
+    data = torch.from_numpy(how.pooled(rows.numpy(), read[1]))
     return PooledOutput(
         read[0].text, out.prompt_token_ids, data, out.activations, out.receipt, out.monitors, out.num_cached_tokens
     )
+
+
+def _has_all_rows(spec: Capture, site: Any) -> bool:
+    """Whether a caller's capture has all states that are pooled: two captures of a site would be refused."""
+    whole = spec.reduce is None and spec.heads is None and spec.dtype in (None, torch.float32) and not spec.stays
+    return whole and str(spec.site) == str(site) and spec.positions in ("all", "prompt")
 
 
 def read_prompt(lm: ClientModel, prompt: Any, before: str, most: int | None, what: str) -> tuple[RenderedPrompt, int]:
