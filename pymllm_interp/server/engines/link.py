@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -29,32 +30,30 @@ RETRY_SECONDS = 0.2
 """Seconds between attempts to open a session."""
 
 
-class LinkOwner(Protocol):
+class LinkOwner(ABC):
     """Callbacks of a link, and the state that it reads."""
 
     def vector_orders(self) -> Iterable[VectorOrder]:
-        """Orders that the replica must have before it takes calls."""
-        ...
+        """Orders that the replica must have before it takes calls. By default none."""
+        return ()
 
-    def learned(self, order: VectorOrder) -> None:
-        """The replica has an order."""
-        ...
+    def learned(self, order: VectorOrder) -> None:  # noqa: B027
+        """Handle an order that the replica has. By default nothing."""
 
+    def came_up(self, link: Link) -> None:  # noqa: B027
+        """Handle a link that accepts calls. By default nothing."""
+
+    @abstractmethod
     async def opened(self, link: Link) -> None:
         """Handle the begin of a session; vectors follow. Raises LinkBrokenError to refuse the replica."""
-        ...
 
-    def came_up(self, link: Link) -> None:
-        """Handle a link that accepts calls."""
-        ...
-
+    @abstractmethod
     def lost(self, link: Link, calls: list[Call], why: str) -> None:
-        """The session has ended, with these calls."""
-        ...
+        """Handle the end of a session with these calls."""
 
+    @abstractmethod
     def deliver(self, call: Call, message: m.FromEngine) -> None:
         """Handle a message of a call."""
-        ...
 
 
 class LinkBrokenError(Exception):

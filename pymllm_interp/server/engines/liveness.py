@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ...wire import messages as m
 from ..settings import ServeLimits
@@ -24,23 +25,25 @@ from .call import EngineDiedError
 logger = logging.getLogger("pymllm_interp.server")
 
 
-class WatchedEngine(Protocol):
-    """Attributes and calls of an engine process that `Liveness` uses."""
+class WatchedEngine(ABC):
+    """An engine process that `Liveness` asks and ends."""
 
+    process: asyncio.subprocess.Process | None = None
     info: dict[str, Any] | None
 
     @property
+    @abstractmethod
     def ready(self) -> bool:
         """Whether calls can be made."""
-        ...
 
+    @abstractmethod
     async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
         """The answer to a call. Raises EngineDiedError."""
-        ...
 
     def kill(self) -> None:
-        """End the engine process at once."""
-        ...
+        """End the engine process at once. Its end is handled like any other."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
 
 
 class Liveness:

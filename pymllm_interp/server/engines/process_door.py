@@ -15,14 +15,14 @@ from ...wire import messages as m
 from ..settings import ServeSettings
 from .call import Call, EngineDiedError
 from .door import Door, encoded
-from .liveness import Liveness
+from .liveness import Liveness, WatchedEngine
 from .start import StartingProcess, process_settings
 from .vector_orders import VectorOrder, numbered
 
 logger = logging.getLogger(__name__)
 
 
-class ProcessDoor(Door):
+class ProcessDoor(Door, WatchedEngine):
     """Starts the engine process, sends it messages, and starts it again when it ends.
 
     Args:
@@ -34,7 +34,6 @@ class ProcessDoor(Door):
     def __init__(self, settings: ServeSettings, on_exit: Callable[[], Any]) -> None:
         super().__init__(settings)
         self._on_exit = on_exit
-        self.process: asyncio.subprocess.Process | None = None
         self._watchers: list[asyncio.Task[Any]] = []
         self._receiver: asyncio.Task[Any] | None = None
         self._starting: StartingProcess | None = None
@@ -166,11 +165,6 @@ class ProcessDoor(Door):
     def _send(self, message: m.ToEngine) -> None:
         # The socket has no bound, so this does not wait; `send` of an asyncio socket keeps the order.
         self._out.send(encoded(message))
-
-    def kill(self) -> None:
-        """Kill the engine process. Its end is handled like any other."""
-        if self.process is not None and self.process.returncode is None:
-            self.process.kill()
 
     async def shutdown(self) -> None:
         """End the engine process, and remove its files."""

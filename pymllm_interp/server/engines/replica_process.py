@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,12 +16,11 @@ from ...wire import messages as m
 from ...wire.failures import EngineError, Failure
 from ..settings import EngineSettings, ServeSettings
 from .call import Call, EngineDiedError
-from .link import Link
-from .liveness import Liveness
+from .link import Link, LinkOwner
+from .liveness import Liveness, WatchedEngine
 from .owned_folders import OwnedFolder
 from .roster import LinkKeys, Replica
 from .start import StartingProcess, process_settings
-from .vector_orders import VectorOrder
 
 logger = logging.getLogger(__name__)
 INLINE_BYTES = 1 << 62
@@ -40,7 +39,7 @@ class ReplicaSettings(EngineSettings):
         return cls(keys=keys, **{one.name: getattr(serve, one.name) for one in fields(EngineSettings)})
 
 
-class ReplicaProcess:
+class ReplicaProcess(LinkOwner, WatchedEngine):
     """One engine process.
 
     Args:
@@ -50,7 +49,6 @@ class ReplicaProcess:
 
     def __init__(self, settings: ReplicaSettings, name: str, host: str, without: tuple[str, ...] = ()) -> None:
         self._settings, self.name, self._host, self._without = settings, name, host, without
-        self.process: asyncio.subprocess.Process | None = None
         self.info: dict[str, Any] | None = None
         self._owned = OwnedFolder()
         self._starting: StartingProcess | None = None
@@ -124,11 +122,6 @@ class ReplicaProcess:
         stats = await self.ask(m.AskStats)
         return sum(stats[name] for name in ("running", "waiting", "swapped", "traces"))
 
-    def kill(self) -> None:
-        """End the process at once."""
-        if self.process is not None and self.process.returncode is None:
-            self.process.kill()
-
     async def close(self) -> None:
         """End the process, and remove its files."""
         if self._watcher is not None:
@@ -146,20 +139,10 @@ class ReplicaProcess:
 
     # -- callbacks of its link -----------------------------------------------------------------
 
-    def vector_orders(self) -> Iterable[VectorOrder]:
-        """Return no orders: fronts send them."""
-        return ()
-
-    def learned(self, order: VectorOrder) -> None:
-        """Ignore an order: fronts keep vectors."""
-
     async def opened(self, link: Link) -> None:
         """Keep the process's description of itself."""
         assert link.ready is not None
         self.info = link.ready.info
-
-    def came_up(self, link: Link) -> None:
-        """Do nothing: the process asks through `ask`."""
 
     def lost(self, link: Link, calls: list[Call], why: str) -> None:
         """Fail all open calls."""

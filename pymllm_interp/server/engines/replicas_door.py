@@ -18,7 +18,7 @@ from ..settings import ServeSettings
 from ..store import stored_states
 from .call import Call, EngineDiedError
 from .door import Door, encoded
-from .link import Link, LinkBrokenError
+from .link import Link, LinkBrokenError, LinkOwner
 from .roster import LinkKeys, Replica, choose, key_of, least_loaded, weight_of
 from .vector_orders import VectorOrder
 
@@ -85,7 +85,7 @@ class ReplicatedCall(Call):
         return message
 
 
-class ReplicasDoor(Door):
+class ReplicasDoor(Door, LinkOwner):
     """Replicas, as one engine. A call that has had no output yet runs again where its replica ends.
 
     Args:
