@@ -137,6 +137,8 @@ class Decoder(nn.Module):
                 h = layer(h, **kwargs) if not at_output else hook_query.at_output(i, h)  # pyright: ignore[reportOptionalMemberAccess]
                 i += 1
                 capture_at(h, site_ops, residual_site(input_add(i)))
+        if aux is not None:
+            aux.keep(num_layers, h)
         return h
 
     def output_of(self, h: torch.Tensor, batch: ForwardBatch) -> BaseModelOutputWithPast:

@@ -42,10 +42,6 @@ def check_blocks(facts: ModelFacts, traces: Sequence[RequestTrace], config: Any)
             "data parallel engines with experts, which wait for each other in all layers: data_parallel_size is to be 1",
         ),
         (
-            getattr(config.speculative_config, "method", "") == "eagle3",
-            "drafts of the method 'eagle3' beside it, whose drafter reads states inside of the model: take 'eagle'",
-        ),
-        (
             config.scheduler_config.scheduler_cls != scheduler_name(config),
             "scheduler of vLLM's own, which may cut its prompt: start vLLM by LM(model, engine='vllm')",
         ),
@@ -82,10 +78,6 @@ def why_uncut(hf_config: Any, config: Any) -> str:
         (
             config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe,
             "in data parallel engines with experts: data_parallel_size is to be 1",
-        ),
-        (
-            getattr(config.speculative_config, "method", "") == "eagle3",
-            "beside drafts of the method 'eagle3', whose drafter reads states inside of the model: take 'eagle'",
         ),
         (
             config.speculative_config is not None and config.scheduler_config.scheduler_cls != scheduler_name(config),

@@ -170,7 +170,10 @@ class HooksOf:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's model: by modules where blocks wait for one, and else its own forward."""
         hidden = self._by_modules(kwargs["input_ids"], kwargs["positions"]) if self.traces.own_pass else None
-        return self._run(*args, **kwargs) if hidden is None else hidden
+        if hidden is None:
+            return self._run(*args, **kwargs)
+        read = self.traces.read_states
+        return (hidden, read) if read else hidden
 
     def _by_modules(self, input_ids: Any, positions: Any) -> Any:
         """Hidden states [tokens, hidden] of the step's pass with its blocks; None if it has failed."""

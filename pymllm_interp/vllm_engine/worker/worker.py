@@ -92,11 +92,6 @@ class InterpWorker:
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
         found = super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         config, model = self.vllm_config, self.model_runner.get_model()
-        if getattr(config.speculative_config, "method", "") == "eagle3" and isinstance(self.model_runner, RowsOfV2):
-            raise NotImplementedError(
-                "speculative_config with method 'eagle3' and vLLM's V2 runner, which were not compared: set "
-                "VLLM_USE_V2_MODEL_RUNNER=0"
-            )
         structure = structure_of(model)
         settings = server_config_of(config.additional_config)
         spec = served_spec(config.model_config.hf_config, config.model_config.dtype)

@@ -76,6 +76,7 @@ class RankTraces:
         ran: it has run.
         mode: execution mode of the pass, for receipts.
         logits: [logit rows, vocab] of such a pass, on rank 0.
+        read_states: [tokens, hidden] each, the states inside of the model that a drafter reads.
         whole: vLLM's ids of requests with logits of all positions.
         adapters: adapters of the rows of products.
         tell: tells the client which requests have failed, or were stopped.
@@ -91,6 +92,7 @@ class RankTraces:
         self.mode = ""
         self._last_modes: dict[str, str] = {}  # by request id
         self.logits: torch.Tensor | None = None
+        self.read_states: list[torch.Tensor] = []
         self.tell: Callable[[StepEnds], None] | None = None
         self.whole: set[str] = set()
         self._known: dict[str, TracedRequest] = {}  # by vLLM's id
@@ -323,9 +325,9 @@ class RankTraces:
             self.ran = ranks.follow()
             if not self.ran:
                 return None
-            return ranks.shared(
-                torch.empty(len(input_ids), self._spec.hidden_size, dtype=self._spec.dtype, device=self._device)
-            )
+            count = 1 if tree.read is None else 1 + len(tree.read.layers)
+            shape = (len(input_ids), self._spec.hidden_size)
+            return self._shared([torch.empty(shape, dtype=self._spec.dtype, device=self._device) for _ in range(count)])
         ids, positions = input_ids.clone().long(), positions.clone().long()  # no inference tensors: torch counts edits
         batch = _batch_of(ids, positions, np.diff(starts), tree.attention, site_ops)
         if len(logit_tokens) < len(input_ids):
@@ -348,9 +350,14 @@ class RankTraces:
         ranks.end()
         self.ran = True
         assert batch.hidden_states is not None, "the batch asks for them"
-        return ranks.shared(
-            batch.hidden_states
-        )  # each rank has a part of the head, for the log probabilities of prompts
+        return self._shared([batch.hidden_states, *(() if tree.read is None else tree.read.take())])
+
+    def _shared(self, states: list[torch.Tensor]) -> torch.Tensor:
+        """Rank 0's hidden states and `read_states` [tokens, hidden], on all ranks: each has a part of the head, and a drafter."""
+        ranks = self._ranks
+        assert ranks is not None, "`open` comes before"
+        hidden, *self.read_states = map(ranks.shared, states)
+        return hidden
 
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
         stage, tree = self._stage, self._tree

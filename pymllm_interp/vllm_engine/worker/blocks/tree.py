@@ -99,6 +99,28 @@ class VllmAttention(AttentionBackend):
         return out
 
 
+class LayerInputs:
+    """Inputs of some layers in a pass. Stands for `models.native.decoder.AuxStates`.
+
+    Args:
+        layers: their numbers, in ascending order; the number of layers stands for the input of the final norm.
+    """
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        self._states: dict[int, torch.Tensor] = {}
+
+    def keep(self, layer: int, h: torch.Tensor) -> None:
+        """Copy h [1, tokens, hidden], the input of a layer."""
+        if layer in self.layers:
+            self._states[layer] = h[0].clone()
+
+    def take(self) -> list[torch.Tensor]:
+        """The inputs [tokens, hidden] of the last pass, in the order of `layers`."""
+        states, self._states = self._states, {}
+        return [states[layer] for layer in self.layers]
+
+
 class BlockTree:
     """The tree over a loaded model of vLLM.
 
@@ -111,6 +133,7 @@ class BlockTree:
         module: the tree's root, a `CausalLM`.
         attention: the backend of its passes.
         layers: vLLM's decoder layers, for those in which no block waits.
+        read: inputs of layers that a drafter reads (EAGLE-3); None: it reads none.
 
     Raises:
         NotImplementedError: a part of the tree has no counterpart in vLLM's model. The message names it.
@@ -136,6 +159,8 @@ class BlockTree:
         self.attention = VllmAttention([self._attention(i) for i in layers])
         self.layers = WholeLayers([self._theirs(f"model.layers.{i}") for i in layers], self._called)
         self.layers.watch(decoder.rotary_emb)
+        read: tuple[int, ...] = getattr(self._theirs("model"), "aux_hidden_state_layers", ())
+        self.read = decoder.aux = LayerInputs(read) if read else None
 
     def _serve(self, path: str, own: Any) -> set[int]:
         """Have a module computed by vLLM's. Returns the ids of its parameters that are never read."""
