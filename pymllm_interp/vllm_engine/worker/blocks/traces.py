@@ -353,7 +353,7 @@ class RankTraces:
         return self._shared([batch.hidden_states, *(() if tree.read is None else tree.read.take())])
 
     def _shared(self, states: list[torch.Tensor]) -> torch.Tensor:
-        """Rank 0's hidden states and `read_states`, each [tokens, hidden], on all ranks. Each has a part of the head, and a drafter."""
+        """Rank 0's hidden states and `read_states`, each [tokens, hidden], on all ranks, which have parts of the head."""
         ranks = self._ranks
         assert ranks is not None, "`open` comes before"
         hidden, *self.read_states = map(ranks.shared, states)
