@@ -133,6 +133,11 @@ def test_padding_tokens_in_a_text_are_not_counted_where_transformers_does_not(fa
     texts = [[padding], [5, padding, 6, padding, padding, 7], [8, 9, 10], [padding, 11]]
     with LM(tmp_path, device="cpu", dtype="float32", kv_cache_tokens=256) as lm:
         close([out.data for out in lm.encode(texts, pooling="all")], [unit(hidden(model, ids)) for ids in texts])
+        embeds = torch.randn(3, 36)
+        whole = {"prompt_token_ids": [padding] * 3, "embeds": {i: embeds[i] for i in range(3)}}
+        with torch.no_grad():
+            expected = unit(model(inputs_embeds=embeds[None]).last_hidden_state[0])
+        close([out.data for out in lm.encode([whole, {"prompt_embeds": embeds}], pooling="all")], [expected] * 2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

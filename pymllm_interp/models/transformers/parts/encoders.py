@@ -60,7 +60,7 @@ class Encoder(nn.Module):
         given: dict[str, Any] = {"position_ids": position_ids, "attention_mask": attention_mask}
         batch = current_batch()
         if self._padding is not None and batch is not None:
-            given["position_ids"] = _positions(input_ids, self._padding, batch.batch_groups)
+            given["position_ids"] = _positions(input_ids, self._padding, batch)
         if self._has_types and self.sep_token_id is not None and batch is not None:
             given["token_type_ids"] = _types(input_ids, self.sep_token_id, batch.batch_groups)
         takes = inspect.signature(type(self.base_model).forward).parameters
@@ -79,10 +79,12 @@ def _types(ids: torch.Tensor, separator: int, groups: Any) -> torch.Tensor:
     return found
 
 
-def _positions(ids: torch.Tensor, padding: int, groups: Any) -> torch.Tensor:
+def _positions(ids: torch.Tensor, padding: int, batch: Any) -> torch.Tensor:
     """Positions [1, tokens] of RoBERTa and its kin, which do not count padding tokens; these have position -1."""
     found, counted = torch.full_like(ids, -1), (ids != padding).long()
-    for start, size in groups:
+    if batch.input_embeds is not None:
+        counted[0, batch.input_embeds.rows] = 1  # their ids are placeholders
+    for start, size in batch.batch_groups:
         part = counted[:, start : start + size]
         found[:, start : start + size] = part.cumsum(-1) * part - 1
     return found
