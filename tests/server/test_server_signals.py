@@ -17,7 +17,7 @@ from helpers_forks import children_of
 from helpers_processes import SECONDS, engine_of, is_gone, starting, wait_for
 from helpers_server import GREEDY, Server, serving
 
-from pymllm_interp.server.engines.liveness import Liveness
+from pymllm_interp.server.engines.liveness import Liveness, WatchedEngine
 from pymllm_interp.server.engines.start import _watch
 from pymllm_interp.server.settings import ServeLimits
 
@@ -92,7 +92,7 @@ def test_a_start_is_not_given_up_because_this_process_did_not_run():
 def test_a_step_is_not_given_up_because_this_process_did_not_run():
     """As where SIGSTOP reached server and engine, in the midst of a step."""
 
-    class Engine:
+    class Engine(WatchedEngine):
         info: dict[str, Any] | None = None
         ready, killed = True, False
 
@@ -113,6 +113,44 @@ def test_a_step_is_not_given_up_because_this_process_did_not_run():
             await asyncio.sleep(0.05)
         task.cancel()
 
+    asyncio.run(run())
+
+
+def test_an_engine_that_was_started_again_within_a_pause_is_not_stuck():
+    """Restarts of small models take less than the pause between two questions."""
+
+    class Engine(WatchedEngine):
+        info: dict[str, Any] | None = None
+        ready = True
+
+        async def start(self) -> None:
+            self.process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
+
+        async def ask(self, make: Any) -> Any:
+            if self.process is first:
+                await asyncio.sleep(600)
+            return {"busy": False, "progress": 0, "in_block": False}
+
+    async def run() -> None:
+        nonlocal first
+        engine = Engine()
+        await engine.start()
+        first = engine.process
+        liveness = Liveness(engine, ServeLimits(engine_message_seconds=0.4))
+        task = asyncio.create_task(liveness.watch())
+        while not liveness.stuck:
+            await asyncio.sleep(0.01)
+        assert first is not None and await asyncio.wait_for(first.wait(), SECONDS) == -signal.SIGKILL
+        await engine.start()
+        assert not liveness.stuck
+        await asyncio.sleep(0.5)
+        assert not liveness.stuck
+        task.cancel()
+        engine.kill()
+        assert engine.process is not None
+        await engine.process.wait()
+
+    first: asyncio.subprocess.Process | None = None
     asyncio.run(run())
 
 

@@ -52,15 +52,19 @@ class Liveness:
     Args:
         engine: the process.
         limits: time limits of the engine.
-
-    Attributes:
-        stuck: description of the stuck part, until the process has ended; empty if none is.
     """
 
     def __init__(self, engine: WatchedEngine, limits: ServeLimits) -> None:
         self._engine, self._limits = engine, limits
-        self.stuck = ""
+        self._why = ""
+        self._stuck: asyncio.subprocess.Process | None = None
         self._forget()
+
+    @property
+    def stuck(self) -> str:
+        """Description of the stuck part, until the process has ended; empty if none is."""
+        process = self._engine.process  # another one after a restart, which may take less than a pause
+        return self._why if process is not None and process is self._stuck and process.returncode is None else ""
 
     def _forget(self) -> None:
         self._unanswered, self._progress, self._since = 0, "", time.monotonic()
@@ -75,7 +79,6 @@ class Liveness:
             if time.monotonic() - began > 2 * pause:  # this process did not run, and may be not the engine's either
                 self._forget()
             if not self._engine.ready:
-                self.stuck = ""
                 self._forget()
                 continue
             try:
@@ -108,7 +111,7 @@ class Liveness:
         return float("inf") if block is None else most + block
 
     def _end(self, why: str) -> None:
-        self.stuck = why
+        self._why, self._stuck = why, self._engine.process
         self._forget()
         logger.error("the engine process is stuck, and is ended: %s", why, extra={"event": "engine_stuck"})
         self._engine.kill()
