@@ -132,8 +132,8 @@ class ValueDecoder:
                 return complex(real, imag)
             case {"tuple": items, "of": name, "fields": names}:
                 return _named(name, *names)(*map(self.decode, items))
-            case {"tuple": items, "of": name} if hasattr(torch.return_types, name):
-                return getattr(torch.return_types, name)(map(self.decode, items))
+            case {"tuple": items, "of": name} if isinstance(cls := getattr(torch.return_types, name, None), type):
+                return cls(map(self.decode, items))
             case {"tuple": items}:
                 return tuple(self.decode(item) for item in items)
             case {"Size": items}:
