@@ -22,7 +22,16 @@ from helpers_vision import PREPROCESSORS, PROCESSOR_SIZES, QWEN, WORDS, vision_c
 from helpers_vllm_start import fork_engines
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, GPT2Config, Lfm2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.client.completion import RequestOutput
@@ -58,6 +67,10 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "gemma2": lambda: Gemma2Config(
         **SIZES, query_pre_attn_scalar=16, attn_logit_softcapping=4.0, final_logit_softcapping=12.0, sliding_window=24
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES, query_pre_attn_scalar=32, sliding_window=24, layer_types=["sliding_attention", "full_attention"] * 2,
+        tie_word_embeddings=True,
     ),
     "lfm2": lambda: Lfm2Config(
         **{**SIZES, "num_attention_heads": 3, "num_key_value_heads": 1}, layer_types=["conv", "full_attention"] * 2,

@@ -66,12 +66,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "qwen3, V2 runner, two ranks, drafts": (
         "qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2, **NGRAM}, {"TRITON_INTERPRET": "1"}
     ),
+    "gemma3": ("gemma3", {"max_num_tokens": 64}, {}),
     "llama, V2 runner, adapters": ("llama", {"max_num_tokens": 40, **LORA}, {"TRITON_INTERPRET": "1"}),
 }  # fmt: skip
 PROMPTS = [prompt(9, 1), prompt(33, 2), prompt(1, 3), prompt(17, 4)]
 
 
-NIGHTLY = ("mixtral, two ranks", "llama, device tables, in the norms", "qwen3, two ranks, drafts, adapters")
+NIGHTLY = ("gemma3", "mixtral, two ranks", "llama, device tables, in the norms", "qwen3, two ranks, drafts, adapters")
 MARKS = {**dict.fromkeys(NIGHTLY, pytest.mark.slow), "qwen3, V2 runner, two ranks, drafts": V2_DRAFTS}
 
 
