@@ -181,6 +181,12 @@ def test_settings_without_images_are_refused_before_the_load(tmp_path: Path) -> 
     (other / "config.json").write_text(config.replace('"mrope_interleaved": true', '"mrope_interleaved": false'))
     with pytest.raises(VllmRefusalError, match="without mrope_interleaved"):
         vllm_lm(other)
+    third = save_image_model("llava_onevision", tmp_path / "llava_onevision")
+    config = (third / "config.json").read_text()
+    assert '"anyres_max_9"' in config
+    (third / "config.json").write_text(config.replace('"anyres_max_9"', '"anyres_max_4"'))
+    with pytest.raises(VllmRefusalError, match="another vision_aspect_ratio than anyres_max_9"):
+        vllm_lm(third)
     from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
 
     own = {"model": str(folder), "dtype": "float32", "max_model_len": 128, **llm_arguments()}
