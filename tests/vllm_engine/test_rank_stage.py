@@ -426,7 +426,7 @@ def test_a_tree_that_cannot_be_made_is_refused_again(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(traces, "BlockTree", refused)
     group: Any = SimpleNamespace(world_size=1, rank_in_group=0)
-    own = traces.RankTraces(None, None, SPEC, torch.device("cpu"), lambda: group, CONFIG, lambda: None)
+    own = traces.RankTraces(None, None, SPEC, torch.device("cpu"), lambda: group, CONFIG, lambda: None, None)  # pyright: ignore
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="no counterpart"):
             own.open(b"")

@@ -40,11 +40,11 @@ from helpers_vllm import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pymllm_interp import LM, Capture, SamplingParams, Steer
+from pymllm_interp import LM, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.core.events import EngineClosedError
 from pymllm_interp.hooks.traces.blocks.errors import EditError, TraceTimeoutError
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
-from pymllm_interp.interventions import Knockout
+from pymllm_interp.interventions import Knockout, Monitor
 from pymllm_interp.vllm_engine.payloads import HookedOnWire
 from pymllm_interp.vllm_engine.refusals import VllmRefusalError
 from pymllm_interp.vllm_engine.settings import TAPS, WITH_TABLES
@@ -54,14 +54,15 @@ DIED = r"rank 1 of 2 \(process \d+\) (was ended by SIGKILL|has ended)"
 STOPPED = r"the process of engine 0 of 1, above its ranks, \(process \d+\) is stopped \(SIGSTOP\)"
 SHORT = 4.0
 """Seconds after which a block is ended, in one case."""
+INNER = ("q", "z", "mlp_act")
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "llama, chunks of 40, adapters": ("llama", {"max_num_tokens": 40, "trace_step_timeout": SHORT, **LORA}, {}),
-    "qwen3, two ranks, drafts": ("qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2, **NGRAM}, {}),
+    "qwen3, two ranks, drafts": ("qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2, "inner_sites": INNER, **NGRAM}, {}),
     "qwen3, two ranks, drafts, adapters": ("qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2, **NGRAM, **LORA}, {}),
     "mixtral, two ranks": ("mixtral", {"max_num_tokens": 64, "tensor_parallel_size": 2}, {}),
     "gemma2, compiled": ("gemma2", {"disable_cuda_graph": False, "max_num_tokens": 64}, {}),
     "llama, device tables, in the norms": (
-        "llama", {"max_num_tokens": 64}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
+        "llama", {"max_num_tokens": 64, "inner_sites": INNER}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1", TAPS: "norm"}
     ),
     "qwen3, V2 runner, two ranks, drafts": (
         "qwen3", {"max_num_tokens": 64, "tensor_parallel_size": 2, **NGRAM}, {"TRITON_INTERPRET": "1"}
@@ -571,6 +572,62 @@ def test_layers_without_a_waiting_block_are_vllms_own(engines: tuple[LM, LM], re
         states = lm.model.layers[last].output.save()
     same(states[0], captured)
     assert torch.equal(states[0].cpu(), captured) or "compiled" in request.node.name
+
+
+DECLARED: dict[str, Any] = {
+    "interventions": [
+        Steer("resid_post.0", vector(5), 2.0), Steer("mlp_out.1", vector(6)), Steer("attn_out.2", vector(7)),
+        Steer("resid_post.2", vector(8)), Steer("resid_mid.3", vector(9), 0.5), Steer("embed", vector(10)),
+    ],
+    "capture": [f"{kind}.*" for kind in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")] + ["embed"],
+}  # fmt: skip
+
+
+def test_declared_hooks_in_these_layers_have_the_bits_of_a_step_without_blocks(
+    engines: tuple[LM, LM], request: pytest.FixtureRequest
+) -> None:
+    lm, _ = engines
+    params, declared = SamplingParams(max_tokens=1), DECLARED
+    if kinds := CASES[request.node.callspec.params["engines"]][1].get("inner_sites", ()):
+        ops = [Scale("z.0", 0.5, heads=[1]), Steer("mlp_act.2", vector(11, 128))]
+        declared = {
+            "interventions": DECLARED["interventions"] + ops,
+            "capture": DECLARED["capture"] + [f"{kind}.*" for kind in kinds],
+        }
+    (wanted,) = lm.generate([PROMPTS[1]], params, **declared)
+    with lm.trace(PROMPTS[1], **declared) as tracer:
+        middle = lm.model.layers[1].output.save()
+        last = lm.model.layers[3].output.save()
+    assert tracer.receipt.steps == {f"vllm {runner_of(lm)} modules": 1}
+    for site, rows in wanted.outputs[0].activations.items():
+        same(tracer.activations[site], rows, site)
+        assert torch.equal(tracer.activations[site], rows) or "compiled" in request.node.name, site
+    for name, state in (("resid_post.1", middle), ("resid_post.3", last)):
+        same(state[0], wanted.outputs[0].activations[name])
+
+
+LINKED: dict[str, dict[str, Any]] = {
+    "gate of a row": {"interventions": [Steer("resid_post.2", vector(2), 2.0, when=Gate(vector(9), 0.0, site="resid_post.0"))]},
+    "gate of the prompt": {
+        "interventions": [Steer("resid_post.2", vector(2), 2.0, when=Gate(vector(9), 0.0, site="resid_post.0", scope="prompt"))]
+    },
+    "monitor": {
+        "monitors": [Monitor("resid_post.1", vector(9), -1e9, then=[Steer("resid_post.2", vector(2), 2.0)], positions="prompt")]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LINKED)
+def test_what_an_op_waits_for_is_met_in_a_step_by_modules(engines: tuple[LM, LM], kind: str) -> None:
+    """A block waits for the first step only. All ranks act alike in the later ones."""
+    found = []
+    for lm in engines:
+        options = {"capture": ["resid_post.3"], "max_new_tokens": 5, "temperature": 0, "ignore_eos": True}
+        with lm.generate(PROMPTS[1], **options, **LINKED[kind]) as tracer:
+            for _ in tracer.iter[0:1]:
+                state = lm.model.layers[1].mlp.output.save()
+        found.append((state, tracer.activations["resid_post.3"]))
+    same(*found)
 
 
 @pytest.mark.parametrize("place", ["positions", "rotation", "rotation in place"])

@@ -33,9 +33,11 @@ class StepBatch:
         touches_logits: whether some request has an op or a capture at the logits.
         monitored: whether some request has monitors.
         asked: sites of the requests, equal on all ranks, also when the first has sent the results of one.
+        links_sites: whether an op depends on the state at another site, likewise.
     """
 
     asked: frozenset[int] = frozenset()
+    links_sites = False
 
     def __init__(
         self, ids: Sequence[str], find: Callable[[str], HookedRequest | None], logits_site: int, whole: Container[str],

@@ -45,6 +45,8 @@ class HookedRequest:
     """Dot products of its monitors for each row. All ranks have the same number."""
     cuts: bool = False
     """Cut edges of attention, or captured patterns: its passes are by modules."""
+    links_sites: bool = False
+    """An op depends on the state at another site: by a gate, an SAE, or a monitor."""
     failed: str = ""
     """Reason that a pass was without its cut edges, or ""."""
     preemptions: int = 0
@@ -73,6 +75,7 @@ class HookedRequest:
         self.sites = frozenset((*declared.hooks.ops, *captured))
         self.cuts, self.num_scores = declared.hooks.cuts_edges, declared.hooks.num_scores
         monitors = declared.hooks.monitors
+        self.links_sites = any(op.flag is not None or op.read is not None for op in declared.hooks)
         if any(bound.flag is not None for bound in monitors):
             self.acting = RequestMonitors(monitors, self.request_id, self.prompt_len)
 

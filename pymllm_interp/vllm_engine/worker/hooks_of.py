@@ -182,10 +182,7 @@ class HooksOf:
             for rows, stop in zip(self._logit_counts, self._starts[1:].tolist(), strict=True)
         ])  # fmt: skip
         count, stage = int(self._starts[-1]), self.stage
-        taps = stage.taps
-        ops = None if stage.step is None else taps.ops
-        if stage.step is not None and taps.static is not None:
-            ops = ops or taps.static.first_rows(count)
+        ops = stage.ops_of_pass(count)
         kept, cuts, rows = None, None, []
         if self._cutting and stage.step is not None and not stage.rank:
             rows = [row for row in stage.step.rows_of if stage.cuts(row[0])]
@@ -195,7 +192,7 @@ class HooksOf:
                 lost, "no memory beside vLLM's for its K and V, by which edges are cut: lower gpu_memory_utilization"
             )
         step = input_ids[:count], positions[:count], self._starts, ops, tokens, cuts, kept
-        with taps.silent():  # the modules of the tree have the inner sites
+        with stage.taps.silent():  # the modules of the tree have the inner sites
             hidden = self.traces.run_pass(*step)
             if hidden is None and self._cutting:  # the blocks have ended, and others' edges are cut all the same
                 hidden = self.traces.run_pass(*step)
@@ -203,6 +200,8 @@ class HooksOf:
             stage.fail_cuts(
                 [row[0] for row in rows], "a pass with cut edges of attention has failed: see the log of rank 0"
             )
+        elif stage.links_sites and stage.taps.split.ranks > 1:
+            stage.stage.decide(self.traces.agreed(stage.decisions))
         stage.by_modules = hidden is not None
         return hidden
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,7 @@ class RankTaps:
         self.ops: Any = None
         self.asked: frozenset[int] = frozenset()
         self.calls, self.is_silent = 0, False
+        self._is_served, self._uncounted = False, torch.zeros_like(seen)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -52,8 +53,25 @@ class RankTaps:
         finally:
             self.is_silent = False
 
+    @contextmanager
+    def within_layers(self) -> Iterator[None]:
+        """vLLM's own layers run in a pass by modules. It has served the sites of their input, and counts the rows itself."""
+        before = self.is_silent, self.seen
+        self.is_silent, self.seen, self._is_served = False, self._uncounted, True
+        try:
+            yield
+        finally:
+            (self.is_silent, self.seen), self._is_served = before, False
+
+    def _was_served(self) -> bool:
+        """Whether the pass by modules has served the sites of this call: the first one in layers."""
+        served, self._is_served = self._is_served, False
+        return served
+
     def pair(self, delta: torch.Tensor, stream: torch.Tensor, residual_add: int) -> None:
         """Apply ops and captures of the delta and the sum at a residual add; both [rows, hidden]."""
+        if self._was_served():
+            return
         if self.static is not None:
             from ...kernels.edit_pair import edit_pair
 
@@ -70,20 +88,15 @@ class RankTaps:
         from ...kernels.edit_ops import edit_norm_
 
         assert self.static is not None, "norms of vLLM stay where ops are functions"
-        edit_norm_(
-            delta,
-            stream,
-            weight,
-            eps,
-            kind,
-            residual_add,
-            self.static.tables,
-            self.static.token_rows,
-            self.seen,
-        )
+        rows = self.static.token_rows
+        if self._was_served():
+            rows = rows._replace(owners=torch.full_like(rows.owners, -1))
+        edit_norm_(delta, stream, weight, eps, kind, residual_add, self.static.tables, rows, self.seen)
 
     def state(self, rows: torch.Tensor, site: int) -> None:
         """Apply ops and captures of a site's rows [rows, hidden]."""
+        if self._was_served():
+            return
         if self.static is not None:
             from ...kernels.edit_pair import edit_state
 
@@ -106,6 +119,15 @@ class RankTaps:
                 self.calls += 1
 
 
+class Decisions(NamedTuple):
+    """What the pass of a step has decided for later steps."""
+
+    fired: dict[str, dict[int, int]]
+    """Request id -> slot of a gate or monitor -> first position at which the ops behind it act."""
+    scores: torch.Tensor | None
+    """[slots, tokens] dot products of monitors; None without."""
+
+
 class TappedStage(DeclaredStage):
     """The declared stage of a rank.
 
@@ -122,6 +144,34 @@ class TappedStage(DeclaredStage):
     def has_tables(self) -> bool:
         """Whether passes read declared ops from device tables."""
         return uses_tables(torch.device(self.device).type)
+
+    def decisions(self, rows: VllmStep) -> Decisions:
+        """What the pass of a step has decided for later steps."""
+        fired: dict[str, dict[int, int]] = {}
+        for entry in rows.entries:
+            if (declared := self._live.get(entry.request_id)) is not None:
+                found: Any = declared.first_fired
+                if self.device_tables is not None and entry.request_id in self._in_tables:
+                    row = self._in_tables[entry.request_id][0]
+                    found = dict(enumerate(self.device_tables.tables.first_fired[row].tolist()))
+                fired[entry.request_id] = {slot: int(position) for slot, position in found.items()}
+        slots = self._num_slots(rows)
+        return Decisions(fired, self._score_memory[:slots, : rows.num_tokens].cpu() if slots else None)
+
+    @property
+    def _score_memory(self) -> torch.Tensor:
+        """[slots, rows] dot products of the pass under way, if it has monitors."""
+        if self._host_scores is not None:
+            return self._host_scores
+        return self._tables.token_rows.scores
+
+    def decide(self, found: Decisions) -> None:
+        """Take the decisions of the first rank, where the pass of a step did not run."""
+        for request_id, fired in found.fired.items():
+            self.note_fired(request_id, fired)
+        if found.scores is not None and (self._host_scores is not None or self.table_ops is not None):
+            slots, tokens = found.scores.shape
+            self._score_memory[:slots, :tokens] = found.scores.to(self.device)
 
     def clear_scores(self, slots: int, tokens: int) -> None:
         """Zero the scores of a pass that were taken: the next one writes only the scores of this rank's sites."""

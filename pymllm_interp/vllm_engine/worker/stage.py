@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...config import ServerConfig
+from ...core.forward_batch import SiteOps
 from ...core.model_spec import LOGITS, ModelSpec, inner_site
 from ...core.sampling_params import SamplingParams
 from ...core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks
@@ -34,7 +35,7 @@ from .batch import StepBatch, VllmStep, step_of
 from .egress.rank_scores import RankScores
 from .egress.result_arena import ResultArena
 from .hooked_request import HookedRequest, RankResult
-from .rank_taps import RankTaps, TappedStage
+from .rank_taps import Decisions, RankTaps, TappedStage
 from .row_buffers import VllmRowBuffers
 from .split_rows import SplitRows
 
@@ -92,6 +93,7 @@ class RankStage:
         self._marked = (0.0, 0.0)
         self._held = False
         self._drafts = False  # some step had any
+        self.links_sites = False  # an op of the step depends on the state at another site; equal on all ranks
         self.whole: Container[str] = ()  # vLLM's ids of requests with blocks that read all logits
         self.by_modules = False  # the pass under way called no tap: its modules have met all rows
 
@@ -319,11 +321,13 @@ class RankStage:
             with TIMES.of("step: rows of new requests"):
                 self._take_rows(req_ids)
             batch = self._batch = StepBatch(req_ids, self._live, self._logits_site, self.whole)
-            batch.asked = frozenset().union(*(self._known[one].sites for one in req_ids if one in self._known))
+            known = [self._known[one] for one in req_ids if one in self._known]
+            batch.asked = frozenset().union(*(one.sites for one in known))
+            batch.links_sites = any(one.links_sites for one in known)
         if not batch.hooked:
             self.idle()
         self.scores.begin(filter(None, map(self._known.get, req_ids)), int(starts[len(req_ids)]))
-        self.taps.asked = batch.asked
+        self.taps.asked, self.links_sites = batch.asked, batch.links_sites
         if not batch.hooked:
             return
         step = self.step = step_of(batch, starts, computed, mode, drafts)
@@ -332,7 +336,8 @@ class RankStage:
             self._settle(step)
         self._calls_before = self.taps.calls
         if not self.in_tables:
-            self.taps.ops = self.stage.site_ops(step, step.num_tokens, False)
+            with torch.inference_mode(False):  # modules write scores, too
+                self.taps.ops = self.stage.site_ops(step, step.num_tokens, False)
             self._mark()
             return
         records = None
@@ -346,6 +351,17 @@ class RankStage:
         if batch.touches_logits:
             self.taps.ops = self.stage.logit_table_ops(step, step.num_tokens)
         self._mark()
+
+    def ops_of_pass(self, rows: int) -> SiteOps | None:
+        """Ops and captures of the step's token rows, for modules."""
+        if self.step is None:
+            return None
+        static = self.taps.static
+        return static.first_rows(rows) if self.taps.ops is None and static is not None else self.taps.ops
+
+    def decisions(self) -> Decisions:
+        """What the first rank's pass has decided for later steps."""
+        return Decisions({}, None) if self.step is None else self.stage.decisions(self.step)
 
     def _settle(self, step: VllmStep) -> None:
         """Take back rows of drafts that were not accepted, and let the step's drafts be taken back."""
@@ -401,7 +417,7 @@ class RankStage:
         """The next pass is not one of requests with hooks: a dummy one, or plain."""
         with self.lock:
             self._close_batch()
-        self.step, self.taps.ops, self.taps.asked = None, None, frozenset()
+        self.step, self.taps.ops, self.taps.asked, self.links_sites = None, None, frozenset(), False
         if self.in_tables:
             self.buffers.clear()
         self._let_go()
@@ -432,7 +448,7 @@ class RankStage:
 
     def end(self) -> None:
         """A step was launched: its captured states may leave the device."""
-        step, self.taps.asked = self.step, frozenset()
+        step, self.taps.asked, self.links_sites = self.step, frozenset(), False
         if step is None:
             self._let_go()
             return

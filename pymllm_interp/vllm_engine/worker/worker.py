@@ -114,7 +114,7 @@ class InterpWorker:
             keep_rows_plain(adapters)
         traces = RankTraces(
             model, config.model_config.hf_config, spec, device, _tensor_parallel_group, settings,
-            lambda: load_tokenizer(resolve_model(named, quantised=True)),
+            lambda: load_tokenizer(resolve_model(named, quantised=True)), stage,
             (adapters, scheduler.max_num_batched_tokens),
         )  # fmt: skip
         drafts = config.speculative_config

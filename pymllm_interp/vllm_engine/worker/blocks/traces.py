@@ -34,6 +34,7 @@ from ....runner.stages.traced_stage import TracedStage
 from ....wire.failures import failure_of
 from ....wire.trace_payload import Sources
 from ...blocks import StepEnds, TraceOnWire, TraceResult, packed, traces_of
+from ..stage import RankStage
 from .kept_kv import KeptKV
 from .ranks import Ranks
 from .row_adapters import RowAdapters
@@ -69,6 +70,7 @@ class RankTraces:
     Args:
         model, config, spec, device: vLLM's model, its config, spec and device.
         ranks, tokenizer: make the tensor-parallel ranks, and the model's tokenizer, once they are needed.
+        declared: declared ops of the rank.
         adapters: vLLM's `LoRAModelManager`, or None, and the most rows of a step.
 
     Attributes:
@@ -84,10 +86,11 @@ class RankTraces:
 
     def __init__(
         self, model: Any, config: Any, spec: Any, device: torch.device, ranks: Callable[[], Any], server: ServerConfig,
-        tokenizer: Callable[[], Any], adapters: tuple[Any, int] = (None, 0),
+        tokenizer: Callable[[], Any], declared: RankStage, adapters: tuple[Any, int] = (None, 0),
     ) -> None:  # fmt: skip
         self._model, self._config, self._spec, self._device = model, config, spec, device
         self._make_ranks, self._server, self._tokenizer = ranks, server, tokenizer
+        self._declared = declared
         self.own_pass = self.ran = self._unfinished = False
         self.mode = ""
         self._last_modes: dict[str, str] = {}  # by request id
@@ -119,7 +122,7 @@ class RankTraces:
         """
         if self._ranks is None:
             ranks = Ranks(self._make_ranks())
-            tree = BlockTree(self._model, self._config, self._spec, self._device, ranks, self.adapters)
+            tree = BlockTree(self._model, self._config, self._spec, self._device, ranks, self.adapters, self._declared)
             if not ranks.rank:
                 self._begin_serving(tree.module)
             self._ranks, self._tree = ranks, tree  # else the next call raises, too
@@ -334,10 +337,10 @@ class RankTraces:
             batch.logits_indices = torch.from_numpy(logit_tokens).to(self._device)
         tree.attention.cuts, tree.attention.kept = cuts, kept
         ranks.followed = True
-        # vLLM's layers know neither the ops of the tree nor cut edges.
-        is_plain = tree.layers.can_run and site_ops is None and kept is None
+        # vLLM's attention cuts no edges. Only this rank has the flags of gates that the tree has met.
+        is_plain = kept is None and (site_ops is None or ranks.size == 1 or not self._declared.links_sites)
         try:
-            with tree.layers.of_pass(batch) if is_plain else nullcontext():
+            with tree.layers.of_pass(batch) if tree.layers.can_run and is_plain else nullcontext():
                 self.logits = self._run(batch)
         except Exception as error:
             logger.warning("a pass with blocks has failed; the blocks end, and the step runs again", exc_info=True)
@@ -351,6 +354,12 @@ class RankTraces:
         self.ran = True
         assert batch.hidden_states is not None, "the batch asks for them"
         return self._shared([batch.hidden_states, *(() if tree.read is None else tree.read.take())])
+
+    def agreed(self, make: Callable[[], Any]) -> Any:
+        """Rank 0's value, on all ranks: anything that pickles."""
+        ranks = self._ranks
+        assert ranks is not None, "`open` comes before"
+        return ranks.agreed(None if ranks.rank else make())
 
     def _shared(self, states: list[torch.Tensor]) -> torch.Tensor:
         """Rank 0's hidden states and `read_states`, each [tokens, hidden], on all ranks, which have parts of the head."""

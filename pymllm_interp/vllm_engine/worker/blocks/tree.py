@@ -23,6 +23,7 @@ from ....layers.norm import NormModule
 from ....layers.seal import Weight
 from ....models.registry import NATIVE, architecture_of
 from ...settings import OURS
+from ..stage import RankStage
 from .kept_kv import KeptKV
 from .ranks import Ranks
 from .row_adapters import RowAdapters
@@ -128,6 +129,7 @@ class BlockTree:
         model: vLLM's.
         ranks: tensor-parallel ranks.
         adapters: adapters of the rows of products.
+        stage: declared ops of the rank.
 
     Attributes:
         module: the tree's root, a `CausalLM`.
@@ -140,7 +142,8 @@ class BlockTree:
     """
 
     def __init__(
-        self, model: Any, config: Any, spec: ModelSpec, device: torch.device, ranks: Ranks, adapters: RowAdapters
+        self, model: Any, config: Any, spec: ModelSpec, device: torch.device, ranks: Ranks, adapters: RowAdapters,
+        stage: RankStage,
     ) -> None:  # fmt: skip
         self._model, self._spec, self._ranks, self._adapters = model, spec, ranks, adapters
         cls = NATIVE[architecture_of(config)]
@@ -157,7 +160,7 @@ class BlockTree:
             )
         layers = range(spec.num_hidden_layers)
         self.attention = VllmAttention([self._attention(i) for i in layers])
-        self.layers = WholeLayers([self._theirs(f"model.layers.{i}") for i in layers], self._called)
+        self.layers = WholeLayers([self._theirs(f"model.layers.{i}") for i in layers], self._called, stage)
         self.layers.watch(decoder.rotary_emb)
         read: tuple[int, ...] = getattr(self._theirs("model"), "aux_hidden_state_layers", ())
         self.read = decoder.aux = LayerInputs(read) if read else None

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from ....core.forward_batch import CachedRotation, ForwardBatch, Registers
+from ....core.model_spec import input_add
+from ....layers.edits.base import residual_sum
+from ..stage import RankStage
 
 KERNELS = ("SiluAndMul", "GeluAndMul", "RotaryEmbedding")
 """Modules of vLLM with a CUDA kernel, which run by torch's operations where vLLM compiles its model."""
@@ -23,9 +26,12 @@ class WholeLayers:
     vLLM's layers rotate by positions, and the tree's by cosines and sines. So they run only where a `rotary_emb` made the
     rotations of the segment, and no block edited them.
 
+    Declared ops and captures inside of them are those of vLLM's steps without blocks (taps.py), on all ranks.
+
     Args:
         layers: vLLM's.
         add: makes a function of all ranks, see `BlockTree`.
+        stage: stage of the rank.
 
     Attributes:
         can_run: whether vLLM's layers take and return the stream as the pair (hidden states, residual).
@@ -33,8 +39,10 @@ class WholeLayers:
 
     by_layer = False
 
-    def __init__(self, layers: Sequence[nn.Module], add: Callable[[Any], Callable[..., torch.Tensor]]) -> None:
-        self.can_run = all(map(_takes_pairs, layers))
+    def __init__(
+        self, layers: Sequence[nn.Module], add: Callable[[Any], Callable[..., torch.Tensor]], stage: RankStage
+    ) -> None:
+        self._stage, self.can_run = stage, all(map(_takes_pairs, layers))
         self._layers, self._call = layers, add(self._through)
         self._kernels = list(dict(kernel for layer in layers for kernel in _kernels_of(layer)).items())
         self._made: list[tuple[torch.Tensor, int, tuple[torch.Tensor, ...], tuple[int, ...]]] = []
@@ -58,7 +66,7 @@ class WholeLayers:
     def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers, chained: bool, /) -> Registers:
         """Run a segment by vLLM's layers, or as it is."""
         if isinstance(key, tuple) and key[0] == "layers" and (positions := self._positions_of(inputs)) is not None:
-            return {"h": self._call(inputs["h"][0], positions, key[1], key[2])[None]}
+            return {"h": self._call(inputs["h"][0], positions, *key[1:])[None]}
         return segment(**inputs)
 
     def _positions_of(self, inputs: Registers) -> torch.Tensor | None:
@@ -78,14 +86,22 @@ class WholeLayers:
                 return positions if unedited else None
         return None
 
-    def _through(self, rows: torch.Tensor, positions: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """h [tokens, hidden] through the layers from `start` to `stop`."""
+    def _through(
+        self, rows: torch.Tensor, positions: torch.Tensor, start: int, stop: int, served: bool
+    ) -> torch.Tensor:
+        """h [tokens, hidden] through the layers from `start` to `stop`.
+
+        Args:
+            served: a block waits for the outcome. The pass captures it behind the block.
+        """
         hidden: torch.Tensor = rows.clone()  # layers write to it
-        residual: Any = None
-        with _by_kernels(self._kernels):
+        # Behind the first layer, norms add. This one adds nothing, by the kernel of a step without blocks.
+        residual: Any = torch.zeros_like(hidden) if start else None
+        with _by_kernels(self._kernels), self._stage.taps.within_layers():
             for layer in self._layers[start:stop]:
                 hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
-        return hidden + residual
+        ops = self._stage.ops_of_pass(len(hidden))
+        return residual_sum(residual[None], hidden[None], ops, input_add(stop), served)[0]
 
 
 def _takes_pairs(layer: nn.Module) -> bool:
