@@ -64,7 +64,7 @@ class RankTaps:
             (self.is_silent, self.seen), self._is_served = before, False
 
     def _was_served(self) -> bool:
-        """Whether the pass by modules has served the sites of this call: the first one in layers."""
+        """Whether the pass by modules has served the sites of this call, because layers begin with it."""
         served, self._is_served = self._is_served, False
         return served
 
@@ -120,10 +120,10 @@ class RankTaps:
 
 
 class Decisions(NamedTuple):
-    """What the pass of a step has decided for later steps."""
+    """Decisions of a pass that later steps read."""
 
     fired: dict[str, dict[int, int]]
-    """Request id -> slot of a gate or monitor -> first position at which the ops behind it act."""
+    """Request id -> slot of a gate or monitor -> position from which the ops behind it act."""
     scores: torch.Tensor | None
     """[slots, tokens] dot products of monitors; None without."""
 
@@ -146,7 +146,7 @@ class TappedStage(DeclaredStage):
         return uses_tables(torch.device(self.device).type)
 
     def decisions(self, rows: VllmStep) -> Decisions:
-        """What the pass of a step has decided for later steps."""
+        """Return the decisions of a step's pass."""
         fired: dict[str, dict[int, int]] = {}
         for entry in rows.entries:
             if (declared := self._live.get(entry.request_id)) is not None:
@@ -166,7 +166,7 @@ class TappedStage(DeclaredStage):
         return self._tables.token_rows.scores
 
     def decide(self, found: Decisions) -> None:
-        """Take the decisions of the first rank, where the pass of a step did not run."""
+        """Take the decisions of rank 0, where the pass of a step did not run."""
         for request_id, fired in found.fired.items():
             self.note_fired(request_id, fired)
         if found.scores is not None and (self._host_scores is not None or self.table_ops is not None):

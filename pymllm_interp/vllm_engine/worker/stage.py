@@ -360,7 +360,7 @@ class RankStage:
         return static.first_rows(rows) if self.taps.ops is None and static is not None else self.taps.ops
 
     def decisions(self) -> Decisions:
-        """What the first rank's pass has decided for later steps."""
+        """Return the decisions of rank 0's pass."""
         return Decisions({}, None) if self.step is None else self.stage.decisions(self.step)
 
     def _settle(self, step: VllmStep) -> None:

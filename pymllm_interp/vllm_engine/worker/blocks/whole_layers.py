@@ -26,7 +26,7 @@ class WholeLayers:
     vLLM's layers rotate by positions, and the tree's by cosines and sines. So they run only where a `rotary_emb` made the
     rotations of the segment, and no block edited them.
 
-    Declared ops and captures inside of them are those of vLLM's steps without blocks (taps.py), on all ranks.
+    On all ranks they apply declared ops and captures by their taps (taps.py), as in steps without blocks.
 
     Args:
         layers: vLLM's.
