@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,24 @@ from ..site import Site
 from .reductions.pools import Pool
 from .reductions.reading import Pending, StateReading
 from .spec import Capture
+
+
+class SentRecords(Protocol):
+    """Records sent to the host, and copies of them that are made together (`egress.copier.BlockCopies`)."""
+
+    def values(self, offset: int, count: int) -> np.ndarray:
+        """[count] of the elements from `offset` on, as integers of their width."""
+        ...
+
+    def add(self, to: int, offset: int, count: int, size: int, stride: int) -> None:
+        """Copy `count` rows of `size` bytes to adjacent places.
+
+        Args:
+            to: address of the first place.
+            offset: first element of the first row.
+            stride: elements from one row to the next.
+        """
+        ...
 
 
 class Group:

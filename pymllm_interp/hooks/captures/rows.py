@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,33 +10,16 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from ...utils.integers import as_integers, as_numbers
+from ...utils.out_of_memory import is_out_of_memory
 from ..site import Site
 from .activations import Activations, CaptureError, lost
 from .by_site import SitePiece
 from .egress.result_memory import FRESH, Memory
-from .group import Group
+from .group import Group, SentRecords
 from .layout import CapturedSite, CaptureLayout, CaptureProgress, runs_of
 from .reductions.lens import Lens
 from .reductions.reading import Pending
 from .reductions.reduction import Reduced
-
-
-class SentRecords(Protocol):
-    """Records sent to the host, and copies of them that are made together (`egress.block_copies.BlockCopies`)."""
-
-    def values(self, offset: int, count: int) -> np.ndarray:
-        """[count] of the elements from `offset` on, as integers of their width."""
-        ...
-
-    def add(self, to: int, offset: int, count: int, size: int, stride: int) -> None:
-        """Copy `count` rows of `size` bytes to adjacent places.
-
-        Args:
-            to: address of the first place.
-            offset: first element of the first row.
-            stride: elements from one row to the next.
-        """
-        ...
 
 
 class GroupRows:
@@ -48,6 +30,7 @@ class GroupRows:
 
     Attributes:
         rows: None before `prepare`.
+        error: what the reduction raised within a step, which other requests share: the result raises it.
     """
 
     def __init__(self, group: Group) -> None:
@@ -60,7 +43,7 @@ class GroupRows:
         self._drafted: list[tuple[int, np.ndarray, slice]] | None = None
         self._beside: list[torch.Tensor] = []  # states of the sites so far in this pass, of a reading that is joined
         self._memory: Memory = FRESH
-        self._error: BaseException | None = None  # of a fold
+        self.error: BaseException | None = None
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
 
     def prepare(self, memory: Memory) -> None:
@@ -139,7 +122,13 @@ class GroupRows:
         if group.reading is None:
             probes = None if group.probes is None else group.probes.to(states.device)
             return group.stored(states[:, 0], probes)[:, None]
-        found = group.reading([(tuple(group.names[columns]), states)])[0]
+        try:
+            found = group.reading([(tuple(group.names[columns]), states)])[0]
+        except BaseException as error:  # code of callers
+            if is_out_of_memory(error):
+                raise
+            self.error = error
+            found = states.new_zeros(*states.shape[:2], group.width, dtype=group.sent_dtype)
         return F.pad(found, (0, group.kept_width - group.width))
 
     def copy_rows(self, sent: SentRecords, first: int, sizes: np.ndarray, offset: int) -> None:
@@ -218,8 +207,8 @@ class GroupRows:
         before, newest = self._values[:, columns]
         try:
             self.group.pool.fold(before, newest)
-        except BaseException as error:  # code of callers, within a step of others: the result raises it
-            self._error = error
+        except BaseException as error:  # code of callers
+            self.error = error
         newest[:] = row
 
     def begin_draft(self) -> None:
@@ -289,8 +278,6 @@ class GroupRows:
         """The result of a pool, [1, columns, width], or [0, columns, width] for no position."""
         pool = self.group.pool
         assert pool is not None
-        if self._error is not None:
-            raise self._error
         before, newest = self._values[:, :]
         folded = before.copy()
         pool.fold(folded, newest)
@@ -390,6 +377,11 @@ class CapturedRows(CaptureProgress):
             own.group.keep_records(runs, first, sizes, own.rows, pending)
         return pending
 
+    def fail(self, error: BaseException) -> None:
+        """A reduction raised within a step: `result` raises `error`."""
+        for own in self.groups:
+            own.error = error
+
     def mark_copied(self, stop: int) -> None:
         """All positions before `stop` were copied."""
         self._copied = stop
@@ -436,6 +428,9 @@ class CapturedRows(CaptureProgress):
         """
         if self.error is not None:
             return lost(self.error)
+        for own in self.groups:
+            if own.error is not None:
+                raise own.error
         layout, tokens, pieces = self.layout, np.array(token_ids, dtype=np.int64), list[SitePiece]()
         try:
             for own, sites in zip(self.groups, layout.by_group, strict=True):
@@ -456,7 +451,7 @@ class CapturedRows(CaptureProgress):
         tokens = np.array(token_ids, dtype=np.int64)
         pieces: list[SitePiece] = []
         for own, sites in zip(self.groups, self.layout.by_group, strict=True):
-            if self.error is not None or not own.group.streams:
+            if self.error is not None or own.error is not None or not own.group.streams:
                 continue
             if (found := own.between(start, stop, self._copied)) is not None:
                 rows, positions = found

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS
+from helpers_declared import lms
 from torch import Tensor
 
 from pymllm_interp import Capture, Gate, SamplingParams, Steer
@@ -20,6 +21,7 @@ from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.bind import DeclaredLimits
 from pymllm_interp.hooks.bound_hooks import BoundHooks
 from pymllm_interp.hooks.captures.reductions.pools import Mean
+from pymllm_interp.hooks.captures.reductions.reduction import Reduced, Reduction
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.interventions.host_ops import RequestRows, host_ops
 from pymllm_interp.hooks.interventions.op import Op, row_dots
@@ -201,6 +203,60 @@ def test_a_reduction_that_raises_ends_its_own_request(lm_of: Any, error: type[Ba
     with pytest.raises(RequestError, match=f"{error.__name__}: of a fold"):
         failing.result(60)
     assert plain.result(60).token_ids == other.result(60).token_ids
+
+
+@dataclass(frozen=True, eq=False)
+class Reads(Reduction):
+    """Counts of positive values. Raises where it reads no more than `most` rows, in `read` or in `sent`."""
+
+    most: int = -1
+    in_read: bool = True
+    error: type[BaseException] = ValueError
+
+    def sent_width(self, width: int) -> int:
+        return 1
+
+    def read(self, site: Site, rows: Tensor, readout: Any) -> Tensor:
+        if self.in_read and len(rows) <= self.most:
+            raise self.error("of a reading")
+        return rows
+
+    def sent(self, rows: Tensor, readout: Any) -> Tensor:
+        if not self.in_read and len(rows) <= self.most:
+            raise self.error("of a reading")
+        return (rows > 0).sum(-1, keepdim=True)
+
+    def results(self, values: Tensor, dtype: torch.dtype | None, states: bool) -> Reduced:
+        return Reduced(values)
+
+
+@pytest.mark.parametrize("way", ["functions", "tables"])
+@pytest.mark.parametrize(("in_read", "error"), [(True, ValueError), (False, SystemExit)])
+def test_a_reading_that_raises_ends_its_own_request(
+    model_folder: Any, way: str, in_read: bool, error: type[BaseException]
+) -> None:
+    """In a chunk of a prompt, of a step with others, or in decode steps whose records are alike."""
+    if way == "tables":
+        pytest.importorskip("triton", reason="the tables are read by kernels")
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    good, bad = (Capture("resid_post.1", reduce=Reads(most, in_read, error)) for most in (-1, 1))
+    prompts, captures = [[3, 4, 5, 6]] * 4, [[good], [bad], ["resid_post.0"], []]
+    with lms(way, model_folder) as load:
+        lm = load("llama")
+        wanted = [lm.generate([prompt], params, capture=[good])[0] for prompt in prompts[:1]]
+        handles = [lm.submit(p, params, capture=c) for p, c in zip(prompts, captures, strict=True)]
+        with pytest.raises(RequestError, match=f"{error.__name__}: of a reading"):
+            handles[1].result(60)
+        for handle in (handles[0], *handles[2:]):
+            assert handle.result(60).token_ids == wanted[0].token_ids
+        found = handles[0].result().activations["resid_post.1"]
+        assert torch.equal(found, wanted[0].activations["resid_post.1"])
+        several = Capture("resid_post.1", reduce=Reads(3, in_read, error))
+        many = [lm.submit([3], params, capture=[several]) for _ in range(3)]  # alike, in all steps
+        for handle in many:
+            with pytest.raises(RequestError, match="of a reading"):
+                handle.result(60)
+        assert lm.generate([[3, 4, 5, 6]], params)[0].token_ids == wanted[0].token_ids
 
 
 def test_device_tables_refuse_an_op_without_words_but_at_the_logits() -> None:

@@ -101,7 +101,7 @@ class _KeptAt(NamedTuple):
 
 
 class BlockCopies:
-    """Copies out of host memory that are made together. See `rows.SentRecords`.
+    """Copies out of host memory that are made together. See `group.SentRecords`.
 
     Args:
         memory: [elements].

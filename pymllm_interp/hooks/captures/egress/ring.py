@@ -16,13 +16,15 @@ the results. Neither the engine's thread nor a launched pass waits for these cop
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ....utils.out_of_memory import is_out_of_memory
 from ....utils.stage_times import TIMES
 from ..group import Group
 from ..layout import RecordKind
@@ -305,21 +307,44 @@ def _sizes_of_single(parts: Sequence[tuple[CapturedRows | None, int, int]]) -> l
 
 
 def _pack(span: torch.Tensor, slices: Sequence[RequestSlice] | AlikeStep) -> None:
-    """Pack the records that stay on the device.
+    """Pack the records that stay on the device: rows of all requests at once, so that weights are read once.
+
+    Where a reduction raises, which may be code of callers, each request's are packed alone, and its own result raises.
 
     Args:
         span: [elements] on the device.
     """
-    pending: list[Pending] = []
+    parts = list(_packers(span, slices, together=True))
+    try:
+        read_all([entry for _, pack in parts for entry in pack()])
+    except BaseException as error:
+        if is_out_of_memory(error):
+            raise
+        for captures, pack in _packers(span, slices, together=False):
+            try:
+                read_all(pack())
+            except BaseException as own:
+                if is_out_of_memory(own):
+                    raise
+                captures.fail(own)
+
+
+def _packers(
+    span: torch.Tensor, slices: Sequence[RequestSlice] | AlikeStep, together: bool
+) -> Iterator[tuple[CapturedRows, Callable[[], list[Pending]]]]:
+    """Functions that pack the records of a request, or of all alike requests `together`, and return the pending writes."""
     if isinstance(slices, AlikeStep):
         count, kind = len(slices.rows), slices.kind
         if not kind.packed_size:
             return
-        packed, records = span.split([count * kind.packed_size, count * kind.record_size])
-        pending += slices.rows[0].layout.pack_rows(records.view(count, -1), packed.view(count, -1))
-    else:
-        for captures, first, sizes, offset, size, records_at in slices:
-            if records_at is not None:
-                stop = records_at + int(sizes.sum())
-                pending += captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
-    read_all(pending)  # rows of all requests at once: weights are read once
+        packed, records = (
+            part.view(count, -1) for part in span.split([count * kind.packed_size, count * kind.record_size])
+        )
+        for i in range(0, count, count if together else 1):
+            own = slice(i, count if together else i + 1)
+            yield slices.rows[i], partial(slices.rows[i].layout.pack_rows, records[own], packed[own])
+        return
+    for captures, first, sizes, offset, size, records_at in slices:
+        if records_at is not None:
+            records = span[records_at : records_at + int(sizes.sum())]
+            yield captures, partial(captures.pack, records, span[offset : offset + size], first, sizes)
