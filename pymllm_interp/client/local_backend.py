@@ -203,7 +203,7 @@ class InstallAdapter:
         """Load it; nothing has changed where that fails.
 
         Raises:
-            AdapterError: the name is taken, or all slots are in use.
+            AdapterError: the name is taken.
             torch.OutOfMemoryError: no memory for the slots or the graphs.
         """
         slots = runner.server_config.max_loras

@@ -421,8 +421,9 @@ def test_slots_are_taken_by_the_least_recently_used(
     held = [lm.submit(PROMPTS[0], long, lora=name) for name in "01"]
     with pytest.raises(PromptError, match=r"'2' has no slot: requests in flight use all 2 .0, 1.. .*max_loras=3"):
         lm.generate([PROMPTS[0]], GREEDY, lora="2")
-    with pytest.raises(ValueError, match=r"has no slot"):
-        lm.adapters.load("more", adapter("llama", 9))
+    lm.adapters.load("more", more := adapter("llama", 9))  # to the host
+    with pytest.raises(PromptError, match=r"'more' has no slot: requests in flight use all 2 .0, 1.."):
+        lm.generate([PROMPTS[0]], GREEDY, lora="more")
     with pytest.raises(ValueError, match=r"'0' is in use by 1 requests"):
         lm.adapters.unload("0")
     assert lm.generate([PROMPTS[0]], GREEDY, lora="1")[0].outputs[0].token_ids == greedy(models["1"], PROMPTS[0], 6)
@@ -430,8 +431,10 @@ def test_slots_are_taken_by_the_least_recently_used(
         handle.cancel()
         handle.wait()
     assert lm.generate([PROMPTS[0]], GREEDY, lora="2")[0].outputs[0].token_ids == greedy(models["2"], PROMPTS[0], 6)
+    wanted = greedy(adapted(oracle("llama"), more), PROMPTS[0], 6)
+    assert lm.generate([PROMPTS[0]], GREEDY, lora="more")[0].outputs[0].token_ids == wanted
     lm.adapters.unload("0")
-    assert "more" not in lm.adapters and "0" not in lm.adapters
+    assert "more" in lm.adapters and "0" not in lm.adapters
     with pytest.raises(ValueError, match=r"there is no adapter '0'"):
         lm.adapters.unload("0")
 

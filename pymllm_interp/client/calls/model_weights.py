@@ -60,7 +60,7 @@ class LoadedAdapters(Mapping[str, str]):
 
         Raises:
             ValueError: no LoRA of this model's linear layers; `AdapterError` names the field, module or tensor. Or the name is
-                taken, or requests in flight use all slots.
+                taken.
             torch.OutOfMemoryError: no memory for the slots.
         """
         self._check()

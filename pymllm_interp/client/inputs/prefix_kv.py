@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from ...core.model_spec import KV
+from ...core.model_spec import KV, ModelSpec
+from ...hooks.captures.activations import NOTHING, Activations
 from ...hooks.captures.spec import Capture
+from ...hooks.monitors.scores import MonitorScores
+from ...hooks.site import expand_in
 from ...utils.arguments import shown
 from ...utils.tables import Shown, Table
 from ..calls.requests import wait_for
@@ -33,6 +37,10 @@ class PrefixKV(Shown):
     receipt: Any
     num_cached_tokens: int = 0
     """Prompt tokens with K and V in the prefix cache."""
+    activations: Activations = field(default_factory=lambda: NOTHING)
+    """Captured states; of a prompt with captures, with the sites `kv.*`."""
+    monitors: Mapping[str, MonitorScores] = field(default_factory=dict)
+    """Name of a monitor -> its scores."""
 
     def __repr__(self) -> str:
         return f"PrefixKV(prompt_tokens={len(self.prompt_token_ids)}, k={shown(self.k)}, v={shown(self.v)})"
@@ -58,14 +66,39 @@ def kv(
     """
     check_options("lm.kv", options)
     given = as_prompts(prompts)
-    own = Capture(f"{KV}.*", positions="prompt")
-    options["capture"] = [[own, *others] for others in captures_for_each_prompt(options.get("capture"), len(given))]
+    spec, captures = self.model_spec, captures_for_each_prompt(options.get("capture"), len(given))
+    sites = [f"{KV}.{layer}" for layer in range(spec.num_hidden_layers)]
+    options["capture"] = [[*_left(others, spec), *others] for others in captures]
     outs = wait_for(self._requests.submit(given, PREFILL, options), progress=progress)
     found = list[PrefixKV]()
-    for out in outs:
+    for out, others in zip(outs, captures, strict=True):
         if out.finish_reason == "timeout":
             raise TimeoutError("a prompt ran into its timeout")
-        sites = [f"{KV}.{layer}" for layer in range(self.model_spec.num_hidden_layers)]
-        both = torch.stack([out.activations[site] for site in sites])
-        found.append(PrefixKV(out.prompt_token_ids, both[:, :, 0], both[:, :, 1], out.receipt, out.num_cached_tokens))
+        both = torch.stack([out.activations[site].to(spec.dtype) for site in sites])
+        kept = out.activations if others else NOTHING
+        found.append(
+            PrefixKV(
+                out.prompt_token_ids,
+                both[:, :, 0],
+                both[:, :, 1],
+                out.receipt,
+                out.num_cached_tokens,
+                kept,
+                out.monitors,
+            )
+        )
     return found
+
+
+def _left(captures: list[Capture], model: ModelSpec) -> list[Capture]:
+    """The captures of keys and values beside a caller's own."""
+    whole = {site.layer for one in captures if _has_all_rows(one) for site in expand_in(one.site, model)}
+    left = [str(layer) for layer in range(model.num_hidden_layers) if layer not in whole]
+    where = "*" if not whole else f"{{{','.join(left)}}}"
+    return [Capture(f"{KV}.{where}", positions="prompt")] if left else []
+
+
+def _has_all_rows(spec: Capture) -> bool:
+    """Whether a caller's capture has the keys and values of all positions, in at least the model's precision."""
+    whole = spec.reduce is None and spec.heads is None and spec.dtype in (None, torch.float32)
+    return whole and not spec.stays and str(spec.site).startswith(f"{KV}.") and str(spec.positions) in ("all", "prompt")

@@ -42,7 +42,7 @@ class KVCaptures(LayerCaptures[LayerRows]):
         longest: upper bound of the request's positions.
 
     Raises:
-        ValueError: a layer that the model lacks or that is named twice, positions beyond the prompt, heads or a reduction.
+        ValueError: a layer that the model lacks or that is named in two ways, positions beyond the prompt, heads or a reduction.
         UnsupportedModelError: see `check_kv`.
     """
 
@@ -61,9 +61,7 @@ class KVCaptures(LayerCaptures[LayerRows]):
             dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else model.dtype
             wanted, missing = selected(windows, longest), missing_of(spec.positions, prompt_len)
             for layer in layers:
-                if layer in self.layers:
-                    raise ValueError(f"{KV}.{layer} is captured twice: name it once, with all positions that you want")
-                self.layers[layer] = LayerRows(wanted, shape, dtype, missing, spec.stream)
+                self.want(layer, LayerRows(wanted, shape, dtype, missing, spec.stream))
         of_prompt = np.flatnonzero(self.wanted[:prompt_len])
         self._first = int(of_prompt[-1]) if len(of_prompt) else 0
         self._read = 0

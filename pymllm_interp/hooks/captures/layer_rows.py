@@ -34,6 +34,11 @@ class LayerRows:
         self.size = prod(shape)
         self.rows: dict[int, torch.Tensor] = {}
 
+    def is_like(self, other: LayerRows) -> bool:
+        """Whether the same is wanted."""
+        own, others = ((one.dtype, one.missing, one.stream) for one in (self, other))
+        return own == others and np.array_equal(self.wanted, other.wanted)
+
     def before(self, stop: int) -> list[int]:
         """Positions before `stop` that came, ascending."""
         return sorted(position for position in self.rows if position < stop)
@@ -56,6 +61,15 @@ class LayerCaptures(Generic[Rows]):
     def __init__(self, kind: str, num_layers: int, prompt_len: int) -> None:
         self.kind, self.num_layers, self.prompt_len = kind, num_layers, prompt_len
         self.layers: dict[int, Rows] = {}
+
+    def want(self, layer: int, rows: Rows) -> None:
+        """Capture a layer, or nothing more if it is captured in the same way. Raises ValueError: it is captured in another."""
+        known = self.layers.setdefault(layer, rows)
+        if not known.is_like(rows):
+            raise ValueError(
+                f"{self.kind}.{layer} is captured twice, with different positions, dtype or stream: name it once, with all "
+                "positions that you want"
+            )
 
     @property
     def order(self) -> list[str]:

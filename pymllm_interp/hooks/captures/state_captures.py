@@ -52,7 +52,7 @@ class StateCaptures(LayerCaptures[LayerRows]):
         longest: upper bound of the request's positions.
 
     Raises:
-        ValueError: see `places_in`; a layer that is named twice, later positions, or a reduction.
+        ValueError: see `places_in`; a layer that is named in two ways, later positions, or a reduction.
         UnsupportedModelError: see `places_in`.
     """
 
@@ -69,12 +69,8 @@ class StateCaptures(LayerCaptures[LayerRows]):
             dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else torch.float32
             missing = missing_of(spec.positions, prompt_len)
             for layer, place in places_in(spec.name, spec.site, model):
-                if layer in self.layers:
-                    raise ValueError(
-                        f"{STATE}.{layer} is captured twice: name it once, with all positions that you want"
-                    )
-                wanted, self._places[layer] = selected(windows, longest), place
-                self.layers[layer] = LayerRows(wanted, place.shape, dtype, missing, spec.stream)
+                self._places[layer] = place
+                self.want(layer, LayerRows(selected(windows, longest), place.shape, dtype, missing, spec.stream))
 
     def due(self, position: int) -> list[tuple[int, StatePlace]]:
         """(layer, place) of each state that is to be read behind a position, and was not yet."""

@@ -110,10 +110,10 @@ class AdapterSlots:
     # -- loading, on the runner's thread -----------------------------------------------------
 
     def install(self, adapter: Adapter) -> None:
-        """Load an adapter, in a slot.
+        """Load an adapter, in a slot if one is not held.
 
         Raises:
-            AdapterError: the name is taken, or all slots are held.
+            AdapterError: the name is taken.
             torch.OutOfMemoryError: no memory for the slots; nothing has changed then.
         """
         with self._lock:
@@ -213,8 +213,12 @@ class AdapterSlots:
         """
         with self._lock:
             entry = self._entry(name)
-            if entry.slot is None:
-                self._take_slot(entry)
+            if entry.slot is None and not self._take_slot(entry):
+                names = ", ".join(sorted(other.adapter.name for other in self._entries.values() if other.users))
+                raise AdapterError(
+                    f"adapter {name!r} has no slot: requests in flight use all {self.max_loras} ({names}). Wait for "
+                    f"them, or raise max_loras: LM(..., max_loras={self.max_loras + 1})"
+                )
             entry.users += 1
             entry.used = next(self._clock)
             return AdapterHold(partial(self._release, entry))
@@ -237,22 +241,20 @@ class AdapterSlots:
             raise AdapterError(unknown_adapter(name, self.names))
         return entry
 
-    def _take_slot(self, entry: _Entry) -> None:
+    def _take_slot(self, entry: _Entry) -> bool:
+        """Give an adapter a slot. False: all are held."""
         taken = {other.slot: other for other in self._entries.values() if other.slot is not None}
         slot = next((slot for slot in range(self.max_loras) if slot not in taken), None)
         if slot is None:
             idle = [other for other in taken.values() if not other.users]
             if not idle:
-                names = ", ".join(sorted(other.adapter.name for other in taken.values()))
-                raise AdapterError(
-                    f"adapter {entry.adapter.name!r} has no slot: requests in flight use all {self.max_loras} ({names}). Wait for "
-                    f"them, or raise max_loras: LM(..., max_loras={self.max_loras + 1})"
-                )
+                return False
             last = min(idle, key=lambda other: other.used)
             slot, last.slot = last.slot, None
         assert slot is not None
         entry.slot, entry.used = slot, next(self._clock)
         self._pending[slot] = entry
+        return True
 
 
 def unknown_adapter(name: object, names: list[str]) -> str:

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer
 from pymllm_interp.core.unsupported import UnsupportedModelError
-from pymllm_interp.interventions import PatchKV
+from pymllm_interp.interventions import Monitor, PatchKV
 
 GENERATOR = torch.Generator().manual_seed(11)
 CLOSE = 1e-4 if torch.cuda.is_available() else 1e-5
@@ -178,6 +178,22 @@ def test_a_prefix_is_read_with_its_edits_and_from_the_cache(lm_of, oracle) -> No
         "kv.1"
     ]
     assert kept.shape == (45, 2, *plain.k.shape[2:]) and torch.equal(kept[:40, 0], plain.k[1].half())
+
+
+def test_a_prefix_is_read_beside_captures_and_monitors(lm_of) -> None:
+    lm = lm_of("llama")
+    (plain,) = lm.kv([IDS])
+    assert not plain.activations and not plain.monitors
+    monitor = Monitor("resid_post.0", torch.ones(lm.hidden_size), name="m")
+    for capture in (["kv.1"], ["kv.*", "kv.1"], [Capture("kv.2", dtype="float32"), "resid_post.0"], ["kv.1", "kv.1"]):
+        (out,) = lm.kv([IDS], capture=capture, monitors=[monitor])
+        assert torch.equal(out.k, plain.k) and torch.equal(out.v, plain.v)
+        assert len(out.monitors["m"].values) == len(IDS)
+        for spec in capture:
+            assert out.activations.stack(str(getattr(spec, "site", spec)).partition(".")[0]).shape[1] == len(IDS)
+    assert torch.equal(out.activations["kv.1"][:, 0], plain.k[1])
+    with pytest.raises(ValueError, match=r"kv\.1 is captured twice, with different positions"):
+        lm.kv([IDS], capture=[Capture("kv.1", positions=[0])])
 
 
 @pytest.mark.parametrize(
