@@ -346,6 +346,7 @@ class Request:
             embeds=self.embeds,
             images=self.scoped_images,
             encoder=None if self.encoder is None else self.cross.run_of(self.encoder),
+            num_counted=self.computed_once,
         )
 
     def ending(self) -> RequestEnd:

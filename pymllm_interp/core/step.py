@@ -92,6 +92,8 @@ class NewRequest:
     """Vectors in place of some of the prompt's token embeddings; None without any."""
     images: tuple[ImageInput, ...] = ()
     encoder: EncoderRun | None = None
+    num_counted: int = 0
+    """Positions that were computed before, which results report already (`Request.computed_once`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class Declared:
         """
         if self.draft_stop is None:
             return
-        self.fires.settle(max(self.draft_stop - num_positions, 0))
+        self.fires.settle(num_positions)
         if self.captures is not None:
             self.captures.settle(num_positions)
         self.draft_stop = None

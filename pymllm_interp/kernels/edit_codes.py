@@ -137,7 +137,7 @@ class OpTables:
 
     # fmt: off
     ops:      torch.Tensor  # [rows, sites, depth, WORDS] int32
-    fires:    torch.Tensor  # [rows, sites, depth, 2] int32, how often a gate fired, and its last position
+    fires:    torch.Tensor  # [rows, sites, depth, 3] int32: fires of a gate, its last position, the first that counts
     vectors:  torch.Tensor  # [capacity, width] float32
     captures: torch.Tensor  # [rows, sites, CAPTURE_WORDS] int32
     first_fired: torch.Tensor  # [rows, MAX_GATES] int32, the prompt's first position at which a gate fired, or NO_END
@@ -166,7 +166,7 @@ class OpTables:
         places, device = (rows, num_sites(num_layers) if inner else final_norm_site(num_layers) + 1), ring.device
         return cls(
             ops=torch.zeros(*places, depth, WORDS, dtype=torch.int32, device=device),
-            fires=torch.zeros(*places, depth, 2, dtype=torch.int32, device=device),
+            fires=torch.zeros(*places, depth, 3, dtype=torch.int32, device=device),
             vectors=torch.zeros(capacity, width, dtype=torch.float32, device=device),
             captures=torch.full((*places, CAPTURE_WORDS), -1, dtype=torch.int32, device=device),
             first_fired=torch.full((rows, MAX_GATES), NO_END, dtype=torch.int32, device=device),

@@ -103,7 +103,8 @@ def _words_of(word, live, position):
 
 @triton.jit
 def _count(fires, position, fired):
-    """Count the rows of `fired` [rows, 1], and keep the last position."""
+    """Count the rows of `fired` [rows, 1] that count, and keep the last position."""
+    fired = fired & (position >= tl.load(fires + 2, mask=fired, other=0))
     tl.atomic_add(fires, 1, mask=fired, sem="relaxed")
     tl.atomic_max(fires + 1, position, mask=fired, sem="relaxed")
 
@@ -129,11 +130,11 @@ def _conditions(
         if tl.max(reads.to(tl.int32)) > 0:
             _set_flag(probe_row, reads, dot > threshold, owner, position, row, flags, first_fired)
         live = live & (reads == 0) & ((gated == 0) | (dot > threshold))
-        _count(fires + 2 * op, position, gated & live)
+        _count(fires + 3 * op, position, gated & live)
     looks = live & (probe_row < -1)
     if tl.max(looks.to(tl.int32)) > 0:
         live = live & ((looks == 0) | _flag(probe_row, looks, owner, position, row, flags, first_fired))
-        _count(fires + 2 * op, position, looks & live)
+        _count(fires + 3 * op, position, looks & live)
     return live
 
 

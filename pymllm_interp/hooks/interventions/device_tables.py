@@ -139,7 +139,7 @@ class DeviceTables:
             first = 0
             for i, op in enumerate(found):
                 entries = len(op.windows)
-                for fires, last in counted[site, first : first + entries].tolist():
+                for fires, last, _ in counted[site, first : first + entries].tolist():
                     declared.fires.add_counted((site, i), fires, last)
                 first += entries
 
@@ -155,7 +155,10 @@ class DeviceTables:
             return
         rows = np.array(list(self._staged), dtype=np.int64)
         marks = np.zeros(len(rows), dtype=np.int32)
-        first_fired = np.full((len(rows), codes.MAX_GATES), codes.NO_END, dtype=np.int32)
+        since, first_fired = (
+            np.zeros(len(rows), dtype=np.int32),
+            np.full((len(rows), codes.MAX_GATES), codes.NO_END, np.int32),
+        )
         wanted = np.full((len(rows), codes.FEATURE_COLUMNS if self._limits.encoders else 0), -1, dtype=np.int64)
         written: list[_Words] = []
         for i, (row, declared) in enumerate(self._staged.items()):
@@ -163,6 +166,7 @@ class DeviceTables:
                 self._in_use.discard(row)
                 continue
             self._in_use.add(row)
+            since[i] = declared.fires.since
             for slot, position in declared.first_fired.items():  # decisions from before a preemption
                 first_fired[i, slot] = int(position)
             for column, entry in (entry for read in declared.hooks.reads for entry in read.wanted()):
@@ -172,10 +176,13 @@ class DeviceTables:
             written.append(found.at_row(row, self.tables))
         self._staged.clear()
         found = _Words(*map(np.concatenate, zip(*written, strict=True))) if written else _Words.none()
-        index, marks, first_fired, wanted, *words = upload(self.device, rows, marks, first_fired, wanted, *found)
+        index, marks, since, first_fired, wanted, *words = upload(
+            self.device, rows, marks, since, first_fired, wanted, *found
+        )
         self._edited.index_copy_(0, index, marks)
         self.tables.first_fired.index_copy_(0, index, first_fired)
         self.tables.fires.index_fill_(0, index, 0)
+        self.tables.fires[..., 2].index_add_(0, index, since[:, None, None].expand(-1, *self.tables.fires.shape[1:3]))
         if self.tables.wanted is not None:
             self.tables.wanted.index_copy_(0, index, wanted)
         for table, empty, places, values in zip(

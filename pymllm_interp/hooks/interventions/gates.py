@@ -211,20 +211,30 @@ class PassFlags:
 
 
 class Fires(dict[tuple[int, int], int | torch.Tensor]):
-    """(site, index among the site's ops) -> fires of the op's gate. A count by functions is a tensor on their device."""
+    """(site, index among the site's ops) -> fires of the op's gate. A count by functions is a tensor on their device.
 
-    _drafted: list[tuple[tuple[int, int], torch.Tensor]] | None = None
+    A position counts once: a preemption may have it computed again.
+
+    Attributes:
+        since: position from which kernels count.
+    """
+
+    _drafted: list[tuple[tuple[int, int], int, torch.Tensor]] | None = None
 
     def __init__(self) -> None:
         super().__init__()
+        self.since = 0
         self._last: list[tuple[tuple[int, int], int]] = []
+        self._stops: dict[tuple[int, int], int] = {}  # positions before these were counted by functions
 
-    def add(self, key: tuple[int, int], fired: torch.Tensor) -> None:
-        """Count the fires of a pass, `fired` [rows] bool. Fires of drafts wait until they are settled."""
+    def add(self, key: tuple[int, int], first: int, fired: torch.Tensor) -> None:
+        """Count the fires of a pass, `fired` [rows] bool at positions from `first` on. Those of drafts wait for `settle`."""
         if self._drafted is not None:
-            self._drafted.append((key, fired))
-        else:
-            self[key] = self.get(key, 0) + fired.sum()
+            self._drafted.append((key, first, fired))
+            return
+        start = self._stops.get(key, 0)
+        self[key] = self.get(key, 0) + fired[max(start - first, 0) :].sum()
+        self._stops[key] = max(start, first + len(fired))
 
     def add_counted(self, key: tuple[int, int], fires: int, last: int) -> None:
         """Add fires that a kernel counted. `last` is the position of the last one."""
@@ -238,12 +248,17 @@ class Fires(dict[tuple[int, int], int | torch.Tensor]):
             self[key] -= last >= stop
         self._last.clear()
 
+    def count_from(self, since: int) -> None:
+        """Have kernels count from a position on: the request's positions before it were computed once."""
+        self.take_back(since)
+        self.since = since
+
     def begin_draft(self) -> None:
         """Begin fires that may be taken back. Earlier unsettled ones are forgotten."""
         self._drafted = []
 
-    def settle(self, taken_back: int) -> None:
-        """Count fires of drafted passes, without the last `taken_back` rows."""
+    def settle(self, num_positions: int) -> None:
+        """Count fires of drafted passes at the first `num_positions` positions."""
         drafted, self._drafted = self._drafted, None
-        for key, fired in drafted or ():
-            self.add(key, fired[: max(len(fired) - taken_back, 0)])
+        for key, first, fired in drafted or ():
+            self.add(key, first, fired[: max(num_positions - first, 0)])

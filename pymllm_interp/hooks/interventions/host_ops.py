@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from operator import itemgetter
 from typing import NamedTuple
@@ -19,9 +19,12 @@ from ..declared import Declared
 from ..monitors.monitor import ScoreRead
 from ..positions import Window, ordinal_of, ordinals_of
 from .device_tables import DeviceTables
-from .gates import Fires, GateRead, PassFlags
+from .gates import GateRead, PassFlags
 from .op import Op, act, gated
 from .sae_op import SAERead
+
+Count = Callable[[torch.Tensor], None]
+"""Takes the rows [rows] bool on which a gate fires."""
 
 
 class RequestRows(NamedTuple):
@@ -81,13 +84,12 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int, scores: torch.Ten
                         flags = PassFlags(positions, declared.first_fired)
                     if op.read is not None:
                         reads[op.read] = None
-                    function = _row_function(
-                        op, selected, flags, declared.fires, (site, i), found_by, request.request_id
-                    )
+                    at = (request.logit_start, request.logit_rows) if site == logits else rows
+                    count = partial(declared.fires.add, (site, i), stop - at[1])
+                    function = _row_function(op, selected, flags, count, found_by, request.request_id)
                     if isinstance(op.spec, ScoreRead):
                         assert scores is not None
                         function = _scorer(op.spec, scores[:, rows[0] : sum(rows)])
-                    at = (request.logit_start, request.logit_rows) if site == logits else rows
                     acting.setdefault(site, []).append((i, at, function))
         for read in reads:
             acting.setdefault(read.site, []).append((read.rank, rows, partial(_read, read, found_by)))
@@ -123,8 +125,8 @@ def _of_one_row(ordinal: int) -> _Selected:
 
 
 def _row_function(
-    op: PlacedOp, selected: _Selected, flags: PassFlags | None, fires: Fires, key: tuple[int, int],
-    found_by: Mapping[SAERead, torch.Tensor], request_id: str,
+    op: PlacedOp, selected: _Selected, flags: PassFlags | None, count: Count, found_by: Mapping[SAERead, torch.Tensor],
+    request_id: str,
 ) -> RowFunction:  # fmt: skip
     spec, flag = op.spec, op.flag
     if isinstance(spec, GateRead):
@@ -140,7 +142,7 @@ def _row_function(
         if flag is not None and flags is not None:
             ordinals = torch.where(flags.on(flag, len(rows), rows.device), ordinals, -1)
         try:
-            return counted(spec, rows, ordinals, vectors, fires, key)
+            return counted(spec, rows, ordinals, vectors, count)
         except BaseException as error:  # an op may be code of callers
             if not request_id or is_out_of_memory(error):
                 raise
@@ -177,16 +179,15 @@ def counted(
     rows: torch.Tensor,
     ordinals: torch.Tensor,
     vectors: Sequence[torch.Tensor],
-    fires: Fires,
-    key: tuple[int, int],
+    count: Count,
 ) -> torch.Tensor:
-    """`op.apply` on given vectors, with the gate's fires added to ``fires[key]``. Does not wait for the device.
+    """`op.apply` on given vectors. `count` gets the rows on which the gate fires. Does not wait for the device.
 
     `ordinals` are -1 if a gate at an earlier site prevents the op.
     """
     ordinals = gated(spec, rows, ordinals, vectors)
     if spec.when is not None:
-        fires.add(key, ordinals >= 0)
+        count(ordinals >= 0)
     return act(spec, rows, ordinals, vectors)
 
 
@@ -196,16 +197,16 @@ class _SharedRows(NamedTuple):
     Attributes:
         ordinals: [rows] on the device of the rows.
         vectors: the spec's vectors, on the device of the rows.
+        count: gets the rows [rows] bool on which its gate fires.
     """
 
     spec: Op
     ordinals: torch.Tensor
     vectors: list[torch.Tensor]
-    fires: Fires
-    key: tuple[int, int]
+    count: Count
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return counted(self.spec, rows, self.ordinals, self.vectors, self.fires, self.key)
+        return counted(self.spec, rows, self.ordinals, self.vectors, self.count)
 
     def part(self, start: int, stop: int) -> _SharedRows:
         """The op on some of its rows."""
@@ -237,6 +238,7 @@ def logit_ops(requests: Iterable[RequestRows], num_layers: int, tables: DeviceTa
                 ops[-1] = (first, size), last._replace(ordinals=ordinals[end - size : end])
                 continue
         vectors = [tables.pool_view(rows.declared, vector) for vector in op.spec.vectors]
-        shared = _SharedRows(op.spec, ordinals[start:end], vectors, rows.declared.fires, (site, i))
+        count = partial(rows.declared.fires.add, (site, i), rows.positions.stop - rows.logit_rows)
+        shared = _SharedRows(op.spec, ordinals[start:end], vectors, count)
         ops.append(((rows.logit_start, rows.logit_rows), shared))
     return HostOps({site: list[tuple[RowRange, RowFunction]](ops)}, {}, num_layers)

@@ -196,6 +196,10 @@ class DeclaredStage(Stage):
             declared = None
             if request.hooks is not None and request.hooks.declares:
                 declared = self._live.get(request.request_id) or self._begin(request, request.hooks)
+                if request.request_id in self._in_tables:  # of a pass that failed
+                    self.leave_tables(request.request_id)
+                if request.num_counted:
+                    declared.fires.count_from(request.num_counted)
                 self._in_tables[request.request_id] = request.row, declared
             if self.device_tables is not None:
                 rows = () if request.hooks is None else request.hooks.vector_rows

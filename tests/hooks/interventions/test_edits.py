@@ -372,7 +372,7 @@ def test_gate_fires_are_counted_by_request_and_op() -> None:
     state[0, 1, 0] = state[0, 2, 0] = 1
     for _ in range(2):
         edits.at(site_index(bind(gated, INFO, PROMPT)[0].site, LAYERS), state)
-    fires, last = tables.tables.fires.unbind(-1)
+    fires, last, _ = tables.tables.fires.unbind(-1)
     assert last[1].max() == 2 and last[2].max() == 0
     assert fires.sum() == 4 and fires[1].sum() == 4 and fires[2].sum() == 0
 

@@ -254,6 +254,28 @@ def test_what_is_reused_is_what_would_be_computed(scope: Any, positions: Any, sh
         assert cached[1] == (8)
 
 
+@pytest.mark.parametrize("way", ["functions", "tables"])
+@pytest.mark.parametrize("sharing", [True, False])
+def test_rows_that_are_computed_again_after_a_preemption_count_once(way: str, sharing: bool, model_folder: Any) -> None:
+    """Gates at the op's own site, at an earlier one, and at the logits; long prompts in chunks, and requests that decode."""
+    rng, width = random.Random(3), MODEL.hidden_size
+    gates = [Gate(vector(width, 3), 0.0), Gate(vector(width, 5), 0.2, site="resid_post.0")]
+    specs = [Steer("resid_post.1", vector(width, 4), when=gate) for gate in gates]
+    specs.append(Scale("logits", 0.9, when=Gate(vector(MODEL.vocab_size, 6), 0.0)))
+    prompts = [random_ids(rng.choice([3, 9, 20, 26]), seed=seed) for seed in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with lms(way, model_folder) as load:
+        common = {"page_size": 4, "enable_prefix_caching": sharing, "max_num_tokens": 16}
+        lm, wide = load("llama", kv_cache_tokens=88, **common), load("llama", **common)
+        before = lm.engine.stats()["preempted"]
+        outs = lm.generate(prompts, params, interventions=[specs] * len(prompts))
+        assert lm.engine.stats()["preempted"] > before
+        fires = [[entry.gate_fires for entry in out.receipt.interventions] for out in outs]
+        wanted = [wide.generate([prompt], params, interventions=specs)[0] for prompt in prompts]
+        assert fires == [[entry.gate_fires for entry in out.receipt.interventions] for out in wanted]
+        assert all(sum(counts) for counts in zip(*fires, strict=True))
+
+
 def test_pages_say_where_the_prompt_ends_that_decides_for_them() -> None:
     gates = {
         scope: Gate(vector(MODEL.hidden_size, 1), 0.0, site="resid_post.0", scope=scope)
