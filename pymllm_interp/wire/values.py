@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections import Counter, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
@@ -28,6 +28,11 @@ from ..hooks.traces.nnsight_compat import Cache, CacheEntry, CacheView
 
 PLAIN = (bool, int, float, str, type(None))
 MAX_DEPTH = 64
+DICTS: dict[str, type[dict[Any, Any]]] = {cls.__name__: cls for cls in (defaultdict, Counter, OrderedDict)}
+BUILTINS: dict[Any, Any] = {
+    cls.__name__: cls for cls in (list, dict, set, int, float, str, tuple, Counter, OrderedDict)
+}
+"""Factories of values of a `defaultdict` that are sent. With another one, it comes without."""
 
 
 class ValueEncoder:
@@ -69,7 +74,7 @@ class ValueEncoder:
         if isinstance(value, ModelOutput):
             return {"output": type(value).__name__, "items": self._items(value, what, depth)}
         if isinstance(value, Mapping):
-            return {"dict": self._items(value, what, depth)}
+            return {"dict": self._items(value, what, depth)} | _kind_of(value)
         for kind in (torch.Size, tuple, list, set, frozenset):
             if isinstance(value, kind):
                 items = [self.encode(item, f"{what}[{i}]", depth + 1) for i, item in enumerate(value)]
@@ -140,6 +145,12 @@ class ValueDecoder:
                 return torch.Size(self.decode(item) for item in items)
             case {"set": items} | {"frozenset": items}:
                 return ({*()} if "set" in tree else frozenset()).union(self.decode(item) for item in items)
+            case {"dict": items, "of": name} if name in DICTS:
+                factory = BUILTINS.get(tree.get("factory"))
+                found = defaultdict(factory) if name == "defaultdict" else DICTS[name]()
+                for k, v in items:  # a Counter's `update` would count
+                    found[self.decode(k)] = self.decode(v)
+                return found
             case {"dict": items}:
                 return {self.decode(k): self.decode(v) for k, v in items}
             case {"output": name, "items": items}:
@@ -177,6 +188,13 @@ def _tensor_of(value: np.ndarray | np.generic, what: str) -> torch.Tensor:
         return torch.as_tensor(np.array(value))
     except TypeError as error:
         raise TypeError(f"{what} is an array of {value.dtype}, which cannot be sent to the client: {error}") from None
+
+
+def _kind_of(value: Any) -> dict[str, Any]:
+    """Class of a dict, of `DICTS`, and the factory of its values. {} for a plain one."""
+    name = next((name for name, cls in DICTS.items() if isinstance(value, cls)), None)
+    factory = next((name for name, cls in BUILTINS.items() if cls is getattr(value, "default_factory", None)), None)
+    return {} if name is None else {"of": name} | ({} if factory is None else {"factory": factory})
 
 
 def _names_of(value: Any) -> dict[str, Any]:

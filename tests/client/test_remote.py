@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 import traceback
-from collections import namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import numpy as np
 import pytest
@@ -246,6 +246,21 @@ def test_errors_of_unknown_classes_are_their_nearest_builtin(lm):
 
 
 Pair = namedtuple("Pair", "first second")
+
+
+def test_dicts_keep_their_class(lm, local):
+    given = [defaultdict(list, a=[1]), defaultdict(lambda: 3, b=4), Counter("aab"), OrderedDict(z=1, a=2), {"k": 1}]
+    for model in (lm, local):
+        with model.trace(PROMPT):
+            counts = Counter(model.lm_head.output[0].argmax(-1).tolist())
+            by_size, found = defaultdict(list), list(given).save()
+            for token, count in counts.items():
+                by_size[count].append(token)
+            counts.save(), by_size.save()
+        assert found == given and [type(one) for one in found] == [type(one) for one in given]
+        assert type(counts) is Counter and counts["none"] == 0
+        assert type(by_size) is defaultdict and by_size[0] == [] and found[0]["new"] == []
+        assert list(found[3]) == ["z", "a"]
 
 
 def test_values_keep_their_kind_there_and_back(lm, local):
