@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..client.calls.model import ClientModel
 from ..core.pass_parts import PromptEmbeds, vector_keys
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
@@ -110,6 +111,8 @@ def verbalize(
 ) -> Readings:
     """The readings of states. See `LM.verbalize`.
     Raises PromptError, ValueError: a template without the placeholder, or states, a site or a norm that the reader cannot take."""
+    if "n" in sampling:
+        raise ValueError(f"n={shown(sampling['n'])}: samples= is the number of readings of each state")
     further: dict[str, Any] = {"temperature": 0.0 if samples == 1 else 1.0, **sampling}
     params = SamplingParams(max_tokens=max_tokens, n=samples, **further)
     found, replace = _reader(lm, reader, template, placeholder), site == EMBED if replace is None else replace
@@ -167,6 +170,8 @@ def fve(states: torch.Tensor, reconstructed: torch.Tensor, normalize: bool = Tru
 
 def _reader(lm: Any, reader: Any, template: Any, placeholder: str | int) -> _Reader:
     found, lora = (lm, reader) if reader is None or isinstance(reader, str) else (reader, None)
+    if not isinstance(found, ClientModel):
+        raise PromptError(f"reader={shown(reader)}: expected the name of a LoRA adapter, an LM, or None")
     token_ids, token = found.token_ids(template, "the template"), placeholder
     if isinstance(placeholder, str):
         if found.tokenizer is None:
@@ -185,7 +190,12 @@ def _reader(lm: Any, reader: Any, template: Any, placeholder: str | int) -> _Rea
 
 def _checked(states: Any, reader: _Reader, site: str) -> torch.Tensor:
     """States [n, placeholders, width] float32: on the reader's device if its engine takes them from there, else on the CPU."""
-    given = states if isinstance(states, torch.Tensor) else torch.stack([torch.as_tensor(state) for state in states])
+    try:
+        given = states if isinstance(states, torch.Tensor) else torch.stack([torch.as_tensor(one) for one in states])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PromptError(f"states: expected a tensor, or vectors of one width: {error}") from None
+    if given.layout is not torch.strided or given.is_meta or given.is_complex():
+        raise PromptError(f"states: expected real numbers in a dense tensor, not {given.dtype}, {given.layout}")
     count, width = len(reader.positions), reader.width(site)
     stays = site == EMBED and given.device == reader.lm.backend.facts.own_device
     vectors = given.detach().float().to(given.device if stays else "cpu")

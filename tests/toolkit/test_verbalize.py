@@ -183,6 +183,14 @@ def test_bad_input_is_refused_before_anything_runs(lm_of: Callable[..., LM]) -> 
         ({"samples": 0}, "n=0"),
         ({"max_tokens": -1}, "max_tokens"),
     ]  # fmt: skip
+    bad += [
+        ({"reader": junk}, "reader=.*: expected the name of a LoRA adapter")
+        for junk in (5, [], object(), torch.ones(1))
+    ]
+    junk = (None, 5, "abc", [], object(), [None], ["a"], [torch.ones(width), torch.ones(3)], [good[0], None])
+    bad += [({"states": states}, "states: expected a tensor, or vectors of one width") for states in junk]
+    bad += [({"states": states}, "states: expected real") for states in (good.to_sparse(), good.to("meta"), good * 1j)]
+    bad.append(({"n": 3}, "samples= is the number"))
     for given, message in bad:
         arguments = {"states": good, "template": "w1 w7", "placeholder": "w7", **given}
         with pytest.raises((PromptError, ValueError), match=message):
