@@ -197,16 +197,16 @@ class _SharedRows(NamedTuple):
     Attributes:
         ordinals: [rows] on the device of the rows.
         vectors: the spec's vectors, on the device of the rows.
-        count: gets the rows [rows] bool on which its gate fires.
+        note: gets the rows [rows] bool on which its gate fires.
     """
 
     spec: Op
     ordinals: torch.Tensor
     vectors: list[torch.Tensor]
-    count: Count
+    note: Count
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return counted(self.spec, rows, self.ordinals, self.vectors, self.count)
+        return counted(self.spec, rows, self.ordinals, self.vectors, self.note)
 
     def part(self, start: int, stop: int) -> _SharedRows:
         """The op on some of its rows."""
