@@ -189,7 +189,7 @@ class Declared:
                     rows = self.rows_since(end.num_streamed, end.all_token_ids[end.num_streamed : counted])
                     result.rows = replace(rows, ended=result.activations)
                 arrived.set_result(result)
-            except BaseException as error:  # of a reduction, which may be code of callers; the copier goes on
+            except BaseException as error:  # of a reduction, which may be code of callers; the copier continues
                 arrived.set_exception(error)
 
         return complete

@@ -42,7 +42,7 @@ class KVCaptures(LayerCaptures[LayerRows]):
         longest: upper bound of the request's positions.
 
     Raises:
-        ValueError: a layer that the model lacks or that is named in two ways, positions beyond the prompt, heads or a reduction.
+        ValueError: a layer that the model lacks or that is named in two ways. Or positions beyond the prompt, heads or a reduction.
         UnsupportedModelError: see `check_kv`.
     """
 

@@ -30,7 +30,7 @@ class GroupRows:
 
     Attributes:
         rows: None before `prepare`.
-        error: what the reduction raised within a step, which other requests share: the result raises it.
+        error: an error of the reduction within a step. The result raises it, since other requests share the step.
     """
 
     def __init__(self, group: Group) -> None:

@@ -228,7 +228,7 @@ class Fires(dict[tuple[int, int], int | torch.Tensor]):
         self._stops: dict[tuple[int, int], int] = {}  # positions before these were counted by functions
 
     def add(self, key: tuple[int, int], first: int, fired: torch.Tensor) -> None:
-        """Count the fires of a pass, `fired` [rows] bool at positions from `first` on. Those of drafts wait for `settle`."""
+        """Count the fires of a pass, `fired` [rows] bool at positions from `first` on. Fires of drafts wait for `settle`."""
         if self._drafted is not None:
             self._drafted.append((key, first, fired))
             return

@@ -309,7 +309,7 @@ def _sizes_of_single(parts: Sequence[tuple[CapturedRows | None, int, int]]) -> l
 def _pack(span: torch.Tensor, slices: Sequence[RequestSlice] | AlikeStep) -> None:
     """Pack the records that stay on the device: rows of all requests at once, so that weights are read once.
 
-    Where a reduction raises, which may be code of callers, each request's are packed alone, and its own result raises.
+    A reduction, which may be code of callers, may raise. Then each request's records are packed apart, and its result raises.
 
     Args:
         span: [elements] on the device.
