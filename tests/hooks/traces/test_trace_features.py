@@ -15,6 +15,8 @@ import pytest
 import torch
 from conftest import held, tiny_tokenizer
 from nnsight.modeling.transformers import TransformersModel
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.hooks.traces.blocks.errors import EditError, GangError
@@ -675,6 +677,52 @@ def test_torch_modes_that_a_block_is_in_while_it_waits_are_its_own(lm: LM) -> No
     assert {h.dtype for h in others if isinstance(h, torch.Tensor)} == {torch.float32}
     assert ids[0, -4:].tolist() == expected[:4] and plain.result().token_ids == expected
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+class CountsCalls(TorchFunctionMode):
+    """Counts torch's functions, and makes tensors larger by 1 in `ones`."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        found = func(*args, **(kwargs or {}))
+        return found + 1 if func is torch.ones else found
+
+
+def test_function_modes_dispatch_modes_and_defaults_of_a_block_are_its_own(lm: LM) -> None:
+    """Left on at the block's end, too: a default device would be every request's."""
+    params = SamplingParams(temperature=0, max_tokens=6)
+    expected = lm.generate([B], params)[0].token_ids
+    plain = lm.submit(B, params)
+    with lm.generate(max_new_tokens=4) as tracer:
+        with tracer.invoke(A):
+            within, counted = list().save(), CountsCalls()
+            with counted, FlopCounterMode(display=False) as flops:
+                lm.model.layers[0].output.save()
+                before = counted.calls, flops.get_total_flops()
+                lm.model.layers[1].output.save()
+                within += [before == (counted.calls, flops.get_total_flops()), torch.ones(1).item() == 2]
+            with torch.device("meta"):
+                lm.model.layers[2].output.save()
+                within.append(torch.ones(1).is_meta)
+            within.append(not torch.ones(1).is_meta)
+            torch.set_default_device("meta")
+            torch.set_default_dtype(torch.float64)
+            with tracer.iter[1]:
+                lm.model.layers[0].output.save()
+            within += [torch.ones(1).is_meta, torch.ones(1).dtype == torch.float64]
+        with tracer.invoke(B):
+            others = list().save()
+            for _ in tracer.iter[:]:
+                others.append(torch.ones(1) + lm.model.layers[1].output[:1, 0, :1].cpu().float() * 0)
+            ids = tracer.result.save()
+    assert within == [True] * 6
+    assert all(one.dtype is torch.float32 and one.item() == 1 for one in others)
+    assert ids[0, -4:].tolist() == expected[:4] and plain.result().token_ids == expected
+    with lm.trace(A):
+        device, dtype = str(torch.get_default_device()).save(), torch.ones(1).dtype.save()
+    assert (device, dtype, torch.get_default_dtype()) == ("cpu", torch.float32, torch.float32)
 
 
 def test_an_assigned_input_leaves_the_saved_output_of_the_layer_before(lm: LM) -> None:

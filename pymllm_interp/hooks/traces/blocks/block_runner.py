@@ -16,7 +16,15 @@ from ..serving.points import Points
 from ..serving.rows import BatchRows
 from ..serving.shared_value import SharedValue, leaves, same_objects, versions_of
 from .errors import EditError, MixedRowsError, TraceTimeoutError
-from .torch_modes import NO_AUTOCAST, Modes, autocast_by_device, is_any_autocast_enabled
+from .torch_modes import (
+    NO_AUTOCAST,
+    Modes,
+    autocast_by_device,
+    get_default_dtype,
+    is_any_autocast_enabled,
+    num_dispatch_modes,
+    num_function_modes,
+)
 from .trace import Block, RequestTrace
 from .unread import replaces, unread_error
 from .watchdog import Watchdog
@@ -86,8 +94,8 @@ class BlockScope:
     """
 
     __slots__ = (
-        "_autocast", "_began", "_depth", "_grad", "_greenlet", "_inference", "_outer_run", "_runner", "_saves", "_scope",
-        "_serving", "_watchdog",
+        "_autocast", "_began", "_depth", "_dispatched", "_dtype", "_functions", "_grad", "_greenlet", "_inference", "_outer_run",
+        "_runner", "_saves", "_scope", "_serving", "_watchdog",
     )  # fmt: skip
 
     def __init__(self, runner: BlockRunner) -> None:
@@ -97,7 +105,9 @@ class BlockScope:
         runner = self._runner
         self._began = perf_counter()
         self._greenlet, self._serving = getcurrent(), runner.serving
-        self._grad, self._inference = is_grad_enabled(), is_inference_mode_enabled()
+        # By attribute: to build a `Modes` takes as long as the rest.
+        self._grad, self._inference, self._dtype = is_grad_enabled(), is_inference_mode_enabled(), get_default_dtype()
+        self._functions, self._dispatched = num_function_modes(), num_dispatch_modes()
         self._autocast = autocast_by_device()
         scope = self._scope = save_scope.__dict__
         self._depth, self._saves = scope.get("depth", 0), scope.get("saves")
@@ -154,8 +164,13 @@ class BlockScope:
             or is_inference_mode_enabled() is not self._inference
             or self._autocast is not NO_AUTOCAST
             or is_any_autocast_enabled()
+            or num_function_modes() != self._functions
+            or num_dispatch_modes() != self._dispatched
+            or get_default_dtype() is not self._dtype
         ):
-            block.modes.park(Modes(self._inference, self._grad, self._autocast))
+            block.modes.park(
+                Modes(self._inference, self._grad, self._autocast, self._dtype, self._functions, self._dispatched)
+            )
         if error is not None:
             (failed or self._failed)(block, error)
             return None
