@@ -251,6 +251,19 @@ def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
     return _checked(given, prompts, "capture", Capture, "expected a site, or Capture(site, ...)")
 
 
+def captures_in(options: Mapping[str, Any], prompts: int) -> list[list[Capture]]:
+    """Captures of a call for each prompt, with those of `OUTPUTS`."""
+    outputs = captures_of_outputs(options)
+    return [[*own, *outputs] for own in captures_for_each_prompt(options.get("capture"), prompts)]
+
+
+def refuse_captures(who: str, options: Mapping[str, Any], why: str) -> None:
+    """Raise TypeError for captures of a call that would not return them."""
+    for name in ("capture", *OUTPUTS):
+        if options.get(name):
+            raise TypeError(f"{who} got {name}: {why}")
+
+
 def captures_of_outputs(options: Mapping[str, Any]) -> list[Capture]:
     """Captures of `output_hidden_states`, `output_attentions` and `return_routed_experts`, where they are true."""
     return [_capture_of(site) for name, sites in OUTPUTS.items() if options.get(name) for site in sites]

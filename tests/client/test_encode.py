@@ -242,6 +242,22 @@ def test_a_capture_of_all_pooled_states_is_pooled_itself(lm_of) -> None:
         lm.encode([1, 2], pooling="mean", capture=[Capture("final_norm", positions=[0])])
 
 
+def test_captures_of_outputs_come_with_embeddings_and_calls_without_captures_refuse_them(lm_of) -> None:
+    lm = lm_of("llama")
+    for pooling in ("last", "mean"):
+        plain, out = (lm.encode(PROMPTS[:2], pooling=pooling, output_hidden_states=more)[1] for more in (False, True))
+        torch.testing.assert_close(plain.data, out.data, atol=1e-5, rtol=1e-4)
+        assert len(out.activations["final_norm"]) == len(out.activations["resid_pre.1"]) == len(PROMPTS[1])
+    (kv,) = lm.kv([PROMPTS[1]], output_hidden_states=True)
+    assert len(kv.activations["final_norm"]) == len(PROMPTS[1])
+    for options in ({"capture": ["resid_post.0"]}, {"output_hidden_states": True}, {"output_attentions": True}):
+        with pytest.raises(TypeError, match=r"lm.score\(\) got .*: it returns numbers"):
+            lm.score([PROMPTS[0]], [PROMPTS[1]], **options)
+        for call in (lm.run_with_cache, lm.run_with_hooks):
+            with pytest.raises(TypeError, match=r"got (capture|output_)"):
+                call(PROMPTS[0], **options)
+
+
 def test_special_tokens_are_not_lower_cased(tiny_folder) -> None:
     folder, model = tiny_folder
     tokenizer = tiny_tokenizer()

@@ -16,7 +16,7 @@ from ...hooks.site import Site
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...utils.arguments import PromptError, shown
 from ...utils.tables import Shown, Table
-from ..prompts import as_prompts, captures_for_each_prompt, only_tokens
+from ..prompts import as_prompts, captures_for_each_prompt, only_tokens, refuse_captures
 from ..request_options import RequestOptions, check_options
 from .activation_cache import NamesFilter, select_sites
 from .requests import Requests, wait_for
@@ -106,8 +106,7 @@ def states_of(
 ) -> tuple[torch.Tensor, dict[Site, torch.Tensor]]:
     """The logits [batch, tokens, vocab], and the states by site. See `ClientModel.run_with_cache`."""
     check_options("lm.run_with_cache", options, OF_TRANSFORMER_LENS)
-    if "capture" in options:
-        raise TypeError("lm.run_with_cache(prompts, names_filter) got capture: names_filter selects the sites")
+    refuse_captures("lm.run_with_cache(prompts, names_filter)", options, "names_filter selects the sites")
     facts = requests.backend.facts
     sites = select_sites(names_filter, facts.spec, facts.inner_sites)
     tokens = tokens_of_equal_length(requests, prompts)
@@ -126,8 +125,7 @@ def logits_with_hooks(
 ) -> torch.Tensor:
     """The logits [batch, tokens, vocab]. See `ClientModel.run_with_hooks`."""
     check_options("lm.run_with_hooks", options, OF_TRANSFORMER_LENS)
-    if "capture" in options:
-        raise TypeError("lm.run_with_hooks() got capture: a hook keeps what it reads, for example in a list")
+    refuse_captures("lm.run_with_hooks()", options, "a hook keeps what it reads, for example in a list")
     hooks = placed_hooks(fwd_hooks, requests.backend.facts.spec)
     tokens = tokens_of_equal_length(requests, prompts)
     with requests.backend.tracer(model, "trace", **options) as tracer:

@@ -26,7 +26,7 @@ from ..handle import RequestHandle, results_of
 from ..prompts import (
     as_prompts,
     captures_for_each_prompt,
-    captures_of_outputs,
+    captures_in,
     checked,
     declared_for_each_prompt,
     for_each_prompt,
@@ -109,9 +109,7 @@ class Requests:
         own = params_for(prompts, params)
         warn_of_flat_list(options.get("interventions"), count)
         declared = self.declared(options, count)
-        captures = captures_for_each_prompt(options.get("capture"), count)
-        if outputs := captures_of_outputs(options):
-            captures = [[*own, *outputs] for own in captures]
+        captures = captures_in(options, count)
         edits = self.tree._edits_of(options.get("edits"))
         return Submission(
             prompts=list(self._read_all(prompts, names)) if read else [],

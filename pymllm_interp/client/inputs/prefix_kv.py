@@ -18,7 +18,7 @@ from ...utils.tables import Shown, Table
 from ..calls.requests import wait_for
 from ..calls.traced_prompts import PREFILL
 from ..notebook.signatures import names_options
-from ..prompts import as_prompts, captures_for_each_prompt
+from ..prompts import as_prompts, captures_in
 from ..request_options import RequestOptions, check_options
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def kv(
     """
     check_options("lm.kv", options)
     given = as_prompts(prompts)
-    spec, captures = self.model_spec, captures_for_each_prompt(options.get("capture"), len(given))
+    spec, captures = self.model_spec, captures_in(options, len(given))
     sites = [f"{KV}.{layer}" for layer in range(spec.num_hidden_layers)]
     options["capture"] = [[*_left(others, spec), *others] for others in captures]
     outs = wait_for(self._requests.submit(given, PREFILL, options), progress=progress)

@@ -18,7 +18,7 @@ from ..calls.traced_prompts import PREFILL
 from ..chat import RenderedPrompt, is_conversation, render
 from ..completion import RequestOutput
 from ..notebook.signatures import names_options
-from ..prompts import as_prompts, captures_for_each_prompt, names_of
+from ..prompts import as_prompts, captures_in, names_of
 from ..request_options import RequestOptions, check_options
 from .pooling import Pooling
 
@@ -120,7 +120,7 @@ def pooled_outputs(
     Args:
         read: prompts, each with a number of first tokens that are not pooled.
     """
-    captures = captures_for_each_prompt(options.get("capture"), len(read))
+    captures = captures_in(options, len(read))
     own: list[Capture] = []
     for (prompt, skipped), name in zip(read, names_of(read), strict=True):
         try:

@@ -18,7 +18,7 @@ from ..calls.traced_prompts import PREFILL
 from ..chat import RenderedPrompt
 from ..completion import RequestOutput
 from ..notebook.signatures import names_options
-from ..prompts import as_prompts, captures_for_each_prompt, names_of
+from ..prompts import as_prompts, captures_in, names_of, refuse_captures
 from ..request_options import RequestOptions, check_options
 from .calls import encode, read_prompt
 from .labels import NO_HEAD, Labels, logits_capture, pair_of, pairs_of
@@ -116,6 +116,7 @@ def score(
         RequestError, TimeoutError: as `encode`.
     """
     check_options("lm.score", options)
+    refuse_captures("lm.score()", options, "it returns numbers; lm.classify and lm.encode return captured states")
     facts = self.backend.facts
     first = as_prompts(texts)
     if others is not None and Labels.of(facts.hf_config.to_dict(), facts.tasks) is None:
@@ -161,7 +162,7 @@ def _logits(
     lm: ClientModel, read: Sequence[RenderedPrompt], options: RequestOptions, progress: bool | None
 ) -> list[RequestOutput]:
     """The outputs of prompts, with the logits at their last token."""
-    captures = captures_for_each_prompt(options.get("capture"), len(read))
+    captures = captures_in(options, len(read))
     encoder = lm.model_spec.bidirectional
     options["capture"] = [[Capture(**logits_capture(encoder)), *others] for others in captures]
     handles = lm._requests.submit(list(read), PREFILL, options, prompt_logits=encoder)
