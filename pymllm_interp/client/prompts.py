@@ -252,7 +252,7 @@ def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
 
 
 def captures_in(options: Mapping[str, Any], prompts: int) -> list[list[Capture]]:
-    """Captures of a call for each prompt, with those of `OUTPUTS`."""
+    """Captures of a call for each prompt, with the sites of `OUTPUTS`."""
     outputs = captures_of_outputs(options)
     return [[*own, *outputs] for own in captures_for_each_prompt(options.get("capture"), prompts)]
 
