@@ -104,11 +104,11 @@ def small_model(rounds: int = 200) -> dict[str, float]:
 
         def modules_called(run: Callable[[LM, list[int]], None]) -> Callable[[], None]:
             def side() -> None:
-                lm.interleaver.hook_position = lambda layer: "within"
+                lm.interleaver.first_hook = lambda first, stop: (first, "within")
                 try:
                     run(lm, LAST)
                 finally:
-                    del lm.interleaver.hook_position
+                    del lm.interleaver.first_hook
 
             return side
 
@@ -154,7 +154,7 @@ def _untouched_module(lm: LM, timer: PassTimer, rounds: int) -> float:
     call = lm.runner.executions.call_model
     lm.runner.executions.call_model = lambda batch, _: call(batch, Execution.MODULES)  # pyright: ignore[reportAttributeAccessIssue]
     watch = lm.interleaver
-    watch.hook_position = lambda layer: "within"
+    watch.first_hook = lambda first, stop: (first, "within")
     watch.try_fuse = lambda layer, module="", but="": False
 
     def bare() -> None:

@@ -10,7 +10,7 @@ The batch is flat: the token rows of all requests are concatenated. Request ``i`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
@@ -66,8 +66,11 @@ Waits = Literal["nowhere", "at output", "within"]
 class HookQuery(Protocol):
     """Tells a module-by-module pass where hooks wait. Everything else runs fused."""
 
-    def hook_position(self, layer: int) -> Waits:
-        """Location of hooks in the layer. Unless "within", all locations before it count as visited."""
+    def first_hook(self, first: int, stop: int) -> tuple[int, Waits]:
+        """The layer from `first` on that hooks wait in, and their location there; (stop, "nowhere") if none is before `stop`.
+
+        All locations before count as visited.
+        """
         ...
 
     def try_fuse(self, layer: int, module: str = "", but: str = "") -> bool:
@@ -135,6 +138,22 @@ class GraphSegments(Protocol):
 
         Args:
             chained: the results only go into the next segment, which may write to their memory.
+        """
+        ...
+
+
+class LayersElsewhere(Protocol):
+    """Computes consecutive decoder layers in which no hook waits by other code."""
+
+    def __call__(
+        self, start: int, stop: int, h: torch.Tensor, rotations: Mapping[str, tuple[torch.Tensor, ...]], served: bool
+    ) -> torch.Tensor | None:
+        """The state [1, tokens, hidden] after the layers from `start` to `stop`; None: it cannot.
+
+        Args:
+            h: the state before them.
+            rotations: cosines and sines of the pass, by the `rotary` of layers.
+            served: a hook waits for the outcome, and the caller captures it then.
         """
         ...
 
@@ -320,6 +339,7 @@ class ForwardBatch:
     attention_cuts:  AttentionCuts | None = field(default=None, repr=False)  # per-request attention masks (`Knockout`), or None
     transformers_pass: TransformersOutputs | None = None  # None: as the engine's own passes run
     segments:        GraphSegments | None = None  # runs graph segments; None: kernel by kernel
+    layers_elsewhere: LayersElsewhere | None = None  # computes layers in which no hook waits; None: these here
     rotations:       dict[int, CachedRotation] = field(default_factory=dict, init=False, repr=False)  # by id of the cosines
     attn_metadata:   object = field(default=None, repr=False)  # the backend's plan
     meanwhile:       Callable[[], None] | None = None  # called between layers of a long pass, while the device computes

@@ -255,6 +255,11 @@ def run_layers(
     Returns:
         the hidden state [1, tokens, hidden] after the last layer.
     """
+    end = first + len(layers)
+    if batch.layers_elsewhere is not None:
+        out = batch.layers_elsewhere(first, end, h, position_embeddings, served)
+        if out is not None:
+            return out
     halved = layers[0].halved_rotation
     rotations = {kind: rotation_of(batch, *found, halved=halved) for kind, found in position_embeddings.items()}
     names = [
@@ -272,7 +277,7 @@ def run_layers(
         return {"h": residual_sum(h, delta, batch.site_ops, input_add(stop), served)}
 
     by_layer = batch.segments is not None and batch.segments.by_layer
-    size, end = 1 if by_layer else len(layers), first + len(layers)
+    size = 1 if by_layer else len(layers)
     for start in range(first, end, size):
         stop = start + size
         seen = served and stop == end

@@ -36,10 +36,10 @@ class CutQuery:
     def __init__(self, cuts: AttentionCuts, attention: str, hooks: HookQuery | None) -> None:
         self.cuts, self.attention, self.hooks = cuts, attention, hooks
 
-    def hook_position(self, layer: int) -> Waits:
-        if self.cuts.act_at(layer):
-            return "within"
-        return "nowhere" if self.hooks is None else self.hooks.hook_position(layer)
+    def first_hook(self, first: int, stop: int) -> tuple[int, Waits]:
+        cut = next((layer for layer in range(first, stop) if self.cuts.act_at(layer)), stop)
+        found: tuple[int, Waits] = (cut, "nowhere") if self.hooks is None else self.hooks.first_hook(first, cut)
+        return (cut, "within") if found[0] == cut < stop else found
 
     def try_fuse(self, layer: int, module: str = "", but: str = "") -> bool:
         if self.cuts.act_at(layer) and module in ("", self.attention):

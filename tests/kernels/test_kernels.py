@@ -658,10 +658,11 @@ class Watch:
     ) -> None:
         self.at, self.inside, self.output = at, inside, output
 
-    def hook_position(self, layer: int) -> Waits:
-        if layer in self.at:
-            return "nowhere"
-        return "at output" if layer in self.output else "within"
+    def first_hook(self, first: int, stop: int) -> tuple[int, Waits]:
+        for layer in range(first, stop):
+            if layer not in self.at:
+                return layer, "at output" if layer in self.output else "within"
+        return stop, "nowhere"
 
     def try_fuse(self, layer: int, module: str = "", but: str = "") -> bool:
         role = module if module in ("", "mlp") else "attention"  # its name is the family's

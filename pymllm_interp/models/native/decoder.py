@@ -119,10 +119,10 @@ class Decoder(nn.Module):
             first, waits = i, "within"
             if aux is not None:
                 aux.keep(i, h)
-            while hook_query is not None and i < num_layers and (i == first or i not in read):
-                if (waits := hook_query.hook_position(i)) != "nowhere":
-                    break
-                i += 1
+            if hook_query is not None:
+                i, waits = hook_query.first_hook(
+                    i, min((layer for layer in read if i < layer < num_layers), default=num_layers)
+                )
             at_output = waits == "at output"
             if first < i or at_output:
                 layers: Any = list(islice(all_layers, first, i + at_output))  # a slice would be a new module

@@ -16,6 +16,7 @@ from ...core.step import RequestHooks
 from ...hooks.bound_hooks import KEPT
 from ...hooks.captures.spec import Capture
 from ...hooks.site import NORMED, Site, expand, stream_of
+from ...utils.upload import upload
 from ...wire.failures import failure_of
 from ..blocks import TraceOnWire
 from ..payloads import HookedOnWire, Sealer, TensorKey, loaded, unpacked_tensor
@@ -231,9 +232,12 @@ class HooksOf:
         logits = self.traces.logits
         if logits is None:
             return sampled.new_zeros(len(sampled), self.stage.model.num_logits)
-        stops = np.cumsum(self._logit_counts).tolist()
-        of_samples = [row for stop, n in zip(stops, self._sampled, strict=True) for row in range(stop - n, stop)]
-        rows = logits[torch.tensor(of_samples, device=logits.device)]
+        rows = logits
+        if self._sampled != self._logit_counts:
+            stops = np.cumsum(self._logit_counts).tolist()
+            of_samples = [row for stop, n in zip(stops, self._sampled, strict=True) for row in range(stop - n, stop)]
+            (index,) = upload(logits.device, np.array(of_samples, dtype=np.int64))
+            rows = logits[index]
         if (step := self.stage.step) is not None and step.batch.touches_logits:
             self.stage.stage.capture_logits(step, logits, rows)
         return rows

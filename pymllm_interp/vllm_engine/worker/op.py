@@ -7,8 +7,10 @@ A compiler sees that the tensors are changed, and nothing else: the tables are r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,6 +63,23 @@ for _key in ("CPU", "CUDA"):
     _library.impl("inner_", _inner, _key)
 for _name in ("pair_", "norm_", "state_", "inner_"):
     torch.library.register_fake(f"pymllm_interp::{_name}", _nothing, lib=_library)
+
+
+DIRECT = SimpleNamespace(pair_=_pair, norm_=_norm, state_=_state, inner_=_inner)
+"""The ops as functions, for code that no compiler reads: torch's dispatcher takes longer than an idle op (5 us on a CPU)."""
+used: Any = None
+"""`DIRECT` where it is to be called; None: torch's ops."""
+
+
+@contextmanager
+def directly() -> Iterator[None]:
+    """Call functions, not torch's ops."""
+    global used
+    before, used = used, DIRECT
+    try:
+        yield
+    finally:
+        used = before
 
 
 def register(stage: RankTaps) -> int:

@@ -19,6 +19,7 @@ from ...runner.stages.declared_stage import DeclaredStage
 from ..settings import uses_tables
 from .batch import VllmStep
 from .egress.result_arena import ResultArena
+from .op import directly
 from .split_rows import SplitRows
 
 
@@ -42,7 +43,7 @@ class RankTaps:
         self.ops: Any = None
         self.asked: frozenset[int] = frozenset()
         self.calls, self.is_silent = 0, False
-        self._is_served, self._uncounted = False, torch.zeros_like(seen)
+        self._is_served, self._is_idle, self._uncounted = False, False, torch.zeros_like(seen)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -54,23 +55,28 @@ class RankTaps:
             self.is_silent = False
 
     @contextmanager
-    def within_layers(self) -> Iterator[None]:
-        """vLLM's own layers run in a pass by modules. It has served the sites of their input, and counts the rows itself."""
-        before = self.is_silent, self.seen
-        self.is_silent, self.seen, self._is_served = False, self._uncounted, True
-        try:
-            yield
-        finally:
-            (self.is_silent, self.seen), self._is_served = before, False
+    def within_layers(self, is_idle: bool) -> Iterator[None]:
+        """vLLM's own layers run in a pass by modules. It has served the sites of their input, and counts the rows itself.
 
-    def _was_served(self) -> bool:
-        """Whether the pass by modules has served the sites of this call, because layers begin with it."""
+        Args:
+            is_idle: no request of the step has ops or captures.
+        """
+        before = self.is_silent, self.seen
+        self.is_silent, self.seen, self._is_served, self._is_idle = False, self._uncounted, True, is_idle
+        try:
+            with directly():
+                yield
+        finally:
+            (self.is_silent, self.seen), self._is_served, self._is_idle = before, False, False
+
+    def _rests(self) -> bool:
+        """Whether a call has nothing to do. Layers begin with one whose sites the pass by modules has served."""
         served, self._is_served = self._is_served, False
-        return served
+        return served or self._is_idle
 
     def pair(self, delta: torch.Tensor, stream: torch.Tensor, residual_add: int) -> None:
         """Apply ops and captures of the delta and the sum at a residual add; both [rows, hidden]."""
-        if self._was_served():
+        if self._rests():
             return
         if self.static is not None:
             from ...kernels.edit_pair import edit_pair
@@ -89,13 +95,13 @@ class RankTaps:
 
         assert self.static is not None, "norms of vLLM stay where ops are functions"
         rows = self.static.token_rows
-        if self._was_served():
+        if self._rests():
             rows = rows._replace(owners=torch.full_like(rows.owners, -1))
         edit_norm_(delta, stream, weight, eps, kind, residual_add, self.static.tables, rows, self.seen)
 
     def state(self, rows: torch.Tensor, site: int) -> None:
         """Apply ops and captures of a site's rows [rows, hidden]."""
-        if self._was_served():
+        if self._rests():
             return
         if self.static is not None:
             from ...kernels.edit_pair import edit_state

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -11,6 +13,11 @@ import torch
 from .blocks.traces import RankTraces
 from .hooks_of import HooksOf
 from .stale_kv import clear_new_blocks
+
+
+@cache
+def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(signature(function).parameters)
 
 
 class _NoGraphs:
@@ -77,7 +84,7 @@ class RowsOfV2:
             "draft_tokens": scheduler_output.scheduled_spec_decode_tokens,
             "decode_query_len": self.decode_query_len,  # pyright: ignore[reportAttributeAccessIssue]
         }
-        return list(sort_batch_req_ids(**{name: known[name] for name in signature(sort_batch_req_ids).parameters}))
+        return list(sort_batch_req_ids(**{name: known[name] for name in _names_of(sort_batch_req_ids)}))
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         self._take_graphs_back()
@@ -148,7 +155,8 @@ def _agree(traces: RankTraces, output: Any, num_sampled: torch.Tensor, num_rejec
     """
     tokens = output.sampled_token_ids
     if tokens.shape[1] == 1:  # without drafts all ranks have the same counts
-        tokens[:] = traces.sampled(tokens)
+        if (found := traces.sampled(tokens)) is not tokens:
+            tokens[:] = found
         return
     counts = torch.stack([num_sampled, num_rejected], 1).to(tokens.dtype)
     chosen = traces.sampled(torch.cat([tokens, counts], 1))

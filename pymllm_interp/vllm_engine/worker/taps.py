@@ -23,7 +23,7 @@ from ...core.model_spec import (
     residual_site,
 )
 from ..structures import INNER_MODULES, Structure, inner_modules
-from . import op  # noqa: F401  # registers the ops
+from . import op
 from .split_rows import SplitRows
 
 ROUTES = "_compute_routing"
@@ -43,18 +43,17 @@ def _tapped_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a norm's class that calls the ops around it."""
 
     def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        ops = op.used or torch.ops.pymllm_interp
         if residual is None:
-            torch.ops.pymllm_interp.state_(x, EMBED_SITE, self.tap_handle)
+            ops.state_(x, EMBED_SITE, self.tap_handle)
             return super(tapped, self).forward(x)
         if self.tap_kind is not None:
-            torch.ops.pymllm_interp.norm_(
-                x, residual, self.weight, self.variance_epsilon, self.tap_kind, self.tap_add, self.tap_handle
-            )
+            ops.norm_(x, residual, self.weight, self.variance_epsilon, self.tap_kind, self.tap_add, self.tap_handle)
             return x, residual
-        torch.ops.pymllm_interp.pair_(x, residual, self.tap_add, self.tap_handle)
+        ops.pair_(x, residual, self.tap_add, self.tap_handle)
         normed, stream = super(tapped, self).forward(x, residual)
         if self.tap_last >= 0:
-            torch.ops.pymllm_interp.state_(normed, self.tap_last, self.tap_handle)
+            ops.state_(normed, self.tap_last, self.tap_handle)
         return normed, stream
 
     tapped: Any = type(f"Tapped{base.__name__}", (base,), {"forward": forward})
@@ -66,12 +65,13 @@ def _plain_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a module's class that calls the op with the stream that it reads, and with its output."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ops = op.used or torch.ops.pymllm_interp
         if self.tap_before >= 0:
-            torch.ops.pymllm_interp.state_(args[0], self.tap_before, self.tap_handle)
+            ops.state_(args[0], self.tap_before, self.tap_handle)
         found = super(tapped, self).forward(*args, **kwargs)
         if self.tap_after >= 0:
             rows = found[0] if isinstance(found, tuple) else found
-            torch.ops.pymllm_interp.state_(rows, self.tap_after, self.tap_handle)
+            ops.state_(rows, self.tap_after, self.tap_handle)
         return found
 
     tapped: Any = type(f"Tapped{base.__name__}", (base,), {"forward": forward})
@@ -106,7 +106,8 @@ def _ending_class(base: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         delta, stream = super(tapped, self).forward(*args, **kwargs)
-        torch.ops.pymllm_interp.pair_(delta, stream, self.tap_add, self.tap_handle)
+        ops = op.used or torch.ops.pymllm_interp
+        ops.pair_(delta, stream, self.tap_add, self.tap_handle)
         return delta, stream
 
     tapped: Any = type(f"Tapped{base.__name__}", (base,), {"forward": forward})
@@ -144,12 +145,13 @@ def _inner_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a module's class that calls the op with its input, or its output."""
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        ops = op.used or torch.ops.pymllm_interp
         if self.tap_input:
-            torch.ops.pymllm_interp.inner_(x, self.tap_sites, self.tap_widths, self.tap_handle)
+            ops.inner_(x, self.tap_sites, self.tap_widths, self.tap_handle)
         found = super(tapped, self).forward(x, *args, **kwargs)
         if not self.tap_input:
             rows = found[0] if isinstance(found, tuple) else found
-            torch.ops.pymllm_interp.inner_(rows, self.tap_sites, self.tap_widths, self.tap_handle)
+            ops.inner_(rows, self.tap_sites, self.tap_widths, self.tap_handle)
         return found
 
     tapped: Any = type(f"Tapped{base.__name__}", (base,), {"forward": forward})
@@ -167,7 +169,8 @@ def _choosing_class(base: type) -> type:
         scores, ids = getattr(super(tapped, self), name)(*args, **kwargs)
         best = scores.argsort(dim=-1, descending=True, stable=True)
         chosen = torch.cat([found.gather(-1, best).to(self.tap_dtype) for found in (ids, scores)], -1)
-        torch.ops.pymllm_interp.inner_(chosen, self.tap_sites, self.tap_widths, self.tap_handle)
+        ops = op.used or torch.ops.pymllm_interp
+        ops.inner_(chosen, self.tap_sites, self.tap_widths, self.tap_handle)
         return scores, ids
 
     name = ROUTES if hasattr(base, ROUTES) else "select_experts"

@@ -245,9 +245,18 @@ class EngineInterleaver(Interleaver):
 
     # -- calls of the pass (HookQuery) ---------------------------------------------
 
-    def hook_position(self, layer: int) -> Waits:
+    def first_hook(self, first: int, stop: int) -> tuple[int, Waits]:
         if self.pass_options is not NONE:
-            return "within"
+            return first, "within"
+        while first < stop:
+            layer = self.points.first_layer(first, stop)
+            self.visits.fuse_layers(first, layer)
+            if layer < stop and (waits := self._waits_in(layer)) != "nowhere":
+                return layer, waits
+            first = layer + 1
+        return stop, "nowhere"
+
+    def _waits_in(self, layer: int) -> Waits:
         waits: Waits = "nowhere"
         for point in self.points.in_layer(layer):
             if point.awaited(self.visits.of(point)):

@@ -104,6 +104,10 @@ class Points:
         """The points of a decoder layer."""
         return self._by_layer.get(layer, [])
 
+    def first_layer(self, first: int, stop: int) -> int:
+        """The first layer with points from `first` on, before `stop`; `stop` if there is none."""
+        return min((layer for layer in self._by_layer if first <= layer < stop), default=stop)
+
     def awaited_in(self, layer: int) -> list[Point]:
         """The points of a decoder layer where something waits for the next visit."""
         return [point for point in self.in_layer(layer) if point.awaited(self._visits.of(point))]

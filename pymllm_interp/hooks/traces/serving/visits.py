@@ -86,6 +86,10 @@ class PassVisits:
         if output is not None:
             self.counts[output] = 0
 
+    def fuse_layers(self, first: int, stop: int) -> None:
+        """Count all locations of the layers from `first` to `stop` as visited."""
+        self._fused_layers.update(range(first, stop))
+
     def fuse_part(self, layer: int, module: str, but: str) -> None:
         """Count the locations inside a layer's `module` as visited (see `Location.lies_inside`)."""
         self._fused_parts.setdefault(layer, set()).add((module, but))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,7 @@ from ....hooks.traces.blocks.watchdog import Watchdog
 from ....layers.seal import seal
 from ....runner.stages.stage import PassDemands
 from ....runner.stages.traced_stage import TracedStage
+from ....utils.upload import upload
 from ....wire.failures import failure_of
 from ....wire.trace_payload import Sources
 from ...blocks import StepEnds, TraceOnWire, TraceResult, packed, traces_of
@@ -331,17 +331,18 @@ class RankTraces:
             count = 1 if tree.read is None else 1 + len(tree.read.layers)
             shape = (len(input_ids), self._spec.hidden_size)
             return self._shared([torch.empty(shape, dtype=self._spec.dtype, device=self._device) for _ in range(count)])
-        ids, positions = input_ids.clone().long(), positions.clone().long()  # no inference tensors: torch counts edits
+        # No inference tensors: torch counts edits.
+        ids, positions = (own.to(torch.int64, copy=True) for own in (input_ids, positions))
         batch = _batch_of(ids, positions, np.diff(starts), tree.attention, site_ops)
         if len(logit_tokens) < len(input_ids):
-            batch.logits_indices = torch.from_numpy(logit_tokens).to(self._device)
+            (batch.logits_indices,) = upload(self._device, logit_tokens)
         tree.attention.cuts, tree.attention.kept = cuts, kept
         ranks.followed = True
         # vLLM's attention cuts no edges. Only this rank has the flags of gates that the tree has met.
         is_plain = kept is None and (site_ops is None or ranks.size == 1 or not self._declared.links_sites)
+        batch.layers_elsewhere = tree.layers if tree.layers.can_run and is_plain else None
         try:
-            with tree.layers.of_pass(batch) if tree.layers.can_run and is_plain else nullcontext():
-                self.logits = self._run(batch)
+            self.logits = self._run(batch)
         except Exception as error:
             logger.warning("a pass with blocks has failed; the blocks end, and the step runs again", exc_info=True)
             self._fail(error)
@@ -350,6 +351,8 @@ class RankTraces:
         except BaseException:
             ranks.end(failed=True)
             raise
+        finally:
+            tree.layers.end_pass()
         ranks.end()
         self.ran = True
         assert batch.hidden_states is not None, "the batch asks for them"
@@ -478,11 +481,11 @@ def _batch_of(
     input_ids: torch.Tensor, positions: torch.Tensor, counts: np.ndarray, attention: Any, site_ops: SiteOps | None
 ) -> ForwardBatch:
     """A pass over vLLM's KV cache."""
-    device, sizes = input_ids.device, counts.tolist()
-    lens = torch.tensor(sizes, dtype=torch.int32)
-    zeros = torch.zeros(len(input_ids), dtype=torch.int64, device=device)
+    sizes, lens = counts.tolist(), torch.from_numpy(counts.astype(np.int32))
+    zeros = torch.zeros(len(input_ids), dtype=torch.int64, device=input_ids.device)
+    own = zeros[: len(sizes)]
     return ForwardBatch(
-        ForwardMode.EXTEND, len(sizes), input_ids, zeros[: len(sizes)], lens.to(device), zeros, int(counts.sum()), lens,
+        ForwardMode.EXTEND, len(sizes), input_ids, own, own, zeros, len(input_ids), lens,
         positions=positions, extend_num_tokens=len(input_ids), extend_seq_lens_cpu=sizes, extend_prefix_lens_cpu=[0] * len(sizes),
         attn_backend=attention, return_hidden_states=True, site_ops=site_ops,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....core.forward_batch import CachedRotation, ForwardBatch, Registers
 from ....core.model_spec import input_add
 from ....layers.edits.base import residual_sum
 from ..stage import RankStage
@@ -21,10 +20,10 @@ KERNELS = ("SiluAndMul", "GeluAndMul", "RotaryEmbedding")
 
 
 class WholeLayers:
-    """Consecutive layers of vLLM's model as the graph segments of a pass. A `core.forward_batch.GraphSegments`.
+    """Consecutive layers of vLLM's model in a pass of a tree. A `core.forward_batch.LayersElsewhere`.
 
     vLLM's layers rotate by positions, and the tree's by cosines and sines. So they run only where a `rotary_emb` made the
-    rotations of the segment, and no block edited them.
+    rotations of the pass, and no block edited them.
 
     On all ranks they apply declared ops and captures by their taps (taps.py), as in steps without blocks.
 
@@ -37,8 +36,6 @@ class WholeLayers:
         can_run: whether vLLM's layers take and return the stream as the pair (hidden states, residual).
     """
 
-    by_layer = False
-
     def __init__(
         self, layers: Sequence[nn.Module], add: Callable[[Any], Callable[..., torch.Tensor]], stage: RankStage
     ) -> None:
@@ -46,44 +43,32 @@ class WholeLayers:
         self._layers, self._call = layers, add(self._through)
         self._kernels = list(dict(kernel for layer in layers for kernel in _kernels_of(layer)).items())
         self._made: list[tuple[torch.Tensor, int, tuple[torch.Tensor, ...], tuple[int, ...]]] = []
-        self._batch: ForwardBatch | None = None
 
     def watch(self, rotary: nn.Module) -> None:
         """Remember the rotations that a `rotary_emb` of the tree makes, and their positions."""
         rotary.__class__ = _watched_class(type(rotary))
         object.__setattr__(rotary, "_made_by", self._made.append)
 
-    @contextmanager
-    def of_pass(self, batch: ForwardBatch) -> Iterator[None]:
-        """Be the segments of a pass."""
-        batch.segments, self._batch = self, batch
-        try:
-            yield
-        finally:
-            self._batch = None
-            self._made.clear()
+    def end_pass(self) -> None:
+        """Forget the rotations of a pass."""
+        self._made.clear()
 
-    def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers, chained: bool, /) -> Registers:
-        """Run a segment by vLLM's layers, or as it is."""
-        if isinstance(key, tuple) and key[0] == "layers" and (positions := self._positions_of(inputs)) is not None:
-            return {"h": self._call(inputs["h"][0], positions, *key[1:])[None]}
-        return segment(**inputs)
-
-    def _positions_of(self, inputs: Registers) -> torch.Tensor | None:
-        """The positions [tokens] that the rotations of a segment were made of; None: of none, or of several, or edited."""
-        assert self._batch is not None, "a pass runs"
-        cached = self._batch.rotations.values()
-        rotations = [found for found in cached if any(found.rotation[0] is tensor for tensor in inputs.values())]
-        made = [self._source_of(found) for found in rotations]
-        if not made or made[0] is None or any(positions is not made[0] for positions in made):
+    def __call__(
+        self, start: int, stop: int, h: torch.Tensor, rotations: Mapping[str, tuple[torch.Tensor, ...]], served: bool
+    ) -> torch.Tensor | None:
+        """h [1, tokens, hidden] through vLLM's layers; None if a block has edited the rotations."""
+        sources = [self._source_of(found) for found in rotations.values()]
+        positions = sources[0] if sources else None
+        if positions is None or any(source is not positions for source in sources):
             return None
-        return made[0].reshape(-1)
+        return self._call(h[0], positions.reshape(-1), start, stop, served)[None]
 
-    def _source_of(self, found: CachedRotation) -> torch.Tensor | None:
-        for positions, version, (cos, sin), versions in self._made:
-            if found.cos is cos and found.sin is sin:
-                unedited = found.versions == versions and positions._version == version and len(positions) == 1
-                return positions if unedited else None
+    def _source_of(self, rotation: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """The positions [1, tokens] that a rotation was made of; None: of none, or of several rows, or edited."""
+        for positions, version, made, versions in self._made:
+            if all(one is other for one, other in zip(made, rotation, strict=True)):
+                unedited = versions == tuple(one._version for one in rotation) and positions._version == version
+                return positions if unedited and len(positions) == 1 else None
         return None
 
     def _through(
@@ -97,11 +82,12 @@ class WholeLayers:
         hidden: torch.Tensor = rows.clone()  # layers write to it
         # Behind the first layer, norms add. This one adds nothing, by the kernel of a step without blocks.
         residual: Any = torch.zeros_like(hidden) if start else None
-        with _by_kernels(self._kernels), self._stage.taps.within_layers():
+        with _by_kernels(self._kernels), self._stage.taps.within_layers(self._stage.step is None):
             for layer in self._layers[start:stop]:
                 hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
         ops = self._stage.ops_of_pass(len(hidden))
-        return residual_sum(residual[None], hidden[None], ops, input_add(stop), served)[0]
+        with torch.inference_mode(False):  # the sum is one that a block may edit
+            return residual_sum(residual[None], hidden[None], ops, input_add(stop), served)[0]
 
 
 def _takes_pairs(layer: nn.Module) -> bool:
@@ -126,14 +112,14 @@ def _kernels_of(layer: nn.Module) -> Iterator[tuple[Any, Any]]:
 @contextmanager
 def _by_kernels(kernels: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Have modules run by their CUDA kernels."""
-    before = [module._forward_method for module, _ in kernels]
+    before = [module.__dict__["_forward_method"] for module, _ in kernels]
     for module, method in kernels:
-        module._forward_method = method
+        module.__dict__["_forward_method"] = method  # torch's modules take ten times as long to set an attribute
     try:
         yield
     finally:
         for (module, _), method in zip(kernels, before, strict=True):
-            module._forward_method = method
+            module.__dict__["_forward_method"] = method
 
 
 @cache
