@@ -155,7 +155,6 @@ class LayersElsewhere(Protocol):
             rotations: cosines and sines of the pass, by the `rotary` of layers.
             served: a hook waits for the outcome, and the caller captures it then.
         """
-        ...
 
 
 class ParallelDelta(NamedTuple):

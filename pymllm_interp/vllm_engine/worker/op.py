@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .rank_taps import RankTaps
-
-STAGES: dict[int, RankTaps] = {}
-"""Handle -> the stage of a rank. A process has one rank, and a handle for each model that it loads."""
+STAGES: dict[int, Any] = {}
+"""Handle -> the `RankTaps` of a rank. A process has one rank, and a handle for each model that it loads."""
 _library = torch.library.Library("pymllm_interp", "FRAGMENT")
 _library.define("pair_(Tensor(a!) delta, Tensor(b!) stream, int residual_add, int handle) -> ()")
 _library.define(
@@ -66,7 +63,7 @@ for _name in ("pair_", "norm_", "state_", "inner_"):
 
 
 DIRECT = SimpleNamespace(pair_=_pair, norm_=_norm, state_=_state, inner_=_inner)
-"""The ops as functions, for code that no compiler reads: torch's dispatcher takes longer than an idle op (5 us on a CPU)."""
+"""The ops as functions, for code that no compiler reads. Torch's dispatcher takes 1.7 us for each call, these take 0.1."""
 used: Any = None
 """`DIRECT` where it is to be called; None: torch's ops."""
 
@@ -82,7 +79,7 @@ def directly() -> Iterator[None]:
         used = before
 
 
-def register(stage: RankTaps) -> int:
+def register(stage: Any) -> int:
     """Make a stage known to the ops. Returns its handle, which compiled code keeps."""
     handle = len(STAGES)
     STAGES[handle] = stage

@@ -70,7 +70,7 @@ class RankTaps:
             (self.is_silent, self.seen), self._is_served, self._is_idle = before, False, False
 
     def _rests(self) -> bool:
-        """Whether a call has nothing to do. Layers begin with one whose sites the pass by modules has served."""
+        """Whether a call has nothing to do. The pass by modules has served the sites of the call that layers begin with."""
         served, self._is_served = self._is_served, False
         return served or self._is_idle
 

@@ -105,7 +105,7 @@ class Points:
         return self._by_layer.get(layer, [])
 
     def first_layer(self, first: int, stop: int) -> int:
-        """The first layer with points from `first` on, before `stop`; `stop` if there is none."""
+        """The first layer with points from `first` on, and `stop` at the latest."""
         return min((layer for layer in self._by_layer if first <= layer < stop), default=stop)
 
     def awaited_in(self, layer: int) -> list[Point]:
