@@ -266,22 +266,24 @@ def test_a_cross_encoder_types_the_tokens_of_a_pair(tmp_path: Path) -> None:
     lm.shutdown()
 
 
-@pytest.mark.parametrize("typed", [True, False])
-def test_tokens_of_a_pair_have_the_types_that_the_tokenizer_gives(typed: bool, tmp_path: Path) -> None:
-    model, vocab = (
-        saved("bert", tmp_path, AutoModelForSequenceClassification, num_labels=1),
-        {f"w{i}": i for i in range(90)},
-    )
-    own = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+def typed_tokenizer(typed: bool = True) -> PreTrainedTokenizerFast:
+    """BERT's pairs of words w0 to w89, with types of tokens or without."""
+    own = Tokenizer(models.WordLevel({f"w{i}": i for i in range(90)}, unk_token="w0"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     own.add_special_tokens([AddedToken("[CLS]", special=True), AddedToken("[SEP]", special=True)])
     own.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 90), ("[SEP]", 91)]
     )
     names = ["input_ids", "token_type_ids", "attention_mask"] if typed else ["input_ids", "attention_mask"]
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=own, cls_token="[CLS]", sep_token="[SEP]", pad_token="w0", model_input_names=names
     )
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_tokens_of_a_pair_have_the_types_that_the_tokenizer_gives(typed: bool, tmp_path: Path) -> None:
+    model = saved("bert", tmp_path, AutoModelForSequenceClassification, num_labels=1)
+    tokenizer = typed_tokenizer(typed)
     tokenizer.save_pretrained(tmp_path)
     pair = tokenizer("w5 w6", "w7 w8 w9", return_tensors="pt")
     assert ("token_type_ids" in pair) == typed
@@ -289,6 +291,26 @@ def test_tokens_of_a_pair_have_the_types_that_the_tokenizer_gives(typed: bool, t
         empty = tokenizer(["w5 w6"], [""], return_tensors="pt")  # a batch, as sentence-transformers tokenizes pairs
         expected = [float(model(**each).logits.sigmoid()) for each in (pair, empty)]
         assert lm.score("w5 w6", ["w7 w8 w9", ""]) == pytest.approx(expected, abs=1e-5)
+        for text in ("w5 [SEP] w6", "w5 [SEP]", "[SEP] w5"):  # types by the tokenizer, or a refusal
+            single, both = tokenizer(text, return_tensors="pt"), tokenizer("w5", text, return_tensors="pt")
+            calls = (lambda text=text: lm.score([text]), lambda text=text: lm.score("w5", [text]))
+            for call, given in zip(calls, (single, both), strict=True):
+                if typed and given is single:
+                    with pytest.raises(PromptError, match=r"holds the separator '\[SEP\]' in a text"):
+                        call()
+                    with pytest.raises(PromptError, match="holds the separator"):
+                        lm.encode([text])
+                else:
+                    logits = model(**given).logits
+                    wanted = logits if given is single else logits.sigmoid()
+                    assert call() == pytest.approx([float(wanted)], abs=1e-5)
+        if typed:
+            with pytest.raises(PromptError, match="pair 0 holds the separator"):
+                lm.score("w5 [SEP] w6", ["w7"])
+        ids = [90, 5, 91, 6, 91]  # a pair by its convention
+        assert lm.score([ids])[0] == pytest.approx(
+            float(model(**tokenizer("w5", "w6", return_tensors="pt")).logits), abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("family", ["bert", "deberta-v2", "electra"])
@@ -313,3 +335,18 @@ def test_a_connected_lm_encodes_by_an_encoder(tmp_path: Path) -> None:
         with server.client(None) as client:
             found = client.post("/classify", json={"input": PROMPTS, "use_activation": False}).json()
         close([torch.tensor(entry["probs"]) for entry in found["data"]], expected)
+
+
+def test_a_server_refuses_a_text_with_a_separator_of_a_classifier_with_types(tmp_path: Path) -> None:
+    from helpers_served import served
+
+    saved("bert", tmp_path, AutoModelForSequenceClassification, num_labels=1)
+    typed_tokenizer().save_pretrained(tmp_path)
+    with served(tmp_path, keys=None) as server, server.client(None) as client:
+        for path, body, status in (
+            ("/classify", {"input": "w5 [SEP] w6"}, 400), ("/classify", {"input": "w5 w6"}, 200),
+            ("/classify", {"input": [90, 5, 91, 6, 91]}, 200), ("/score", {"text_1": "w5 [SEP] w6", "text_2": "w7"}, 400),
+            ("/score", {"text_1": "w5", "text_2": "w7 [SEP] w8"}, 200),
+        ):  # fmt: skip
+            answer = client.post(path, json=body)
+            assert answer.status_code == status and (status == 200 or "holds the separator" in answer.text), answer.text

@@ -20,6 +20,7 @@ from ..completion import RequestOutput
 from ..notebook.signatures import names_options
 from ..prompts import as_prompts, captures_in, names_of
 from ..request_options import RequestOptions, check_options
+from .labels import check_types, has_types
 from .pooling import Pooling
 
 if TYPE_CHECKING:
@@ -175,4 +176,6 @@ def read_prompt(lm: ClientModel, prompt: Any, before: str, most: int | None, wha
         left = getattr(lm.tokenizer, "truncation_side", "right") == "left"
         rendered = rendered._replace(token_ids=rendered.token_ids[-most:] if left else rendered.token_ids[:most])
     pooler.check_length(len(rendered.token_ids), what)
+    if rendered.text is not None and has_types(lm.backend.facts.hf_config.to_dict(), lm.backend.facts.tasks):
+        check_types(lm.tokenizer, rendered.token_ids, None, what)
     return rendered, skipped

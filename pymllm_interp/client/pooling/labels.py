@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,22 +93,49 @@ def separator_of(tokenizer: Any) -> int | None:
     return token if types and any(types) else None
 
 
+def has_types(config: Mapping[str, Any], tasks: Any) -> bool:
+    """Whether a model gives tokens behind the first separator the second type: an encoder that classifies, as BERT."""
+    return "classify" in tasks and config.get("type_vocab_size", 0) > 1
+
+
+def check_types(tokenizer: Any, ids: list[int], types: Sequence[int] | None, what: str) -> None:
+    """Raise PromptError for a text that holds a separator: with `has_types`, its tokens would not have the tokenizer's types.
+
+    Args:
+        types: types of the tokens, by the tokenizer; None: one type.
+    """
+    token = getattr(tokenizer, "sep_token_id", None)
+    if token not in ids[:-1] or separator_of(tokenizer) is None:
+        return
+    first = ids.index(token)
+    if list(types or [0] * len(ids)) != [int(place > first) for place in range(len(ids))]:
+        raise PromptError(
+            f"{what} holds the separator {tokenizer.sep_token!r} in a text, and the model would read the rest as a second text: "
+            "leave it out, or give two texts, lm.score(first, second)"
+        )
+
+
 def pair_of(
-    tokenizer: Any, first: str, second: str, what: str, most: int | None = None, special: bool = True
+    tokenizer: Any, first: str, second: str, what: str, most: int | None = None, special: bool = True, typed: bool = False
 ) -> list[int]:  # fmt: skip
     """Token ids of two texts, as the tokenizer joins them.
 
     Args:
         most: tokens to keep, of the second text if it is the longer one; None: all.
         special: whether the tokenizer adds its special tokens.
+        typed: see `has_types`.
 
     Raises:
-        PromptError: no tokenizer.
+        PromptError: no tokenizer, or see `check_types`.
     """
     if tokenizer is None:
         raise PromptError(f"{what} is a pair of texts, but this model has no tokenizer: classify token ids of the pair")
     how = {"add_special_tokens": special} | ({} if most is None else {"truncation": True, "max_length": most})
-    return tokenizer([first], [second], **how)["input_ids"][0]  # by itself, an empty second text would be none
+    found = tokenizer([first], [second], **how)  # by itself, an empty second text would be none
+    ids = found["input_ids"][0]
+    if typed:
+        check_types(tokenizer, ids, found.get("token_type_ids", [None])[0], what)
+    return ids
 
 
 def pairs_of(first: list[Any], second: list[Any]) -> list[tuple[Any, Any]]:

@@ -21,7 +21,7 @@ from ..notebook.signatures import names_options
 from ..prompts import as_prompts, captures_in, names_of, refuse_captures
 from ..request_options import RequestOptions, check_options
 from .calls import encode, read_prompt
-from .labels import NO_HEAD, Labels, logits_capture, pair_of, pairs_of
+from .labels import NO_HEAD, Labels, has_types, logits_capture, pair_of, pairs_of
 
 if TYPE_CHECKING:
     from ..calls.model import ClientModel
@@ -154,7 +154,9 @@ def _pair(lm: ClientModel, first: Any, second: Any, most: int | None, what: str)
             raise PromptError(
                 f"{what} holds {shown(text)}: two texts are expected; lm.score takes token ids of a pair as a prompt"
             )
-    ids = pair_of(lm.tokenizer, first, second, what, most)
+    facts = lm.backend.facts
+    typed = has_types(facts.hf_config.to_dict(), facts.tasks)
+    ids = pair_of(lm.tokenizer, first, second, what, most, typed=typed)
     return read_prompt(lm, ids, "", most, what)[0]
 
 

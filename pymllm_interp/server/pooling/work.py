@@ -12,7 +12,7 @@ from fastapi import Request
 from safetensors.numpy import load
 
 from ...client.chat import render
-from ...client.pooling.labels import NO_HEAD, Labels, logits_capture, pair_of
+from ...client.pooling.labels import NO_HEAD, Labels, check_types, has_types, logits_capture, pair_of
 from ...client.pooling.pooler import PooledText, Pooler
 from ...client.pooling.pooling import Pooling
 from ...core.sampling_params import SamplingParams
@@ -108,6 +108,10 @@ class PooledWork:
     def _special(self) -> bool:
         return self.body.add_special_tokens is not False
 
+    @property
+    def _has_types(self) -> bool:
+        return has_types(self.state.info["hf_config"], self.state.info["tasks"])
+
     def _measured(self, text: str, most: int | None, name: str, others: int) -> str:
         """The part of a text that has its first or last `most` tokens. None refuses a text that is too long.
 
@@ -129,6 +133,8 @@ class PooledWork:
             ids = ids[-most:] if left else ids[:most]
         check_tokens(len(ids), self._room, name)
         self.pooler.check_length(len(ids), name)
+        if read.text is not None and self._has_types:
+            check_types(self.state.tokenizer, ids, None, name)
         return read._replace(token_ids=ids)
 
     def _conversation(self, body: InputsRequest) -> PooledText:
@@ -145,7 +151,7 @@ class PooledWork:
     def _pair(self, first: str, second: str, most: int | None, name: str) -> PooledText:
         """Two texts, as the tokenizer joins them."""
         first, second = (self._measured(*pair) for pair in ((first, most, name, len(second)), (second, most, name, 0)))
-        ids = pair_of(self.state.tokenizer, first, second, name, most, self._special)
+        ids = pair_of(self.state.tokenizer, first, second, name, most, self._special, self._has_types)
         return self._fitting(PooledText(None, ids), most, name)
 
     # -- the engine ----------------------------------------------------------------------------
