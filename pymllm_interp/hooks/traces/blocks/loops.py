@@ -19,11 +19,11 @@ from __future__ import annotations
 import ast
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from types import CodeType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from greenlet import getcurrent
 
@@ -70,7 +70,9 @@ class StepIterations(Iterations):
         if block.take_steps is not None and self.steps is None:
             running = StepIterations(block.take_steps(self.start, self.stop), self.stop)
         try:
-            for step in running._indices():
+            for step in running._numbers():
+                if not running._comes(step, block):
+                    return
                 if 0 < step < (now := block.interleaver.points.pass_of(trace)):
                     block.late = (
                         f"request {trace.request_id}: tracer.iter asks for step {step}, but the model is at step {now}: it runs "
@@ -97,21 +99,29 @@ class StepIterations(Iterations):
             raise OutOfOrderError(block.late)
 
     def _indices(self) -> Iterator[int]:
-        """The steps that there can be. Also used by nnsight's deprecated ``with tracer.iter[...]:``."""
+        """The steps that there can be. Used by nnsight's deprecated ``with tracer.iter[...]:``."""
         block = getcurrent().mediator()  # pyright: ignore[reportAttributeAccessIssue]
+        return takewhile(lambda step: self._comes(step, block), self._numbers())
+
+    def _numbers(self) -> Iterable[int]:
+        """The steps that were asked for."""
+        if self.steps is not None:
+            return self.steps
+        return count(self.start) if self.stop is None else range(self.start, self.stop)
+
+    def _comes(self, step: int, block: Any) -> bool:
+        """Whether there can be a step. Raises ValueError, OutOfOrderError: a step that cannot be meant."""
         trace = block.trace
-        for step in super()._indices():
-            if step < 0:
-                raise ValueError(f"tracer.iter step {step}: steps count from 0")
-            if self.named and step >= trace.max_passes:
-                raise OutOfOrderError(
-                    f"request {trace.request_id}: tracer.iter[{step}] asks for step {step}, but there are at most "
-                    f"{trace.max_passes} (0 to {trace.max_passes - 1}): raise max_tokens"
-                )
-            last = trace.max_passes + block.reads_tokens  # the streamer serves the prompt, too
-            if trace.over or (step >= last and self.steps is None and self.stop is None):
-                return  # an open loop with a body that reads nothing would never end
-            yield step
+        if step < 0:
+            raise ValueError(f"tracer.iter step {step}: steps count from 0")
+        if self.named and step >= trace.max_passes:
+            raise OutOfOrderError(
+                f"request {trace.request_id}: tracer.iter[{step}] asks for step {step}, but there are at most "
+                f"{trace.max_passes} (0 to {trace.max_passes - 1}): raise max_tokens"
+            )
+        last = trace.max_passes + block.reads_tokens  # the streamer serves the prompt, too
+        # An open loop with a body that reads nothing would never end.
+        return not (trace.over or (step >= last and self.steps is None and self.stop is None))
 
 
 AST_LOCK = threading.Lock()

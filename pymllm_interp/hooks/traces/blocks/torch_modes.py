@@ -55,48 +55,44 @@ class Modes(NamedTuple):
 class BlockModes:
     """The modes that one block has set, while it waits.
 
-    Attributes:
-        left: the block's modes; None if they equal the thread's.
+    Args:
+        modes: the block's modes.
+        others: the thread's modes without the block.
     """
 
-    __slots__ = ("_device", "_dispatched", "_functions", "_guard", "left")
+    __slots__ = ("_device", "_dispatched", "_functions", "_guard", "_modes")
 
-    def __init__(self) -> None:
-        self.left: Modes | None = None
-        self._guard: torch.inference_mode | None = None
-        self._functions: list[Any] = []
-        self._dispatched: list[Any] = []
+    def __init__(self, modes: Modes, others: Modes) -> None:
+        self._modes = modes
+        self._functions: list[Any] = [overrides._pop_mode() for _ in range(modes.functions - others.functions)]
+        self._dispatched: list[Any] = [dispatch._pop_mode() for _ in range(modes.dispatched - others.dispatched)]
         self._device: dict[str, Any] = {}  # torch's note of the mode that a default device is
-
-    def resume(self) -> None:
-        """Restore the block's modes."""
-        if self.left is not None:
-            if self._guard is not None:
-                self._guard.__exit__(None, None, None)
-            self._set(self.left)
-            while self._functions:
-                overrides._push_mode(self._functions.pop())
-            while self._dispatched:
-                dispatch._push_mode(self._dispatched.pop())
-            vars(torch._GLOBAL_DEVICE_CONTEXT).update(self._device)
-            self.left = self._guard = None
-
-    def park(self, before: Modes) -> None:
-        """Reset the thread to the modes `before`, and keep the block's, if they differ."""
-        now = Modes.now()
-        if now == before:
-            return
-        self.left = now
-        self._functions = [overrides._pop_mode() for _ in range(now.functions - before.functions)]
-        self._dispatched = [dispatch._pop_mode() for _ in range(now.dispatched - before.dispatched)]
         if self._functions:
             self._device = vars(torch._GLOBAL_DEVICE_CONTEXT).copy()
             vars(torch._GLOBAL_DEVICE_CONTEXT).clear()
-        if now.inference != before.inference:
+        self._guard: torch.inference_mode | None = None
+        if modes.inference != others.inference:
             # Leaving the guard restores the block's mode, whatever other blocks did in between.
-            self._guard = torch.inference_mode(before.inference)
+            self._guard = torch.inference_mode(others.inference)
             self._guard.__enter__()
-        self._set(before)
+        self._set(others)
+
+    @classmethod
+    def park(cls, others: Modes) -> BlockModes | None:
+        """Reset the thread to the modes `others`. Returns the block's modes, or None if they are the same."""
+        now = Modes.now()
+        return None if now == others else cls(now, others)
+
+    def resume(self) -> None:
+        """Restore the block's modes. Called once."""
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
+        self._set(self._modes)
+        while self._functions:
+            overrides._push_mode(self._functions.pop())
+        while self._dispatched:
+            dispatch._push_mode(self._dispatched.pop())
+        vars(torch._GLOBAL_DEVICE_CONTEXT).update(self._device)
 
     @staticmethod
     def _set(modes: Modes) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ....core.receipt import Receipt
 from ....utils.caller_frames import block_traceback
 from ...captures.activations import NOTHING, Activations
-from ..nnsight_compat import EarlyStopException, Mediator, OutOfOrderError
+from ..nnsight_compat import EarlyStopException, Mediator, OutOfOrderError, Pending
 from ..saves.block_saves import BlockSaves
 from ..saves.save_transfer import SaveTransfer
 from ..serving.rows import Padding, Rows
@@ -25,6 +25,7 @@ from ..syntax.pass_options import NONE, PassOptions
 from .block_analysis import names_of, only_binds, want_gradients
 from .errors import GangError, LoopEnd, too_late
 from .loops import LOOP_NAMES, with_loop_ends
+from .names import BlockNames
 from .torch_modes import BlockModes
 
 _trace_ids = itertools.count()
@@ -32,6 +33,12 @@ _trace_ids = itertools.count()
 
 def _nothing() -> None:
     pass
+
+
+class ServedValue(Protocol):
+    """The part of `SharedValue` that a block uses."""
+
+    def take_back(self, trace: RequestTrace, edited: Any) -> bool: ...
 
 
 class Block(Mediator):
@@ -47,12 +54,15 @@ class Block(Mediator):
         late: the text of the error of a read out of order, which nnsight's ``with tracer.iter[...]:`` catches.
         reads_tokens: whether it was served a value of the streamer.
         take_steps: takes steps of a loop at once: (first step, stop) -> the step from which the loop runs.
+        shared: value of the batch that it was served a tensor of, until it waits again; else None.
+        asked: its request for that tensor.
+        modes: torch's modes that the block has set, while it waits; None: it has set none.
         depth: nnsight's ``with`` blocks around the line where it waits: more than 1 inside ``with tracer.iter[...]:``.
     """
 
     __slots__ = (
-        "depth", "interleaver", "iteration", "last_location", "late", "modes", "pending", "pinned_pass", "reads_tokens", "served",
-        "take_steps", "target_visit", "trace", "transform", "worker",
+        "asked", "depth", "interleaver", "iteration", "last_location", "late", "modes", "pending", "pinned_pass", "reads_tokens",
+        "served", "shared", "take_steps", "target_visit", "trace", "transform", "worker",
     )  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,16 +71,27 @@ class Block(Mediator):
         self.served = self.reads_tokens = False
         self.last_location = self.late = ""
         self.take_steps: Callable[[int, int | None], int] | None = None
+        self.modes: BlockModes | None = None
+        self.asked: Pending | None = None
+        self.shared: ServedValue | None = None
 
     @classmethod
     def of(cls, source: Mediator, scope: Any, trace: RequestTrace) -> Block:
         """A trace's block of a mediator's code, over the names of `scope`."""
         code = with_loop_ends(source.node, source.code) if source.node is not None else source.code
         block = cls(code, source.glbls, {}, node=source.node)
-        block.lcls, block.trace, block.modes = scope, trace, BlockModes()
+        scope.__class__ = BlockNames
+        block.lcls, block.trace = scope, trace
         for name, value in LOOP_NAMES.items():
             dict.__setitem__(scope, name, value)  # past the scope's record of bound names
         return block
+
+    def take_back(self, asked: Pending | None, value: Any) -> bool:
+        """Assign `value`, if its request `asked` got it in this visit: ``output *= 2``. Returns whether it is.
+        The tensor was edited in place, and no request is made: half the time of an edit."""
+        if self.shared is None or asked is None or asked is not self.asked or self.iteration not in (None, asked[2]):
+            return False
+        return self.shared.take_back(self.trace, value)
 
     def occurrence(self, location: str) -> int:
         """Number of times that the request's passes have reached `location`."""

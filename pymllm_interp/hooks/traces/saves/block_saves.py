@@ -67,9 +67,8 @@ class BlockSaves:
                     find_tensors(value, found, self.transfer.seen)
 
     def _find(self, found: list[torch.Tensor]) -> None:
-        if self._block is not None and self.ids:
-            ids, scope = self.ids, self._block.lcls
-            for value in [value for name in scope.written if id(value := scope.get(name)) in ids]:
+        if self._block is not None:
+            for value in self.ids.objects():
                 find_tensors(value, found, self._seen)
 
     def end(self) -> None:
@@ -164,6 +163,14 @@ class SavedIds(set[int]):
             held[number] = saved
         else:
             alive.number = number
+
+    def objects(self) -> list[Any]:
+        """The saved objects that are alive."""
+        if not self._held:
+            return []
+        return [
+            own for saved in self._held.values() if (own := saved() if type(saved) is _Saved else saved) is not None
+        ]
 
     def clear(self) -> None:
         """Forget all ids."""

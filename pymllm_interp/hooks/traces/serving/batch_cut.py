@@ -143,19 +143,18 @@ class BatchCut:
 
     def rows_of(self, rows: Rows) -> torch.Tensor:
         """The request's rows, or their assigned values."""
-        dim = self.dim
-        if dim is None:
-            return self.tensor
         if type(rows) is BatchRows:
-            return self._batch_of(rows)
+            return self.tensor if self.dim is None else self._batch_of(rows)
         start, size = (rows.logit_start, rows.logit_size) if self.logits else (rows.start, rows.size)
         if self._assigned and start in self._assigned:
             return self._assigned[start]
         pieces = self._pieces
         if pieces is not None and size == 1 and (piece := pieces[start]) is not None:
             pieces[start] = None  # served once, since a block may reshape it in place
+        elif self.dim is None:
+            return self.tensor
         else:
-            piece = rows_at(self.tensor, dim, start, size)
+            piece = rows_at(self.tensor, self.dim, start, size)
             if piece.requires_grad:
                 self._assigned[start] = piece  # the model continues with it, so that gradients reach it
             else:
@@ -201,6 +200,15 @@ class BatchCut:
             own = edited[index, offset : offset + size]
             self._assigned[start] = own.unsqueeze(0) if self.dim else own
 
+    def take_back(self, rows: Rows, edited: torch.Tensor) -> bool:
+        """Assign `edited`, if it is the tensor that the request was last served, edited in place. Returns whether it is."""
+        start = rows.logit_start if self.logits else rows.start
+        if type(rows) is BatchRows or edited is not self._served.get(start):
+            return False
+        self._assigned.pop(start, None)
+        self._batch = None
+        return True
+
     def assign(self, rows: Rows, edited: torch.Tensor) -> None:
         """Hold `edited` for the request's rows until `settled`."""
         if isinstance(rows, BatchRows):
@@ -213,12 +221,9 @@ class BatchCut:
                 return
             self.assign_batch(rows, edited)
             return
-        self._batch = None
-        start = rows.logit_start if self.logits else rows.start
-        if edited is self._served.get(start):  # `output *= 2` has edited them in place
-            self._assigned.pop(start, None)
-        else:
-            self._assigned[start] = edited
+        if not self.take_back(rows, edited):
+            self._batch = None
+            self._assigned[rows.logit_start if self.logits else rows.start] = edited
 
     def settle(self) -> torch.Tensor:
         """`settled`, as the last call: later edits of gathered rows are written to its result."""

@@ -328,21 +328,24 @@ class EngineInterleaver(Interleaver):
 
     def visit(self, location: str, value: Any) -> Any:
         """`handle` at one of `points`, from the model."""
-        self.sync_once()
-        self.visits.event_count += 1
-        point, visit = self.points.opened[location], self.visits.counts.get(location, 0)
+        if not self._synced:
+            self.sync_once()
+        visits = self.visits
+        visits.event_count += 1
+        point, visit = self.points.opened[location], visits.counts.get(location, 0)
         shared = SharedValue(value, point.of_logits, len(point.parked))
         if point.skips:
             _replace_skipped(point, shared)
-        caches = [
-            entry for entry in point.caches if entry[0].trace.is_served_at(location)
-        ]  # a stop here comes after the value
+        caches = point.caches
+        if caches:  # a stop here comes after the value
+            caches = [entry for entry in caches if entry[0].trace.is_served_at(location)]
         # A served block may release another one, which parks here too (a barrier).
         while point.parked and (ready := point.take(visit)):
             if self._in_order:
                 ready.sort(key=lambda block: block.trace.order)
             self.blocks.serve(ready, location, visit, shared)
-        self._row_memory += shared.row_memory
+        if shared.row_memory:
+            self._row_memory += shared.row_memory
         value = shared.settle()
         if shared.edits:
             self.nan_check.check(value, point.of_logits, shared.edits)
@@ -351,7 +354,7 @@ class EngineInterleaver(Interleaver):
         if location == self._output:
             for trace, served in shared.containers.items():
                 trace.result = served
-        self.visits.counts[location] = visit + 1
+        visits.counts[location] = visit + 1
         return value
 
     def caches_of(self, trace: RequestTrace, location: str) -> list[tuple[Block, Any, tuple[str, str]]]:

@@ -41,10 +41,14 @@ class Point(Location):
 
     def take(self, visit: int) -> list[Block]:
         """Remove and return the blocks that wait for this visit."""
-        parked = self.parked
-        ready = [block for block in parked if block.target_visit == visit]
-        self.parked = [block for block in parked if block.target_visit != visit] if len(ready) < len(parked) else []
-        return ready
+        parked, self.parked = self.parked, []
+        for block in parked:
+            if block.target_visit != visit:
+                break
+        else:
+            return parked  # most often, all of them
+        self.parked = [block for block in parked if block.target_visit != visit]
+        return [block for block in parked if block.target_visit == visit]
 
     def leave(self, trace: RequestTrace) -> None:
         """Remove everything that waits here for `trace`."""

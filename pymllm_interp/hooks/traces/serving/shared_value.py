@@ -72,11 +72,21 @@ class SharedValue:
             return self._whole.rows_of(rows)
         return apply(value, lambda tensor: self._cut(tensor, rows).rows_of(rows), torch.Tensor)
 
-    def served_to(self, trace: RequestTrace) -> Any:
-        """`rows_of` the trace, without the engine's batch. A tuple or dict is one object, however often it is read."""
+    def tensor_for(self, trace: RequestTrace) -> torch.Tensor | None:
+        """`served_to` the trace, if that is a tensor; None for a container, or where it raises."""
         rows, cut = trace.rows, self._whole
         if cut is not None and rows is not None and not rows.covers_pass:
             return cut.rows_of(rows)
+        if type(self.value) is not torch.Tensor:
+            return None
+        try:
+            return self.rows_of(rows)
+        except MixedRowsError:
+            return None
+
+    def served_to(self, trace: RequestTrace) -> Any:
+        """`rows_of` the trace, without the engine's batch. A tuple or dict is one object, however often it is read."""
+        rows = trace.rows
         if isinstance(self.value, torch.Tensor):
             return self.rows_of(rows)
         served = self.containers.get(trace)
@@ -93,6 +103,8 @@ class SharedValue:
         if rows is None:
             self.value = edited
             return
+        if self._whole is not None and not rows.covers_pass and self._whole.take_back(rows, edited):
+            return
         if self.masks is not None:
             edited = self.masks.removed_from(edited)
         if not (self._assigned or rows.covers_pass or isinstance(self.value, torch.Tensor)):
@@ -102,6 +114,17 @@ class SharedValue:
         for cut, tensor in assigned:  # after every tensor was checked
             cut.assign(rows, tensor)
             self._assigned = True
+
+    def take_back(self, trace: RequestTrace, edited: Any) -> bool:
+        """Assign `edited` and count an edit, if it is the tensor that the trace was last served. Returns whether it is."""
+        rows, cut = trace.rows, self._whole
+        if rows is None or rows.covers_pass:
+            if edited is not self.value:
+                return False
+        elif cut is None or not cut.take_back(rows, edited):
+            return False
+        self.count_edit(trace)
+        return True
 
     def count_edit(self, trace: RequestTrace) -> None:
         """Count an edit by `trace`, in place or by assignment."""

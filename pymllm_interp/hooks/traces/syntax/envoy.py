@@ -15,7 +15,7 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 
 from greenlet import getcurrent
-from torch import nn
+from torch import Tensor, nn
 
 from ....layers.seal import is_own_name
 from ..blocks.trace import Block, RequestTrace
@@ -35,6 +35,10 @@ from .scanned import NOT_WRITTEN, current_scan, scanned
 from .source import AttentionWords, attention_words, reads_attention_source, source_of
 
 _NO_WAIT = None, -1, -2
+_new, SWAP = tuple.__new__, Event.SWAP  # a named tuple's own constructor is slow, and so is looking up an enum's member
+_INDEXES = tuple(map(str, range(1024)))
+SERVED = frozenset({"input", "output"})
+"""Names of an envoy that blocks edit most."""
 NNSIGHTS_OWN = frozenset({"OVERLOAD_PREFIX", "all", "interleave", "interleaver", "iter"})
 """Names of envoys that `dir` leaves out: only nnsight's machinery uses them, or nnsight deprecates them (`all`, `iter`)."""
 GENERATOR_OUTPUT = (
@@ -106,6 +110,8 @@ class Read(eproperty):
             return
         if self._postprocess is not None:
             value = self._postprocess(obj, value)
+        elif block.take_back(obj._waits.get(self.key, _NO_WAIT)[0], value):
+            return
         pending, event_count, pass_index = obj._waits.get(self._assigned, _NO_WAIT)
         wanted = block.iteration
         if wanted is None:
@@ -114,7 +120,7 @@ class Read(eproperty):
         elif pending is None or pending[2] != wanted:
             pending = self._wait(obj, block, self._assigned)
         assert pending is not None
-        worker.parent.switch(Pending(Event.SWAP, pending[1], pending[2], value))
+        worker.parent.switch(_new(Pending, (SWAP, pending[1], pending[2], value)))
 
 
 class TracedEnvoy(Envoy):
@@ -142,6 +148,12 @@ class TracedEnvoy(Envoy):
             if name.startswith("_"):
                 raise
             raise AttributeError(self._unknown(name)) from None
+
+    def __getitem__(self, key: Any) -> Envoy:
+        """A child by its index or name, or a slice of the children. Blocks look up a layer by its index at each visit."""
+        if type(key) is int and 0 <= key < len(_INDEXES) and (child := self.__dict__.get(_INDEXES[key])) is not None:
+            return child
+        return super().__getitem__(key)
 
     def __dir__(self) -> list[str]:
         """Modules and public names, for completion, without nnsight's machinery."""
@@ -207,6 +219,9 @@ def _serve_users_classes() -> None:
 
     @wraps(their_assignment)
     def assign(self: Envoy, name: str, value: Any) -> None:
+        if name in SERVED and type(value) is Tensor:  # an edit: the property of `name` takes it
+            object.__setattr__(self, name, value)
+            return
         # Names of the module are set on the module, which refuses or writes them (layers/seal.py).
         own = not name.startswith("_") and not hasattr(type(self), name) and _is_served(self)
         if own and is_own_name(self._module, name):
