@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +120,51 @@ def latencies_on_an_h100() -> str:
                 worse = ", ".join(p for p, a, b in zip(("p50", "p90", "p99"), *values, strict=True) if a > 1.005 * b)
                 rows.append((label, what, slash(values[0]), slash(values[1]), worse))
     return markdown(("one H100, ms at p50 / p90 / p99", "", "pymllm-interp", VLLM, "slower at"), rows)
+
+
+@table_of("sglang-h200")
+def serving_beside_sglang() -> str:
+    """Percentiles of both servers in one lease, over HTTP."""
+    record = read("h200-serving-sglang-9e68a46c.json")["rows"]
+    rows: list[tuple[str, ...]] = []
+    for load in ("poisson-10", "clients-32", "clients-256"):
+        ours, peer = (next(r for r in record if (r["name"], r["load"]) == (name, load)) for name in ("ours", "sglang"))
+        speed = [f"{server['tokens_per_s']:,.0f}" for server in (ours, peer)]
+        rows.append((load, "new tokens a second", *speed, ""))
+        for what, key in (
+            ("first token", "ttft_ms"),
+            ("between tokens", "itl_ms"),
+            ("a token of the output", "tpot_ms"),
+        ):
+            values = [[server[key][p] for p in ("p50", "p90", "p99")] for server in (ours, peer)]
+            worse = ", ".join(p for p, a, b in zip(("p50", "p90", "p99"), *values, strict=True) if a > 1.005 * b)
+            rows.append((load, what, slash(values[0]), slash(values[1]), worse))
+    return markdown(("one H200, HTTP, ms at p50 / p90 / p99", "", "pymllm-interp", "SGLang 0.5.15", "slower at"), rows)
+
+
+@table_of("burst-h200")
+def prompt_tokens_of_a_step() -> str:
+    """Servers with two sizes of a step of several prompts, over HTTP; means of their turns."""
+    record = read("h200-serving-burst-5afa9366.json")["rows"]
+    rows: list[tuple[str, ...]] = []
+    for load in ("clients-32", "clients-256", "poisson-25", "mix"):
+        speeds, times = [], dict[str, list[str]]()
+        for name in ("8192", "2048"):
+            turns = [row for row in record if (row["name"], row["load"]) == (name, load)]
+            speeds.append(f"{fmean(turn['tokens_per_s'] for turn in turns):,.0f}")
+            for key in ("ttft_ms", "itl_ms"):
+                means = [fmean(turn[key][p] for turn in turns) for p in ("p50", "p90", "p99")]
+                times.setdefault(key, []).append(slash(means))
+        rows.append((load, " / ".join(speeds), *times["ttft_ms"], *times["itl_ms"]))
+    head = (
+        "8,192 / 2,048 tokens",
+        "new tokens a second",
+        "first token, 8,192",
+        "2,048",
+        "between tokens, 8,192",
+        "2,048",
+    )
+    return markdown(head, rows)
 
 
 @table_of("hooks-h200")

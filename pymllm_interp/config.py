@@ -185,6 +185,9 @@ class ServerConfig(EngineTuning):
     """Target for the time between a request's tokens, in milliseconds. It limits the prompt tokens of a step beside decoding
     requests, by the measured times of steps. Prompts of traces run in one pass all the same. None: `max_num_tokens` is the only
     limit."""
+    max_prefill_tokens: int | None = None
+    """Maximum prompt tokens of a step in which several requests have some. A single one may fill `max_num_tokens`. Small numbers
+    bring first tokens of a burst sooner, and cost throughput. None: `max_num_tokens` is the only limit; `serve` on CUDA: 2048."""
     attention_backend: str = "auto"
     """ "torch", or "flashinfer" on CUDA."""
     disable_cuda_graph: bool = False
@@ -215,7 +218,7 @@ class ServerConfig(EngineTuning):
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
-        _positive(self, "cross_cache_tokens", "kv_spill_disk_bytes")
+        _positive(self, "cross_cache_tokens", "kv_spill_disk_bytes", "max_prefill_tokens")
         if type(self.kv_spill_bytes) is not int or self.kv_spill_bytes < 0:
             raise ValueError(f"kv_spill_bytes={shown(self.kv_spill_bytes)}: expected a number of bytes, or 0")
         _positive(self, "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes")

@@ -1,9 +1,9 @@
 """Scheduling: the requests of the next step, and their numbers of tokens.
 
-Continuous batching over a paged KV pool. A step holds every decoding request. The rest of its token budget is for chunks of
-prompts. A traced prompt runs in one pass. A prompt starts after the pages that the prefix cache has. When the pool is full, the
-latest request is preempted. A plain request later resumes from the cached prefix. The KV of a traced request is swapped to host
-memory and back. A request skips the step if its captures find no room in the ring; no other request does.
+Continuous batching over a paged KV pool. A step holds every decoding request, and chunks of prompts. A traced prompt runs in one
+pass. A prompt starts after the pages that the prefix cache has. When the pool is full, the latest request is preempted. A plain
+request later resumes from the cached prefix. The KV of a traced request is swapped to host memory and back. A request skips the
+step only if its captures find no room in the ring.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Scheduler:
     """Queues of live requests, and the step that each takes part in.
 
     Args:
-        config: `prefill_policy`, `queue_order`, `max_running_requests` and `max_itl_ms` are read.
+        config: `prefill_policy`, `queue_order`, `max_running_requests`, `max_itl_ms` and `max_prefill_tokens` are read.
         max_num_tokens: upper bound of a step's token rows.
         kv: pages and rows of the requests.
         ring_admission: reserves room for captured states in the ring; None if captures need none.
@@ -237,7 +237,7 @@ class Scheduler:
                 tokens = self._reserve_ring([(request, tokens)], whole=request.is_whole)
             if tokens and request.status is RequestStatus.RUNNING and self._ensure_pages(request, tokens, step):
                 step.scheduled.append(request.scheduled(tokens))
-                budget -= tokens
+                budget = self._left(budget, tokens)
         for entry in step.scheduled:  # now that no part of the step is taken back
             if not entry.decodes:
                 self.kv.share(self.requests[entry.request_id], entry.start + entry.num_tokens)
@@ -295,16 +295,19 @@ class Scheduler:
                 self._enter(member)
                 step.scheduled.append(member.scheduled(tokens))
                 self.kv.share(member, member.kv_len + tokens)
-                budget -= tokens
+                budget = self._left(budget, tokens)
             if room and request.exclusive:
                 return
+
+    def _left(self, budget: int, tokens: int) -> int:
+        """Tokens of the step for other prompts, after one has taken some."""
+        return max(0, min(budget, self.config.max_prefill_tokens or budget) - tokens)
 
     def _can_admit(self, unit: list[Request]) -> bool:
         """Whether rows and pages are free for all tokens of the requests so far, and the host knows the tokens.
 
         A request that was preempted a step after it sampled waits until its token has been read. A preempted request waits for one
-        more free page per running request, to avoid another preemption at once. While any is swapped out, all requests wait for
-        that.
+        more free page per running request, lest another is preempted at once. While any is swapped out, all wait for that.
         """
         if any(r.num_pending for r in unit):
             return False
@@ -433,10 +436,8 @@ class Scheduler:
         return True
 
     def _victim(self) -> Request:
-        """The request to preempt: the latest of the lowest priority, of the plain ones if there are any.
-
-        Never a request that only awaits its last token: it is about to free its pages.
-        """
+        """The request to preempt: the latest of the lowest priority, of the plain ones if there are any. Never a request that
+        only awaits its last token: it is about to free its pages."""
         running = [r for r in self.running if not r.awaits_last_token]
         plain = [r for r in running if r.trace is None]
         return max(plain or running, key=lambda r: (r.priority, r.arrival))

@@ -30,6 +30,8 @@ HTTP_OPTIONS = (
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
+BURST_TOKENS = 2048
+"""`max_prefill_tokens` of a server: on a GPU, larger steps are hardly faster a token (benchmarks/results/README.md)."""
 VLLM_OPTIONS = ("tensor_parallel_size", "distributed_executor_backend")
 """Arguments of vLLM with an option of this command."""
 
@@ -47,6 +49,8 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         server["batch_invariant"] = True
     if args.limit_mm_per_prompt is not None:
         server["limit_mm_per_prompt"] = args.limit_mm_per_prompt
+    if vllm is None:
+        server.setdefault("max_prefill_tokens", BURST_TOKENS)
     ModelConfig(**model)
     ServerConfig(**server)
     limits = {field.name: getattr(args, field.name) for field in fields(ServeLimits)}

@@ -1,4 +1,4 @@
-"""`max_itl_ms`: how many prompt tokens a step takes beside decoding requests."""
+"""How many prompt tokens a step takes: `max_itl_ms` beside decoding requests, `max_prefill_tokens` of several prompts."""
 
 from __future__ import annotations
 
@@ -62,6 +62,39 @@ def test_a_traced_prompt_runs_in_one_pass_whatever_the_target() -> None:
     sim.step()
     (traced,) = sim.add(40, 2, traced=True)
     assert chunks(sim, traced) == [40]
+
+
+def steps_of(sim: Simulation, requests: list[Request]) -> list[list[int]]:
+    """Prompt tokens of each request in each step, until all decode."""
+    found = []
+    while any(request.kv_len < request.prompt_len for request in requests):
+        before = [min(request.kv_len, request.prompt_len) for request in requests]
+        sim.step()
+        found.append([min(r.kv_len, r.prompt_len) - b for r, b in zip(requests, before, strict=True)])
+    return found
+
+
+def test_prompts_that_share_a_step_have_max_prefill_tokens() -> None:
+    sim = simulation(None)
+    sim.scheduler.config = replace(sim.scheduler.config, max_prefill_tokens=20)
+    burst = [sim.add(tokens, 2)[0] for tokens in (8, 8, 8, 45, 20, 4)]
+    # The second step begins with what is left of the third prompt.
+    assert steps_of(sim, burst) == [
+        [8, 8, 4, 0, 0, 0], [0, 0, 4, 16, 0, 0], [0, 0, 0, 29, 0, 0], [0, 0, 0, 0, 20, 0], [0, 0, 0, 0, 0, 4],
+    ]  # fmt: skip
+
+
+def test_a_single_prompt_and_a_traced_one_have_the_whole_step() -> None:
+    sim = simulation(None)
+    sim.scheduler.config = replace(sim.scheduler.config, max_prefill_tokens=20)
+    long, traced, short = sim.add(60, 2)[0], sim.add(40, 2, traced=True)[0], sim.add(10, 2)[0]
+    assert steps_of(sim, [long, traced, short]) == [[50, 0, 0], [10, 0, 0], [0, 40, 0], [0, 0, 10]]
+
+
+def test_without_max_prefill_tokens_prompts_fill_the_step() -> None:
+    sim = simulation(None)
+    burst = [sim.add(tokens, 2)[0] for tokens in (8, 8, 30, 20)]
+    assert steps_of(sim, burst) == [[8, 8, 30, 4], [0, 0, 0, 16]]
 
 
 def test_an_engine_learns_its_times_and_chunks_by_them() -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import save
 from pymllm_interp import LM, __version__
 from pymllm_interp.cli import main, make_parser
 from pymllm_interp.core.sampling_params import MAX_LOGPROBS
-from pymllm_interp.server.command import KEY_VARIABLE, settings_of
+from pymllm_interp.server.command import BURST_TOKENS, KEY_VARIABLE, settings_of
 from pymllm_interp.server.http.trust import Trust
 
 ORIGIN, FIRST, SECOND = "https://pages.example", "first-key-0000", "second-key-0000"
@@ -183,6 +183,13 @@ def test_tokens_and_back(server):
 
 def settings(*options: str) -> Any:
     return settings_of(make_parser().parse_args(["serve", "demo", *options]))
+
+
+def test_a_server_bounds_the_prompt_tokens_of_a_step_and_an_option_says_otherwise():
+    assert settings().server["max_prefill_tokens"] == BURST_TOKENS
+    assert settings("--option", "max_prefill_tokens=512").server["max_prefill_tokens"] == 512
+    assert settings("--option", "max_prefill_tokens=None").server["max_prefill_tokens"] is None
+    assert "max_prefill_tokens" not in settings("--engine", "vllm").server
 
 
 def test_the_key_of_the_environment_is_taken_and_not_passed_on(monkeypatch):
