@@ -78,7 +78,7 @@ class GenerationDefaults:
             folder: the model's, or None.
 
         Raises:
-            FileNotFoundError: the folder has no generation_config.json.
+            FileNotFoundError, ValueError: the folder has no generation_config.json, or a damaged one.
         """
         if setting not in ("auto", "none"):
             folder = Path(setting).expanduser()
@@ -88,7 +88,10 @@ class GenerationDefaults:
                     f"generation_config={setting!r}: no {setting}/{FILE}; expected 'auto', 'none', or a folder with that file{hint}"
                 )
         if folder is not None and (folder / FILE).is_file():
-            config = GenerationConfig.from_pretrained(folder)
+            try:
+                config = GenerationConfig.from_pretrained(folder)
+            except (AttributeError, LookupError, TypeError, RecursionError) as error:
+                raise ValueError(f"{folder / FILE}: transformers cannot read it: {error!r}") from error
         else:
             config = GenerationConfig.from_model_config(hf_config)
         eos = config.eos_token_id or getattr(hf_config, "eos_token_id", None)

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from pymllm_interp.client.generation_defaults import GenerationDefaults
 from pymllm_interp.config import ModelConfig
 from pymllm_interp.models.weights import gguf as gguf_module
 from pymllm_interp.models.weights import source as source_module
@@ -96,6 +97,17 @@ def test_weights_are_cast_to_the_model_and_written_through_views_of_merged_stora
     theirs = model.model.layers[1].self_attn
     assert torch.equal(merged, torch.cat([theirs.q_proj.weight, theirs.k_proj.weight]).bfloat16())
     assert other.lm_head.weight.dtype is torch.bfloat16
+
+
+def test_whole_numbers_are_no_weights(saved):
+    model, _ = saved
+    weights = dict(model.state_dict())
+    for dtype in (torch.int32, torch.int64, torch.complex64):
+        weights["model.norm.weight"] = torch.zeros(36, dtype=dtype)
+        with pytest.raises(
+            WeightsError, match=rf"1 unfit: model\.norm\.weight is {dtype}, the model's is torch.float32"
+        ):
+            load_weights(tiny_model(), weights.items())
 
 
 def test_missing_unexpected_and_misshapen_weights_are_all_named_in_one_error(saved):
@@ -277,6 +289,42 @@ def test_what_is_not_there_is_refused_with_the_fix(saved, tmp_path):
         resolve_model(ModelConfig(model=str(folder / "model.safetensors")))
     with pytest.raises(ValueError, match=r"that model is gguf"):
         resolve_model(ModelConfig(model=str(folder / "x.gguf"), load_format="safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", 0),
+        ("intermediate_size", -1),
+        ("vocab_size", 2**63),
+        ("num_key_value_heads", -1),
+        ("head_dim", 10**9),
+        ("max_position_embeddings", -1),
+    ],  # fmt: skip
+)
+def test_sizes_of_a_config_that_no_model_has_are_refused_by_name(name, size, saved):
+    """Ten to the ninth layers took all memory before the weights were looked for."""
+    _, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, name: size}))
+    with pytest.raises(ValueError, match=rf"config.json: ({name}={size}: expected|transformers refuses)"):
+        resolve_model(ModelConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "1", "[" * 100_000])
+def test_files_of_json_that_are_no_objects_are_refused_by_name(content, saved):
+    _, folder = saved
+    good = (folder / "config.json").read_text()
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        (folder / "config.json").write_text(good)
+        (folder / name).write_text(content)
+        with pytest.raises((ValueError, OSError)) as raised:
+            source = resolve_model(ModelConfig(model=str(folder)))
+            GenerationDefaults.of("auto", source.hf_config, source.folder)
+            load_tokenizer(source)
+        assert name in str(raised.value) or "tokenizer" in str(raised.value)
+        (folder / name).unlink()
 
 
 def test_a_folder_without_weights_and_a_quantised_one_are_refused_before_anything_is_built(saved):

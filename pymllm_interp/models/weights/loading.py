@@ -128,6 +128,9 @@ def load_weights(
         elif tensor.dtype.itemsize == 1 != target.dtype.itemsize:
             misfits.append(f"{name} is {tensor.dtype}: quantised, without scales")
             seen.add(id(target))
+        elif target.is_floating_point() and not tensor.is_floating_point():
+            misfits.append(f"{name} is {tensor.dtype}, the model's is {target.dtype}")
+            seen.add(id(target))
         elif id(target) not in seen:
             target.copy_(tensor)
             seen.add(id(target))

@@ -22,6 +22,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from ...config import ModelConfig
+from ...utils.arguments import is_whole
 from ...utils.light_imports import import_generation, import_validators
 from .formats import QuantizationFormat
 from .loading import safetensors_files
@@ -123,20 +124,44 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer; None without tokenizer files: prompts are then token ids."""
     if source.tokenizer_path is None:
         return None
-    found = transformers.AutoTokenizer.from_pretrained(
-        source.tokenizer_path, local_files_only=True, trust_remote_code=False
-    )
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(
+            source.tokenizer_path, local_files_only=True, trust_remote_code=False
+        )
+    except (AttributeError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{source.tokenizer_path}: transformers cannot read its tokenizer files: {error!r}") from error
     if found.chat_template is None and (file := source.tokenizer_path / "chat_template.json").is_file():
         found.chat_template = json.loads(file.read_text())["chat_template"]  # only processors read this file
     return found
 
 
+SIZES = {
+    "num_hidden_layers": 10_000, "hidden_size": 1 << 20, "num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16, "intermediate_size": 1 << 24, "vocab_size": 1 << 28, "max_position_embeddings": 1 << 40,
+}  # fmt: skip
+"""Fields of a config -> the largest value that is read: a stranger's number takes no memory."""
+
+
 def _read_config(folder: Path) -> PretrainedConfig:
-    """The config of a folder. Raises OSError, ValueError: transformers refuses it."""
+    """The config of a folder. Raises OSError, ValueError: transformers refuses it, or a size is out of range."""
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (AttributeError, ImportError, LookupError, TypeError, StrictDataclassError) as error:
+        found = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (
+        AttributeError,
+        ArithmeticError,
+        ImportError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        StrictDataclassError,
+    ) as error:
         raise ValueError(f"{folder / 'config.json'}: transformers refuses the config: {error}") from error
+    text = getattr(found, "text_config", None) or found
+    for name, most in SIZES.items():
+        size = getattr(text, name, None)
+        if is_whole(size) and not 1 <= size <= most:
+            raise ValueError(f"{folder / 'config.json'}: {name}={size}: expected a whole number from 1 to {most}")
+    return found
 
 
 def find_demo_gguf() -> Path:
