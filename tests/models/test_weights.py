@@ -301,7 +301,7 @@ def test_what_is_not_there_is_refused_with_the_fix(saved, tmp_path):
         ("num_key_value_heads", -1),
         ("head_dim", 10**9),
         ("max_position_embeddings", -1),
-    ],  # fmt: skip
+    ],
 )
 def test_sizes_of_a_config_that_no_model_has_are_refused_by_name(name, size, saved):
     """Ten to the ninth layers took all memory before the weights were looked for."""
