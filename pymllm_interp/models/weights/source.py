@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import transformers
 from huggingface_hub import snapshot_download
@@ -158,7 +159,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
         raise ValueError(f"{folder / 'config.json'}: transformers refuses the config: {error}") from error
     text = getattr(found, "text_config", None) or found
     for name, most in SIZES.items():
-        size = getattr(text, name, None)
+        size: Any = getattr(text, name, None)
         if is_whole(size) and not 1 <= size <= most:
             raise ValueError(f"{folder / 'config.json'}: {name}={size}: expected a whole number from 1 to {most}")
     return found
