@@ -155,8 +155,7 @@ def _pair(lm: ClientModel, first: Any, second: Any, most: int | None, what: str)
                 f"{what} holds {shown(text)}: two texts are expected; lm.score takes token ids of a pair as a prompt"
             )
     facts = lm.backend.facts
-    typed = has_types(facts.hf_config.to_dict(), facts.tasks)
-    ids = pair_of(lm.tokenizer, first, second, what, most, typed=typed)
+    ids = pair_of(lm.tokenizer, first, second, what, most, typed=has_types(facts.hf_config.to_dict(), facts.tasks))
     return read_prompt(lm, ids, "", most, what)[0]
 
 
