@@ -446,6 +446,14 @@ def readme() -> str:
         of_batches(blocks, "ratio", what="saves eight layers", mode=mode)[0] for mode in ("off", "auto")
     )
     in_vllm = read("h100-vllm-engine-41b22b6.json")["bf16"]["ratios"]["ours norm, captured"]
+    beside = {
+        name: slash(
+            next(r for r in record if (r["name"], r["load"]) == (name, load))["tpot_ms"]["p50"]
+            for load in ("poisson-10", "clients-32", "clients-256")
+        )
+        for record in [read("h200-serving-sglang-9e68a46c.json")["rows"]]
+        for name in ("ours", "sglang")
+    }
     cpu = read("cpu-demo-bfloat16.json")["decode"][0]
     return markdown(
         ("measured", "on", "result"),
@@ -456,6 +464,11 @@ def readme() -> str:
                 f"{slash(decode[OURS])}; {VLLM}: {slash(decode[VLLM])}",
             ),
             ("throughput, 512 requests of mixed lengths", "H200, 8B", f"{mix:.2f} of vLLM's"),
+            (
+                "HTTP, ms a token, 10 requests a second / 32 / 256 clients",
+                "H200, 8B",
+                f"{beside['ours']}; SGLang 0.5.15: {beside['sglang']}",
+            ),
             ("p99 between tokens beside long prompts", "H200, 8B", f"x {ours}; vLLM: x {peer}, **slower**"),
             ("every request steered, against a plain step", "H200, 8B", f"x {steered}"),
             ("all layers captured, against a plain step", "H200, 8B", f"x {captured}"),
