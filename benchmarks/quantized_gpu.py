@@ -4,6 +4,7 @@ Usage: python benchmarks/quantized_gpu.py [--config benchmarks/configs/llama8b] 
        python benchmarks/quantized_gpu.py --only config --config benchmarks/configs/gpt-oss-20b --steered   # as the config says
        python benchmarks/quantized_gpu.py --products      # each product by itself, in microseconds
        python benchmarks/quantized_gpu.py --products --vllm FOLDER   # beside Marlin, out of vLLM's wheel that is unpacked there
+       python benchmarks/quantized_gpu.py --products --humming   # beside humming-kernels, if it is installed
        python benchmarks/quantized_gpu.py --kv 64x8000    # K and V in bfloat16 and FP8, so many requests of so many positions
 
 Random weights of the shape, rounded to each format; prompts of 64 tokens. Milliseconds are of a step in which all requests decode.
@@ -159,8 +160,23 @@ class Marlin:
         )  # fmt: skip
 
 
+def humming(dense: list[torch.Tensor]) -> tuple[list[Any], torch.Tensor]:
+    """W4A16 layers of humming-kernels, and the first one's weight [in, out] in float32 before it was rounded."""
+    from humming.layer import HummingLayer
+
+    layers = []
+    for one in dense:
+        layer = HummingLayer(
+            *one.shape, weight_config={"dtype": "uint4", "group_size": 128}, torch_dtype=one.dtype
+        ).cuda()
+        layer.load_from_unquantized(one)
+        layer.transform()
+        layers.append(layer)
+    return layers, dense[0].float().T
+
+
 @torch.no_grad()
-def products(batches: list[int], vllm: Path | None) -> list[dict[str, Any]]:
+def products(batches: list[int], vllm: Path | None, beside_humming: bool) -> list[dict[str, Any]]:
     """Each product of the shape by itself, and its greatest difference from the dequantised one. Weights exceed the L2 cache."""
     found: list[dict[str, Any]] = []
     if vllm is not None:
@@ -177,6 +193,8 @@ def products(batches: list[int], vllm: Path | None) -> list[dict[str, Any]]:
             if kind == "w4a16" and vllm is not None:  # before the kernels of ours lay the codes out anew
                 kinds["marlin"], exact["marlin"] = [Marlin(one) for one in weights], exact[kind]
             kinds[kind] = [QuantizedGemm(laid_out(one), None) for one in weights]
+        if beside_humming:
+            kinds["humming"], exact["humming"] = humming(dense)
         for batch in batches:
             x = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
             row: dict[str, Any] = {"product": name, "rows": batch, "bf16_us": microseconds(plain, x)}
@@ -201,13 +219,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="of --steered")
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's unpacked wheel, for --products")
+    parser.add_argument("--humming", action="store_true", help="humming-kernels too, for --products")
     parser.add_argument("--kv", metavar="REQUESTSxPOSITIONS")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     batches = [int(size) for size in args.batches.split(",")]
     rows: list[dict[str, Any]] = []
     if args.products:
-        rows = products(batches, args.vllm)
+        rows = products(batches, args.vllm, args.humming)
     if args.kv:
         rows += measure_kv(args.config, *map(int, args.kv.split("x")))
     for form in [] if args.products or args.kv else args.only.split(","):
