@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -51,9 +52,6 @@ class Client:
 
     async def ask(self, prompt: list[int], new_tokens: int, due: float) -> Answer:
         """Stream a completion. Raises RuntimeError where the server refuses it or ends too early."""
-        if self._stream is None:
-            self._stream = await asyncio.open_connection(self._host, self._port, limit=1 << 22)
-        reader, writer = self._stream
         asked = {
             "model": self._model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True},
@@ -63,8 +61,16 @@ class Client:
             f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
-        writer.write(head.encode() + body)
-        status = await reader.readline()
+        for _ in range(2):  # a server may have closed a connection that had nothing to do
+            if self._stream is None:
+                self._stream = await asyncio.open_connection(self._host, self._port, limit=1 << 22)
+            (reader, writer), status = self._stream, b""
+            with contextlib.suppress(ConnectionError):
+                writer.write(head.encode() + body)
+                status = await reader.readline()
+            if status:
+                break
+            self._stream = None
         while (await reader.readline()).strip():
             pass
         if b" 200 " not in status:
