@@ -11,6 +11,7 @@ after it. See `utils.stage_times` for what is measured.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -46,12 +47,13 @@ def rank(args: argparse.Namespace, key: bytes, pipe: Any) -> None:
     llama = LlamaConfig(hidden_size=args.width, num_hidden_layers=args.layers, num_attention_heads=32, vocab_size=50)
     spec, count = ModelSpec.of(llama, torch.bfloat16), args.requests
     stage = RankStage(config, spec, torch.device("cpu"), count * args.prompt, count, 0, SplitRows(spec), None)  # pyright: ignore
-    egress = Egress(key, stage.finish, stage.arena)
+    egress = Egress(key, stage.finish, stage.rows, stage.arena)
     pool, limits = VectorPool(16, args.width), limits_of(config, "cpu")
     ring = stage.stage.capture_ring
     assert ring is not None
     ring.open()
     ring.memory.view(torch.int16).fill_(7)
+    gc.freeze()  # as vLLM does
     pipe.send(egress.address)
     while (turn := pipe.recv()) is not None:
         TIMES.taken()

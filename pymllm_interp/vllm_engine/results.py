@@ -7,13 +7,14 @@ Other tensors are in one block. Between hosts the block of all tensors follows t
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import io
 import mmap
 import os
 import pickle
 import socket
 import weakref
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +26,6 @@ import torch
 from ..hooks.captures.activations import Activations
 from ..hooks.captures.streamed import StreamedRows
 from ..utils.upload import flat_bytes
-from .payloads import loaded
 
 ALIGNMENT = 64
 SCORES = ""
@@ -161,32 +161,40 @@ class TensorBlock:
         return memory.numpy().tobytes()
 
     def _written(self, into: torch.Tensor) -> None:
-        offset = 0
+        offset, memory = 0, into.numpy()  # torch takes longer for a few bytes
         for tensor in self.tensors:
-            flat = flat_bytes(tensor)
-            into[offset : offset + len(flat)].copy_(flat)
+            flat = flat_bytes(tensor).numpy()
+            memory[offset : offset + len(flat)] = flat
             offset += -(-len(flat) // ALIGNMENT) * ALIGNMENT
 
 
 class _ResultsPickler(pickle.Pickler):
+    """A pickler that is asked about tensors and results only: `persistent_id` would be called for each name and number."""
+
     def __init__(self, buffer: io.BytesIO, block: TensorBlock) -> None:
         super().__init__(buffer, protocol=5)
-        self._block = block
-        self._known: dict[int, tuple[torch.Tensor, Placed | Shared]] = {}  # by id, with the tensor that has it
+        self.dispatch_table = ChainMap(
+            {
+                torch.Tensor: lambda tensor: (tensor_at, (block.place(tensor),)),
+                Activations: lambda found: (Activations, found.as_pieces()),  # a separate pickle would copy each site
+                StreamedRows: lambda rows: (list, (rows.sent(),)),  # copies: their memory is the result's
+            },
+            copyreg.dispatch_table,
+        )
 
-    def persistent_id(self, obj: Any) -> Placed | Shared | None:
-        if type(obj) is not torch.Tensor:
-            return None
-        if id(obj) not in self._known:
-            self._known[id(obj)] = obj, self._block.place(obj)
-        return self._known[id(obj)][1]
 
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Activations:  # a separate pickle would copy each site
-            return Activations, obj.as_pieces()
-        if type(obj) is StreamedRows:  # copies: their memory is the result's
-            return list, (obj.sent(),)
-        return NotImplemented
+def tensor_at(place: Placed | Shared) -> torch.Tensor:
+    """The tensor at a place of a message. `read_block` stands for it there."""
+    raise RuntimeError(f"{place} is part of a message that `read_block` reads")
+
+
+class _ResultsUnpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes, find: Callable[[Placed | Shared], torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._find = find
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._find if (module, name) == (__name__, tensor_at.__name__) else super().find_class(module, name)
 
 
 class SharedResults:
@@ -240,7 +248,6 @@ def read_block(pickled: bytes, sent: Shared | bytes | None, shared: SharedResult
         shared: the mapping, if the rank has one.
     """
     blocks: dict[int, torch.Tensor] = {}
-    found: dict[int, tuple[Placed | Shared, torch.Tensor]] = {}  # by id, with the tensor that keeps the id valid
     if isinstance(sent, Shared):
         assert shared is not None, "only a mapped arena is written to"
         memory = shared.block(sent.start, sent.size)
@@ -248,11 +255,6 @@ def read_block(pickled: bytes, sent: Shared | bytes | None, shared: SharedResult
         memory = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0, dtype=torch.uint8)
 
     def find(place: Placed | Shared) -> torch.Tensor:
-        if id(place) not in found:
-            found[id(place)] = place, tensor_at(place)
-        return found[id(place)][1]
-
-    def tensor_at(place: Placed | Shared) -> torch.Tensor:
         kind: torch.dtype = getattr(torch, place.dtype)
         if isinstance(place, Placed):
             count = kind.itemsize
@@ -265,4 +267,4 @@ def read_block(pickled: bytes, sent: Shared | bytes | None, shared: SharedResult
         whole = blocks[place.start].view(kind)
         return whole.as_strided(place.shape, place.stride, place.offset // kind.itemsize)
 
-    return loaded(pickled, find)
+    return _ResultsUnpickler(pickled, find).load()

@@ -129,11 +129,16 @@ class CaptureLayout:
         of = [[site for site in self.sites if site.group is group] for group in self.groups]
         return [tuple(sorted(found, key=lambda site: site.column)) for found in of]
 
-    @staticmethod
-    def is_whole(sites: Sequence[CapturedSite]) -> bool:
-        """Whether the results of a group's sites are states, a column for each."""
-        plain = all(site.group.spec.reduction.of_states and len(site.shape) == 1 for site in sites)
-        return plain and len(sites) == len(sites[0].group.sites)
+    @cached_property
+    def whole(self) -> list[tuple[str, ...] | None]:
+        """By group: the names of its sites if their results are states, a column for each; else None."""
+        return [
+            tuple(site.name for site in sites)
+            if len(sites) == len(group.sites)
+            and all(group.spec.reduction.of_states and len(site.shape) == 1 for site in sites)
+            else None
+            for group, sites in zip(self.groups, self.by_group, strict=True)
+        ]
 
     @property
     def table_bytes(self) -> int:

@@ -238,6 +238,8 @@ class GroupRows:
     def arrived(self, copied: int) -> list[int]:
         """Number of rows that have arrived, by column; the positions before `copied` were copied from the ring."""
         copied_rows = self.group.rows_before(copied)
+        if not any(self._filled):
+            return [copied_rows] * len(self._filled)
         return [max(filled, copied_rows) for filled in self._filled]
 
     def results(self, num_positions: int, copied: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -474,8 +476,8 @@ class CapturedRows(CaptureProgress):
         Args:
             cut: gets the values that limits of reductions left out, by site.
         """
-        if self.layout.is_whole(sites):
-            yield SitePiece(tuple(site.name for site in sites), own.in_columns(rows), positions, token_ids, {})
+        if (names := self.layout.whole[own.group.index]) is not None:
+            yield SitePiece(names, own.in_columns(rows), positions, token_ids, {})
             return
         columns = list(own.by_column(rows))
         for site in sites:

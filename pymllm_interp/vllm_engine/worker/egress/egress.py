@@ -124,7 +124,7 @@ class _Answers:
     def __init__(self, connection: Connection, arena: ResultArena | None) -> None:
         self._connection, self._arena = connection, arena
         self._arrived: deque[tuple[str, Future[Any]]] = deque()
-        self._lock = threading.Lock()
+        self._is_due = False  # the writer is to look at the queue
         self._writer = ThreadPoolExecutor(1, "pymllm-interp-egress")
 
     def put(self, request_id: str, future: Future[Any]) -> None:
@@ -149,8 +149,10 @@ class _Answers:
             self._connection.send((pickled, block.sent()))
 
     def flush(self) -> None:
-        """Send arrived results, from a separate thread."""
-        self._soon(self._send)
+        """Send arrived results, from a separate thread: those that arrive before it begins go together."""
+        if not self._is_due:
+            self._is_due = True
+            self._soon(self._send)
 
     def close(self) -> None:
         """Send nothing more. The connection is closed after that only: its file may get another one's number."""
@@ -162,6 +164,7 @@ class _Answers:
 
     def _send(self) -> None:
         arrived: list[tuple[str, Any]] = []
+        self._is_due = False  # before the queue is read: who adds to it later asks again
         while self._arrived:
             request_id, done = self._arrived.popleft()
             arrived.append((request_id, done.exception() or done.result()))
