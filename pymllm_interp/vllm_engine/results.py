@@ -14,7 +14,7 @@ import os
 import pickle
 import socket
 import weakref
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -173,14 +173,12 @@ class _ResultsPickler(pickle.Pickler):
 
     def __init__(self, buffer: io.BytesIO, block: TensorBlock) -> None:
         super().__init__(buffer, protocol=5)
-        self.dispatch_table = ChainMap(
-            {
-                torch.Tensor: lambda tensor: (tensor_at, (block.place(tensor),)),
-                Activations: lambda found: (Activations, found.as_pieces()),  # a separate pickle would copy each site
-                StreamedRows: lambda rows: (list, (rows.sent(),)),  # copies: their memory is the result's
-            },
-            copyreg.dispatch_table,
-        )
+        own: dict[type, Callable[[Any], Any]] = {
+            torch.Tensor: lambda tensor: (tensor_at, (block.place(tensor),)),
+            Activations: lambda found: (Activations, found.as_pieces()),  # a separate pickle would copy each site
+            StreamedRows: lambda rows: (list, (rows.sent(),)),  # copies: their memory is the result's
+        }
+        self.dispatch_table = copyreg.dispatch_table | own
 
 
 def tensor_at(place: Placed | Shared) -> torch.Tensor:
