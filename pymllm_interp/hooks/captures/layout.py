@@ -131,7 +131,7 @@ class CaptureLayout:
 
     @cached_property
     def whole(self) -> list[tuple[str, ...] | None]:
-        """By group: the names of its sites if their results are states, a column for each; else None."""
+        """Names of the sites of each group. None for a group with other results than states, a column for each site."""
         return [
             tuple(site.name for site in sites)
             if len(sites) == len(group.sites)
