@@ -2,7 +2,8 @@
 
     python benchmarks/vllm_blocks.py MODEL --batch 32 --tokens 64 --out blocks.json
 
-Three times, by turns, in one process: no block; one request with a block that waits for one step; one with a block in every step.
+Four cases, by turns, in one process: no block; one request with a block that waits for one step; one with a block in every step;
+and one that steers every layer, too. A step's time is the difference of a long and a short call: each call has further costs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from statistics import median
 from threading import Thread
 from typing import Any
 
-from pymllm_interp import LM, SamplingParams
+import torch
+
+from pymllm_interp import LM, SamplingParams, Steer
 
 
 def one_step(lm: Any, ids: list[int], tokens: int) -> Any:
@@ -27,6 +30,15 @@ def one_step(lm: Any, ids: list[int], tokens: int) -> Any:
 
 def every_step(lm: Any, ids: list[int], tokens: int) -> Any:
     with lm.generate(ids, max_new_tokens=tokens, temperature=0, ignore_eos=True) as tracer:
+        for _ in tracer.iter[:]:
+            lm.model.layers[2].output[:] *= 1.0
+    return tracer.receipt.steps
+
+
+def every_step_and_steered(lm: Any, ids: list[int], tokens: int) -> Any:
+    vector = torch.ones(lm.hidden_size)
+    options = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    with lm.generate(ids, interventions=[Steer("resid_post.*", vector, 1e-3)], **options) as tracer:
         for _ in tracer.iter[:]:
             lm.model.layers[2].output[:] *= 1.0
     return tracer.receipt.steps
@@ -59,8 +71,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     options: dict[str, Any] = {"load_format": "dummy"} if args.dummy else {}
-    cases: dict[str, Any] = {"no block": None, "a block in one step": one_step, "a block in every step": every_step}
+    cases: dict[str, Any] = {
+        "no block": None, "a block in one step": one_step, "a block in every step": every_step,
+        "the same, steered": every_step_and_steered,
+    }  # fmt: skip
     found: dict[str, Any] = {}
+    few = max(args.tokens // 4, 5)  # the block's one step is among them
     with LM(
         args.model,
         engine="vllm",
@@ -70,16 +86,22 @@ def main() -> None:
         **options,
     ) as lm:
         for batch in args.batch:
-            times: dict[str, list[float]] = {name: [] for name in cases}
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
             steps: dict[str, dict[str, int]] = {}
             for turn in range(args.rounds + 1):
                 for name, block in cases.items():
-                    seconds, steps[name] = seconds_of(lm, batch, args.tokens, block)
+                    short, _ = seconds_of(lm, batch, few, block)
+                    long, steps[name] = seconds_of(lm, batch, args.tokens, block)
                     if turn:  # the first warms up
-                        times[name].append(1000 * seconds / args.tokens)
+                        step = (long - short) / (args.tokens - few)
+                        times[name].append((1000 * step, 1000 * (short - few * step)))
             found[str(batch)] = {
-                name: {"ms_a_step": round(median(own), 3), "steps": steps[name]} for name, own in times.items()
-            }
+                name: {
+                    "ms_a_step": round(median(step for step, _ in own), 3),
+                    "ms_a_call": round(median(call for _, call in own), 2), "steps": steps[name],
+                }
+                for name, own in times.items()
+            }  # fmt: skip
     text = json.dumps(
         {"model": str(args.model), "eager": args.eager, "ranks": args.tensor_parallel_size, "batches": found}, indent=1
     )
