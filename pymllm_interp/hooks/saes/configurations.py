@@ -125,7 +125,7 @@ def _tied(tensors: Mapping[str, Any], with_bias: bool) -> dict[str, Any]:
 def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
     """`site`, and `norm_gain` if it is False; or `no_site`, the reason that the SAE has no site."""
     for written in (hf_name, name):
-        if not written:
+        if not isinstance(written, str) or not written:
             continue
         normalized = re.fullmatch(r"blocks\.(\d+)\.ln([12])\.hook_normalized", written)
         if normalized:
