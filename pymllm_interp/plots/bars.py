@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..utils.arguments import is_whole, shown
 from .figure import Plot, axis, check_labels, graph_objects, matrix
 
 
@@ -21,8 +22,8 @@ def attribution_bars(values: Any, labels: Sequence[Any], *, most: int = 30, titl
     """
     found = matrix(values, "values", 1)
     names = check_labels(labels, len(found), "labels", "the values")
-    if most < 1:
-        raise ValueError(f"most={most}: expected at least 1")
+    if not is_whole(most) or most < 1:
+        raise ValueError(f"most={shown(most)}: expected a whole number of at least 1")
     kept = sorted(found.nan_to_num(0.0).abs().topk(min(most, len(found))).indices.tolist())
     numbers = found[kept].tolist()
     go = graph_objects()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..utils.arguments import shown
 from ..utils.extras import install_command
 from .picture import PICTURES, draw
 
@@ -83,9 +84,15 @@ def matrix(values: Any, what: str, *dims: int) -> torch.Tensor:
         dims: allowed numbers of dimensions.
 
     Raises:
-        ValueError: another number of dimensions, or nothing in it.
+        ValueError: another number of dimensions, nothing in it, or no real numbers.
     """
-    tensor = torch.as_tensor(values).detach().cpu().float()
+    try:
+        tensor = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{what}: expected numbers, not {shown(values)}: {error}") from None
+    if tensor.is_complex():
+        raise ValueError(f"{what} are complex numbers: expected real ones, such as their .abs()")
+    tensor = tensor.float()
     if tensor.dim() not in dims or tensor.numel() == 0:
         allowed = " or ".join(map(str, dims))
         raise ValueError(f"{what} has shape {list(tensor.shape)}; expected {allowed} dimensions, none of them empty")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..utils.arguments import shown
 from .figure import Plot, axis, check_labels, graph_objects, matrix
 from .picture import COLUMNS, image_source
 
@@ -175,9 +176,11 @@ def image_heatmap(values: Any, image: Any, *, title: str = "", opacity: float = 
         opacity: opacity of the scores: 0 shows the image without them.
 
     Raises:
-        ValueError: values of another shape, or an opacity outside of 0 to 1.
+        ValueError: values of another shape, another kind of image, or an opacity outside of 0 to 1.
     """
     found = matrix(values, "values", 2)
+    if not hasattr(image, "convert"):
+        raise ValueError(f"image={shown(image)}: expected a Pillow image, such as PIL.Image.fromarray(pixels)")
     if not 0 <= opacity <= 1:
         raise ValueError(f"opacity={opacity}: expected 0 to 1")
     (rows, columns), go = found.shape, graph_objects()

@@ -272,3 +272,16 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         plots.attention_patterns(torch.rand(5, 5), TOKENS, site="pattern.1")
     with pytest.raises(ValueError, match="most=0"):
         plots.attribution_bars([1.0], ["a"], most=0)
+
+
+def test_what_is_no_number_and_no_image_is_refused_by_name() -> None:
+    for junk in (None, "x", [1, "a"], [[1], [1, 2]], object()):
+        with pytest.raises(ValueError, match="values: expected numbers"):
+            plots.attribution_bars(junk, ["a"])
+    with pytest.raises(ValueError, match="values are complex numbers"):  # half of each was drawn
+        plots.attribution_bars(torch.tensor([1 + 2j]), ["a"])
+    with pytest.raises(ValueError, match="expected a Pillow image"):
+        plots.image_heatmap(torch.rand(2, 2), torch.zeros(8, 8, 3))
+    for most in (None, 1.5, "x"):
+        with pytest.raises(ValueError, match="most="):
+            plots.attribution_bars([1.0], ["a"], most=most)  # pyright: ignore[reportArgumentType]
