@@ -139,8 +139,8 @@ def _embedded(tokenizer: Any, prompt: Any, facts: ModelFacts, what: str) -> Rend
 def _vectors(given: Any, facts: ModelFacts, what: str) -> torch.Tensor:
     """Embeddings [positions, width] in memory of their own: on the engine's device if they are there, else on the CPU."""
     vectors, width = torch.as_tensor(given), facts.spec.embedding_size
-    if vectors.dim() != 2 or vectors.shape[1] != width:
-        raise PromptError(f"{what} has embeddings {list(vectors.shape)}: expected [positions, {width}]")
+    if vectors.layout is not torch.strided or vectors.is_meta or vectors.dim() != 2 or vectors.shape[1] != width:
+        raise PromptError(f"{what} has embeddings {list(vectors.shape)}: expected [positions, {width}], dense")
     if vectors.dtype != facts.dtype:
         raise PromptError(
             f"{what} has embeddings of {vectors.dtype}, and the model computes in {facts.dtype}: pass embeds.to({facts.dtype})"

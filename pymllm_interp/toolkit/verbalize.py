@@ -153,12 +153,14 @@ def fve(states: torch.Tensor, reconstructed: torch.Tensor, normalize: bool = Tru
         normalize: rescale each row to length 1 before, so that directions count.
 
     Raises:
-        ValueError: other shapes, or states without variance.
+        ValueError: other shapes, complex numbers, or states without variance.
     """
     if states.shape != reconstructed.shape or states.dim() != 2:
         raise ValueError(
             f"states {list(states.shape)} and reconstructed {list(reconstructed.shape)}: expected [n, width]"
         )
+    if states.is_complex() or reconstructed.is_complex():
+        raise ValueError(f"states of {states.dtype} and reconstructed of {reconstructed.dtype}: expected real numbers")
     wanted, got = states.double().cpu(), reconstructed.double().cpu()
     if normalize:
         wanted, got = (torch.nn.functional.normalize(x, dim=-1) for x in (wanted, got))

@@ -374,6 +374,8 @@ def test_bad_embeddings_are_refused_before_anything_runs(lm_of: Callable[..., LM
         (torch.zeros(3, width + 1), rf"embeddings \[3, {width + 1}\]: expected \[positions, {width}\]"),
         (torch.zeros(2, 3, width), "embeddings"),
         (good / 0, "NaN or infinity"),
+        (good.to_sparse(), "dense"),
+        ({"prompt_token_ids": ids, "embeds": {0: good[0].to("meta")}}, "dense"),
         (torch.zeros(0, width), "is empty: a prompt"),
         ({"prompt_embeds": good, "prompt_token_ids": ids}, "and nothing else"),
         ({"embeds": {0: good[0]}}, "prompt_token_ids with embeds"),

@@ -158,6 +158,8 @@ def test_fve_is_the_explained_part_of_the_variance() -> None:
         fve(states[:1], states[:1])
     with pytest.raises(ValueError, match="expected"):
         fve(states, states[:, :4])
+    with pytest.raises(ValueError, match="expected real numbers"):
+        fve(states * 1j, states)
 
 
 def test_bad_input_is_refused_before_anything_runs(lm_of: Callable[..., LM]) -> None:
