@@ -338,8 +338,9 @@ class RankTraces:
             (batch.logits_indices,) = upload(self._device, logit_tokens)
         tree.attention.cuts, tree.attention.kept = cuts, kept
         ranks.followed = True
-        # vLLM's attention cuts no edges. Only this rank has the flags of gates that the tree has met.
-        is_plain = kept is None and (site_ops is None or ranks.size == 1 or not self._declared.links_sites)
+        # vLLM's attention cuts no edges. Only this rank has the flags of gates that the tree has met. Others may still have ops of
+        # a request that has ended here.
+        is_plain = kept is None and (ranks.size == 1 or not self._declared.links_sites)
         batch.layers_elsewhere = tree.layers if tree.layers.can_run and is_plain else None
         try:
             self.logits = self._run(batch)
