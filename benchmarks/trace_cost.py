@@ -4,10 +4,10 @@ module or at eight, and a trace of 512 invokes.
 Usage: python benchmarks/trace_cost.py [--out benchmarks/results/trace-cost-cpu.json] [--invokes 512] [--quick]
 
 The small model has 32 layers and little arithmetic, so the overhead of traces remains. nnsight's numbers are of the same reads on
-transformers' model, in turns with ours. A cost is the CPU time of a pass with 32 layers read, minus that of a pass with one, by
-layer: microseconds, lower quartiles over the rounds, since other processes may use the machine. nnsight's pass always calls
-the modules. Ours runs layers without a waiting block fused, so a read has two costs: against a pass that calls the modules, as for
-nnsight, and against a fused pass.
+transformers' model, in turns with ours. A cost is the CPU time of the visits where 32 layers are read, minus that where one is, by
+layer. Ours have the begin and the end of the pass, nnsight's are calls of its `handle`. Microseconds, lower quartiles over the
+rounds, since other processes may use the machine. Ours runs layers without a waiting block fused. So a read has a second cost, of
+the whole pass.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,48 +105,49 @@ def small_model(rounds: int = 200) -> dict[str, float]:
         torch.no_grad(),
     ):
         ours_took, theirs_took = PassTimer(lm.runner.executions, "call_model"), PassTimer(theirs._module, "forward")
+        ours_visits = [PassTimer(lm.interleaver, name) for name in ("begin_pass", "visit", "end_pass")]
+        theirs_visits = PassTimer(theirs.interleaver, "handle")
 
-        def modules_called(run: Callable[[LM, list[int]], None]) -> Callable[[], None]:
-            def side() -> None:
-                lm.interleaver.first_hook = lambda first, stop: (first, "within")
-                try:
-                    run(lm, LAST)
-                finally:
-                    del lm.interleaver.first_hook
+        def ours() -> float:
+            return sum(timer.take() for timer in ours_visits)
 
-            return side
+        def passes(timer: PassTimer) -> float:
+            ours(), theirs_visits.take()  # which would else count for the next side
+            return timer.last
 
-        sides = {}
+        sides: dict[str, tuple[Callable[[], None], Callable[[], float]]] = {}
         for name, run in (("read", read_layers), ("edit", edit_layers), ("many", read_in_many)):
             # The two sides of a difference have the same side's turn before them, which leaves the caches alike.
-            sides[f"nnsight {name} one"] = (lambda run=run: run(theirs, LAST)), lambda: theirs_took.last
-            sides[f"{name} one"] = modules_called(run), lambda: ours_took.last
-            sides[f"nnsight {name}"] = (lambda run=run: run(theirs, EVERY)), lambda: theirs_took.last
-            sides[name] = (lambda run=run: run(lm, EVERY)), lambda: ours_took.last
-            sides[f"{name} one fused"] = (lambda run=run: run(lm, LAST)), lambda: ours_took.last
+            for layers, which in ((LAST, " one"), (EVERY, "")):
+                sides[f"nnsight {name}{which}"] = partial(run, theirs, layers), theirs_visits.take
+                sides[f"{name}{which}"] = partial(run, lm, layers), ours
+        for name, layers in (("one", LAST), ("all", EVERY)):
+            sides[f"nnsight pass {name}"] = partial(read_layers, theirs, layers), partial(passes, theirs_took)
+            sides[f"pass {name}"] = partial(read_layers, lm, layers), partial(passes, ours_took)
         took = lower_quartiles(sides, rounds)
         untouched = _untouched_module(lm, ours_took, rounds)
 
-    def cost(name: str, base: str = "one", readers: int = 1) -> float:
-        return (took[name] - took[f"{name} {base}"]) / (LAYERS - 1) / readers
+    def cost(name: str, readers: int = 1) -> float:
+        return (took[name] - took[f"{name} one"]) / (LAYERS - 1) / readers
 
     return {
         "nnsight_read": cost("nnsight read"),
         "read": cost("read"),
-        "read_over_fused_layers": cost("read", "one fused"),
+        "read_over_fused_layers": (took["pass all"] - took["pass one"]) / (LAYERS - 1),
         "nnsight_read_beside_7_others": cost("nnsight many", readers=len(MANY)),
         "read_beside_7_others": cost("many", readers=len(MANY)),
         "nnsight_read_and_edit": cost("nnsight edit"),
         "read_and_edit": cost("edit"),
         "edit": cost("edit") - cost("read"),
         "untouched_module": untouched,
-        "pass_with_one_read": took["read one fused"],
-        "nnsight_pass_with_one_read": took["nnsight read one"],
+        "pass_with_one_read": took["pass one"],
+        "nnsight_pass_with_one_read": took["nnsight pass one"],
     }
 
 
 def _nnsight_model() -> TransformersModel:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    tests = Path(__file__).parent.parent / "tests"
+    sys.path[:0] = [str(tests), str(tests / "support")]
     from conftest import tiny_tokenizer
 
     return TransformersModel(LlamaForCausalLM(CONFIG).eval(), tokenizer=tiny_tokenizer())
