@@ -26,6 +26,7 @@ _NEVER = None, None, None
 _kind = attrgetter("dtype", "device", "shape")
 _shape = attrgetter("dtype", "shape")
 _data = attrgetter("data")
+_device = attrgetter("device")
 _count_of_edits = attrgetter("_version")
 
 
@@ -258,7 +259,10 @@ class SaveTransfer:
         elif isinstance(value, (list, tuple, dict)) and id(value) not in self._queued_containers:
             self._queued_containers[id(value)] = value
             first = self._settled.get(id(value), 0)
-            for item in value.values() if isinstance(value, dict) else value[first:] if first else value:
+            items = value.values() if isinstance(value, dict) else value[first:] if first else value
+            if self._are_on_device(items):
+                return
+            for item in items:
                 if id(item) not in self._copies:
                     self.queue(item)
 
@@ -329,7 +333,10 @@ class SaveTransfer:
             self._settled[id(into)] = len(into)
 
     def _deliver_list(self, value: list[Any]) -> None:
-        if first := self._settled.get(id(value), 0):
+        first = self._settled.get(id(value), 0)
+        if self._are_on_device(value[first:] if first else value):
+            return
+        if first:
             value[first:] = [self.deliver(item) for item in value[first:]]
             return
         copied = [known for known in map(self._copies.get, map(id, value)) if known is not None]
@@ -361,8 +368,15 @@ class SaveTransfer:
         return (tensors[first : first + count] for first in range(0, len(tensors), count))
 
     def _is_on_device(self, tensor: torch.Tensor) -> bool:
+        return self._is_target(tensor.device)
+
+    def _is_target(self, device: torch.device) -> bool:
         target = self.device
-        return target is None or tensor.device == target or (target.index is None and tensor.device.type == target.type)
+        return target is None or device == target or (target.index is None and device.type == target.type)
+
+    def _are_on_device(self, values: Iterable[Any]) -> bool:
+        """Whether all are tensors that need no copy. A long list of them is not searched one by one."""
+        return PLAIN.issuperset(map(type, values)) and all(map(self._is_target, set(map(_device, values))))
 
     def _copy(self, tensor: torch.Tensor, known: _Copies) -> torch.Tensor:
         if self._is_on_device(tensor):
