@@ -368,15 +368,16 @@ class SaveTransfer:
         return (tensors[first : first + count] for first in range(0, len(tensors), count))
 
     def _is_on_device(self, tensor: torch.Tensor) -> bool:
-        return self._is_target(tensor.device)
-
-    def _is_target(self, device: torch.device) -> bool:
         target = self.device
-        return target is None or device == target or (target.index is None and device.type == target.type)
+        return target is None or tensor.device == target or (target.index is None and tensor.device.type == target.type)
 
-    def _are_on_device(self, values: Iterable[Any]) -> bool:
+    def _are_on_device(self, values: Collection[Any]) -> bool:
         """Whether all are tensors that need no copy. A long list of them is not searched one by one."""
-        return PLAIN.issuperset(map(type, values)) and all(map(self._is_target, set(map(_device, values))))
+        if not PLAIN.issuperset(map(type, values)):
+            return False
+        return all(
+            map(self._is_on_device, dict(zip(map(_device, values), values, strict=True)).values())
+        )  # one of each device
 
     def _copy(self, tensor: torch.Tensor, known: _Copies) -> torch.Tensor:
         if self._is_on_device(tensor):
